@@ -1,0 +1,64 @@
+"""Train a Llama on one device.
+
+    python step01_single_gpu/train.py
+    python step01_single_gpu/train.py --help
+"""
+import torch
+
+from checkpoint import materialize, save_checkpoint
+from config import check, load_config, parse_args
+from data import batches, load_tokens
+from metrics import Metrics
+from model import Llama
+from optimizer import Optimizer, accumulate_gradients, learning_rate
+from recompute import recompute
+
+
+def build_model(config, args):
+    with torch.device("meta"):                            # shapes without memory
+        model = Llama(config)
+    materialize(model, config, args)
+    layers = model.model.layers.values()
+    if args.attention == "flash":
+        from flash_attn import flash_attn_func
+        for layer in layers:
+            layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+    recompute(layers, args.recompute)
+    if args.compile:
+        for layer in layers:
+            layer.compile()
+        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
+    return model
+
+
+def forward_backward(model, micro_batches, args):
+    """Adds the gradient of the global batch's mean loss to every main_grad; returns that loss."""
+    total = 0
+    for inputs, positions, targets in micro_batches:
+        loss = model(inputs, positions, targets) / (args.global_batch_size * args.seq_len)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    config = load_config(args)
+    check(args, config)
+    tokens = load_tokens(args, config.vocab_size)
+    model = build_model(config, args)
+    accumulate_gradients(model.parameters())
+    optimizer = Optimizer(model.parameters(), args)
+    metrics = Metrics(config, args)
+    for step, micro_batches in enumerate(batches(tokens, args)):
+        loss = forward_backward(model, micro_batches, args)
+        grad_norm = optimizer.clip()
+        lr = learning_rate(step, args)
+        optimizer.step(lr)
+        metrics.log(step, loss, grad_norm, lr)
+    if args.save:
+        save_checkpoint(model, config, args)
+
+
+if __name__ == "__main__":
+    main()
