@@ -24,10 +24,10 @@ def parse_args(argv=None):
     add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text, json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
-    add("--global_batch_size", type=int, default=32, help="sequences per training step")
-    add("--micro_batch_size", type=int, default=4, help="sequences per forward pass")
-    add("--steps", type=int, default=60)
-    add("--lr", type=float, default=3e-3)
+    add("--global_batch_size", type=int, default=16, help="sequences per training step")
+    add("--micro_batch_size", type=int, default=2, help="sequences per forward pass")
+    add("--steps", type=int, default=120)
+    add("--lr", type=float, default=6e-3)
     add("--lr_schedule", choices=["constant", "cosine"], default="cosine")
     add("--warmup", type=int, default=5, help="steps of linear warm-up")
     add("--weight_decay", type=float, default=0.1)
@@ -73,7 +73,7 @@ def llama3(factor):
 
 #                          vocab   hidden  mlp  layers heads kv head_dim
 PRESETS = {
-    "tiny":       ModelConfig(256,    128,   384,   8,   8, 4,  16, max_position_embeddings=4096),
+    "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096, initializer_range=0.1),
     "llama-1b":   ModelConfig(128256, 2048,  8192,  16, 32, 8,  64, rope_scaling=llama3(32.0)),
     "llama-3b":   ModelConfig(128256, 3072,  8192,  28, 24, 8, 128, rope_scaling=llama3(32.0)),
     "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
