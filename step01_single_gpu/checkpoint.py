@@ -35,7 +35,7 @@ def initial_weight(name, meta, config, args):
 
 def open_checkpoint(name):
     """{tensor name: the open file that has it}"""
-    folder = local_folder(name)
+    folder = local_folder("--init_from", name)
     files = sorted(file for file in os.listdir(folder) if file.endswith(".safetensors"))
     if not files:
         refuse(f"--init_from {name}: no .safetensors file there")
@@ -63,7 +63,6 @@ def read_weight(name, meta, saved, args):
 
 def save_checkpoint(model, config, args):
     """config.json and model.safetensors, in several files if it is large; one tensor in memory at a time."""
-    os.makedirs(args.save, exist_ok=True)
     with open(os.path.join(args.save, "config.json"), "w") as file:
         json.dump(to_hugging_face(config, args.dtype), file, indent=2)
     with torch.device("meta"):

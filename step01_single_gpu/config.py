@@ -82,7 +82,7 @@ PRESETS = {
 }
 
 
-def local_folder(name):
+def local_folder(flag, name):
     """A directory as it is; a hub id downloaded to the Hugging Face cache."""
     if os.path.isdir(name):
         return name
@@ -90,17 +90,21 @@ def local_folder(name):
     try:
         return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:
-        refuse(f"{name}: no such directory, and not to be had from the hub ({type(error).__name__})")
+        presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
+        refuse(f"{flag} {name}: no such directory, and not to be had from the hub ({type(error).__name__}){presets}")
 
 
 def load_config(args):
     if args.model in PRESETS:
         return PRESETS[args.model]
-    path = os.path.join(local_folder(args.model), "config.json")
+    path = os.path.join(local_folder("--model", args.model), "config.json")
     if not os.path.isfile(path):
         refuse(f"--model {args.model}: no config.json there; the presets are {', '.join(PRESETS)}")
-    with open(path) as file:
-        return from_hugging_face(json.load(file), args.model)
+    try:
+        with open(path) as file:
+            return from_hugging_face(json.load(file), args.model)
+    except (ValueError, KeyError) as error:
+        refuse(f"--model {args.model}: not a config.json of a Llama ({type(error).__name__}: {error})")
 
 
 def from_hugging_face(raw, name):
@@ -155,6 +159,7 @@ def check(args, config):
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    check_outputs(args)
     if args.attention == "flash":
         if args.device == "cpu" or args.dtype != torch.bfloat16:
             refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa runs anywhere")
@@ -162,7 +167,17 @@ def check(args, config):
             import flash_attn  # noqa: F401
         except ImportError:
             refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
-    return args
+
+
+def check_outputs(args):
+    """Better now than after the last step."""
+    try:
+        for folder in filter(None, (args.save, args.profile)):
+            os.makedirs(folder, exist_ok=True)
+        if args.log_file:
+            open(args.log_file, "a").close()
+    except OSError as error:
+        refuse(f"--save, --profile or --log_file: cannot write there ({error})")
 
 
 def divisors(n):

@@ -11,6 +11,7 @@ from data import batches, load_tokens
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, accumulate_gradients, learning_rate
+from profiling import Profiler
 from recompute import recompute
 
 
@@ -49,12 +50,14 @@ def main(argv=None):
     model = build_model(config, args)
     accumulate_gradients(model.parameters())
     optimizer = Optimizer(model.parameters(), args)
+    profiler = Profiler(model, optimizer, args)
     metrics = Metrics(config, args)
     for step, micro_batches in enumerate(batches(tokens, args)):
-        loss = forward_backward(model, micro_batches, args)
-        grad_norm = optimizer.clip()
         lr = learning_rate(step, args)
-        optimizer.step(lr)
+        with profiler.step(step):
+            loss = forward_backward(model, micro_batches, args)
+            grad_norm = optimizer.clip()
+            optimizer.step(lr)
         metrics.log(step, loss, grad_norm, lr)
     if args.save:
         save_checkpoint(model, config, args)

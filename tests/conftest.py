@@ -1,0 +1,10 @@
+import pytest
+
+from harness import Pool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.stop()

@@ -1,0 +1,207 @@
+"""Worker processes that are started once and run hundreds of short jobs: any step, any number of ranks.
+
+    pool.train("step03_zero", "--zero 3 --dp 4", world=4)    # a whole training run: losses, norms, weights, output
+    pool.call(function, "step02_dp", world=2, **arguments)   # a function of a test file, on every rank
+
+Each job sees what torchrun would give it (RANK, WORLD_SIZE, a store) and the modules of one step directory. A rank
+that fails reports its own traceback; a job that hangs is ended after `timeout` seconds and the workers replaced.
+"""
+import contextlib
+import importlib
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from types import SimpleNamespace
+
+TESTS = os.path.dirname(os.path.abspath(__file__))
+
+
+class JobFailed(AssertionError):
+    pass
+
+
+class Refused(JobFailed):
+    """The run ended with exit status 2."""
+
+
+# ---------------------------------------------------------------------------------------------- inside a worker
+def worker(rank, pipe, port):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True", HF_HUB_OFFLINE="1")
+    import torch
+    torch.set_num_threads(1)
+    modules = {}                                          # step directory: its modules, kept from job to job
+    for number, world, folder, function, arguments in iter(pipe.recv, None):
+        # the store is shared by all jobs; torch keeps attempts apart by this number
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_RESTART_COUNT=str(number))
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), step_modules(folder, modules):
+                module, name = function
+                result = ("ok", getattr(importlib.import_module(module), name)(**arguments))
+        except SystemExit as stop:
+            result = ("exit", stop.code)
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        pipe.send((number, *result, output.getvalue()))
+
+
+@contextlib.contextmanager
+def step_modules(folder, kept):
+    """`import train` means the train.py of this folder; other folders' modules of the same names are put away."""
+    names = {file[:-3] for file in os.listdir(folder) if file.endswith(".py")}
+    sys.path.insert(0, folder)
+    sys.modules.update(kept.get(folder, {}))
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        kept[folder] = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+
+
+def train_job(argv, gradients_for_weights=False):
+    import torch
+    import train
+    adamw = torch.optim.AdamW
+    try:
+        if gradients_for_weights:
+            torch.optim.AdamW = GradientsForWeights
+        train.main(argv)
+    finally:
+        torch.optim.AdamW = adamw
+
+
+class GradientsForWeights:
+    """An 'optimizer' that overwrites each weight by its gradient: --save then writes the gradients, whole and by
+    name, whatever the layout was."""
+
+    def __init__(self, groups, **_):
+        self.param_groups, self.state = groups, {}
+
+    def step(self):
+        import torch
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.copy_(param.grad)
+
+
+# ---------------------------------------------------------------------------------------------- in the test process
+class Pool:
+    def __init__(self, size=8):
+        self.size, self.jobs, self.workers, self.store = size, 0, [], None
+
+    def start(self, world):
+        """Workers are started when a job first needs so many."""
+        from torch.distributed import TCPStore
+        assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
+        self.store = self.store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for rank in range(len(self.workers), world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=worker, args=(rank, theirs, self.store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def stop(self):
+        for process, pipe in self.workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.workers = []
+
+    def call(self, function, step, world=1, timeout=60, **arguments):
+        """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
+        from steps import step_dir
+        self.start(world)
+        self.jobs += 1
+        module = "harness" if function.__module__ == "__main__" else function.__module__
+        job = (self.jobs, world, str(step_dir(step)), (module, function.__name__), arguments)
+        for _, pipe in self.workers[:world]:
+            pipe.send(job)
+        answers = self.collect(world, timeout, f"{function.__name__}({arguments}) of {step}, world {world}")
+        self.output = answers[0][2]
+        return [result for _, result, _ in answers]
+
+    def collect(self, world, timeout, what):
+        answers, deadline = {}, time.monotonic() + timeout
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()[1:]
+                except EOFError:
+                    answers[rank] = ("error", "the process died", "")
+                if answers[rank][0] != "ok":              # the others may wait for this one for ever
+                    deadline = min(deadline, time.monotonic() + 3)
+            if not ready:
+                break
+        bad = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] != "ok"}
+        if waiting or any(answer[1] == "the process died" for answer in bad.values()):
+            self.stop()
+        if all(answer[:2] == ("exit", 2) for answer in bad.values()) and len(bad) == world:
+            raise Refused(answers[0][2])
+        if bad:
+            raise JobFailed(f"{what}\n" + "\n".join(f"--- rank {rank}: {a[1]}\n{a[2][-2000:]}" for rank, a in bad.items()))
+        if waiting:
+            raise JobFailed(f"{what}: no answer from ranks {sorted(waiting.values())} within {timeout} s")
+        return [answers[rank] for rank in range(world)]
+
+    def train(self, step, flags, world=1, timeout=120, weights=True, gradients=False):
+        """One run of train.py; gradients=True: its `weights` are the gradients of the last step."""
+        from safetensors.torch import load_file
+        folder = tempfile.mkdtemp()
+        try:
+            log, save = os.path.join(folder, "log.jsonl"), os.path.join(folder, "save")
+            argv = shlex.split(flags) + ["--log_file", log] + (["--save", save] if weights or gradients else [])
+            if gradients:
+                argv += ["--grad_clip", "0"]
+            self.call(train_job, step, world, timeout, argv=argv, gradients_for_weights=gradients)
+            with open(log) as file:
+                lines = [json.loads(line) for line in file]
+            tensors = load_file(os.path.join(save, "model.safetensors")) if weights or gradients else {}
+        finally:
+            shutil.rmtree(folder)
+        return SimpleNamespace(lines=lines, weights=tensors, output=self.output, losses=[line["loss"] for line in lines],
+                               grad_norms=[line["grad_norm"] for line in lines])
+
+
+# ---------------------------------------------------------------------------------------------- comparing two runs
+def relative(a, b):
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def assert_same_run(run, reference, tolerance, what="", weights=True):
+    """Losses and gradient norms relative, weights (or gradients) per tensor ||difference|| / ||reference||."""
+    assert len(run.losses) == len(reference.losses) > 0, what
+    for name in ("losses", "grad_norms"):
+        for step, (a, b) in enumerate(zip(getattr(run, name), getattr(reference, name))):
+            assert relative(a, b) <= tolerance, f"{what}: {name}[{step}] {a!r}, reference {b!r}"
+    if weights:
+        assert_same_tensors(run.weights, reference.weights, tolerance, what)
+
+
+def assert_same_tensors(tensors, reference, tolerance, what=""):
+    assert tensors.keys() == reference.keys() and tensors, f"{what}: {tensors.keys() ^ reference.keys()}"
+    worst = max(tensors, key=lambda name: distance(tensors[name], reference[name]))
+    error = distance(tensors[worst], reference[worst])
+    assert error <= tolerance, f"{what}: {worst} differs by {error:.2e} of its norm"
+
+
+def distance(a, b):
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))

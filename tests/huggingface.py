@@ -1,0 +1,70 @@
+"""transformers' own model, trained by a plain loop: the outside reference."""
+import math
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+
+def load(folder, dtype, exact=True):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if exact:
+        in_own_precision(model)
+    return model.train()
+
+
+def in_own_precision(model):
+    """transformers computes norms and rotary tables in float32 whatever the model's dtype; these do not."""
+    for module in model.modules():
+        if isinstance(module, modeling_llama.LlamaRMSNorm):
+            module.forward = lambda x, m=module: m.weight * x * (x.square().mean(-1, keepdim=True) + m.variance_epsilon).rsqrt()
+        if isinstance(module, modeling_llama.LlamaRotaryEmbedding):
+            module.forward = lambda x, position_ids, m=module: exact_tables(m.config, position_ids, x.dtype)
+
+
+def exact_tables(config, position_ids, dtype):
+    """Rotary tables from the definition, in float64; written apart from the trainer's."""
+    rope, dim = config.rope_parameters, config.head_dim
+    frequencies = []
+    for i in range(0, dim, 2):
+        frequency = rope["rope_theta"] ** (-i / dim)
+        if rope["rope_type"] == "llama3":
+            wavelength, context = 2 * math.pi / frequency, rope["original_max_position_embeddings"]
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            if wavelength > context / low:
+                frequency /= rope["factor"]
+            elif wavelength >= context / high:
+                smooth = (context / wavelength - low) / (high - low)
+                frequency = (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+        frequencies.append(frequency)
+    angle = position_ids[..., None].double() * torch.tensor(frequencies * 2, dtype=torch.float64)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def batch(tokens, step, sequences, seq_len):
+    """The data rule of the command line, spelled out: sequence i is tokens[i*S : i*S+S+1]."""
+    whole = (len(tokens) - 1) // seq_len
+    rows = [tokens[i % whole * seq_len: i % whole * seq_len + seq_len + 1] for i in range(step * sequences, (step + 1) * sequences)]
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def train(model, tokens, steps, sequences, seq_len, lr, warmup, weight_decay=0.1, grad_clip=1.0):
+    """Losses, gradient norms and final weights, with torch's AdamW and clip_grad_norm_ and the whole batch at once."""
+    groups = [dict(params=[p for p in model.parameters() if p.dim() >= 2], weight_decay=weight_decay),
+              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in range(steps):
+        inputs, targets = batch(tokens, step, sequences, seq_len)
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)))
+        for group in adamw.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / max(1, warmup))
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}

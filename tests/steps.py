@@ -1,0 +1,92 @@
+"""What the tests and the tools know about the steps and the repository. Plain data, and only the standard library."""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
+         "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
+STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
+
+# The files that a step changes or adds, relative to the step before it. README.md and figures/ are each step's own.
+CHANGES = {
+    "step01_single_gpu": set(),
+}
+
+MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
+
+
+def full_name(step):
+    """'step04_tp_sp' from 4, '4', 'step04' or itself."""
+    prefix = f"step0{step}_" if str(step).isdigit() else str(step)
+    return next(name for name in NAMES if name.startswith(prefix))
+
+
+def step_dir(step):
+    """Where a step's code is. EXERCISE=4=folder puts the reader's own folder in the place of step 4."""
+    number, _, folder = os.environ.get("EXERCISE", "").partition("=")
+    if folder and full_name(number) == full_name(step):
+        return Path(folder).resolve()
+    return ROOT / full_name(step)
+
+
+def in_diff(name):
+    """Whether `make diff` shows a step's file."""
+    return not {"__pycache__", "figures", "README.md"} & set(Path(name).parts)
+
+
+def step_files(folder):
+    """The files of a step that belong to its diff, relative to its folder."""
+    names = (str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    return sorted(filter(in_diff, names))
+
+
+def repository_files(root=ROOT):
+    """Tracked files and new ones that are not ignored; where there is no git, all but what running leaves behind."""
+    if (root / ".git").exists():
+        command = ["git", "-C", root, "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines())
+    else:
+        names = {str(path.relative_to(root)) for path in root.rglob("*")}
+    return sorted(name for name in names if (root / name).is_file() and not MADE_BY_RUNNING & set(Path(name).parts))
+
+
+def copy_repository(target, root=ROOT):
+    for name in repository_files(root):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, target / name)
+
+
+def clean_environment():
+    """This interpreter's commands first, one thread, no hub, and nothing left over from the make that started us."""
+    left_out = ("EXERCISE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    env = {key: value for key, value in os.environ.items() if key not in left_out}
+    path = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    return env | dict(PATH=path, PYTHON=sys.executable, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1",
+                      HF_HUB_OFFLINE="1")
+
+
+def run(command, cwd, timeout):
+    """Exit status and everything that was printed. A hanging command is ended, with all that it has started."""
+    child = subprocess.Popen(command, cwd=cwd, env=clean_environment(), start_new_session=True, text=True,
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output, _ = child.communicate(timeout=timeout)
+        return child.returncode, output
+    except subprocess.TimeoutExpired:
+        end(child)
+        return 124, f"no end after {timeout} seconds: {' '.join(map(str, command))}"
+
+
+def end(child):
+    """First politely, since torchrun's workers are in sessions of their own and only torchrun can end them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, number)
+            child.wait(timeout=10)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass

@@ -1,0 +1,269 @@
+"""Adjacent steps differ where the later one says so and nowhere else; the tool that keeps it that way; the breaks."""
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import break_it
+import pytest
+from readme import break_table, pairs
+from steps import CHANGES, NAMES, ROOT, STEPS, repository_files, step_dir, step_files
+
+PACKAGES = {"torch", "transformers", "datasets", "flash_attn", "matplotlib",
+            "numpy", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
+
+
+# ------------------------------------------------------------------------------- what differs is what is declared
+def undeclared(old, new, declared):
+    """What two adjacent steps' folders and the later one's declaration disagree on."""
+    before, after = set(step_files(old)), set(step_files(new))
+    same = {name for name in before & after if (old / name).read_bytes() == (new / name).read_bytes()}
+    different = (before | after) - same
+    return ([f"{new.name}/{name} differs from {old.name} and is not declared" for name in sorted(after & different - declared)]
+            + [f"{new.name}/{name} is gone and not declared" for name in sorted(before - after - declared)]
+            + [f"{new.name}/{name} is declared and does not differ" for name in sorted(declared - different)])
+
+
+def test_adjacent_steps_differ_only_where_declared():
+    assert STEPS and STEPS == NAMES[:len(STEPS)]
+    assert list(CHANGES) == STEPS
+    assert [problem for old, new in pairs() for problem in undeclared(old, new, CHANGES[new.name])] == []
+
+
+def test_an_undeclared_difference_is_seen(two_folders):
+    old, new = two_folders
+    (old / "gone.py").write_text("x\n")
+    (new / "fresh.py").write_text("x\n")
+    (new / "figures").mkdir()
+    (new / "figures/make.py").write_text("x\n")
+    (new / "README.md").write_text("x\n")
+    declared = {"same.py", "changed.py"}
+    assert undeclared(old, new, declared) == ["new/fresh.py differs from old and is not declared",
+                                              "new/gone.py is gone and not declared",
+                                              "new/same.py is declared and does not differ"]
+    assert undeclared(old, new, {"changed.py", "fresh.py", "gone.py"}) == []
+    assert undeclared(old, new, {"fresh.py", "gone.py"}) == ["new/changed.py differs from old and is not declared"]
+
+
+@pytest.fixture
+def two_folders(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "same.py").write_text("import torch\n")
+        (folder / "changed.py").write_text(f"name = {folder.name!r}\n")
+    return old, new
+
+
+# ------------------------------------------------------------------------------------ no noise in what differs
+def essence(line):
+    """A line without its spaces and without its comment; of a comment the words; '' where there is nothing to read."""
+    code = re.sub(r"(^|\s)#.*", "", line)
+    text = "".join((code if code.strip() else line.strip().lstrip("#")).split())
+    return text if re.search(r"\w", text) and text not in ("else:", "try:", "finally:") else ""
+
+
+def changed_lines(old, new):
+    """The removed and the added lines of a file, as {essence: (number, line)}."""
+    output = subprocess.run(["diff", "-U0", old, new], capture_output=True, text=True).stdout
+    removed, added = {}, {}
+    for line in output.splitlines()[2:]:
+        if line.startswith("@@"):
+            old_number, new_number = (int(start) for start in re.match(r"@@ -(\d+)\S* \+(\d+)", line).groups())
+        elif line.startswith("-"):
+            removed[essence(line[1:])] = old_number, line[1:].strip()
+            old_number += 1
+        elif line.startswith("+"):
+            added[essence(line[1:])] = new_number, line[1:].strip()
+            new_number += 1
+    return removed, added
+
+
+def moved(old, new):
+    """The lines that a diff shows though they are only moved, re-indented or re-commented."""
+    removed, added = changed_lines(old, new)
+    return [f"{new}: line {removed[text][0]} of before comes back as line {added[text][0]}: {added[text][1]}"
+            for text in removed.keys() & added.keys() - {""}]
+
+
+def test_no_line_is_merely_moved_reindented_or_recommented():
+    noise = [line for old, new in pairs() for name in sorted(CHANGES[new.name] & set(step_files(old)) & set(step_files(new)))
+             for line in moved(old / name, new / name)]
+    assert noise == []
+
+
+@pytest.mark.parametrize("after, noisy", [
+    ("b = 2\na = f(1)  # one\n}\n", True),                            # moved
+    ("if x:\n    a = f(1)  # one\nb = 2\n}\n", True),                 # re-indented
+    ("a = f(1)  # uno\nb = 2\n}\n", True),                            # re-commented
+    ("# a = f(1)\nb = 2\n}\n", True),                                 # commented out
+    ("a = f( 1 )  # one\nb = 2\n}\n", True),                          # re-formatted
+    ("a = f(2)  # one\nb = 2\n\nc = 3\n}\n", False),
+    ("x = {\n}\na = f(1)  # one\nb = 2\n", False)])                   # a brace that moves is no noise
+def test_noise_is_seen(tmp_path, after, noisy):
+    (tmp_path / "old").write_text("a = f(1)  # one\nb = 2\n}\n")
+    (tmp_path / "new").write_text(after)
+    assert bool(moved(tmp_path / "old", tmp_path / "new")) == noisy
+
+
+# ------------------------------------------------------------------------------------------------- self-contained
+def imports(path):
+    """The top-level names of all modules that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield "." if node.level else node.module.split(".")[0]
+
+
+def foreign_imports(folder):
+    own = {name.removesuffix(".py") for name in step_files(folder)}
+    known = own | PACKAGES | sys.stdlib_module_names
+    return [f"{folder.name}/{name} imports {module}" for name in step_files(folder) if name.endswith(".py")
+            for module in imports(folder / name) if module not in known]
+
+
+def test_steps_import_only_their_own_files_and_the_packages():
+    assert [problem for step in STEPS for problem in foreign_imports(ROOT / step)] == []
+    reaching_out = [f"{step}/{name}" for step in STEPS for name in step_files(ROOT / step)
+                    if "sys.path" in (ROOT / step / name).read_text()]
+    assert reaching_out == []
+
+
+def test_a_foreign_import_is_seen(two_folders):
+    old, new = two_folders
+    (new / "same.py").write_text("import os, torch.nn\nfrom changed import name\n")
+    assert foreign_imports(new) == []
+    (new / "same.py").write_text("def f():\n    from step02_dp.mesh import Mesh\n    from .changed import name\n    import pandas\n")
+    assert foreign_imports(new) == ["new/same.py imports step02_dp", "new/same.py imports .", "new/same.py imports pandas"]
+
+
+def test_exercise_takes_the_place_of_one_step(monkeypatch, tmp_path):
+    monkeypatch.setenv("EXERCISE", f"4={tmp_path}")
+    assert step_dir(4) == step_dir("04") == step_dir("step04") == step_dir("step04_tp_sp") == tmp_path
+    assert step_dir(3) == ROOT / "step03_zero"
+    monkeypatch.delenv("EXERCISE")
+    assert step_dir(4) == ROOT / "step04_tp_sp"
+
+
+# ------------------------------------------------------------------------------------ nothing of one machine in it
+MACHINE = re.compile(r"(?<![\w.~>}])/(work|root|home|Users)/|/tmp/\w|pypi\.org|pythonhosted\.org|download\.pytorch\.org|npmjs\.org"
+                     r"|debian\.org|anaconda\.org")
+
+
+def test_no_path_of_a_machine_and_no_registry_host():
+    found = [f"{name}:{number}: {line.strip()}" for name in repository_files() if not name.endswith(".png")
+             for number, line in enumerate((ROOT / name).read_text(errors="replace").splitlines(), 1) if MACHINE.search(line)]
+    assert found == []
+
+
+def test_machine_paths_and_hosts_are_seen():
+    seen = ["cd /" + "work/main", "'/" + "root/x'", "/" + "home/me", "/" + "tmp/x", "pypi" + ".org", "https://files.python" + "hosted.org"]
+    assert all(MACHINE.search(text) for text in seen)
+    assert not any(MACHINE.search(text) for text in ("4=/path/to/folder", "./work/x", "network/work/x", "/tmp"))
+
+
+# ------------------------------------------------------------------------------------------------------- carry.py
+THREE = NAMES[:3]
+TRAIN = "".join(f"line {number}\n" for number in range(1, 31))
+
+
+@pytest.fixture
+def three_steps(tmp_path):
+    """A repository of three steps: same.py the same in all, train.py with a line more from step 2 on."""
+    (tmp_path / "tests").mkdir()
+    for name in ("carry.py", "steps.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    for number, step in enumerate(THREE):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / "same.py").write_text("one\ntwo\n")
+        (tmp_path / step / "old.py").write_text("old\n")
+        (tmp_path / step / "README.md").write_text(step)
+        (tmp_path / step / "train.py").write_text(TRAIN.replace("line 20\n", "line 20\n" + "added\n" * (number > 0)))
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "three steps")
+    return tmp_path
+
+
+def git(folder, *command):
+    who = ["-c", "user.name=reader", "-c", "user.email=reader@example.com", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *who, *command], cwd=folder, check=True)
+
+
+def carry(folder, *flags):
+    result = subprocess.run([sys.executable, "tests/carry.py", *flags], cwd=folder, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def edit(path, old, new):
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+
+
+def texts(folder, name):
+    return [(folder / step / name).read_text() if (folder / step / name).exists() else None for step in THREE]
+
+
+def test_carry_takes_a_change_through_all_later_steps(three_steps):
+    edit(three_steps / THREE[0] / "same.py", "two", "TWO")
+    edit(three_steps / THREE[0] / "train.py", "line 3\n", "line three\n")
+    edit(three_steps / THREE[1] / "train.py", "line 10\n", "line ten\n")
+    edit(three_steps / THREE[0] / "README.md", "step", "STEP")
+    (three_steps / THREE[0] / "new.py").write_text("new\n")
+    (three_steps / THREE[0] / "old.py").unlink()
+    before = texts(three_steps, "train.py")
+    status, output = carry(three_steps, "--check")
+    assert status == 1 and len(output.splitlines()) == 8 and texts(three_steps, "train.py") == before
+    assert carry(three_steps) == (0, output)
+    assert f"{THREE[0]}/new.py -> {THREE[1]}/new.py: new" in output
+    assert texts(three_steps, "same.py") == ["one\nTWO\n"] * 3
+    assert texts(three_steps, "new.py") == ["new\n"] * 3
+    assert texts(three_steps, "old.py") == [None] * 3
+    assert texts(three_steps, "README.md") == [THREE[0].replace("step", "STEP"), *THREE[1:]]
+    first, second, third = texts(three_steps, "train.py")
+    assert "line three\n" in first and "line ten\n" not in first
+    assert second == third and all(text in second for text in ("line three\n", "line ten\n", "line 20\nadded\nline 21\n"))
+    assert carry(three_steps) == (0, "") and carry(three_steps, "--check") == (0, "")
+
+
+def test_carry_stops_at_a_conflict_and_names_the_place(three_steps):
+    edit(three_steps / THREE[0] / "train.py", "line 20\n", "line twenty\n")
+    edit(three_steps / THREE[1] / "train.py", "line 20\n", "line XX\n")
+    before = texts(three_steps, "train.py")
+    status, output = carry(three_steps)
+    assert status == 1 and texts(three_steps, "train.py") == before
+    assert f"conflict: {THREE[0]}/train.py does not merge into {THREE[1]}/train.py, lines 20-21;" in output
+    assert "line twenty" in output and "line XX" in output
+    edit(three_steps / THREE[1] / "train.py", "line XX\n", "line twenty XX\n")
+    status, output = carry(three_steps, "--merged", f"{THREE[1]}/train.py")
+    assert status == 0, output
+    assert texts(three_steps, "train.py")[2] == texts(three_steps, "train.py")[1]
+
+
+def test_carry_leaves_a_later_steps_own_file_alone(three_steps):
+    (three_steps / THREE[0] / "new.py").write_text("first\n")
+    (three_steps / THREE[1] / "new.py").write_text("second\n")
+    status, output = carry(three_steps)
+    assert status == 0 and f"{THREE[1]}/new.py: left alone" in output
+    assert texts(three_steps, "new.py") == ["first\n", "second\n", "second\n"]
+
+
+# ------------------------------------------------------------------------------------------------------ break it
+def test_every_break_applies_to_the_present_tree():
+    assert break_it.patches()
+    for patch in break_it.patches():
+        head = break_it.head(patch)
+        assert set(head) == {"test", "loss"}, patch.name
+        assert (ROOT / head["test"].split("::")[0]).is_file(), patch.name
+        applied = subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True)
+        assert applied.returncode == 0, f"{patch.name}: {applied.stderr}"
+        touched = re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+        assert touched and all(name.startswith(patch.stem[:6]) for name in touched), f"{patch.name} touches {touched}"
+
+
+def test_every_break_is_a_row_of_its_steps_readme_and_the_other_way_round():
+    in_readmes = [name for step in STEPS for name in break_table((ROOT / step / "README.md").read_text())]
+    assert sorted(in_readmes) == [patch.stem for patch in break_it.patches()]
