@@ -18,7 +18,7 @@ def materialize(model, config, args):
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weight = initial_weight(name, meta, config, args) if saved is None else read_weight(name, meta, saved, args)
-        param = nn.Parameter(weight.to(args.device, args.dtype))
+        param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         param.__dict__.update(meta.__dict__)              # what was noted on the parameter stays noted
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, param)
@@ -30,7 +30,8 @@ def initial_weight(name, meta, config, args):
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator(args.device).manual_seed(seed)
-    return torch.randn(meta.shape, generator=generator, device=args.device) * config.initializer_range
+    whole = torch.randn(meta.shape, generator=generator, device=args.device) * config.initializer_range
+    return whole
 
 
 def open_checkpoint(name):
@@ -63,21 +64,26 @@ def read_weight(name, meta, saved, args):
 
 def save_checkpoint(model, config, args):
     """config.json and model.safetensors, in several files if it is large; one tensor in memory at a time."""
-    with open(os.path.join(args.save, "config.json"), "w") as file:
-        json.dump(to_hugging_face(config, args.dtype), file, indent=2)
     with torch.device("meta"):
         shapes = {name: param.shape for name, param in Llama(config).named_parameters()}
     files = split_into_files(shapes, args.dtype.itemsize)
     for file, names in files.items():
-        with open(os.path.join(args.save, file), "wb") as out:
+        with create(args.save, file) as out:
             out.write(header({name: shapes[name] for name in names}, args.dtype))
             for name in names:
-                out.write(model.get_parameter(name).detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                weight = model.get_parameter(name).detach()
+                out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
+    with create(args.save, "config.json") as out:
+        out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(s.numel() for s in shapes.values()) * args.dtype.itemsize},
                  "weight_map": {name: file for file, names in files.items() for name in names}}
-        with open(os.path.join(args.save, "model.safetensors.index.json"), "w") as file:
-            json.dump(index, file, indent=2)
+        with create(args.save, "model.safetensors.index.json") as out:
+            out.write(json.dumps(index, indent=2).encode())
+
+
+def create(folder, file):
+    return open(os.path.join(folder, file), "wb")
 
 
 def split_into_files(shapes, itemsize):

@@ -45,7 +45,8 @@ class Optimizer:
 
     def clip(self):
         """Scales all gradients together so that their norm is at most grad_clip; returns the norm before that."""
-        norm = torch.nn.utils.get_total_norm(self.grads)
+        square = torch.stack(torch._foreach_norm(self.grads)).square().sum()
+        norm = square.sqrt()
         if self.grad_clip:
             torch._foreach_mul_(self.grads, (self.grad_clip / (norm + 1e-6)).clamp(max=1))
         return norm

@@ -22,7 +22,7 @@ MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", 
 
 def full_name(step):
     """'step04_tp_sp' from 4, '4', 'step04' or itself."""
-    prefix = f"step0{step}_" if str(step).isdigit() else str(step)
+    prefix = f"step{int(step):02d}_" if str(step).isdigit() else str(step)
     return next(name for name in NAMES if name.startswith(prefix))
 
 
@@ -32,6 +32,11 @@ def step_dir(step):
     if folder and full_name(number) == full_name(step):
         return Path(folder).resolve()
     return ROOT / full_name(step)
+
+
+def pairs():
+    """The folders of adjacent steps."""
+    return [(ROOT / old, ROOT / new) for old, new in zip(STEPS, STEPS[1:])]
 
 
 def in_diff(name):

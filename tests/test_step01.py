@@ -50,7 +50,8 @@ def initial(pool, small, tokens, tmp_path_factory):
 def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
     out, log = tmp_path / "out", tmp_path / "log.jsonl"
     command = [sys.executable, step_dir(STEP) / "train.py", "--save", out, "--log_file", log]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert abs(lines[0]["loss"] - math.log(256)) < 0.4 and lines[-1]["loss"] < 2.6
@@ -394,6 +395,12 @@ def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
     assert_same_tensors(again.weights, fresh.weights, 0.0)
     theirs = huggingface.load(tmp_path / "a", torch.float32, exact=False)
     assert_same_tensors({name: p.detach() for name, p in theirs.named_parameters()}, fresh.weights, 0.0)
+
+
+def test_saving_over_the_checkpoint_one_started_from(pool, tmp_path):
+    first = pool.train(STEP, f"--steps 0 --save {tmp_path}")
+    pool.train(STEP, f"--init_from {tmp_path} --steps 0 --save {tmp_path}", weights=False)
+    assert_same_tensors(pool.train(STEP, f"--init_from {tmp_path} --steps 0").weights, first.weights, 0.0)
 
 
 def save_job(folder, shard_bytes):

@@ -1,0 +1,54 @@
+# make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make exercise STEP=4 | make plot LOGS="a.jsonl b.jsonl"
+# make sweep | make break | make carry | make figures | make bench
+#
+# The environment is made in .venv when it is missing or older than requirements.txt.
+# PYTHON=python make test uses one of your own instead.
+ifndef PYTHON
+PYTHON := .venv/bin/python
+VENV := .venv/requirements.txt
+endif
+
+# the folders of step STEP and of the one before it
+NEW = $(wildcard step0$(STEP)_*)
+OLD = $(wildcard step0$(shell expr "$(STEP)" - 1 2>/dev/null)_*)
+
+.PHONY: run test sweep diff exercise break plot carry figures bench
+.DEFAULT_GOAL := run
+
+.venv/requirements.txt: requirements.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, python3 is {sys.version}")'
+	python3 -m venv .venv
+	.venv/bin/python -m pip install -q -r requirements.txt
+	@cp requirements.txt $@
+
+run: $(VENV)
+	$(PYTHON) step01_single_gpu/train.py $(FLAGS)
+
+test: $(VENV)
+	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
+
+sweep: $(VENV)
+	$(PYTHON) -m pytest -q -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
+
+diff:
+	@test -n "$(OLD)" -a -n "$(NEW)" || { echo "make diff STEP=N: needs steps N-1 and N; there are" step0* >&2; exit 2; }
+	@diff -ruN -x __pycache__ -x figures -x README.md $(OLD) $(NEW) || test $$? -eq 1
+
+exercise:
+	@python3 tests/exercise.py $(STEP)
+
+break: $(VENV)
+	$(PYTHON) tests/break_it.py
+
+plot: $(VENV)
+	@test -n "$(LOGS)" || { echo 'make plot LOGS="a.jsonl b.jsonl"' >&2; exit 2; }
+	$(PYTHON) tests/plot.py $(LOGS)
+
+carry:
+	@python3 tests/carry.py
+
+figures: $(VENV)
+	set -e; for make in step*/figures/make.py; do $(PYTHON) $$make; done
+
+bench: $(VENV)
+	set -e; for bench in tests/bench*.py; do $(PYTHON) $$bench; done

@@ -1,0 +1,96 @@
+"""Draws the --log_file of several runs in one picture, and says how far their losses are apart.
+
+    python tests/plot.py one.jsonl tp2.jsonl cp2.jsonl --out curves.png
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PANELS = {"loss": "loss (striped where curves coincide)", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
+          "peak_memory_gib": "peak memory (GiB, largest over ranks)"}
+FROM_ZERO = ("tokens_per_s", "peak_memory_gib")
+COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442"]   # Okabe and Ito's
+
+
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def read(path):
+    if not Path(path).is_file():
+        refuse(f"{path}: no such file; a run writes one with --log_file {path}")
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return lines or refuse(f"{path}: no step in it")
+
+
+def largest_difference(lines, reference):
+    """The largest relative difference of the losses at the same step, and that step; None with no step in common."""
+    losses = {line["step"]: line["loss"] for line in reference}
+    differences = [(abs(line["loss"] / losses[line["step"]] - 1), line["step"]) for line in lines if line["step"] in losses]
+    return max(differences, default=None)
+
+
+def report(runs):
+    first, *others = runs
+    for name in others:
+        found = largest_difference(runs[name], runs[first])
+        print(f"{name}: largest relative difference of the loss to {first}: {found[0]:.1e} (step {found[1]})" if found
+              else f"{name}: no step in common with {first}")
+
+
+def draw(runs, out):
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axis, (key, title) in zip(axes.flat, PANELS.items()):
+        for index, lines in enumerate(runs.values()):
+            curve = stripes if key != "tokens_per_s" else plain
+            curve(axis, [line["step"] for line in lines], [line[key] for line in lines], index, len(runs))
+        if key in FROM_ZERO:
+            axis.set_ylim(0, 1.1 * max(line[key] for lines in runs.values() for line in lines))
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.legend(axes[1, 0].lines, runs, loc="outside upper center", ncols=min(5, len(runs)), frameon=False)
+    figure.savefig(out, dpi=120)
+
+
+def plain(axis, steps, values, index, count):
+    axis.plot(steps, values, color=COLORS[index % len(COLORS)], linewidth=1.8, marker="o" if len(steps) == 1 else None)
+
+
+def stripes(axis, steps, values, index, count):
+    """A thin line, and thick dashes where the other curves have gaps: curves that coincide are stripes of all colours."""
+    color, dash = COLORS[index % len(COLORS)], 2
+    pattern = (-index * dash, (dash, dash * (count - 1))) if count > 1 else "-"
+    axis.plot(steps, values, color=color, linewidth=1, zorder=2, marker="o" if len(steps) == 1 else None)
+    axis.plot(steps, values, color=color, linewidth=4, zorder=3, linestyle=pattern, dash_capstyle="butt")
+
+
+def names(paths):
+    """File stems; whole paths where two have the same."""
+    stems = [Path(path).stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", metavar="LOG.jsonl")
+    parser.add_argument("--out", default="curves.png")
+    args = parser.parse_args()
+    runs = dict(zip(names(args.logs), map(read, args.logs)))
+    report(runs)
+    draw(runs, args.out)
+    print(f"{args.out}: {len(runs)} run{'s' * (len(runs) > 1)}")
+
+
+if __name__ == "__main__":
+    main()

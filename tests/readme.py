@@ -1,0 +1,148 @@
+"""What is checked in the READMEs: code blocks, hunks of diffs, links, line counts, the tables of breaks.
+
+    python tests/readme.py                             # writes the real line counts into the tables
+    python tests/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
+
+A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
+diff to the step before; text, or none, is only read. A comment line right before a block changes that:
+
+    <!-- run: no, needs a GPU -->        (or: needs a hub, needs a cluster, is the test suite itself)
+    <!-- run: add --steps 3 -->          adds these flags to every command that runs a train.py, and to make run
+"""
+import re
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+from steps import ROOT, STEPS, pairs
+
+READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS)] if (ROOT / name).exists()]
+NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, is the test suite itself"}
+
+Block = namedtuple("Block", "line language directive text")
+
+
+def blocks(text):
+    """All fenced blocks, with the line they start at."""
+    found, opened, directive = [], None, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if opened and stripped == "```":
+            found.append(Block(*opened, "".join(body)))
+            opened, directive = None, ""
+        elif opened:
+            body.append(line + "\n")
+        elif stripped.startswith("```"):
+            opened, body = (number, stripped[3:].strip(), directive), []
+        elif stripped and directive:
+            raise ValueError(f"line {number}: 'run: {directive}' must stand right before a block")
+        elif stripped.startswith("<!-- run:"):
+            directive = stripped.removeprefix("<!-- run:").removesuffix("-->").strip()
+    if opened or directive:
+        raise ValueError(f"the last block has no end, or 'run: {directive}' no block")
+    return found
+
+
+def block_problems(text):
+    """Blocks that would be neither run nor compared."""
+    known = ("bash", "python", "diff", "text", "")
+    return ([f"line {block.line}: a block of {block.language!r}; known are {known}"
+             for block in blocks(text) if block.language not in known]
+            + [f"line {block.line}: 'run: {block.directive}' is not known" for block in blocks(text)
+               if block.directive and block.directive not in NOT_RUN and not block.directive.startswith("add --")])
+
+
+def with_flags(text, flags):
+    """The flags at the end of each command that runs a train.py, before any pipe, comment or next command."""
+    text = re.sub(r"\bmake run\b", f'make run FLAGS="{flags}"', text.replace("\\\n", " "))
+    return re.sub(r"(train\.py[^|&;>#\n)]*?)(?=\s*([|&;>#\n)]|$))", rf"\1 {flags}", text)
+
+
+def to_run(block):
+    """A block's text as it runs; None if it is not to be run."""
+    if block.language not in ("bash", "python") or block.directive in NOT_RUN:
+        return None
+    if block.directive.startswith("add "):
+        return with_flags(block.text, block.directive.removeprefix("add "))
+    return block.text
+
+
+def run_blocks(readme):
+    sys.argv = [readme]
+    sys.path.insert(0, str(Path(readme).resolve().parent))
+    namespace = {"__name__": "__main__"}
+    for block in blocks(Path(readme).read_text()):
+        text = to_run(block)
+        if text is None:
+            continue
+        print(f"--- {readme}, line {block.line}", flush=True)
+        if block.language == "bash":
+            subprocess.run(["bash", "-e", "-c", text], check=True)
+        else:
+            exec(compile("\n" * block.line + text, readme, "exec"), namespace)
+
+
+def real_diff(old, new):
+    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", old, new]
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+
+
+def hunks(text):
+    """The runs of lines of a diff block, cut at its headers and at '...'."""
+    cut = re.split(r"^(?:diff .*|--- .*|\+\+\+ .*|@@.*|\s*\.\.\.)\n", text, flags=re.MULTILINE)
+    return [hunk.splitlines() for hunk in cut if hunk.strip()]
+
+
+def diff_problems(text, diffs):
+    """The hunks that are in none of the diffs, line after line."""
+    joined = ["\n" + "\n".join(map(str.rstrip, lines)) + "\n" for lines in diffs]
+    return [f"line {block.line}: not in the diff: {hunk[0]} ..."
+            for block in blocks(text) if block.language == "diff" for hunk in hunks(block.text)
+            if not any("\n" + "\n".join(map(str.rstrip, hunk)) + "\n" in lines for lines in joined)]
+
+
+def diffs_of(readme):
+    """A step's own diff to the step before; for the README at the top all of them."""
+    return [real_diff(old, new) for old, new in pairs() if Path(readme).parent.name in ("", new.name)]
+
+
+def broken_links(text, folder):
+    prose = re.sub(r"^\s*```.*?^\s*```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|<img[^>]*\bsrc=\"([^\"]+)\"", prose)
+    names = ("".join(target).split("#")[0] for target in targets if not re.match(r"\w+:", "".join(target)))
+    return [name for name in names if name and not (folder / name).exists()]
+
+
+def with_line_counts(text, folder):
+    """The text with the real number of lines in every table headed | file | lines |."""
+    lines, inside = text.splitlines(keepends=True), False
+    for index, line in enumerate(lines):
+        if re.match(r"\s*\|\s*file\s*\|\s*lines\s*\|", line):
+            inside = True
+        elif not line.lstrip().startswith("|"):
+            inside = False
+        elif inside and (row := re.match(r"(\s*\|\s*[\[`]*([\w./-]+\.\w+)[^|]*\|\s*)[\d,?]+", line)):
+            count = (folder / row[2]).read_text().count("\n")
+            lines[index] = row[1] + str(count) + line[row.end():]
+    return "".join(lines)
+
+
+def break_table(text):
+    """The breaks named in the first column of the table under 'Break it'."""
+    section = re.search(r"^## Break it\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\|([^|]*)\|", section[1], re.MULTILINE)[2:] if section else []
+    return [re.search(r"`([^`]*)`", row)[1] if "`" in row else row.strip() for row in rows]
+
+
+def write_line_counts():
+    for name in READMES:
+        old = (ROOT / name).read_text()
+        new = with_line_counts(old, (ROOT / name).parent)
+        if new != old:
+            (ROOT / name).write_text(new)
+            print(f"{name}: line counts written")
+
+
+if __name__ == "__main__":
+    run_blocks(sys.argv[2]) if sys.argv[1:2] == ["--run"] else write_line_counts()

@@ -1,0 +1,166 @@
+"""The tools behind the make targets, each on a small repository of its own or on files made here."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+import plot
+from steps import NAMES, ROOT, clean_environment, copy_repository, run
+
+
+@pytest.fixture
+def small_repository(tmp_path):
+    """Two steps of one line each, a test for the second, and the real tools."""
+    folder = tmp_path / "repository"
+    (folder / "tests/break_it").mkdir(parents=True)
+    for name in ("Makefile", "tests/steps.py", "tests/exercise.py", "tests/break_it.py", "tests/pytest.ini"):
+        shutil.copy(ROOT / name, folder / name)
+    for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
+        (folder / step).mkdir()
+        (folder / step / "train.py").write_text(line)
+        (folder / step / "README.md").write_text(f"of {step}\n")
+    (folder / "tests/test_step02.py").write_text(
+        "import pytest, steps\n"
+        "def test_answer():\n"
+        "    assert 'answer = 42' in (steps.step_dir(2) / 'train.py').read_text(), 'no answer'\n"
+        "def test_anything(): pass\n"
+        "def test_import(): exec((steps.step_dir(2) / 'train.py').read_text())\n"
+        "@pytest.mark.sweep\n"
+        "def test_long(): assert False\n")
+    return folder
+
+
+def make(folder, *arguments, **environment):
+    done = subprocess.run(["make", *arguments], cwd=folder, env=clean_environment() | environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- make targets
+def test_make_diff(small_repository):
+    status, output = make(small_repository, "diff", "STEP=2")
+    assert status == 0 and [line for line in output.splitlines() if line[1:].startswith("answer")] == ["-answer = 41", "+answer = 42"]
+    assert "of step0" not in output                                                # the READMEs differ too
+    for step in ("STEP=1", "STEP=3", "STEP=", "STEP=x"):
+        status, output = make(small_repository, "diff", step)
+        assert status == 2 and "needs steps N-1 and N; there are step01_single_gpu step02_dp" in output, output
+
+
+def test_make_exercise(small_repository):
+    status, output = make(small_repository, "exercise", "STEP=2")
+    assert status == 0 and "EXERCISE=2=exercise/step02 make test STEP=2" in output, output
+    exercise = small_repository / "exercise/step02"
+    assert os.listdir(exercise) == ["train.py"] and (exercise / "train.py").read_text() == "answer = 41\n"
+    status, output = make(small_repository, "test", "STEP=2", EXERCISE="2=exercise/step02")
+    assert status == 2 and "no answer" in output and "1 failed" in output
+    (exercise / "train.py").write_text("answer = 42  # mine\n")
+    status, output = make(small_repository, "test", "STEP=2", EXERCISE="2=exercise/step02")
+    assert status == 0 and "3 passed, 1 deselected" in output, output
+    status, output = make(small_repository, "exercise", "STEP=2")
+    assert status == 0 and "stays as it is" in output and "mine" in (exercise / "train.py").read_text()
+
+
+@pytest.mark.parametrize("step, message", [("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("4", "step 3, which step 4 starts from")])
+def test_make_exercise_refuses(small_repository, step, message):
+    status, output = make(small_repository, "exercise", f"STEP={step}")
+    assert status == 2 and message in output and not (small_repository / "exercise").exists()
+
+
+def test_make_sweep_runs_the_long_tests_and_no_others(small_repository):
+    status, output = make(small_repository, "sweep")
+    assert status == 2 and "test_long" in output and "1 failed, 3 deselected" in output, output
+
+
+def test_no_tests_is_a_failure(small_repository):
+    assert make(small_repository, "test", "STEP=3")[0] == 2
+
+
+# ------------------------------------------------------------------------------------------------------- break it
+PATCH = "test: tests/test_step02.py::{test}\nloss: nothing\n--- a/step02_dp/train.py\n+++ b/step02_dp/train.py\n@@ -1 +1 @@\n-answer = 42\n+{line}\n"
+
+
+def break_it(folder, test, line, *names):
+    (folder / "tests/break_it/step02_answer.patch").write_text(PATCH.format(test=test, line=line))
+    return run([sys.executable, "tests/break_it.py", *names], folder, timeout=120)
+
+
+def test_a_break_that_goes_red(small_repository):
+    status, output = break_it(small_repository, "test_answer", "answer = 40")
+    assert status == 0 and "| yes | AssertionError: no answer |" in output, output
+    assert (small_repository / "step02_dp/train.py").read_text() == "answer = 42\n"
+
+
+@pytest.mark.parametrize("test, line, message", [
+    ("test_anything", "answer = 40", "| NO |"),                                    # stays green
+    ("test_import", "import nowhere", "| NO | ModuleNotFoundError"),               # red, but for no lesson
+    ("test_gone", "answer = 40", "must pass before"),                              # no such test
+    ("test_long", "answer = 40", "must pass before")])                             # a test that is not run
+def test_a_break_that_shows_nothing_is_seen(small_repository, test, line, message):
+    status, output = break_it(small_repository, test, line)
+    assert status == 1 and message in output, output
+
+
+def test_an_unknown_break_is_refused(small_repository):
+    status, output = break_it(small_repository, "test_answer", "answer = 40", "step02_question")
+    assert status == 1 and "no break step02_question" in output
+
+
+# ----------------------------------------------------------------------------------------------------------- plot
+def write_log(path, losses, first=0):
+    lines = [dict(step=first + i, loss=loss, grad_norm=1.0, tokens_per_s=100.0, peak_memory_gib=0.5) for i, loss in enumerate(losses)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def draw(tmp_path, *logs):
+    return run([sys.executable, ROOT / "tests/plot.py", *logs, "--out", "curves.png"], tmp_path, timeout=120)
+
+
+def test_plot(tmp_path):
+    logs = [write_log(tmp_path / "one.jsonl", [5, 4, 2]), write_log(tmp_path / "tp2.jsonl", [5, 4, 2.02]),
+            write_log(tmp_path / "later.jsonl", [2, 3], first=2), write_log(tmp_path / "apart.jsonl", [1], first=9)]
+    status, output = draw(tmp_path, *logs)
+    assert status == 0 and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG"), output
+    assert output.splitlines() == ["tp2: largest relative difference of the loss to one: 1.0e-02 (step 2)",
+                                   "later: largest relative difference of the loss to one: 0.0e+00 (step 2)",
+                                   "apart: no step in common with one", "curves.png: 4 runs"]
+
+
+def test_plot_shows_every_curve_where_all_coincide(tmp_path):
+    logs = [write_log(tmp_path / f"{name}.jsonl", [5, 4, 3, 2]) for name in "abc"]
+    plot.draw(dict(zip("abc", map(plot.read, logs))), tmp_path / "curves.png")
+    picture = (plot.plt.imread(tmp_path / "curves.png")[..., :3] * 255).round().astype(int)
+    loss_panel = picture[80:picture.shape[0] // 2, :picture.shape[1] // 2].reshape(-1, 3)
+    for color in plot.COLORS[:3]:
+        rgb = [int(color[i:i + 2], 16) for i in (1, 3, 5)]
+        assert (loss_panel == rgb).all(1).sum() > 300, color
+
+
+def test_plot_refuses_what_is_not_there(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    for name, message in (("gone.jsonl", "no such file"), ("empty.jsonl", "no step in it")):
+        status, output = draw(tmp_path, name)
+        assert status == 2 and message in output and "Traceback" not in output
+
+
+# ------------------------------------------------------------------------------------------------ shared functions
+def test_a_copy_of_the_repository_has_what_git_has_and_nothing_that_running_leaves(tmp_path):
+    for name in ("tests/test_step02.py", ".gitignore", "new.py", "out/model.bin", "step01/__pycache__/x.pyc", ".venv/bin/python"):
+        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "from" / name).write_text("__pycache__/\n/out/\n.venv/\n")
+    kept = {"tests/test_step02.py", ".gitignore", "new.py"}
+    copy_repository(tmp_path / "plain", tmp_path / "from")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path / "from", check=True)
+    copy_repository(tmp_path / "git", tmp_path / "from")
+    for copy in ("plain", "git"):
+        assert {str(path.relative_to(tmp_path / copy)) for path in (tmp_path / copy).rglob("*") if path.is_file()} == kept
+
+
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path):
+    status, output = run(["bash", "-c", "(sleep 3; touch late) & wait"], tmp_path, timeout=1)
+    assert status == 124 and "no end after 1 seconds" in output
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
