@@ -30,8 +30,7 @@ def initial_weight(name, meta, config, args):
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator(args.device).manual_seed(seed)
-    whole = torch.randn(meta.shape, generator=generator, device=args.device) * config.initializer_range
-    return whole
+    return torch.randn(meta.shape, generator=generator, device=args.device) * config.initializer_range
 
 
 def open_checkpoint(name):

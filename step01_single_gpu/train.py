@@ -27,7 +27,7 @@ def build_model(config, args):
     recompute(layers, args.recompute)
     if args.compile:
         for layer in layers:
-            layer.compile()
+            layer.forward = torch.compile(layer.forward)
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     return model
 

@@ -111,7 +111,7 @@ def test_a_hunk_that_is_not_in_the_diff_is_seen():
     assert problems("--- a/train.py\n+++ b/train.py\n one\n-two\n+2") == []
     assert problems("-two\n...\n+nine") == [] and problems("@@ -9 +9 @@\n+nine") == []
     assert len(problems("-two\n+2.5")) == 1                       # a line between them is left out
-    assert len(problems("+2\n+2.50")) == 1 and len(problems("+nin")) == 1
+    assert len(problems("+2\n+2.50")) == len(problems("+nin")) == len(problems("nine")) == 1
     assert len(diff_problems("```diff\n+x\n```\n", [])) == 1
 
 

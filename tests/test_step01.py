@@ -398,7 +398,8 @@ def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
 
 
 def test_saving_over_the_checkpoint_one_started_from(pool, tmp_path):
-    first = pool.train(STEP, f"--steps 0 --save {tmp_path}")
+    first = pool.train(STEP, "--steps 0")
+    pool.train(STEP, f"--steps 0 --save {tmp_path}", weights=False)
     pool.train(STEP, f"--init_from {tmp_path} --steps 0 --save {tmp_path}", weights=False)
     assert_same_tensors(pool.train(STEP, f"--init_from {tmp_path} --steps 0").weights, first.weights, 0.0)
 
