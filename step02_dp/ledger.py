@@ -35,7 +35,7 @@ class Ledger(TorchDispatchMode):
         if op.namespace == "c10d" and op._opname in COLLECTIVES:
             collective, payload, on_the_wire = COLLECTIVES[op._opname]
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
-            what = (self.dimension.get(group.group_name, "world"), collective)
+            what = (self.dimension.get(group.group_name, group.group_desc.removeprefix("mesh_")), collective)
             size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
             self.calls[what] += 1
             self.payload[what] += size

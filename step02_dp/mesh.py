@@ -4,11 +4,14 @@ import datetime
 import os
 import sys
 import traceback
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+# torch 2.13 renames two collectives; 2.11 has the old names only
+warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated")
 TIMEOUT = datetime.timedelta(minutes=10)                  # a collective that takes longer than this is stuck
 
 

@@ -107,5 +107,4 @@ class Llama(nn.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x, positions, targets=None):                                 # [batch, seq]
-        x = self.model(x, positions)                                               # [batch, seq, hidden]
-        return x if self.lm_head is None else self.lm_head(x, targets)             # the summed loss, or the logits
+        return self.lm_head(self.model(x, positions), targets)                     # the summed loss, or the logits

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data_parallel import formula
+from zero import formula
 
 #                       c10d's name         ours              which argument is the payload, wire bytes per payload byte
 COLLECTIVES = {"allreduce_":           ("all_reduce",     0, lambda n: 2 * (n - 1) / n),
@@ -35,7 +35,7 @@ class Ledger(TorchDispatchMode):
         if op.namespace == "c10d" and op._opname in COLLECTIVES:
             collective, payload, on_the_wire = COLLECTIVES[op._opname]
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
-            what = (self.dimension.get(group.group_name, "world"), collective)
+            what = (self.dimension.get(group.group_name, group.group_desc.removeprefix("mesh_")), collective)
             size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
             self.calls[what] += 1
             self.payload[what] += size

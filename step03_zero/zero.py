@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from data_parallel import data_parallel
+import data_parallel as without_zero
 from optimizer import accumulate_gradients
 
 
@@ -31,7 +31,7 @@ def zero(model, mesh, args):
     """What the optimizer is to update; and what to call after backward, and after the optimizer's step."""
     if args.zero == 0:
         accumulate_gradients(model.parameters())
-        return list(model.parameters()), data_parallel(model.parameters(), mesh, args), lambda: None
+        return list(model.parameters()), without_zero.data_parallel(model.parameters(), mesh, args), lambda: None
     units = list(dict.fromkeys(param.unit for param in model.parameters()))
     finish_reduces = reduce_when_ready(units, args.global_batch_size // (args.micro_batch_size * args.dp))
     gather_when_needed(units, args)
@@ -45,6 +45,26 @@ def zero(model, mesh, args):
         for unit in units if args.zero < 3 else []:
             unit.gather()
     return [piece for unit in units for piece in unit.pieces()], sum_gradients, gather_weights
+
+
+def formula(model, args):
+    """Payload bytes of one training step by (dimension, collective)."""
+    number = torch.promote_types(model.lm_head.weight.dtype, torch.float32).itemsize
+    if args.zero == 0:
+        sent = without_zero.formula(model, args)
+        sent["dp", "all_reduce"] += number                # the gradient norm
+        return sent
+    units = list(dict.fromkeys(param.unit for param in model.parameters()))
+    weights, again = sum(unit.weights.nbytes for unit in units), sum(unit.weights.nbytes for unit in units[1:-2])
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
+    slices = sum(unit.grad_slice.nbytes for unit in units)
+    shard = "shard" if args.zero_shard < args.dp else "dp"
+    sent = {("dp", "all_reduce"): 2 * number,             # the loss and the gradient norm
+            (shard, "reduce_scatter"): slices * args.zero_shard * (1 if args.zero == 1 else micro_batches),
+            (shard, "all_gather"): weights if args.zero < 3 else micro_batches * (weights + again)}
+    if args.zero_shard < args.dp:
+        sent["replicate", "all_reduce"] = slices
+    return sent
 
 
 def reduce_when_ready(units, micro_batches):
@@ -83,11 +103,11 @@ def gather_when_needed(units, args):
     def before_backward(i):
         units[i].gather_if_released()
         units[i].wait()
-        if i > 1:                                         # unit 0, the embedding, needs no weights in backward
+        if i > 1:
             units[i - 1].gather_if_released()
 
     def after_forward(i, output):
-        if args.zero == 3 and output.requires_grad:
+        if args.zero == 3 and i > 0:                      # unit 0, the embedding, needs no weights in backward
             output.register_hook(lambda grad: before_backward(i))
         if args.zero == 3 and i < len(units) - 2:         # the last block and the head stay: backward begins with them
             units[i].release()
