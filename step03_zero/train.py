@@ -16,7 +16,7 @@ from model import Llama
 from optimizer import Optimizer, learning_rate
 from profiling import Profiler
 from recompute import recompute
-from zero import zero, zero_units
+from zero import wait_for_weights, zero, zero_units
 
 
 def build_model(config, args):
@@ -69,6 +69,7 @@ def main(argv=None):
             optimizer.step(lr)
             gather_weights()
         metrics.log(step, loss, grad_norm, lr)
+    wait_for_weights(model)
     if args.save:
         save_checkpoint(model, config, args)
     dist.destroy_process_group()

@@ -117,14 +117,21 @@ def gather_when_needed(units, args):
         unit.modules[-1].register_forward_hook(lambda module, inputs, output, i=i: after_forward(i, output))
 
 
+def wait_for_weights(model):
+    """After the last step: no process may end while others still gather from it."""
+    for param in model.parameters():
+        if hasattr(param, "unit"):
+            param.unit.wait()
+
+
 def whole(param):
     """A parameter's value, for saving."""
-    if hasattr(param, "unit"):
-        param.unit.gather_if_released()
-        param.unit.wait()
+    if not hasattr(param, "unit") or param.unit.stage < 3:
+        return param.detach()
+    param.unit.gather_if_released()
+    param.unit.wait()
     value = param.detach().clone()
-    if hasattr(param, "unit") and param.unit.stage == 3:
-        param.unit.release()
+    param.unit.release()
     return value
 
 

@@ -33,15 +33,14 @@ class Refused(JobFailed):
 
 
 # ---------------------------------------------------------------------------------------------- inside a worker
-def worker(rank, pipe, port):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True", HF_HUB_OFFLINE="1")
+def worker(rank, pipe):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
+                      HF_HUB_OFFLINE="1")
     import torch
     torch.set_num_threads(1)
     modules = {}                                          # step directory: its modules, kept from job to job
-    for number, world, folder, function, arguments in iter(pipe.recv, None):
-        # the store is shared by all jobs; torch keeps attempts apart by this number
-        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), TORCHELASTIC_RESTART_COUNT=str(number))
+    for port, world, folder, function, arguments in iter(pipe.recv, None):
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), step_modules(folder, modules):
@@ -53,7 +52,7 @@ def worker(rank, pipe, port):
             result = ("error", traceback.format_exc())
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        pipe.send((number, *result, output.getvalue()))
+        pipe.send((*result, output.getvalue()))
 
 
 @contextlib.contextmanager
@@ -99,18 +98,16 @@ class GradientsForWeights:
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
     def __init__(self, size=8):
-        self.size, self.jobs, self.workers, self.store = size, 0, [], None
+        self.size, self.workers = size, []
 
     def start(self, world):
         """Workers are started when a job first needs so many."""
-        from torch.distributed import TCPStore
         assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
-        self.store = self.store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         os.environ["OMP_NUM_THREADS"] = "1"
         for rank in range(len(self.workers), world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=worker, args=(rank, theirs, self.store.port), daemon=True)
+            process = context.Process(target=worker, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -125,10 +122,11 @@ class Pool:
     def call(self, function, step, world=1, timeout=60, **arguments):
         """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
         from steps import step_dir
+        from torch.distributed import TCPStore
         self.start(world)
-        self.jobs += 1
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # where its ranks find each other
         module = "harness" if function.__module__ == "__main__" else function.__module__
-        job = (self.jobs, world, str(step_dir(step)), (module, function.__name__), arguments)
+        job = (store.port, world, str(step_dir(step)), (module, function.__name__), arguments)
         for _, pipe in self.workers[:world]:
             pipe.send(job)
         answers = self.collect(world, timeout, f"{function.__name__}({arguments}) of {step}, world {world}")
@@ -143,7 +141,7 @@ class Pool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    answers[rank] = pipe.recv()[1:]
+                    answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = ("error", "the process died", "")
                 if answers[rank][0] != "ok":              # the others may wait for this one for ever
