@@ -161,6 +161,8 @@ def check(args, config):
         refuse(f"dp({args.dp}) != world size ({world}); --dp could be {world}, or left out")
     if args.bucket_mb <= 0:
         refuse(f"--bucket_mb {args.bucket_mb}: must be positive")
+    if args.zero == 0 and args.zero_shard is not None:
+        refuse("--zero_shard needs --zero 1, 2 or 3")
     args.zero_shard = args.dp if args.zero_shard is None else args.zero_shard
     if args.zero_shard < 1 or args.dp % args.zero_shard:
         refuse(f"dp({args.dp}) is not a multiple of zero_shard({args.zero_shard}); zero_shard could be {divisors(args.dp)}")

@@ -211,7 +211,7 @@ def test_a_killed_rank_takes_the_run_down():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--steps", "100000"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        while "step 3/" not in run.stdout.readline():
+        while " 3/100000" not in run.stdout.readline():
             assert run.poll() is None
         ranks = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(ranks[-1]), signal.SIGKILL)
