@@ -22,7 +22,7 @@ OLD = $(wildcard step0$(shell expr "$(STEP)" - 1 2>/dev/null)_*)
 	@cp requirements.txt $@
 
 run: $(VENV)
-	$(PYTHON) step01_single_gpu/train.py $(FLAGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 4 step03_zero/train.py --zero 3 $(FLAGS)
 
 test: $(VENV)
 	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
@@ -48,7 +48,7 @@ carry:
 	@python3 tests/carry.py
 
 figures: $(VENV)
-	set -e; for make in step*/figures/make.py; do $(PYTHON) $$make; done
+	set -e; for make in step*/figures/make.py tests/figures/make.py; do $(PYTHON) $$make; done
 
 bench: $(VENV)
 	set -e; for bench in tests/bench*.py; do $(PYTHON) $$bench; done

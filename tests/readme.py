@@ -1,6 +1,6 @@
 """What is checked in the READMEs: code blocks, hunks of diffs, links, line counts, the tables of breaks.
 
-    python tests/readme.py                             # writes the real line counts into the tables
+    python tests/readme.py                             # writes the real line counts and diff sizes into the tables
     python tests/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
 
 A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
@@ -15,7 +15,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-from steps import ROOT, STEPS, pairs
+from steps import ROOT, STEPS, pairs, step_files
 
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS)] if (ROOT / name).exists()]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, is the test suite itself"}
@@ -128,6 +128,22 @@ def with_line_counts(text, folder):
     return "".join(lines)
 
 
+def diff_size(old, new):
+    """A step's new files with their lines, and the lines added to and removed from the files that were there before."""
+    there, here = set(step_files(old)), set(step_files(new))
+    added = ", ".join(f"{name} {(new / name).read_text().count(chr(10))}" for name in sorted(here - there))
+    changes = [line for name in there & here for line in real_diff(old / name, new / name) if re.match(r"[-+](?!--|\+\+)", line)]
+    return added, f"+{sum(line[0] == '+' for line in changes)} -{sum(line[0] == '-' for line in changes)}"
+
+
+def with_diff_sizes(text):
+    """The text with the real sizes in the table headed | step | adds | new files | changed lines |."""
+    for old, new in pairs():
+        row = rf"^(\| \[{new.name}\]\({new.name}\) \|[^|\n]*\|)[^|\n]*\|[^|\n]*\|$"
+        text = re.sub(row, lambda m: f"{m[1]} {' | '.join(diff_size(old, new))} |", text, flags=re.MULTILINE)
+    return text
+
+
 def break_table(text):
     """The breaks named in the first column of the table under 'Break it'."""
     section = re.search(r"^## Break it\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -138,7 +154,7 @@ def break_table(text):
 def write_line_counts():
     for name in READMES:
         old = (ROOT / name).read_text()
-        new = with_line_counts(old, (ROOT / name).parent)
+        new = with_diff_sizes(with_line_counts(old, (ROOT / name).parent))
         if new != old:
             (ROOT / name).write_text(new)
             print(f"{name}: line counts written")

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from readme import (READMES, block_problems, blocks, break_table, broken_links, diff_problems, diffs_of, to_run,
-                    with_line_counts)
-from steps import ROOT, STEPS, copy_repository, run
+                    diff_size, with_diff_sizes, with_line_counts)
+from steps import ROOT, STEPS, copy_repository, pairs, run
 
 
 def test_the_repository_and_every_step_have_a_readme():
@@ -38,6 +38,13 @@ def test_links_and_pictures_exist(readme):
 def test_line_counts(readme):
     text = (ROOT / readme).read_text()
     assert with_line_counts(text, (ROOT / readme).parent) == text, "python tests/readme.py writes the real ones"
+
+
+def test_diff_sizes():
+    text = (ROOT / "README.md").read_text()
+    assert with_diff_sizes(text) == text, "python tests/readme.py writes the real ones"
+    for _, new in pairs():
+        assert diff_size(*next(pair for pair in pairs() if pair[1] == new))[1] in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
 
 
 # ------------------------------------------------------------------------------- that the checks above can fail

@@ -1,0 +1,218 @@
+"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+
+    python step02_dp/figures/make.py        (about three minutes on two cores)
+"""
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FIGURES = os.path.join(STEP, "figures")
+sys.path.insert(0, STEP)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import config
+import mesh
+import optimizer
+import train
+from data_parallel import data_parallel
+
+# 7.9M parameters: 31.6 MB of float32 gradients in 75 tensors
+SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
+             num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+MODES = {"naive": "naive", "overlap": "overlap", "bucket": "bucket --bucket_mb 4"}
+BUCKETS = [0.25, 1, 4, 25, 100]
+SEQ_LEN, TOKENS, ROUNDS = 64, [64, 256, 1024], 9          # tokens: of one step on one rank
+
+
+def run(ranks, flags):
+    """Runs the trainer under torchrun; returns what it printed, and its log lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.path.join(folder, "log.jsonl")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+                   os.path.join(STEP, "train.py"), *flags.split(), "--log_file", log]
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        with open(log) as lines:
+            return output, [json.loads(line) for line in lines]
+
+
+# ------------------------------------------------------------------------------------------------ the picture
+def spans_of(trace):
+    """(start, end) in ms of forward, backward, all-reduces (by thread) and optimizer, from forward's start on."""
+    with open(trace) as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    reduces = [e for e in events if e["name"] == "gloo:all_reduce"]
+    loss = max(reduces, key=lambda e: e["ts"])            # the last is the loss's
+    backward = [e for e in events if e["name"].startswith("autograd::engine")]
+    adamw = next(e for e in events if e["name"].startswith("Optimizer.step"))
+    start = min(e["ts"] for e in events if e.get("cat") == "cpu_op")
+    span = lambda es: ((min(e["ts"] for e in es) - start) / 1e3, (max(e["ts"] + e["dur"] for e in es) - start) / 1e3)
+    threads = sorted({e["tid"] for e in reduces})
+    backward = span(backward)
+    return dict(forward=(0, backward[0]), backward=backward, optimizer=span([adamw]),
+                reduces=[(threads.index(e["tid"]), *span([e])) for e in reduces if e is not loss])
+
+
+def overlap_picture(folder):
+    """One training step of each mode, rank 0 of 2: of three traces the one with the shortest step."""
+    traces = {}
+    for mode, flags in MODES.items():
+        for _ in range(3):
+            run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 --steps 5 --dp_mode {flags} --profile {folder}")
+            spans = spans_of(os.path.join(folder, "trace_rank0.json"))
+            if mode not in traces or spans["optimizer"][1] < traces[mode]["optimizer"][1]:
+                traces[mode] = spans
+    figure, panels = plt.subplots(3, 1, figsize=(11, 5.2), sharex=True)
+    for (mode, flags), axes in zip(MODES.items(), panels):
+        spans = traces[mode]
+        for name, color in (("forward", "#4878a8"), ("backward", "#6aa56e"), ("optimizer", "#a9a9a9")):
+            begin, end = spans[name]
+            axes.broken_barh([(begin, end - begin)], (1.1, 0.8), color=color)
+            axes.text((begin + end) / 2, 1.5, name, ha="center", va="center", color="white", fontsize=9)
+        for thread, begin, end in spans["reduces"]:
+            axes.broken_barh([(begin, end - begin)], (0.1 + 0.4 * (1 - thread), 0.38), facecolor="#d9a441", edgecolor="white", linewidth=0.5)
+        over, done = spans["backward"][1], max(end for *_, end in spans["reduces"])
+        axes.axvspan(over, max(over, done), color="#c8605a", alpha=0.2, linewidth=0)
+        axes.set(title=f"--dp_mode {flags}: {len(spans['reduces'])} all-reduces, {max(0, done - over):.0f} ms of them after backward", yticks=[0.5, 1.5],
+                 yticklabels=["network\n(2 threads)", "compute"], ylim=(0, 2))
+        axes.title.set_fontsize(10)
+    panels[-1].set(xlabel="ms", xlim=(0, None))
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "overlap.png"), dpi=110)
+
+
+# ------------------------------------------------------------------------------------------------ timing the modes
+def timing_worker(rank, port, folder, results):
+    """Times forward, backward and the summing of gradients, in rounds in which all contestants take turns."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    the_mesh, contestants, seconds = None, {}, {}
+    for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap", **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
+        args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 1 --global_batch_size 2 --dp_mode {flags}".split())
+        args.dp = 2
+        the_mesh = the_mesh or mesh.start_mesh(args)
+        model = train.build_model(config.load_config(args), args)
+        optimizer.accumulate_gradients(model.parameters())
+        finish = data_parallel(model.parameters(), the_mesh, args)
+        contestants[name] = model, finish if name != "alone" else lambda: None, args
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+
+    def timed(what, work):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        slowest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        seconds.setdefault(what, []).append(1e3 * slowest.item())
+
+    for _ in range(ROUNDS + 1):
+        timed("network", lambda: [dist.all_reduce(part) for part in flat.split(25 * 2**18)])
+        for tokens in TOKENS:
+            rows = torch.randint(0, 4096, (tokens // SEQ_LEN, SEQ_LEN + 1))
+            batch = [(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])]           # one micro-batch of that many tokens
+            for name, (model, finish, args) in contestants.items():
+                if tokens == 256 or name in ("alone", "naive", "overlap", 4):
+                    timed((tokens, name), lambda: (train.forward_backward(model, batch, args), finish()))
+                    for param in model.parameters():
+                        param.main_grad.zero_()
+    if rank == 0:
+        results.put({what: statistics.median(times[1:]) for what, times in seconds.items()})
+    dist.destroy_process_group()
+
+
+def timing_tables(folder):
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(timing_worker, args=(29671 + os.getpid() % 500, folder, results), nprocs=2)
+    ms = results.get()
+    modes = ["| tokens per rank | compute alone | network alone | compute / network | naive | overlap | bucket (4 MiB) |", "|" + "---|" * 7]
+    for tokens in TOKENS:
+        alone = ms[tokens, "alone"]
+        modes.append(f"| {tokens:,} | {alone:.0f} ms | {ms['network']:.0f} ms | {alone / ms['network']:.1f} | "
+                     + " | ".join(f"{ms[tokens, name]:.0f} ms ({ms[tokens, name] - alone:+.0f})" for name in ("naive", "overlap", 4)) + " |")
+    sizes = ["| `--bucket_mb` | all-reduces | forward, backward and sum | more than compute alone |", "|---|---|---|---|"]
+    args = config.parse_args(["--model", folder])
+    for mb in BUCKETS:
+        model = train.build_model(config.load_config(args), args)
+        optimizer.accumulate_gradients(model.parameters())
+        from data_parallel import flat_buckets
+        sizes.append(f"| {mb} | {len(flat_buckets(list(model.parameters()), mb * 2**20))} | {ms[256, mb]:.0f} ms | {ms[256, mb] - ms[256, 'alone']:+.0f} ms |")
+    return dict(modes=modes, buckets=sizes)
+
+
+# ------------------------------------------------------------------------------------------------ the other tables
+def same_table():
+    rows = ["| ranks (dp) | micro-batch | accumulation | loss of the 4th step, float64 |", "|---|---|---|---|"]
+    for dp, micro in ((1, 16), (1, 2), (2, 8), (2, 2), (4, 1)):
+        loss = run(dp, f"--steps 4 --dtype float64 --micro_batch_size {micro}")[1][-1]["loss"]
+        rows.append(f"| {dp} | {micro} | {16 // dp // micro} | {loss:.14f} |")
+    return rows
+
+
+def ledger_block():
+    lines = ["```text"]
+    for flags in ("naive", "bucket", "bucket --bucket_mb 0.5"):
+        table = re.search(r"^dimension.*\n(?:\w+ +\w+ .*\n)+", run(2, f"--steps 2 --ledger --dp_mode {flags}")[0], re.M)[0]
+        lines += [f"--dp_mode {flags}", *table.splitlines(), ""]
+    return lines[:-1] + ["```"]
+
+
+def bfloat16_table():
+    """Real gradients of single sequences, added one after the other as a ring does."""
+    args = config.parse_args("--global_batch_size 64 --micro_batch_size 1".split())
+    args.dp = 1
+    shape = config.load_config(args)
+    model = train.build_model(shape, args)
+    grads = []
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
+    one = next(train.batches(train.load_tokens(args, shape.vocab_size), mesh.start_mesh(args), args))
+    for inputs, positions, targets in one:
+        model(inputs, positions, targets).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.zero_grad()
+    dist.destroy_process_group()
+    rows = ["| ranks | error of the sum in float32 | in bfloat16 |", "|---|---|---|"]
+    for ranks in (2, 8, 64):
+        exact = sum(g.double() for g in grads[:ranks])
+        error = lambda dtype: float((sum(g.to(dtype) for g in grads[:ranks]).double() - exact).norm() / exact.norm())
+        rows.append(f"| {ranks} | {error(torch.float32):.0e} | {error(torch.bfloat16):.1%} |")
+    return rows
+
+
+def bandwidth_table():
+    bench = os.path.join(os.path.dirname(STEP), "tests", "bench_collectives.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", bench, "--out", os.path.join(FIGURES, "bandwidth.png")]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return [line for line in output.splitlines() if line.startswith("|")]
+
+
+def put_into_readme(tables):
+    path = os.path.join(STEP, "README.md")
+    with open(path) as file:
+        text = file.read()
+    for name, rows in tables.items():
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        assert found == 1, f"README.md has {found} tables of the name {name}"
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(SHAPE, file)
+        overlap_picture(folder)
+        tables = timing_tables(folder)
+    put_into_readme(dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(), bandwidth=bandwidth_table()))

@@ -1,0 +1,318 @@
+"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+
+    python step03_zero/figures/make.py        (about four minutes on two cores)
+
+Every run is a torchrun of this file with the word `watch`: rank 0 writes what it saw.
+"""
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FIGURES = os.path.join(STEP, "figures")
+sys.path.insert(0, STEP)
+
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+
+import config
+import ledger
+import metrics
+import profiling
+import train
+import zero
+
+COLORS = profiling.KINDS
+WHAT = ["parameters", "gradients", "optimizer states"]
+P = metrics.parameter_count(config.PRESETS["tiny"])
+DP = 4
+ONE = "--seq_len 32 --global_batch_size 16 --micro_batch_size 4"                   # one micro-batch of 4 on each of 4 ranks
+FOUR = "--seq_len 32 --global_batch_size 16 --micro_batch_size 1"                  # four micro-batches of 1
+# bytes per parameter in float32 and bfloat16, and from which stage on they are divided by dp
+BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
+
+
+# ------------------------------------------------------------------------------------------------ inside a rank
+class Watch(profiling.LiveStorages):
+    """Sees storages resized as well, which no operation does."""
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+        def resize_(storage, size):
+            self.events.append((time.perf_counter(), self.numbers[storage], size - storage.nbytes()))
+            return self.resize(storage, size)
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*exception)
+
+
+def units_of(model):
+    return list(dict.fromkeys(param.unit for param in model.parameters() if hasattr(param, "unit")))
+
+
+def tensors_of(model, optimizer):
+    """What persists, by kind."""
+    params, units = list(model.parameters()), units_of(model)
+    masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
+    return {"parameters": params + [unit.weight_slice for unit in units],
+            "gradients": [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None] or [p.main_grad for p in params],
+            "optimizer states": masters + [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]}
+
+
+def bytes_of(tensors):
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def cut_into_units(group, model, args):
+    """zero.zero_units with other units: half a block, so many blocks, or the whole model."""
+    mesh = zero.init_device_mesh(args.device, (1, args.dp), mesh_dim_names=("replicate", "shard"))
+    decoder = model.model
+    layers = list(decoder.layers.values())
+    if group == "all":
+        units = [[decoder.embed_tokens, *layers, decoder.norm, model.lm_head]]
+    else:
+        halves = [[[layer.input_layernorm, layer.self_attn], [layer.post_attention_layernorm, layer.mlp]] for layer in layers]
+        blocks = sum(halves, []) if group == "half" else [layers[i:i + int(group)] for i in range(0, len(layers), int(group))]
+        units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
+    for modules in units:
+        zero.Unit(modules, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"))
+
+
+def watch(out, group, *flags):
+    """Runs the trainer and writes what it saw: bytes that persist, what the ledger saw, memory over the last step."""
+    seen, live, kept = {}, Watch(), {}
+
+    class Keeping(train.Profiler):
+        @contextlib.contextmanager
+        def step(self, step):
+            kinds = tensors_of(self.model, self.optimizer)
+            seen["persistent"] = {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
+            for kind, tensors in kinds.items():
+                for tensor in tensors:
+                    live.note(tensor, kind)
+            kept["first"] = len(live.events)
+            yield
+            kept["last"] = len(live.events)
+    make_grads, print_table, release = zero.Unit.make_grads, ledger.print_table, zero.Unit.gather_if_released
+
+    def noted_grads(unit):
+        make_grads(unit)
+        live.note(unit.grads, "gradients")
+        seen["grads"] = max(seen.get("grads", 0), sum(u.grads.nbytes for u in unit.all if u.grads is not None))
+
+    def noted_gather(unit):
+        release(unit)
+        seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in unit.all))
+
+    def noted_units(model, args):
+        cut_into_units(group, model, args) if group != "1" else zero.zero_units(model, args)
+        units = units_of(model)
+        for unit in units:
+            unit.all = [u for u in units]
+    zero.Unit.make_grads, zero.Unit.gather_if_released = noted_grads, noted_gather
+    zero.Unit.weights = torch.empty(0)                    # of a unit that is not made yet
+    ledger.print_table = lambda sent, formula: seen.update(
+        calls={" ".join(key): n for key, n in sent.calls.items()}, wire={" ".join(key): n for key, n in sent.wire.items()},
+        payload={" ".join(key): n for key, n in sent.payload.items()}, formula={" ".join(key): n for key, n in formula.items()})
+    train.Profiler, train.zero_units = Keeping, noted_units
+    with live:
+        train.main([*flags, "--ledger"])
+    rows = profiling.LiveStorages.timeline(live)
+    seen["rows"] = [row[1:] for row in rows[kept["first"]:kept["last"]]]
+    seen["peak"] = max(map(sum, seen["rows"]))
+    if os.environ["RANK"] == "0":
+        with open(out, "w") as file:
+            json.dump(seen, file)
+
+
+# ------------------------------------------------------------------------------------------------ the runs
+@functools.cache
+def run(flags, dp=DP, group="1"):
+    """What rank 0 of dp saw of the third training step."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "seen.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(dp), os.path.abspath(__file__),
+                   "watch", out, group, "--steps", "3", *flags.split()]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        with open(out) as file:
+            seen = json.load(file)
+    assert seen["payload"] == seen["formula"], (flags, seen["payload"], seen["formula"])
+    print(f"dp {dp}, {flags}, unit {group}", flush=True)
+    return seen
+
+
+def share(what, stage, dp, dtype="float32"):
+    """Bytes per parameter, from the formula."""
+    float32, bfloat16, first = BYTES[what]
+    return (float32 if dtype == "float32" else bfloat16) / (dp if stage >= first else 1)
+
+
+def formula_text(what, stage, dtype):
+    number = BYTES[what][0 if dtype == "float32" else 1]
+    return f"{number}P/dp" if stage >= BYTES[what][2] else f"{number}P"
+
+
+def persistent_table():
+    rows = ["| precision | stage | parameters | gradients | optimizer states | in all, P bytes |", "|---|---|---|---|---|---|"]
+    for dtype in ("float32", "bfloat16"):
+        for stage in range(4):
+            seen = run(f"--zero {stage} --dtype {dtype} {ONE}")["persistent"]
+            cells = [f"{formula_text(what, stage, dtype)} = {P * share(what, stage, DP, dtype):,.0f}: {seen[what]:,}" for what in WHAT]
+            rows.append(f"| {dtype} | {stage} | " + " | ".join(cells) + f" | {sum(seen.values()) / P:g} |")
+    return rows
+
+
+def wire_of(seen, *collectives):
+    return sum(n for key, n in seen["wire"].items() if key.split()[1] in collectives)
+
+
+def wire_table():
+    """P counts elements here; one, and four micro-batches a step; the loss and the norm left out."""
+    again = P - 2 * 16384 - 64 - (P - 2 * 16384 - 64) // 8                         # all blocks but the last
+    assert again == P - 16384 - 16448 - 49280
+    rows = ["| stage | micro-batches | reduced, elements: formula | measured | gathered: formula | measured | bytes on the wire per rank | calls |",
+            "|---|---|---|---|---|---|---|---|"]
+    for flags, m in ((ONE, 1), (FOUR, 4)):
+        for stage in range(4):
+            seen = run(f"--zero {stage} --dtype float32 {flags}")
+            paid = lambda name: seen["payload"].get("dp " + name, 0) // 4
+            reduced, gathered = (2 * (paid("all_reduce") - 2), 0) if stage == 0 else (paid("reduce_scatter"), paid("all_gather"))
+            formula = [("2P", 2 * P), ("P", P), ("mP", m * P), ("mP", m * P)][stage], [("0", 0), ("P", P), ("P", P), ("m(P + R)", m * (P + again))][stage]
+            assert (reduced, gathered) == (formula[0][1], formula[1][1])
+            calls = sum(seen["calls"].values()) - 2
+            rows.append(f"| {stage} | {m} | {formula[0][0]} = {formula[0][1]:,} | {reduced:,} | {formula[1][0]} = {formula[1][1]:,} | {gathered:,} "
+                        f"| {wire_of(seen, 'all_reduce', 'reduce_scatter', 'all_gather'):,.0f} | {calls} |")
+    return rows
+
+
+def unit_table():
+    rows = ["| unit | units | all-gathers | reduce-scatters | bytes gathered on the wire | largest whole weights | largest gradient buffers | peak of all memory |",
+            "|---|---|---|---|---|---|---|---|"]
+    for group, name, count in (("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4), ("all", "the whole model", 1)):
+        seen = run(f"--zero 3 --dtype float32 {ONE}", group=group)
+        rows.append(f"| {name} | {count} | {seen['calls']['dp all_gather']} | {seen['calls']['dp reduce_scatter']} | {wire_of(seen, 'all_gather'):,.0f} "
+                    f"| {seen['whole'] / 4 / P:.2f} P | {seen['grads'] / 4 / P:.2f} P | {seen['peak'] / 2**20:.2f} MiB |")
+    return rows
+
+
+def peak_table():
+    """What comes and goes within a step, in float32."""
+    rows = ["| stage | persists | whole weights at most | gradient buffers at most | peak of all memory, activations included |", "|---|---|---|---|---|"]
+    for stage in range(4):
+        seen = run(f"--zero {stage} --dtype float32 {ONE}")
+        whole = f"{seen['whole'] // 4:,} elements" if stage == 3 else "persist"
+        grads = f"{seen['grads'] // 4:,} elements" if stage > 1 else "persist"
+        rows.append(f"| {stage} | {sum(seen['persistent'].values()) / 2**20:.2f} MiB | {whole} | {grads} | {seen['peak'] / 2**20:.2f} MiB |")
+    return rows
+
+
+def hybrid_table():
+    rows = ["| stage | `--zero_shard` | persists, P bytes | on the wire inside a group | on the wire across groups |", "|---|---|---|---|---|"]
+    for stage in (1, 3):
+        for shard in (4, 2):
+            seen = run(f"--zero {stage} --zero_shard {shard} --dtype float32 {ONE}")
+            inside = wire_of(seen, "reduce_scatter", "all_gather")
+            across = seen["wire"].get("replicate all_reduce", 0)
+            rows.append(f"| {stage} | {shard} | {sum(seen['persistent'].values()) / P:g} | {inside:,.0f} | {across:,.0f} |")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ the pictures
+def holds_picture():
+    """Who holds what: a row per rank, a column of four quarters per kind."""
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.9))
+    titles = ["--zero 0", "--zero 1", "--zero 2", "--zero 3"]
+    for stage, axes in enumerate(panels):
+        for rank in range(DP):
+            for column, what in enumerate(WHAT):
+                for quarter in range(DP):
+                    held = stage < BYTES[what][2] or quarter == rank
+                    axes.add_patch(plt.Rectangle((column * 1.25 + quarter * 0.25, -rank), 0.25, 0.62, lw=0.8, edgecolor="#666666" if held else "#cccccc",
+                                                 facecolor=COLORS[what] if held else "white"))
+        total = sum(share(what, stage, DP, "bfloat16") for what in WHAT)
+        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9), title=f"{titles[stage]}\n{total:g} bytes per parameter on each rank")
+        axes.title.set_fontsize(10)
+        axes.set_yticks([0.31 - rank for rank in range(DP)], [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP)
+        axes.set_xticks([0.5, 1.75, 3.0], ["weights\n2 B", "gradients\n4 B", "optimizer\n12 B"])
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "who_holds_what.png"), dpi=110)
+
+
+def dp_picture():
+    """Memory per rank against dp: formulas for llama-8b; formulas and measured points for tiny."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
+    large, lines = metrics.parameter_count(config.PRESETS["llama-8b"]), ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
+    sizes = [2 ** i for i in range(11)]
+    for stage, color in enumerate(lines):
+        per_rank = lambda dp: sum(share(what, stage, dp, "bfloat16") for what in WHAT)
+        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], color=color, label=f"--zero {stage}")
+        many = [1 + i / 10 for i in range(31)]
+        right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], color=color, lw=1)
+        measured = [sum(run(f"--zero {stage} --dtype bfloat16 --seq_len 32 --global_batch_size {4 * dp} --micro_batch_size 4", dp)["persistent"].values()) for dp in (1, 2, 3)]
+        measured.append(sum(run(f"--zero {stage} --dtype bfloat16 {ONE}")["persistent"].values()))
+        right.plot([1, 2, 3, 4], [b / 1e6 for b in measured], "o", color=color, ms=7, label=f"--zero {stage}, measured")
+    left.axhline(80, color="#c8605a", ls="--", lw=1)
+    left.text(1.05, 85, "80 GB", color="#c8605a", va="bottom")
+    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", title="llama-8b in bfloat16: formula only, nothing was run", xlim=(1, 1024))
+    left.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
+    left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    right.set(xlabel="dp", ylabel="MB per rank that persist", title="tiny in bfloat16: points measured, lines the same formula", ylim=(0, None))
+    right.set_xticks([1, 2, 3, 4])
+    for axes in (left, right):
+        axes.legend(frameon=False, loc="lower left", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "memory_against_dp.png"), dpi=110)
+
+
+def step_picture():
+    """Memory on rank 0 over one training step of two micro-batches."""
+    figure, panels = plt.subplots(1, 4, figsize=(15, 3.9), sharey=True)
+    for stage, axes in enumerate(panels):
+        rows = run(f"--zero {stage} --dtype float32 --seq_len 32 --global_batch_size 8 --micro_batch_size 1")["rows"]
+        order = ["optimizer states", "gradients", "parameters", "activations", "rest"]
+        kinds = [[row[list(COLORS).index(kind)] / 2**20 for row in rows] for kind in order]
+        axes.stackplot(range(len(rows)), kinds, labels=order, colors=[COLORS[kind] for kind in order], step="post")
+        total = [sum(row) / 2**20 for row in rows]
+        peak = max(range(len(rows)), key=total.__getitem__)
+        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5), textcoords="offset points", ha="center")
+        axes.set(title=f"--zero {stage}", xlabel="allocations and frees, in order", xlim=(0, len(rows)))
+        axes.locator_params(axis="x", nbins=4)
+    panels[0].set(ylabel="MiB alive on rank 0 of 4", ylim=(0, 1.2 * panels[0].dataLim.ymax))
+    panels[-1].legend(loc="upper right", fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "step.png"), dpi=110)
+
+
+def put_into_readme(tables):
+    path = os.path.join(STEP, "README.md")
+    with open(path) as file:
+        text = file.read()
+    for name, rows in tables.items():
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        assert found == 1, f"README.md has {found} tables of the name {name}"
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["watch"]:
+        watch(*sys.argv[2:])
+    else:
+        holds_picture()
+        step_picture()
+        dp_picture()
+        put_into_readme(dict(persistent=persistent_table(), wire=wire_table(), peak=peak_table(), units=unit_table(), hybrid=hybrid_table()))
