@@ -56,9 +56,10 @@ class LiveStorages(TorchDispatchMode):
 
 
 def note_state(memory, model, optimizer):
-    for param in model.parameters():
+    for param in (*model.parameters(), *optimizer.params):
         memory.note(param, "parameters")
-        memory.note(param.main_grad, "gradients")
+    for grad in optimizer.grads:
+        memory.note(grad, "gradients")
     for master, state in zip(optimizer.masters, map(optimizer.adamw.state.get, optimizer.masters)):
         if master.dtype != model.lm_head.weight.dtype:    # bfloat16: the float32 copy is the optimizer's
             memory.note(master, "optimizer states")

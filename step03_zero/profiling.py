@@ -27,6 +27,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.events, self.kinds, self.numbers = [], [], weakref.WeakKeyDictionary()
+        self.resized = {}                                 # {storage that ZeRO-3 gives back and takes again: its size now}
 
     def note(self, tensor, kind):
         storage = tensor.untyped_storage()
@@ -39,7 +40,15 @@ class LiveStorages(TorchDispatchMode):
         elif kind in ("parameters", "optimizer states", "gradients"):
             self.kinds[self.numbers[storage]] = kind
 
+    def note_resized(self, tensor, kind):
+        self.note(tensor, kind)
+        self.resized.setdefault(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        for storage, size in self.resized.items():        # no operation tells
+            if storage.nbytes() != size:
+                self.events.append((time.perf_counter(), self.numbers[storage], storage.nbytes() - size))
+                self.resized[storage] = storage.nbytes()
         result = op(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):          # under no_grad: backward, the loss, the optimizer
@@ -56,9 +65,10 @@ class LiveStorages(TorchDispatchMode):
 
 
 def note_state(memory, model, optimizer):
-    for param in model.parameters():
-        memory.note(param, "parameters")
-        memory.note(param.main_grad, "gradients")
+    for param in (*model.parameters(), *optimizer.params):
+        memory.note_resized(param, "parameters")
+    for grad in optimizer.grads:
+        memory.note(grad, "gradients")
     for master, state in zip(optimizer.masters, map(optimizer.adamw.state.get, optimizer.masters)):
         if master.dtype != model.lm_head.weight.dtype:    # bfloat16: the float32 copy is the optimizer's
             memory.note(master, "optimizer states")

@@ -16,7 +16,7 @@ STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())    
 CHANGES = {
     "step01_single_gpu": set(),
     "step02_dp": {"mesh.py", "data_parallel.py", "ledger.py", "checkpoint.py", "config.py", "data.py", "metrics.py", "train.py"},
-    "step03_zero": {"zero.py", "ledger.py", "checkpoint.py", "config.py", "optimizer.py", "train.py"},
+    "step03_zero": {"zero.py", "profiling.py", "ledger.py", "checkpoint.py", "config.py", "optimizer.py", "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}

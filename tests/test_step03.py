@@ -198,6 +198,25 @@ def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, 
             assert backward.index(f"gather {i - 1}") < backward.index(f"backward {i} done")
 
 
+def profile_rows(folder, rank):
+    import json
+    return json.loads((folder / f"memory_rank{rank}.json").read_text())["rows"]
+
+
+def test_profile_sees_weights_come_and_go(pool, tmp_path):
+    flags = cases.make(tmp_path, num_hidden_layers=5) + " --micro_batch_size 6 --steps 4 --zero 3"
+    pool.train(STEP, f"{flags} --profile {tmp_path}", world=2, weights=False)
+    embedding, block, *_, head = unit_sizes()
+    for rank in range(2):
+        rows = profile_rows(tmp_path, rank)
+        weights = [row[1] for row in rows]
+        slices = 4 * (embedding + 5 * block + head) / 2
+        assert weights[-1] == slices                      # between steps a rank has its slices alone
+        most = max(weights) - slices                      # two blocks, or a block and an end of the model
+        assert 4 * block < most <= 4 * (2 * block + head), (most, block, head)
+        assert rows[-1][3] == slices and abs(rows[-1][2] - 2 * slices) < 1000
+
+
 def nothing_whole_job(argv):
     """The most bytes of whole weights at any time while the model is built."""
     import checkpoint

@@ -103,7 +103,7 @@ def watch(out, group, *flags):
             kept["first"] = len(live.events)
             yield
             kept["last"] = len(live.events)
-    make_grads, print_table, release = zero.Unit.make_grads, ledger.print_table, zero.Unit.gather_if_released
+    make_grads, gather = zero.Unit.make_grads, zero.Unit.gather_if_released
 
     def noted_grads(unit):
         make_grads(unit)
@@ -111,16 +111,13 @@ def watch(out, group, *flags):
         seen["grads"] = max(seen.get("grads", 0), sum(u.grads.nbytes for u in unit.all if u.grads is not None))
 
     def noted_gather(unit):
-        release(unit)
+        gather(unit)
         seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in unit.all))
 
     def noted_units(model, args):
         cut_into_units(group, model, args) if group != "1" else zero.zero_units(model, args)
-        units = units_of(model)
-        for unit in units:
-            unit.all = [u for u in units]
+        zero.Unit.all = units_of(model)
     zero.Unit.make_grads, zero.Unit.gather_if_released = noted_grads, noted_gather
-    zero.Unit.weights = torch.empty(0)                    # of a unit that is not made yet
     ledger.print_table = lambda sent, formula: seen.update(
         calls={" ".join(key): n for key, n in sent.calls.items()}, wire={" ".join(key): n for key, n in sent.wire.items()},
         payload={" ".join(key): n for key, n in sent.payload.items()}, formula={" ".join(key): n for key, n in formula.items()})
@@ -192,7 +189,7 @@ def wire_table():
             assert (reduced, gathered) == (formula[0][1], formula[1][1])
             calls = sum(seen["calls"].values()) - 2
             rows.append(f"| {stage} | {m} | {formula[0][0]} = {formula[0][1]:,} | {reduced:,} | {formula[1][0]} = {formula[1][1]:,} | {gathered:,} "
-                        f"| {wire_of(seen, 'all_reduce', 'reduce_scatter', 'all_gather'):,.0f} | {calls} |")
+                        f"| {wire_of(seen, 'all_reduce', 'reduce_scatter', 'all_gather') - 2 * 4 * 1.5:,.0f} | {calls} |")
     return rows
 
 
