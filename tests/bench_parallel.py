@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -118,14 +119,18 @@ CONTESTANTS = {
 ONLY_FOR_MEMORY, MEMORY = ["FSDP2, every"], ["bucket", "DDP", "zero 1", "zero 2", "zero 3", "FSDP2", "FSDP2, every"]
 
 
-def make(name, step_mesh):
-    import config
+def make(name, mesh):
     flags, contestant = CONTESTANTS[name]
+    return contestant(*parse(flags), mesh)
+
+
+def parse(flags):
+    import config
     args = config.parse_args(f"--device cpu --dtype float32 --seq_len {SEQ_LEN} --micro_batch_size {MICRO_BATCH} "
                              f"--global_batch_size {MICRO_BATCH * MICRO_BATCHES} {flags}".split())
     shape = config.ModelConfig(**SHAPE)
     config.check(args, shape)
-    return contestant(args, shape, step_mesh(args))
+    return args, shape
 
 
 def random_batches(generator, steps):
@@ -135,8 +140,8 @@ def random_batches(generator, steps):
     return [[(row[:, :-1], positions, row[:, 1:]) for row in step[dist.get_rank()::RANKS]] for step in rows]
 
 
-def measure_speed(names, step_mesh, rounds, steps):
-    contestants = {name: make(name, step_mesh) for name in names}
+def measure_speed(names, mesh, rounds, steps):
+    contestants = {name: make(name, mesh) for name in names}
     generator, seconds, losses = torch.Generator().manual_seed(0), {name: [] for name in names}, {name: [] for name in names}
     for round in range(rounds + 1):
         batches = random_batches(generator, steps)
@@ -164,10 +169,10 @@ def print_speed(seconds, steps):
             print(f"{f'{a} / {b}':>25}: {statistics.median(ratios):8.3f} ({aim}{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)")
 
 
-def measure_memory(names, step_mesh, steps):
+def measure_memory(names, mesh, steps):
     batches = random_batches(torch.Generator().manual_seed(0), steps)
     for name in names:
-        turn = make(name, step_mesh)
+        turn = make(name, mesh)
         gc.collect()
         with resizable_storages() as memory:
             turn(batches)
@@ -198,7 +203,7 @@ def resizable_storages():
                 number = self.numbers[storage] = len(self.kinds)
                 self.kinds.append(kind)
                 self.resize(number, storage.nbytes())
-                weakref_finalize(storage, self.resize, number, 0)
+                weakref.finalize(storage, self.resize, number, 0).atexit = False
 
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             if any(issubclass(kind, DTensor) for kind in types):
@@ -210,9 +215,6 @@ def resizable_storages():
                     self.note(tensor, "rest")
             return super().__torch_dispatch__(op, types, args, kwargs)
 
-    def weakref_finalize(*what):
-        import weakref
-        weakref.finalize(*what).atexit = False
     return ResizableStorages()
 
 
@@ -229,19 +231,13 @@ def main():
     torch.set_num_threads(1)
     sys.path.insert(0, str(step_dir(args.step)))
     import mesh
-    started = []
-
-    def step_mesh(args):
-        if not started:
-            started.append(mesh.start_mesh(args))
-        return started[0]
-
+    device_mesh = mesh.start_mesh(parse("")[0])
     names = [name for name in CONTESTANTS if name in (args.only or CONTESTANTS)]
     if args.rounds:
-        seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], step_mesh, args.rounds, args.steps)
+        seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
         if dist.get_rank() == 0:
             print_speed(seconds, args.steps)
-    measure_memory([name for name in names if name in MEMORY], step_mesh, args.steps)
+    measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps)
     dist.destroy_process_group()
 
 

@@ -155,18 +155,16 @@ def share(what, stage, dp, dtype="float32"):
     return (float32 if dtype == "float32" else bfloat16) / (dp if stage >= first else 1)
 
 
-def formula_text(what, stage, dtype):
-    number = BYTES[what][0 if dtype == "float32" else 1]
-    return f"{number}P/dp" if stage >= BYTES[what][2] else f"{number}P"
-
-
 def persistent_table():
-    rows = ["| precision | stage | parameters | gradients | optimizer states | in all, P bytes |", "|---|---|---|---|---|---|"]
+    rows = ["| precision | stage | parameters: formula | measured | gradients: formula | measured | optimizer states: formula | measured | in all |",
+            "|---|---|---|---|---|---|---|---|---|"]
     for dtype in ("float32", "bfloat16"):
         for stage in range(4):
-            seen = run(f"--zero {stage} --dtype {dtype} {ONE}")["persistent"]
-            cells = [f"{formula_text(what, stage, dtype)} = {P * share(what, stage, DP, dtype):,.0f}: {seen[what]:,}" for what in WHAT]
-            rows.append(f"| {dtype} | {stage} | " + " | ".join(cells) + f" | {sum(seen.values()) / P:g} |")
+            seen, cells = run(f"--zero {stage} --dtype {dtype} {ONE}")["persistent"], []
+            for what in WHAT:
+                number, cut = BYTES[what][dtype == "bfloat16"], "/dp" if stage >= BYTES[what][2] else ""
+                cells.append(f"{number}P{cut} = {P * share(what, stage, DP, dtype):,.0f} | {seen[what]:,}")
+            rows.append(f"| {dtype} | {stage} | " + " | ".join(cells) + f" | {sum(seen.values()) / P:g} P |")
     return rows
 
 
