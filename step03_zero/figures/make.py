@@ -1,11 +1,10 @@
 """Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python step03_zero/figures/make.py        (about four minutes on two cores)
+    python step03_zero/figures/make.py        (about two minutes on two cores)
 
-Every run is a torchrun of this file with the word `watch`: rank 0 writes what it saw.
+The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
 """
 import contextlib
-import functools
 import json
 import os
 import re
@@ -34,8 +33,19 @@ COLORS = profiling.KINDS
 WHAT = ["parameters", "gradients", "optimizer states"]
 P = metrics.parameter_count(config.PRESETS["tiny"])
 DP = 4
-ONE = "--seq_len 32 --global_batch_size 16 --micro_batch_size 4"                   # one micro-batch of 4 on each of 4 ranks
-FOUR = "--seq_len 32 --global_batch_size 16 --micro_batch_size 1"                  # four micro-batches of 1
+
+
+def flags(stage, dtype="float32", dp=DP, micro_batches=1, more=""):
+    """Four sequences on each rank."""
+    return f"--zero {stage} --dtype {dtype} --seq_len 32 --global_batch_size {4 * dp} --micro_batch_size {4 // micro_batches} {more}"
+
+
+UNITS = [("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4), ("all", "the whole model", 1)]
+RUNS = {dp: [(flags(stage, "bfloat16", dp), "1") for stage in range(4)] for dp in (1, 2, 3, DP)}
+RUNS[DP] += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1, 2, 4)]
+RUNS[DP] += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
+RUNS[DP] += [(flags(3), group) for group, _, _ in UNITS if group != "1"]
+SEEN = {}                                                 # by (number of ranks, flags, units)
 # bytes per parameter in float32 and bfloat16, and from which stage on they are divided by dp
 BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
 
@@ -88,11 +98,21 @@ def cut_into_units(group, model, args):
         zero.Unit(modules, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"))
 
 
-def watch(out, group, *flags):
-    """Runs the trainer and writes what it saw: bytes that persist, what the ledger saw, memory over the last step."""
+def watch_all(out, runs):
+    seen = []
+    for argv, group, port in json.loads(runs):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        seen.append(watch(group, [*argv.split(), "--steps", "3", "--ledger"]))
+    if os.environ["RANK"] == "0":
+        with open(out, "w") as file:
+            json.dump(seen, file)
+
+
+def watch(group, argv):
+    """Runs the trainer; returns bytes that persist, what the ledger saw, and memory over the last step."""
     seen, live, kept = {}, Watch(), {}
 
-    class Keeping(train.Profiler):
+    class Keeping(profiling.Profiler):
         @contextlib.contextmanager
         def step(self, step):
             kinds = tensors_of(self.model, self.optimizer)
@@ -103,7 +123,7 @@ def watch(out, group, *flags):
             kept["first"] = len(live.events)
             yield
             kept["last"] = len(live.events)
-    make_grads, gather = zero.Unit.make_grads, zero.Unit.gather_if_released
+    make_grads, gather, cut, profiler = zero.Unit.make_grads, zero.Unit.gather_if_released, zero.zero_units, train.Profiler
 
     def noted_grads(unit):
         make_grads(unit)
@@ -115,7 +135,7 @@ def watch(out, group, *flags):
         seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in unit.all))
 
     def noted_units(model, args):
-        cut_into_units(group, model, args) if group != "1" else zero.zero_units(model, args)
+        cut_into_units(group, model, args) if group != "1" else cut(model, args)
         zero.Unit.all = units_of(model)
     zero.Unit.make_grads, zero.Unit.gather_if_released = noted_grads, noted_gather
     ledger.print_table = lambda sent, formula: seen.update(
@@ -123,30 +143,32 @@ def watch(out, group, *flags):
         payload={" ".join(key): n for key, n in sent.payload.items()}, formula={" ".join(key): n for key, n in formula.items()})
     train.Profiler, train.zero_units = Keeping, noted_units
     with live:
-        train.main([*flags, "--ledger"])
-    rows = profiling.LiveStorages.timeline(live)
-    seen["rows"] = [row[1:] for row in rows[kept["first"]:kept["last"]]]
+        train.main(argv)
+    zero.Unit.make_grads, zero.Unit.gather_if_released, train.zero_units, train.Profiler = make_grads, gather, cut, profiler
+    seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
     seen["peak"] = max(map(sum, seen["rows"]))
-    if os.environ["RANK"] == "0":
-        with open(out, "w") as file:
-            json.dump(seen, file)
+    return seen
 
 
 # ------------------------------------------------------------------------------------------------ the runs
-@functools.cache
-def run(flags, dp=DP, group="1"):
-    """What rank 0 of dp saw of the third training step."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "seen.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(dp), os.path.abspath(__file__),
-                   "watch", out, group, "--steps", "3", *flags.split()]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        with open(out) as file:
-            seen = json.load(file)
-    assert seen["payload"] == seen["formula"], (flags, seen["payload"], seen["formula"])
-    print(f"dp {dp}, {flags}, unit {group}", flush=True)
-    return seen
+def run_all():
+    """Fills SEEN with what rank 0 saw of the third training step of each run."""
+    for dp, runs in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, "seen.json")
+            # a store of its own for every run: in one that another run has used, ranks find the addresses of the last run
+            stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+            described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(dp), os.path.abspath(__file__)]
+            subprocess.run([*command, "watch", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+            with open(out) as file:
+                SEEN.update({(dp, *key): seen for key, seen in zip(runs, json.load(file))})
+    for key, seen in SEEN.items():
+        assert seen["payload"] == seen["formula"], (key, seen["payload"], seen["formula"])
+
+
+def run(argv, dp=DP, group="1"):
+    return SEEN[dp, argv, group]
 
 
 def share(what, stage, dp, dtype="float32"):
@@ -160,7 +182,7 @@ def persistent_table():
             "|---|---|---|---|---|---|---|---|---|"]
     for dtype in ("float32", "bfloat16"):
         for stage in range(4):
-            seen, cells = run(f"--zero {stage} --dtype {dtype} {ONE}")["persistent"], []
+            seen, cells = run(flags(stage, dtype))["persistent"], []
             for what in WHAT:
                 number, cut = BYTES[what][dtype == "bfloat16"], "/dp" if stage >= BYTES[what][2] else ""
                 cells.append(f"{number}P{cut} = {P * share(what, stage, DP, dtype):,.0f} | {seen[what]:,}")
@@ -178,9 +200,9 @@ def wire_table():
     assert again == P - 16384 - 16448 - 49280
     rows = ["| stage | micro-batches | reduced, elements: formula | measured | gathered: formula | measured | bytes on the wire per rank | calls |",
             "|---|---|---|---|---|---|---|---|"]
-    for flags, m in ((ONE, 1), (FOUR, 4)):
+    for m in (1, 4):
         for stage in range(4):
-            seen = run(f"--zero {stage} --dtype float32 {flags}")
+            seen = run(flags(stage, micro_batches=m))
             paid = lambda name: seen["payload"].get("dp " + name, 0) // 4
             reduced, gathered = (2 * (paid("all_reduce") - 2), 0) if stage == 0 else (paid("reduce_scatter"), paid("all_gather"))
             formula = [("2P", 2 * P), ("P", P), ("mP", m * P), ("mP", m * P)][stage], [("0", 0), ("P", P), ("P", P), ("m(P + R)", m * (P + again))][stage]
@@ -194,8 +216,8 @@ def wire_table():
 def unit_table():
     rows = ["| unit | units | all-gathers | reduce-scatters | bytes gathered on the wire | largest whole weights | largest gradient buffers | peak of all memory |",
             "|---|---|---|---|---|---|---|---|"]
-    for group, name, count in (("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4), ("all", "the whole model", 1)):
-        seen = run(f"--zero 3 --dtype float32 {ONE}", group=group)
+    for group, name, count in UNITS:
+        seen = run(flags(3), group=group)
         rows.append(f"| {name} | {count} | {seen['calls']['dp all_gather']} | {seen['calls']['dp reduce_scatter']} | {wire_of(seen, 'all_gather'):,.0f} "
                     f"| {seen['whole'] / 4 / P:.2f} P | {seen['grads'] / 4 / P:.2f} P | {seen['peak'] / 2**20:.2f} MiB |")
     return rows
@@ -205,7 +227,7 @@ def peak_table():
     """What comes and goes within a step, in float32."""
     rows = ["| stage | persists | whole weights at most | gradient buffers at most | peak of all memory, activations included |", "|---|---|---|---|---|"]
     for stage in range(4):
-        seen = run(f"--zero {stage} --dtype float32 {ONE}")
+        seen = run(flags(stage))
         whole = f"{seen['whole'] // 4:,} elements" if stage == 3 else "persist"
         grads = f"{seen['grads'] // 4:,} elements" if stage > 1 else "persist"
         rows.append(f"| {stage} | {sum(seen['persistent'].values()) / 2**20:.2f} MiB | {whole} | {grads} | {seen['peak'] / 2**20:.2f} MiB |")
@@ -216,7 +238,7 @@ def hybrid_table():
     rows = ["| stage | `--zero_shard` | persists, P bytes | on the wire inside a group | on the wire across groups |", "|---|---|---|---|---|"]
     for stage in (1, 3):
         for shard in (4, 2):
-            seen = run(f"--zero {stage} --zero_shard {shard} --dtype float32 {ONE}")
+            seen = run(flags(stage, more="--zero_shard 2" if shard == 2 else ""))
             inside = wire_of(seen, "reduce_scatter", "all_gather")
             across = seen["wire"].get("replicate all_reduce", 0)
             rows.append(f"| {stage} | {shard} | {sum(seen['persistent'].values()) / P:g} | {inside:,.0f} | {across:,.0f} |")
@@ -257,11 +279,10 @@ def dp_picture():
         left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], color=color, label=f"--zero {stage}")
         many = [1 + i / 10 for i in range(31)]
         right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], color=color, lw=1)
-        measured = [sum(run(f"--zero {stage} --dtype bfloat16 --seq_len 32 --global_batch_size {4 * dp} --micro_batch_size 4", dp)["persistent"].values()) for dp in (1, 2, 3)]
-        measured.append(sum(run(f"--zero {stage} --dtype bfloat16 {ONE}")["persistent"].values()))
-        right.plot([1, 2, 3, 4], [b / 1e6 for b in measured], "o", color=color, ms=7, label=f"--zero {stage}, measured")
+        measured = [sum(run(flags(stage, "bfloat16", dp), dp)["persistent"].values()) for dp in RUNS]
+        right.plot(list(RUNS), [b / 1e6 for b in measured], "o", color=color, ms=7, label=f"--zero {stage}, measured")
     left.axhline(80, color="#c8605a", ls="--", lw=1)
-    left.text(1.05, 85, "80 GB", color="#c8605a", va="bottom")
+    left.text(950, 83, "80 GB", color="#c8605a", va="bottom", ha="right")
     left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", title="llama-8b in bfloat16: formula only, nothing was run", xlim=(1, 1024))
     left.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
     left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
@@ -277,7 +298,7 @@ def step_picture():
     """Memory on rank 0 over one training step of two micro-batches."""
     figure, panels = plt.subplots(1, 4, figsize=(15, 3.9), sharey=True)
     for stage, axes in enumerate(panels):
-        rows = run(f"--zero {stage} --dtype float32 --seq_len 32 --global_batch_size 8 --micro_batch_size 1")["rows"]
+        rows = run(flags(stage, micro_batches=2))["rows"]
         order = ["optimizer states", "gradients", "parameters", "activations", "rest"]
         kinds = [[row[list(COLORS).index(kind)] / 2**20 for row in rows] for kind in order]
         axes.stackplot(range(len(rows)), kinds, labels=order, colors=[COLORS[kind] for kind in order], step="post")
@@ -305,8 +326,9 @@ def put_into_readme(tables):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["watch"]:
-        watch(*sys.argv[2:])
+        watch_all(*sys.argv[2:])
     else:
+        run_all()
         holds_picture()
         step_picture()
         dp_picture()
