@@ -169,17 +169,17 @@ def print_speed(seconds, steps):
             print(f"{f'{a} / {b}':>25}: {statistics.median(ratios):8.3f} ({aim}{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)")
 
 
-def measure_memory(names, mesh):
-    batches = random_batches(torch.Generator().manual_seed(0), steps=2)            # AdamW makes its states in the first
+def measure_memory(names, mesh, steps):
+    """{name: the most bytes alive at a time on this rank}"""
+    batches, peaks = random_batches(torch.Generator().manual_seed(0), steps), {}
     for name in names:
         turn = make(name, mesh)
         gc.collect()
         with resizable_storages() as memory:
             turn(batches)
-        peak = max(sum(row[1:]) for row in memory.timeline())
-        if dist.get_rank() == 0:
-            print(f"{name:>25}: {peak / 2**20:8.1f} MiB at the peak of rank 0", flush=True)
+        peaks[name] = max(sum(row[1:]) for row in memory.timeline())
         del turn, memory
+    return peaks
 
 
 def resizable_storages():
@@ -237,7 +237,9 @@ def main():
         seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
         if dist.get_rank() == 0:
             print_speed(seconds, args.steps)
-    measure_memory([name for name in names if name in MEMORY], device_mesh)
+    for name, peak in measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps).items():
+        if dist.get_rank() == 0:
+            print(f"{name:>25}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
     dist.destroy_process_group()
 
 

@@ -198,6 +198,18 @@ def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, 
             assert backward.index(f"gather {i - 1}") < backward.index(f"backward {i} done")
 
 
+def peaks_job(names):
+    import bench_parallel
+    import mesh
+    return bench_parallel.measure_memory(names, mesh.start_mesh(bench_parallel.parse("")[0]), steps=2)
+
+
+def test_stage_3_needs_no_more_memory_than_fsdp2(pool):
+    for peaks in pool.call(peaks_job, STEP, world=2, names=["bucket", "zero 1", "zero 2", "zero 3", "FSDP2"]):
+        assert peaks["zero 3"] < peaks["FSDP2"], peaks
+        assert peaks["zero 3"] < peaks["zero 2"] < peaks["zero 1"] < peaks["bucket"], peaks
+
+
 def profile_rows(folder, rank):
     import json
     return json.loads((folder / f"memory_rank{rank}.json").read_text())["rows"]
