@@ -67,7 +67,7 @@ def overlap_picture(folder):
     """One training step of each mode, rank 0 of 2, from the start of backward: of three traces the shortest."""
     traces = {}
     for mode, flags in MODES.items():
-        for _ in range(1):
+        for _ in range(3):
             run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 --steps 5 --dp_mode {flags} --profile {folder}")
             spans = spans_of(os.path.join(folder, "trace_rank0.json"))
             if mode not in traces or spans["optimizer"][1] < traces[mode]["optimizer"][1]:
