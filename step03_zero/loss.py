@@ -11,12 +11,11 @@ CHUNK = 2**27                                                                   
 
 def cross_entropy(logits, targets):                                                # [tokens, vocab], [tokens]
     """The sum of -log softmax(logits)[target], and its gradient, softmax(logits) - onehot(target)."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target = targets.unsqueeze(-1)
-    log_sum_exp = logits.logsumexp(-1, keepdim=True)
-    loss = (log_sum_exp - logits.gather(-1, target)).sum()
-    gradient = (logits - log_sum_exp).exp()
-    return loss, gradient.scatter_add(-1, target, -torch.ones_like(log_sum_exp))
+    log_probability = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    loss = -log_probability.gather(-1, target).sum()
+    gradient = log_probability.exp_()
+    return loss, gradient.scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
 
 
 class ChunkedLoss(torch.autograd.Function):
