@@ -11,7 +11,7 @@ from config import check, load_config, parse_args
 from data import batches, load_tokens
 from data_parallel import data_parallel
 from ledger import ledger
-from mesh import errors_say_where, start_mesh
+from mesh import ends_well, start_mesh
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, accumulate_gradients, learning_rate
@@ -46,7 +46,7 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-@errors_say_where()
+@ends_well()
 def main(argv=None):
     args = parse_args(argv)
     config = load_config(args)
@@ -70,7 +70,6 @@ def main(argv=None):
         metrics.log(step, loss, grad_norm, lr)
     if args.save:
         save_checkpoint(model, config, args)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One process per device: starting them, their mesh, and ending in a way that says what happened."""
 import contextlib
 import datetime
+import gc
 import os
 import sys
 import traceback
@@ -26,8 +27,8 @@ def start_mesh(args):
 
 
 @contextlib.contextmanager
-def errors_say_where():
-    """Adds to a failed collective's message which rank it was and which line waited."""
+def ends_well():
+    """Around main: a collective that fails is reported with the rank and the line that waited; at the end all is let go."""
     try:
         yield
     except RuntimeError as error:
@@ -36,3 +37,5 @@ def errors_say_where():
         place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
         print(f"rank {os.environ['RANK']} failed in {place}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         raise
+    dist.destroy_process_group()
+    gc.collect()                                          # gloo's threads must not outlive the interpreter

@@ -10,7 +10,7 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from data import batches, load_tokens
 from ledger import ledger
-from mesh import errors_say_where, start_mesh
+from mesh import ends_well, start_mesh
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
@@ -47,7 +47,7 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-@errors_say_where()
+@ends_well()
 def main(argv=None):
     args = parse_args(argv)
     config = load_config(args)
@@ -72,7 +72,6 @@ def main(argv=None):
     wait_for_weights(model)
     if args.save:
         save_checkpoint(model, config, args)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
