@@ -25,10 +25,11 @@ def data_parallel(params, mesh, args):
     return bucket(params, group, micro_batches, args.bucket_mb * 2**20)
 
 
-def formula(model, args):
-    """Payload bytes of one training step by (dimension, collective): every main_grad once, and the loss."""
-    loss = model.lm_head.weight.dtype
-    return {("dp", "all_reduce"): sum(p.main_grad.nbytes for p in model.parameters()) + max(4, loss.itemsize)}
+def formula(model, mesh, args):
+    """What one training step sends, as (group, collective, payload bytes): every main_grad once, and the loss."""
+    number = torch.promote_types(model.lm_head.weight.dtype, torch.float32).itemsize
+    return [(mesh.get_group("dp"), "all_reduce", sum(p.main_grad.nbytes for p in model.parameters())),
+            (dist.group.WORLD, "all_reduce", number)]
 
 
 def naive(params, group):

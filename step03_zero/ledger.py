@@ -28,14 +28,18 @@ COLLECTIVES = {"allreduce_":           ("all_reduce",     0, lambda n: 2 * (n - 
 class Ledger(TorchDispatchMode):
     def __init__(self, mesh):
         super().__init__()
-        self.dimension = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+        dimensions = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+        self.names = {dist.group.WORLD.group_name: "world", **dimensions}
         self.calls, self.payload, self.wire = Counter(), Counter(), Counter()      # by (dimension, collective)
+
+    def name(self, group):
+        return self.names.get(group.group_name, group.group_desc.removeprefix("mesh_"))
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "c10d" and op._opname in COLLECTIVES:
             collective, payload, on_the_wire = COLLECTIVES[op._opname]
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
-            what = (self.dimension.get(group.group_name, group.group_desc.removeprefix("mesh_")), collective)
+            what = self.name(group), collective
             size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
             self.calls[what] += 1
             self.payload[what] += size
@@ -52,10 +56,13 @@ def ledger(step, model, mesh, args):
     with Ledger(mesh) as seen:
         yield
     if dist.get_rank() == 0:
-        print_table(seen, formula(model, args))
+        expected = Counter()
+        for group, collective, size in formula(model, mesh, args):
+            expected[seen.name(group), collective] += size
+        print_table(seen, expected)
 
 
 def print_table(seen, expected):
     print(f"{'dimension':<10}{'collective':<16}{'calls':>7}{'payload bytes':>16}{'formula':>16}{'on the wire':>16}")
     for what in sorted(seen.calls.keys() | expected.keys()):
-        print(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}{seen.payload[what]:>16,}{expected.get(what, 0):>16,}{seen.wire[what]:>16,.0f}")
+        print(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}{seen.payload[what]:>16,}{expected[what]:>16,}{seen.wire[what]:>16,.0f}")

@@ -64,7 +64,7 @@ def main(argv=None):
         with profiler.step(step), ledger(step, model, mesh, args):
             loss = forward_backward(model, micro_batches, args)
             sum_gradients()
-            dist.all_reduce(loss, group=mesh.get_group("dp"))
+            dist.all_reduce(loss)
             grad_norm = optimizer.clip()
             optimizer.step(lr)
             gather_weights()

@@ -38,8 +38,9 @@ def zero(model, mesh, args):
 
     def sum_gradients():
         finish_reduces()
-        for unit in units if args.zero_shard < args.dp else []:                    # hybrid: slices have replicas
-            dist.all_reduce(unit.grad_slice, group=unit.replicate)
+        for unit in units:
+            if unit.replicate.size() > 1:                 # hybrid: slices have replicas
+                dist.all_reduce(unit.grad_slice, group=unit.replicate)
 
     def gather_weights():
         for unit in units if args.zero < 3 else []:
@@ -47,23 +48,23 @@ def zero(model, mesh, args):
     return [piece for unit in units for piece in unit.pieces()], sum_gradients, gather_weights
 
 
-def formula(model, args):
-    """Payload bytes of one training step by (dimension, collective)."""
+def formula(model, mesh, args):
+    """What one training step sends, as (group, collective, payload bytes)."""
     number = torch.promote_types(model.lm_head.weight.dtype, torch.float32).itemsize
+    norm = (dist.group.WORLD, "all_reduce", number)
     if args.zero == 0:
-        sent = without_zero.formula(model, args)
-        sent["dp", "all_reduce"] += number                # the gradient norm
-        return sent
+        return [norm, *without_zero.formula(model, mesh, args)]
     units = list(dict.fromkeys(param.unit for param in model.parameters()))
-    weights, again = sum(unit.weights.nbytes for unit in units), sum(unit.weights.nbytes for unit in units[1:-2])
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    slices = sum(unit.grad_slice.nbytes for unit in units)
-    shard = "shard" if args.zero_shard < args.dp else "dp"
-    sent = {("dp", "all_reduce"): 2 * number,             # the loss and the gradient norm
-            (shard, "reduce_scatter"): slices * args.zero_shard * (1 if args.zero == 1 else micro_batches),
-            (shard, "all_gather"): weights if args.zero < 3 else micro_batches * (weights + again)}
-    if args.zero_shard < args.dp:
-        sent["replicate", "all_reduce"] = slices
+    sent = [norm, (dist.group.WORLD, "all_reduce", number)]                        # and the loss
+    for i, unit in enumerate(units):
+        again = 0 < i < len(units) - 2                    # of stage 3, in backward
+        gathers = micro_batches * (1 + again) if args.zero == 3 else 1
+        reduces = micro_batches if args.zero >= 2 else 1
+        sent.append((unit.shard, "all_gather", gathers * unit.weights.nbytes))
+        sent.append((unit.shard, "reduce_scatter", reduces * unit.grad_slice.nbytes * unit.shard.size()))
+        if unit.replicate.size() > 1:
+            sent.append((unit.replicate, "all_reduce", unit.grad_slice.nbytes))
     return sent
 
 

@@ -17,6 +17,9 @@ CHANGES = {
     "step01_single_gpu": set(),
     "step02_dp": {"mesh.py", "data_parallel.py", "ledger.py", "checkpoint.py", "config.py", "data.py", "metrics.py", "train.py"},
     "step03_zero": {"zero.py", "profiling.py", "ledger.py", "checkpoint.py", "config.py", "optimizer.py", "train.py"},
+    "step04_tp_sp": {"tensor_parallel.py", "zero.py", "ledger.py", "mesh.py", "checkpoint.py", "config.py", "train.py"},
+    "step05_cp": {"context_parallel.py", "tensor_parallel.py", "data_parallel.py", "zero.py", "ledger.py", "mesh.py", "data.py", "config.py",
+                  "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
