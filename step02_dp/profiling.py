@@ -61,7 +61,7 @@ def note_state(memory, model, optimizer):
     for grad in optimizer.grads:
         memory.note(grad, "gradients")
     for master, state in zip(optimizer.masters, map(optimizer.adamw.state.get, optimizer.masters)):
-        if master.dtype != model.lm_head.weight.dtype:    # bfloat16: the float32 copy is the optimizer's
+        if master.dtype != optimizer.params[0].dtype:     # bfloat16: the float32 copy is the optimizer's
             memory.note(master, "optimizer states")
         for tensor in (state or {}).values():
             memory.note(tensor, "optimizer states")

@@ -30,9 +30,9 @@ def build_model(config, args):
         for layer in layers:
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     recompute(layers, args.recompute)
+    for layer in layers if args.compile else []:
+        layer.forward = torch.compile(layer.forward)
     if args.compile:
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward)
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     return model
 

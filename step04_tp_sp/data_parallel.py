@@ -27,7 +27,7 @@ def data_parallel(params, mesh, args):
 
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes): every main_grad once, and the loss."""
-    number = torch.promote_types(model.lm_head.weight.dtype, torch.float32).itemsize
+    number = torch.promote_types(args.dtype, torch.float32).itemsize
     return [(mesh.get_group("dp"), "all_reduce", sum(p.main_grad.nbytes for p in model.parameters())),
             (dist.group.WORLD, "all_reduce", number)]
 

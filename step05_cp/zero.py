@@ -51,7 +51,7 @@ def zero(model, mesh, args):
 
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes)."""
-    number = torch.promote_types(model.lm_head.weight.dtype, torch.float32).itemsize
+    number = torch.promote_types(args.dtype, torch.float32).itemsize
     norm = (dist.group.WORLD, "all_reduce", number)
     if args.zero == 0:
         return [norm, *without_zero.formula(model, mesh, args)]
@@ -80,14 +80,18 @@ def reduce_when_ready(units, micro_batches):
         unit.arrived += 1
         if unit.arrived == len(unit.params) * (micro_batches if unit.stage == 1 else 1):
             unit.arrived = 0
-            unit.start_reduce()
-            under_way.append(unit)
+            under_way.append((unit, *unit.start_reduce()))
             if len(under_way) > 1:                        # of the buffers in stages 2 and 3, two exist at a time
-                under_way.pop(0).finish_reduce()
+                finish_oldest()
+
+    def finish_oldest():
+        unit, work, part = under_way.pop(0)
+        work.wait()
+        unit.finish_reduce(part)
 
     def finish():
         while under_way:
-            under_way.pop(0).finish_reduce()
+            finish_oldest()
     for unit in units:
         for param in unit.params:
             param.register_post_accumulate_grad_hook(collect)
@@ -144,7 +148,7 @@ class Unit:
         for param in metas:
             param.unit = self
         self.count, self.params, self.arrived = len(metas), [], 0
-        self.gathering = self.reducing = self.grads = None
+        self.gathering = self.grads = None
 
     def add(self, param):
         """Takes the parameters as they are made and cuts them once it has all, so that no rank ever has all units."""
@@ -222,15 +226,14 @@ class Unit:
         if self.stage == 3:
             self.release()                                # the unit's backward is over
         part = self.grad_slice if self.stage == 1 else torch.empty_like(self.grad_slice)
-        self.reducing = dist.reduce_scatter_tensor(part, self.grads, group=self.shard, async_op=True), part
+        work = dist.reduce_scatter_tensor(part, self.grads, group=self.shard, async_op=True)
+        if self.stage > 1:                                # what comes from now on goes into a new one
+            self.grads = self.grad_views = None
+        return work, part
 
-    def finish_reduce(self):
-        work, part = self.reducing
-        work.wait()
+    def finish_reduce(self, part):
         if self.stage == 1:                               # only the slice is a sum now: the rest starts anew
             self.grads[:self.mine.start].zero_()
             self.grads[self.mine.stop:].zero_()
         else:
             self.grad_slice += part
-            self.grads = self.grad_views = None
-        self.reducing = None

@@ -20,6 +20,8 @@ CHANGES = {
     "step04_tp_sp": {"tensor_parallel.py", "zero.py", "ledger.py", "mesh.py", "checkpoint.py", "config.py", "train.py"},
     "step05_cp": {"context_parallel.py", "tensor_parallel.py", "data_parallel.py", "zero.py", "ledger.py", "mesh.py", "data.py", "config.py",
                   "train.py"},
+    "step06_pp": {"pipeline_parallel.py", "schedules.py", "tensor_parallel.py", "zero.py", "ledger.py", "mesh.py", "checkpoint.py",
+                  "config.py", "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
