@@ -21,7 +21,8 @@ import zero
 
 
 # ------------------------------------------------------------------------------------------- what is said at the borders
-# Each starts a collective and returns a function that waits for its result. (torch.compile times collectives itself.)
+# Each starts a collective and returns a function that waits for its result, so `gather(x, group)()` does not overlap with
+# anything. (torch.compile times collectives itself.)
 
 def identity(x, group):
     return lambda: x.view_as(x)
@@ -45,14 +46,14 @@ def all_gather(x, group):                                                       
     def result():
         if work:
             work.wait()
-        return torch.cat(parts.chunk(group.size()), dim=1)                         # [batch, seq, hidden]
+        return parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)           # [batch, seq, hidden]
     return result
 
 
 def reduce_scatter(x, group):                                                      # [batch, seq, hidden]
-    parts = torch.cat(x.chunk(group.size(), dim=1))                                # [tp * batch, seq/tp, hidden]
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)       # [tp * batch, seq/tp, hidden]
     mine = torch.empty_like(parts[:len(x)])
-    work = dist.reduce_scatter_tensor(mine, parts, group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=not torch.compiler.is_compiling())
 
     def result():
         if work:
@@ -117,7 +118,8 @@ def tensor_parallel(model, config, mesh, args):
     if args.tp == 1:
         return
     group, decoder = mesh.get_group("tp"), model.model
-    border = *((all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)), group
+    gather, reduce = (all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)
+    border = gather, reduce, group
 
     def leave(module, inputs, output):
         return Leave.apply(output, *border)
@@ -144,7 +146,7 @@ def enter_linears(region, linears, border):
         products.update(enumerate(region.product(inputs[0], *weights)))
     region.register_forward_pre_hook(enter)
     for i, linear in enumerate(linears):
-        linear.forward = lambda x, i=i: products.pop(i)
+        linear.forward = lambda x, i=i: products.pop(i)   # of x, the part of the region's input, it is made already
 
 
 def vocabulary_parallel_embedding(embedding, group):
@@ -186,18 +188,18 @@ def cut_parameters(model, config, mesh, args):
     """Leaves each rank its part, and notes on it what loading, saving and the gradient norm have to know."""
     kv_parts = min(args.tp, config.num_key_value_heads)   # fewer heads than ranks: neighbours have the same one
     kv_group = dist.new_subgroups(args.tp // kv_parts, group_desc="kv_heads")[0] if kv_parts < args.tp else None
-    rank, group, alone = mesh.get_local_rank("tp"), mesh.get_group("tp"), None
+    rank, group = mesh.get_local_rank("tp"), mesh.get_group("tp")
     for name, param in list(model.named_parameters()):
         module, leaf = name.rsplit(".", 1)
-        kind, dim, parts, sum_over = module.rsplit(".", 1)[-1], 0, args.tp, None
+        kind, dim, parts, sum_over = module.split(".")[-1], 0, args.tp, None       # column-parallel, if none of the below
         if kind in ("o_proj", "down_proj"):
-            dim = 1                                       # row-parallel; the other matrices are column-parallel
+            dim = 1                                       # row-parallel
         elif kind in ("k_proj", "v_proj"):
             parts, sum_over = kv_parts, kv_group
         elif kind.endswith("norm"):
             parts, sum_over = 1, group if args.sp == "on" and args.tp > 1 else None
         param = nn.Parameter(param.chunk(parts, dim)[0])
-        param.shards = [Shard("tp", dim, parts, rank * parts // args.tp)]
+        param.shards = [Shard("tp", dim, parts, rank * parts // args.tp)]          # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
         param.replicas = dist.get_world_size() // parts
         param.sum_over = sum_over                         # these ranks have a share of the gradient each
         setattr(model.get_submodule(module), leaf, param)
@@ -230,9 +232,10 @@ def whole(param, mesh):
     """A parameter's value, for saving: the opposite of my_part."""
     value = zero.whole(param)
     for shard in param.shards:
-        parts = [torch.empty_like(value) for _ in range(mesh[shard.over].size())]
-        dist.all_gather(parts, value.contiguous(), group=mesh.get_group(shard.over))
-        value = torch.cat(parts[::len(parts) // shard.parts], dim=shard.dim)
+        group = mesh.get_group(shard.over)
+        parts = [torch.empty_like(value) for _ in range(group.size())]
+        dist.all_gather(parts, value.contiguous(), group=group)
+        value = torch.cat(parts[::group.size() // shard.parts], dim=shard.dim)     # of neighbours with the same part, one
     return value
 
 

@@ -1,0 +1,478 @@
+"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+
+    python step04_tp_sp/figures/make.py        (about a minute on two cores)
+
+The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what was seen of each.
+"""
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FIGURES = os.path.join(STEP, "figures")
+sys.path.insert(0, STEP)
+
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import config
+import data
+import ledger
+import profiling
+import tensor_parallel
+import train
+import zero
+
+TINY = config.PRESETS["tiny"]
+SEQ_LEN, MICRO_BATCH = 32, 2
+BATCH = f"--seq_len {SEQ_LEN} --micro_batch_size {MICRO_BATCH}"
+TOKENS = SEQ_LEN * MICRO_BATCH
+STREAM = TOKENS * TINY.hidden_size * 4                    # bytes of [batch, seq, hidden]
+SP, RECOMPUTE, TPS = ("off", "on"), ("none", "selective", "full"), (1, 2, 4, 8)
+SUMMED = ["--tp 2", "--tp 2 --sp off", "--tp 2 --zero 1", "--tp 4", "--tp 8", "--tp 8 --sp off"]
+
+
+def world_of(flags):
+    return int(flags.split()[1]) * (2 if "zero" in flags else 1)
+
+
+# (job, its arguments), by number of ranks
+JOBS = {tp: [("kept_by_a_layer", (f"--tp {tp} --sp {sp}", "again")) for sp in (SP if tp > 1 else ["on"])] for tp in TPS}
+for tp in (2, 4, 8):
+    JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on", "gathered"))]
+for tp in (1, 2):
+    JOBS[tp] += [("walk", (f"--tp {tp} --sp {sp}",)) for sp in (SP if tp > 1 else ["on"])]
+JOBS[4] += [("sent_by_a_layer", (f"--tp 4 --sp {sp} --recompute {mode}", "again")) for sp in SP for mode in RECOMPUTE]
+JOBS[4] += [("sent_by_a_layer", ("--tp 4 --sp on --recompute none", "gathered"))]
+for flags in SUMMED:
+    JOBS[world_of(flags)] += [("summed_once_a_step", (flags,))]
+JOBS[8] += [("heads_of_ranks", ("--tp 8",))]
+SEEN = {}                                                 # by (job, *arguments)
+
+
+# ------------------------------------------------------------------------------------------------ inside a rank
+def do_all(out, jobs):
+    dist.init_process_group("gloo")
+    seen = [globals()[job](*arguments) for job, arguments in json.loads(jobs)]
+    if dist.get_rank() == 0:
+        with open(out, "w") as file:
+            json.dump(seen, file)
+    dist.destroy_process_group()
+
+
+def set_up(flags, layers=TINY.num_hidden_layers):
+    """What train.main does before its loop, on this process group; and the first micro-batch."""
+    shape = dataclasses.replace(TINY, num_hidden_layers=layers)
+    args = config.parse_args(f"{flags} {BATCH} --dtype float32 --device cpu".split())
+    args.global_batch_size = MICRO_BATCH * (dist.get_world_size() // args.tp)
+    config.check(args, shape)
+    mesh = init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    model = train.build_model(shape, mesh, args)
+    shards, sum_gradients, _ = zero.zero(model, mesh, args)
+    micro_batches = next(iter(data.batches(data.load_tokens(args, shape.vocab_size), mesh, args)))
+    return args, mesh, model, shards, sum_gradients, micro_batches
+
+
+def keep_the_gathered_input(region, linears, border):
+    """In place of tensor_parallel.enter_linears: the linears compute, and so keep what they are given, gathered."""
+    region.register_forward_pre_hook(lambda module, inputs: (tensor_parallel.Enter.apply(inputs[0], *border), *inputs[1:]))
+
+
+def per_layer(measure, flags, keep):
+    """What a model with one layer more has more."""
+    enter_linears = tensor_parallel.enter_linears
+    if keep == "gathered":
+        tensor_parallel.enter_linears = keep_the_gathered_input
+    two, three = (measure(*set_up(flags, layers)) for layers in (2, 3))
+    tensor_parallel.enter_linears = enter_linears
+    return {what: three[what] - two.get(what, 0) for what in three}
+
+
+def sent_by_a_layer(flags, keep):
+    def measure(args, mesh, model, shards, sum_gradients, micro_batches):
+        with ledger.Ledger(mesh) as sent:
+            train.forward_backward(model, micro_batches, args)
+        return {f"{what} {collective}": n for what, counts in (("calls", sent.calls), ("payload", sent.payload), ("wire", sent.wire))
+                for (dimension, collective), n in counts.items() if dimension == "tp"}
+    return per_layer(measure, flags, keep)
+
+
+def kept_by_a_layer(flags, keep):
+    """Bytes that forward keeps for backward, parameters aside, every storage once; and the number of parameters."""
+    def measure(args, mesh, model, shards, sum_gradients, micro_batches):
+        count = sum(param.numel() for param in model.parameters())
+        parameters, kept = {param.untyped_storage()._cdata for param in model.parameters()}, {}
+
+        def pack(tensor):
+            kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model.model(*micro_batches[0][:2])
+        model.lm_head(hidden, micro_batches[0][2]).backward()
+        kept_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
+        return {"bytes": kept_bytes, "parameters": count}
+    return per_layer(measure, flags, keep)
+
+
+def summed_once_a_step(flags):
+    """Payload of sum_replicas by group, of every rank."""
+    args, mesh, model, shards, sum_gradients, micro_batches = set_up(flags)
+    train.forward_backward(model, micro_batches, args)
+    sum_gradients()
+    with ledger.Ledger(mesh) as sent:
+        train.sum_replicas(shards)
+    mine = {group: (sent.calls[group, collective], n) for (group, collective), n in sent.payload.items()}
+    return gather_objects(mine)
+
+
+def heads_of_ranks(flags):
+    args, mesh, model, *_ = set_up(flags)
+    attention = model.model.layers["0"].self_attn
+    def heads(linear):
+        count, index = len(linear.weight) // attention.head_dim, linear.weight.shards[0].index
+        return list(range(index * count, (index + 1) * count))
+    shared = attention.k_proj.weight.sum_over
+    return gather_objects((heads(attention.q_proj), heads(attention.k_proj), dist.get_process_group_ranks(shared) if shared else []))
+
+
+def gather_objects(mine):
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+class Events(ledger.Ledger):
+    """The places that the walk comes by, and the collectives over tp between them, in order."""
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.list, self.tensors = [], {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        before = self.payload.copy()
+        result = super().__torch_dispatch__(op, types, args, kwargs)
+        self.list += [("wire", collective, size) for (dimension, collective), size in (self.payload - before).items() if dimension == "tp"]
+        return result
+
+    def note(self, place, tensor):
+        self.list.append(("forward", place))
+        self.tensors[place] = tensor.detach()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self.list.append(("backward", place)))
+
+
+def walk(flags):
+    """One forward and backward: at each place the shape, and whether ranks have the same there; the collectives on each way."""
+    args, mesh, model, _, _, micro_batches = set_up(flags, 1)
+    events, decoder, head = Events(mesh), model.model, model.lm_head
+    layer = decoder.layers["0"]
+
+    def after(place, module):
+        module.register_forward_hook(lambda module, inputs, output: events.note(place, output))
+
+    def before(place, module):
+        module.register_forward_pre_hook(lambda module, inputs: events.note(place, inputs[0]))
+    embed, core, cross_entropy = decoder.embed_tokens.forward, layer.self_attn.core, head.cross_entropy
+
+    def noted_embedding(tokens):
+        output = embed(tokens)
+        events.note("embedding's rows", output)
+        return output
+
+    def noted_core(*qkv):
+        output = core(*qkv)
+        events.note("softmax, per head", output)
+        return output
+
+    def noted_cross_entropy(logits, targets):
+        events.note("logits", logits)
+        return cross_entropy(logits, targets)
+    decoder.embed_tokens.forward, layer.self_attn.core, head.cross_entropy = noted_embedding, noted_core, noted_cross_entropy
+    after("residual stream", decoder.embed_tokens)
+    after("norm", layer.input_layernorm)
+    after("q", layer.self_attn.q_proj)
+    after("o_proj's product", layer.self_attn.o_proj)
+    after("attention's output", layer.self_attn)
+    before("residual stream, 2", layer.post_attention_layernorm)
+    after("norm, 2", layer.post_attention_layernorm)
+    after("gate", layer.mlp.gate_proj)
+    before("silu(gate) · up", layer.mlp.down_proj)
+    after("down_proj's product", layer.mlp.down_proj)
+    after("MLP's output", layer.mlp)
+    after("residual stream, 3", layer)
+    after("last norm", decoder.norm)
+    before("head's input", head)
+    with events:
+        inputs, positions, targets = micro_batches[0]
+        events.note("tokens", inputs)
+        loss = model(inputs, positions, targets)
+        events.note("loss", loss)
+        loss.backward()
+    places = {}
+    for place, tensor in events.tensors.items():
+        others = gather_objects(tensor)
+        places[place] = (list(tensor.shape), all(torch.equal(tensor, other) for other in others))
+    return {"places": places, "events": events.list}
+
+
+# ------------------------------------------------------------------------------------------------ the runs
+def run_all():
+    for world, jobs in JOBS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, "seen.json")
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), os.path.abspath(__file__)]
+            subprocess.run([*command, "do", out, json.dumps(jobs)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+            with open(out) as file:
+                SEEN.update({(job, *arguments): seen for (job, arguments), seen in zip(jobs, json.load(file))})
+
+
+# ------------------------------------------------------------------------------------------------ the tables
+# the names of a place's dimensions, or of the border between the place before it and the place after
+STREAM_DIMS = ("batch", "sequence", "hidden")
+ROUTE = [
+    ("tokens", ("batch", "sequence")), ("embedding's rows", STREAM_DIMS), "out of the embedding, **g**", ("residual stream", STREAM_DIMS),
+    ("norm", STREAM_DIMS), "into attention, **f**", ("q", ("batch", "sequence", "heads")),
+    ("softmax, per head", ("batch", "sequence", "heads", "head_dim")), ("o_proj's product", STREAM_DIMS), "out of attention, **g**",
+    ("attention's output", STREAM_DIMS), ("residual stream, 2", STREAM_DIMS), ("norm, 2", STREAM_DIMS), "into the MLP, **f**",
+    ("gate", ("batch", "sequence", "inner dimension")), ("silu(gate) · up", ("batch", "sequence", "inner dimension")), ("down_proj's product", STREAM_DIMS),
+    "out of the MLP, **g**", ("MLP's output", STREAM_DIMS), ("residual stream, 3", STREAM_DIMS), ("last norm", STREAM_DIMS),
+    "into the head, **f**", ("head's input", STREAM_DIMS), ("logits", ("tokens", "vocabulary")), "in the cross-entropy", ("loss", ())]
+
+
+def between(events, first, last):
+    """The collectives between two events."""
+    return [event[1:] for event in events[events.index(first) + 1:events.index(last)] if event[0] == "wire"]
+
+
+def said(collectives):
+    return " + ".join(f"{name.replace('_', '-')} {size:,}" for name, size in collectives) or "–"
+
+
+def place_cell(place, names, sp):
+    (shape, same), (whole, _) = (SEEN["walk", flags]["places"][place] for flags in (f"--tp 2 --sp {sp}", "--tp 1 --sp on"))
+    cut = [name for name, size, whole_size in zip(names, shape, whole) if size != whole_size]
+    assert all(size * 2 == whole_size for size, whole_size in zip(shape, whole) if size != whole_size) and len(cut) < 2
+    who = f"half of the {cut[0]}" if cut else "whole" if same else "**a partial sum**"
+    return f"{who} {shape if shape else ''}".strip()
+
+
+def border_cell(before, after, sp):
+    events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"]]
+    forward = between(events, ("forward", before), ("forward", after))
+    if after == "loss":
+        return f"forward: {said(forward)}"
+    # before its border the head's input is the last norm's, and tokens have no gradient
+    return f"forward: {said(forward)}<br>backward: {said(between(events, ('backward', after), ('backward', before)))}"
+
+
+def region_table():
+    rows = ["| place | `--sp off` | `--sp on` |", "|---|---|---|"]
+    for i, stop in enumerate(ROUTE):
+        if isinstance(stop, str):
+            rows.append(f"| → {stop} | " + " | ".join(border_cell(ROUTE[i - 1][0], ROUTE[i + 1][0], sp) for sp in SP) + " |")
+        else:
+            rows.append(f"| {stop[0].split(', 2')[0].split(', 3')[0]} | " + " | ".join(place_cell(*stop, sp) for sp in SP) + " |")
+    for sp in SP:                                         # nothing is sent anywhere else
+        sizes = [event[2] for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"] if event[0] == "wire"]
+        shown = " ".join(row.split(" | ")[1 + SP.index(sp)] for row in rows if "forward" in row)
+        assert sum(sizes) == sum(int(n.replace(",", "")) for n in re.findall(r"(?:reduce|gather|scatter) ([\d,]+)", shown)), sp
+    return rows
+
+
+# halves of all-reduces per layer and micro-batch, without and with a forward that runs again up to its last product
+HALVES = {"off": (8, 10), "on": (10, 13)}
+
+
+def counts(seen):
+    return [seen.get(f"calls {name}", 0) for name in ("all_reduce", "all_gather", "reduce_scatter")]
+
+
+def wire_cells(seen, tp=4):
+    payload, wire = (sum(n for what, n in seen.items() if what.startswith(kind)) for kind in ("payload", "wire"))
+    reduces, gathers, scatters = counts(seen)
+    halves = 2 * reduces + gathers + scatters
+    assert payload == (reduces + gathers + scatters) * STREAM and wire == halves * STREAM * (tp - 1) / tp
+    return f"{reduces} | {gathers} | {scatters} | {payload:,} | {wire:,.0f}", halves
+
+
+def wire_table():
+    rows = ["| `--sp` | recomputation | all-reduces | all-gathers | reduce-scatters | payload | on the wire per rank | formula |", "|---|---|---|---|---|---|---|---|"]
+    for mode in RECOMPUTE:
+        for sp in SP:
+            cells, halves = wire_cells(SEEN["sent_by_a_layer", f"--tp 4 --sp {sp} --recompute {mode}", "again"])
+            expected = HALVES[sp][mode != "none"]
+            assert halves == expected
+            rows.append(f"| {sp} | {mode} | {cells} | {expected} · S · 3/4 = {expected * STREAM * 3 / 4:,.0f} |")
+    return rows
+
+
+def again_table():
+    rows = ["| backward has f's input | all-gathers | reduce-scatters | on the wire per rank, tp 4 | kept, numbers per token: tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|---|---|"]
+    for keep, name in ("gathered", "from forward, gathered"), ("again", "gathered once more"):
+        seen = SEEN["sent_by_a_layer", "--tp 4 --sp on --recompute none", keep]
+        wire = sum(n for what, n in seen.items() if what.startswith("wire"))
+        kept = " | ".join(f"{kept_per_token(tp, 'on', keep):,.1f}" for tp in (2, 4, 8))
+        rows.append(f"| {name} | {seen['calls all_gather']} | {seen['calls reduce_scatter']} | {wire:,.0f} | {kept} |")
+    return rows
+
+
+def kept_per_token(tp, sp, keep="again"):
+    return SEEN["kept_by_a_layer", f"--tp {tp} --sp {sp}", keep]["bytes"] / 4 / TOKENS
+
+
+def kept_formula(tp, shape=TINY):
+    """Numbers per token inside the regions, and outside with and without sp."""
+    kv_heads = max(shape.num_key_value_heads / tp, 1)
+    inside = (2 * shape.num_attention_heads / tp + 2 * kv_heads) * shape.head_dim + (shape.num_attention_heads + 4 * shape.intermediate_size) / tp
+    outside = 6 * shape.hidden_size + 2
+    return inside, outside / tp, outside
+
+
+def kept_table():
+    rows = ["| tp | inside the regions | outside, `--sp off` | in all | measured | outside, `--sp on` | in all | measured |", "|---|---|---|---|---|---|---|---|"]
+    for tp in TPS:
+        inside, cut, whole = kept_formula(tp)
+        off, on = kept_per_token(tp, "off" if tp > 1 else "on"), kept_per_token(tp, "on")
+        rows.append(f"| {tp} | {inside:,.0f} | {whole:,.0f} | {inside + whole:,.1f} | {off:,.1f} | {cut:,.1f} | {inside + cut:,.1f} | {on:,.1f} |")
+        assert abs(off - inside - whole) < 1 and abs(on - inside - cut) < 1
+    return rows
+
+
+def parameter_table():
+    rows = ["| tp | parameters of a layer: formula | measured | of tp 1 |", "|---|---|---|---|"]
+    for tp in TPS:
+        columns = (2 * TINY.num_attention_heads / tp + 2 * max(TINY.num_key_value_heads / tp, 1)) * TINY.head_dim + 3 * TINY.intermediate_size / tp
+        expected, seen = TINY.hidden_size * (columns + 2), SEEN["kept_by_a_layer", f"--tp {tp} --sp on", "again"]["parameters"]
+        assert expected == seen
+        rows.append(f"| {tp} | {expected:,.0f} | {seen:,} | 1/{SEEN['kept_by_a_layer', '--tp 1 --sp on', 'again']['parameters'] / seen:.2f} |")
+    return rows
+
+
+def summed_table():
+    rows = ["| flags | norms over tp: calls, bytes | shared heads over the ranks that have them: calls, bytes |", "|---|---|---|"]
+    for flags in SUMMED:
+        cells = []
+        for group in ("tp", "kv_heads"):
+            seen = sorted({tuple(rank.get(group, (0, 0))) for rank in SEEN["summed_once_a_step", flags]}, reverse=True)
+            cells.append(" or ".join(f"{calls}, {size:,}" if calls else "none" for calls, size in seen))
+        rows.append(f"| `{flags}` | {cells[0]} | {cells[1]} |")
+    return rows
+
+
+def heads_table():
+    ranks = SEEN["heads_of_ranks", "--tp 8"]
+    rows = ["| rank | " + " | ".join(map(str, range(len(ranks)))) + " |", "|---" * (len(ranks) + 1) + "|"]
+    for name, cells in (("query head", [q for q, _, _ in ranks]), ("key-value head", [kv for _, kv, _ in ranks])):
+        rows.append(f"| {name} | " + " | ".join(", ".join(map(str, cell)) for cell in cells) + " |")
+    rows.append("| sums its gradient with rank | " + " | ".join(str(next(other for other in shared if other != rank)) for rank, (_, _, shared) in enumerate(ranks)) + " |")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ the pictures
+BLUE, ORANGE = profiling.KINDS["parameters"], profiling.KINDS["gradients"]
+#          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum
+BLOCK = [("residual\nstream", "stream"), ("norm", "stream"), "f", ("q, k, v", "columns"), ("softmax\nper head", "columns"), ("o_proj", "partial"), "g",
+         ("residual\nstream", "stream"), ("norm", "stream"), "f", ("gate, up", "columns"), ("silu · up", "columns"), ("down_proj", "partial"), "g",
+         ("residual\nstream", "stream")]
+BORDERS = {("off", "f"): ("identity", "all-reduce"), ("off", "g"): ("all-reduce", "identity"),
+           ("on", "f"): ("all-gather", "reduce-\nscatter"), ("on", "g"): ("reduce-\nscatter", "all-gather")}
+
+
+def block_picture():
+    figure, panels = plt.subplots(2, 1, figsize=(15, 9.4))
+    for sp, axes in zip(SP, panels):
+        for start, name in ((2, "attention: half of the heads"), (9, "MLP: half of the columns")):
+            axes.add_patch(plt.Rectangle((start + 0.5, -1.62), 4, 3.3, facecolor="#f3f0e8", edgecolor="none", zorder=0))
+            axes.text(start + 2.25, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
+        for x, stop in enumerate(BLOCK):
+            if isinstance(stop, str):
+                axes.plot([x, x], [-1.62, 1.1], color="#c8605a", lw=2)
+                axes.text(x, 1.42, stop, ha="center", va="center", fontsize=17, style="italic", color="#c8605a")
+                forward, backward = BORDERS[sp, stop]
+                axes.text(x, -1.72, f"forward →\n{forward}", ha="center", va="top", fontsize=9, linespacing=1.25)
+                axes.text(x, -2.5, f"← backward\n{backward}", ha="center", va="top", fontsize=9, linespacing=1.25)
+                continue
+            for rank, y in ((0, 0.62), (1, -0.72)):
+                tensor(axes, x, y, rank, stop[1], sp)
+            axes.text(x, -1.72, stop[0], ha="center", va="top", fontsize=9, color="#444444")
+        for rank, y in ((0, 0.62), (1, -0.72)):
+            axes.text(-0.62, y, f"rank {rank}", ha="right", va="center", fontsize=10)
+        axes.text(-1.25, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
+        axes.set(xlim=(-1.3, len(BLOCK) - 0.3), ylim=(-3.3, 1.75))
+        axes.axis("off")
+    legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
+              plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
+    figure.legend(legend, ["final values (down: sequence, across: hidden)", "a part of the columns: heads, or inner dimension", "a partial sum of all of it"],
+                  loc="lower center", ncol=3, frameon=False, fontsize=10)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.05, hspace=0.03)
+    figure.savefig(os.path.join(FIGURES, "block.png"), dpi=110)
+
+
+def tensor(axes, x, y, rank, kind, sp):
+    """A tensor as a grid of sequence (down) by hidden (across), with what this rank has of it filled."""
+    for row in range(2):
+        for column in range(2):
+            held = kind == "partial" or (kind == "columns" and column == rank) or (kind == "stream" and (sp == "off" or row == rank))
+            style = dict(facecolor="#f2dfb6", hatch="////") if kind == "partial" else dict(facecolor=ORANGE if kind == "columns" else BLUE)
+            axes.add_patch(plt.Rectangle((x - 0.36 + 0.36 * column, y + 0.45 - 0.45 * (row + 1)), 0.36, 0.45, lw=0.8,
+                                         edgecolor=("#8a6d1f" if kind == "partial" else "#555555") if held else "#cccccc", zorder=2 if held else 1,
+                                         **style if held else dict(facecolor="white")))
+
+
+def kept_picture():
+    """What a layer keeps per token against tp: measured bars with the formula; and the formula for a large model."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
+    off_color, on_color = profiling.KINDS["activations"], BLUE
+    places = range(len(TPS))
+    for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
+        bars = left.bar([x + shift for x in places], [kept_per_token(tp, sp if tp > 1 else "on") for tp in TPS], 0.38, color=color, label=f"--sp {sp}, measured")
+        left.bar_label(bars, fmt="{:,.0f}", fontsize=9, padding=4)
+        formula = [kept_formula(tp)[0] + kept_formula(tp)[1 if sp == "on" else 2] for tp in TPS]
+        left.hlines(formula, [x + shift - 0.19 for x in places], [x + shift + 0.19 for x in places], color="black", lw=1.6,
+                    label="formula" if sp == "on" else None)
+    left.set_xticks(places, TPS)
+    left.set(xlabel="tp", ylabel="numbers per token and layer", title="tiny in float32 on the CPU", ylim=(0, 1550))
+    left.legend(frameon=False, fontsize=9)
+    large = config.PRESETS["llama-70b"]
+    gigabytes = lambda number: number * 2 * 4096 * large.num_hidden_layers / 1e9
+    inside, outside = [gigabytes(kept_formula(tp, large)[0]) for tp in TPS], {}
+    outside["off"], outside["on"] = ([gigabytes(kept_formula(tp, large)[part]) for tp in TPS] for part in (2, 1))
+    for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
+        right.bar([x + shift for x in places], inside, 0.38, color="#bbbbbb", label="inside the regions" if sp == "off" else None)
+        bars = right.bar([x + shift for x in places], outside[sp], 0.38, bottom=inside, color=color, label=f"outside, --sp {sp}")
+        right.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(inside, outside[sp])], fontsize=9, padding=2)
+    right.set_xticks(places, TPS)
+    right.set(xlabel="tp", ylabel="GB per rank, 80 layers", title="llama-70b, one sequence of 4,096, 2 bytes a number:\nformula only, nothing was run", ylim=(0, 140))
+    right.title.set_fontsize(11)
+    right.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "kept.png"), dpi=110)
+
+
+def put_into_readme(tables):
+    path = os.path.join(STEP, "README.md")
+    with open(path) as file:
+        text = file.read()
+    for name, rows in tables.items():
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        assert found == 1, f"README.md has {found} tables of the name {name}"
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["do"]:
+        do_all(*sys.argv[2:])
+    else:
+        run_all()
+        block_picture()
+        kept_picture()
+        put_into_readme(dict(regions=region_table(), wire=wire_table(), again=again_table(), parameters=parameter_table(), kept=kept_table(),
+                             summed=summed_table(), heads=heads_table()))

@@ -1,0 +1,397 @@
+"""Step 6: every schedule trains as one process does; the lists are complete, meet on the network, and cost what is said."""
+import random
+
+import cases
+import pytest
+import torch
+from harness import Refused, assert_same_run
+from operations import assert_all_meet, recorded_job
+from steps import run, step_dir
+from test_step02 import ledger_rows, refused_job
+from test_step04 import HIDDEN, SHAPE
+
+STEP, BASELINE = "step06_pp", "step01_single_gpu"
+SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
+LAYERS = (3, 5, 9)                                        # that two, four, eight stages do not divide
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("case")
+    return {layers: cases.make(folder / str(layers), **SHAPE | dict(num_hidden_layers=layers)) for layers in LAYERS}
+
+
+@pytest.fixture(scope="module")
+def baseline(pool, flags):
+    return {layers: pool.train(BASELINE, f"{flags[layers]} --micro_batch_size 6 --dtype float64") for layers in LAYERS}
+
+
+@pytest.fixture(scope="module")
+def gradients(pool, flags):
+    return pool.train(BASELINE, f"{flags[5]} --micro_batch_size 6 --steps 1 --dtype float64", gradients=True)
+
+
+def stages(schedule, pp):
+    return pp * (2 if schedule in ("interleaved", "dualpipe") else 1)
+
+
+def layers_for(schedule, pp):
+    return next(layers for layers in LAYERS if layers >= stages(schedule, pp))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world, more", [
+    (1, "--pp 1 --micro_batch_size 8"), (2, "--pp 2 --micro_batch_size 4"), (4, "--pp 4 --micro_batch_size 3"),
+    (2, "--pp 2 --micro_batch_size 1"), (4, "--pp 2 --micro_batch_size 3 --dp_mode overlap"), (4, "--pp 2 --micro_batch_size 2 --zero 1"),
+    (4, "--pp 2 --micro_batch_size 3 --zero 2"), (4, "--pp 2 --micro_batch_size 3 --zero 3"), (4, "--pp 2 --tp 2 --micro_batch_size 6"),
+    (4, "--pp 2 --cp 2 --micro_batch_size 6 --recompute full"), (8, "--pp 2 --tp 2 --cp 2 --sp off --micro_batch_size 6 --recompute selective")])
+def test_trains_as_one_process(pool, flags, baseline, schedule, world, more):
+    layers = layers_for(schedule, int(more.split()[1]))
+    trained = pool.train(STEP, f"{flags[layers]} --dtype float64 --schedule {schedule} {more}", world=world)
+    assert_same_run(trained, baseline[layers], 1e-9, f"{more} --schedule {schedule}")
+
+
+@pytest.mark.parametrize("more", ["--schedule interleaved --stages_per_rank 3 --micro_batch_size 4", "--schedule afab --micro_batch_size 24",
+                                  "--schedule zerobubble --micro_batch_size 24", "--schedule 1f1b --micro_batch_size 24"])
+def test_few_micro_batches_and_many_stages(pool, flags, baseline, more):
+    assert_same_run(pool.train(STEP, f"{flags[9]} --dtype float64 --pp 2 {more}", world=2), baseline[9], 1e-9, more)
+
+
+def test_eight_stages(pool, flags, baseline):
+    for schedule in ("1f1b", "zerobubble"):
+        trained = pool.train(STEP, f"{flags[9]} --dtype float64 --pp 8 --micro_batch_size 3 --schedule {schedule}", world=8)
+        assert_same_run(trained, baseline[9], 1e-9, schedule)
+
+
+def combinations(number, seed):
+    draw, drawn = random.Random(seed), []
+    while len(drawn) < number:
+        pp, schedule = draw.choice([2, 2, 4, 8]), draw.choice(SCHEDULES)
+        tp, cp = draw.choice([1, 1, 2, 4]), draw.choice([1, 1, 2])
+        if pp * tp * cp > 8 or stages(schedule, pp) > max(LAYERS):
+            continue
+        dp = draw.choice([n for n in (1, 2, 3, 4) if pp * tp * cp * n <= 8])
+        least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
+        fits = [n for n in range(1, 25) if 24 % (dp * n) == 0 and least <= 24 // dp // n <= (24 if tp * cp == 1 else 6)]
+        if not fits:
+            continue
+        stage = draw.choice([0, 1, 2, 3])
+        shard = draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])
+        drawn.append((pp * tp * cp * dp, draw.choice([n for n in LAYERS if n >= stages(schedule, pp)]),
+                      f"--pp {pp} --schedule {schedule} --tp {tp} --sp {draw.choice(['on', 'off'])} --cp {cp} --cp_mode {draw.choice(['zigzag', 'ring', 'allgather', 'ulysses'])} "
+                      f"--zero {stage} {f'--zero_shard {shard}' if stage else ''} --micro_batch_size {draw.choice(fits)} "
+                      f"--dp_mode {draw.choice(['naive', 'overlap', 'bucket'])} --recompute {draw.choice(['none', 'selective', 'full'])}"))
+    return drawn
+
+
+@pytest.mark.parametrize("world, layers, more", combinations(8, seed=1))
+def test_random_combinations(pool, flags, baseline, world, layers, more):
+    assert_same_run(pool.train(STEP, f"{flags[layers]} --dtype float64 {more}", world=world), baseline[layers], 1e-9, more)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world, layers, more", combinations(150, seed=2))
+def test_many_random_combinations(pool, flags, baseline, world, layers, more):
+    assert_same_run(pool.train(STEP, f"{flags[layers]} --dtype float64 {more}", world=world), baseline[layers], 1e-9, more)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_number_of_micro_batches(pool, flags, schedule, pp):
+    """From the least to 4 pp, not multiples of anything only."""
+    layers = layers_for(schedule, pp)
+    for count in range({"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1), 4 * pp + 1):
+        base = f"{flags[layers]} --dtype float64 --global_batch_size {count} --micro_batch_size 1 --steps 2"
+        trained = pool.train(STEP, f"{base} --pp {pp} --schedule {schedule}", world=pp)
+        assert_same_run(trained, pool.train(BASELINE, base), 1e-9, f"{schedule}, {count} micro-batches")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_first_gradients(pool, flags, gradients, dtype, tolerance, schedule):
+    trained = pool.train(STEP, f"{flags[5]} --micro_batch_size 3 --steps 1 --dtype {dtype} --pp 2 --schedule {schedule}", world=2, gradients=True)
+    assert_same_run(trained, gradients, tolerance, schedule)
+
+
+def test_bfloat16(pool, flags):
+    one = pool.train(BASELINE, f"{flags[5]} --micro_batch_size 6 --dtype bfloat16")
+    trained = pool.train(STEP, f"{flags[5]} --micro_batch_size 6 --dtype bfloat16 --pp 2 --schedule dualpipe", world=2)
+    assert_same_run(trained, one, 2e-2, weights=False)
+    assert trained.weights["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_compile(pool, flags):
+    base = f"{flags[3]} --steps 3 --micro_batch_size 6"
+    trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile", world=2, timeout=200)
+    assert_same_run(trained, pool.train(BASELINE, base), 1e-4, weights=False)
+
+
+def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
+    base = f"{flags[5]} --micro_batch_size 3 --dtype float64"
+    pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
+    one = pool.train(BASELINE, f"{base} --init_from {tmp_path}")
+    assert_same_run(pool.train(STEP, f"{base} --init_from {tmp_path} --pp 2 --tp 2 --schedule dualpipe --zero 3", world=8), one, 1e-9)
+
+
+# ------------------------------------------------------------------------------------- the lists
+@pytest.fixture(scope="module")
+def schedules():
+    """The module of that name, which belongs to no one step's job here."""
+    import importlib.util
+    spec = importlib.util.spec_from_file_location("schedules", step_dir(STEP) / "schedules.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def every_case():
+    for name in SCHEDULES:
+        for p in (2, 4, 8):
+            for m in {"interleaved": range(p, 4 * p + 1), "dualpipe": range(2 * p, 4 * p + 1)}.get(name, range(1, 4 * p + 1)):
+                for v in {"interleaved": (2, 3), "dualpipe": (2,)}.get(name, (1,)):
+                    yield name, p, m, v
+
+
+def test_lists_are_complete_and_meet(schedules):
+    """Once F, I, W of each micro-batch in each stage; and on a network without buffers, nobody waits for ever."""
+    for name, p, m, v in every_case():
+        lists = schedules.make(name, p, m, v)
+        done = sorted((kind, action.stage, action.micro_batch) for actions in lists for action in actions
+                      for kind in ("IW" if action.kind == "B" else action.kind))
+        assert done == sorted((kind, stage, i) for kind in "FIW" for stage in range(p * v) for i in range(m)), (name, p, m, v)
+        programs = schedules.programs(lists)
+        assert schedules.rendezvous(programs) == [], (name, p, m, v)
+        for actions, program in zip(lists, programs):
+            assert [what for step, what, _ in program if step == "compute"] == actions
+
+
+def test_the_check_finds_what_hangs(schedules):
+    """Receives just before use, sends just after: the order that comes to mind, and that a network without buffers hangs in."""
+    lists = schedules.make("interleaved", 2, 4, 2)
+    rank_of, last = schedules.rank_of_stage(lists), 3
+
+    def naive(rank, actions):
+        for action in actions:
+            wanted, given = schedules.needs(action, last), schedules.gives(action, last)
+            if wanted and rank_of[wanted.stage] != rank:
+                yield "receive", wanted, rank_of[wanted.stage]
+            yield "compute", action, None
+            receiver = given and rank_of[given.stage + (1 if given.forward else -1)]
+            if given and receiver != rank:
+                yield "send", given, receiver
+    assert schedules.rendezvous([list(naive(rank, actions)) for rank, actions in enumerate(lists)])
+    programs = schedules.programs(lists)
+    programs[0].remove(next(step for step in programs[0] if step[0] == "receive"))
+    assert schedules.rendezvous(programs)
+
+
+def test_a_list_that_waits_for_itself_is_seen(schedules):
+    lists = schedules.make("1f1b", 2, 2)
+    lists[0].reverse()
+    with pytest.raises(RuntimeError, match="rank 0 waits with B1"):
+        schedules.simulate(lists)
+
+
+@pytest.mark.parametrize("F, I, W", [(1, 1, 1), (5, 4, 3), (7, 7, 2), (4, 4, 4)])
+def test_bubbles(schedules, F, I, W):
+    """F, I, W of a rank's whole share, but of one stage for dualpipe."""
+    for name, p, m, v in every_case():
+        share = v if name == "interleaved" else 1
+        lists = schedules.make(name, p, m, v)
+        idle = {round(time * share, 6) for time in schedules.bubble(schedules.simulate(lists, F, I, W))}
+        paired = {round(time * share, 6) for time in schedules.bubble(schedules.simulate(lists, F, I, W, pairs=True))}
+        if name == "interleaved":
+            assert idle == {(p - 1) * (F + I + W) * share}, (name, p, m, v)        # of stages that are 1/v of the share
+        elif name in ("afab", "1f1b"):
+            assert idle == {(p - 1) * (F + I + W)}, (name, p, m)
+        elif name == "zerobubble" and m >= p:
+            assert idle == {(p - 1) * (F + I - W)}, (name, p, m)
+        elif name == "dualpipe":
+            assert paired == {(p - 1) * (F + (I + W) + F - 2 * W)}, (name, p, m)   # a paired F and B being one action
+            assert idle == {(p - 1) * (F + I - W)}, (name, p, m)                   # F's output sent before B, as it is here
+
+
+def test_activations_in_flight(schedules):
+    for name, p, m, v in every_case():
+        kept = [schedules.in_flight(actions) for actions in schedules.make(name, p, m, v)]
+        round_size = -(-m // (m // p)) if m >= p else m
+        assert kept == {"afab": [m] * p, "1f1b": [min(m, p - r) for r in range(p)], "zerobubble": [min(m, p)] * p, "dualpipe": [2 * p + 1] * p,
+                        "interleaved": [min(m * v, 2 * (p - 1 - r) + (v - 1) * round_size + 1) for r in range(p)]}[name], (name, p, m, v)
+
+
+def torch_lists(name, p, m):
+    """The lists of torch's schedules of the same name, without a process group or a model."""
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining import schedules as theirs
+    kinds = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
+    lists = []
+    for rank in range(p):
+        if name == "interleaved":
+            one = object.__new__(theirs.ScheduleInterleaved1F1B)
+            one.number_of_rounds, one.n_local_stages, one.pp_group_size, one._n_microbatches = m // p, 2, p, m
+            one.microbatches_per_round = m // one.number_of_rounds
+        elif name == "dualpipe":
+            one = object.__new__(theirs.ScheduleDualPipeV)
+            one.pp_group_size, one._n_microbatches = p, m
+        else:
+            one = object.__new__(theirs.ScheduleGPipe if name == "afab" else theirs.Schedule1F1B)
+            one._num_stages, one._n_microbatches, one._stage = p, m, SimpleNamespace(stage_index=rank)
+            one._stage_index, one.rank = rank, rank
+        actions = one._calculate_single_rank_operations(rank) if name in ("interleaved", "dualpipe") else one._get_pipeline_order()[rank]
+        flat = [sub for action in actions if action for sub in (getattr(action, "sub_actions", None) or [action])]
+        lists.append([(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in flat if a.computation_type.name in kinds])
+    return lists
+
+
+@pytest.mark.parametrize("name", ["afab", "1f1b", "interleaved", "dualpipe"])
+def test_lists_are_those_of_torch(schedules, name):
+    for p in (2, 4, 8):
+        for m in (2 * p, 3 * p, 4 * p):
+            ours = [[tuple(action[:3]) for action in actions] for actions in schedules.make(name, p, m, 2)]
+            theirs = torch_lists(name, p, m)
+            if name == "1f1b":                            # as torch 2.13 lists it, though not as it runs: the last rank's F one too high
+                theirs[-1] = [(kind, stage, i - (kind == "F" and theirs[-1][0][2])) for kind, stage, i in theirs[-1]]
+            assert ours == theirs, (name, p, m)
+
+
+# ------------------------------------------------------------------------------------- a run does what the list says
+def watched_job(argv):
+    """Of this rank: the actions as they ran, those of the list, the hooks that fired per parameter, products multiplied,
+    and the most bytes that forward passes had saved for backward at one time."""
+    import pipeline_parallel
+    import train
+    from torch.utils.flop_counter import FlopCounterMode
+    seen, fired = {}, {}
+    make, step = train.Pipeline, pipeline_parallel.Pipeline.run
+    alive, peak = {}, [0]                                 # {storage: [how often it is saved, bytes]}
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor, self.key = tensor, tensor.untyped_storage()._cdata
+            if self.key not in seen["parameters"]:
+                alive.setdefault(self.key, [0, tensor.untyped_storage().nbytes()])[0] += 1
+            peak[0] = max(peak[0], sum(size for _, size in alive.values()))
+
+        def __del__(self):
+            if self.key in alive:
+                alive[self.key][0] -= 1
+                if alive[self.key][0] == 0:
+                    del alive[self.key]
+
+    def watched(self, micro_batches):
+        seen["parameters"] = {param.untyped_storage()._cdata for param in self.model.parameters()}
+        with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            loss = step(self, micro_batches)
+        seen.update(ran=[tuple(event.action) for event in self.events], listed=[tuple(what) for kind, what, _ in self.program if kind == "compute"],
+                    flops=flops.get_total_flops(), left=len(self.noted) + len(self.kept) + len(self.delayed) + len(self.ready) + len(self.coming))
+        return loss
+
+    def made(model, *rest):
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
+        return make(model, *rest)
+    pipeline_parallel.Pipeline.run, train.Pipeline = watched, made
+    try:
+        train.main(argv)
+    finally:
+        pipeline_parallel.Pipeline.run, train.Pipeline = step, make
+    return seen["ran"], seen["listed"], fired, seen["flops"], seen["left"], peak[0]
+
+
+@pytest.fixture(scope="module")
+def watched(pool, tmp_path_factory):
+    """A model whose stages are equal, but for a tiny embedding and head: {schedule: what watched_job saw on 4 ranks}."""
+    flags = cases.make(tmp_path_factory.mktemp("equal"), **SHAPE | dict(num_hidden_layers=8))
+    return {schedule: pool.call(watched_job, STEP, world=4, argv=f"{flags} --micro_batch_size 2 --steps 1 --pp 4 --schedule {schedule}".split())
+            for schedule in SCHEDULES}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_follows_its_list(watched, schedule):
+    for ran, listed, fired, _, left, _ in watched[schedule]:
+        assert ran == listed and left == 0
+        assert set(fired.values()) == {12}                # each gradient is accumulated once per micro-batch, so hooks fire once
+    parameters = [name for _, _, fired, _, _, _ in watched[schedule] for name in fired]
+    assert len(parameters) == len(set(parameters)) == 8 * 9 + 3
+
+
+def test_nothing_is_computed_twice(watched):
+    total = {schedule: sum(flops for _, _, _, flops, _, _ in ranks) for schedule, ranks in watched.items()}
+    assert len(set(total.values())) == 1, total
+
+
+def test_memory_follows_what_is_in_flight(watched, schedules):
+    """Saved by forward passes, of 1f1b and the others against afab's 12 micro-batches, on the ranks without embedding or head."""
+    lists = {name: schedules.make(name, 4, 12, 2) for name in SCHEDULES}
+    afab = watched["afab"][1][5] / 12
+    for name in ("1f1b", "interleaved"):
+        for rank in (1, 2):
+            size = afab / (2 if name == "interleaved" else 1)
+            assert watched[name][rank][5] / size == pytest.approx(schedules.in_flight(lists[name][rank]), rel=0.1), (name, rank)
+
+
+# ------------------------------------------------------------------------------------- what is sent
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world, more, part", [(2, "--pp 2", 1), (4, "--pp 2 --tp 2", 2), (4, "--pp 2 --tp 2 --sp off", 1), (4, "--pp 2 --cp 2", 2)])
+def test_ledger(pool, flags, schedule, world, more, part):
+    trained = pool.train(STEP, f"{flags[5]} --steps 2 --ledger --micro_batch_size 4 --dtype bfloat16 {more} --schedule {schedule}", world=world, weights=False)
+    rows = {what: numbers[1:3] for what, numbers in ledger_rows(trained.output).items()}
+    assert all(seen == formula for seen, formula in rows.values()), rows
+    borders = {"interleaved": 3, "dualpipe": 2}.get(schedule, 1)                   # of rank 0's stages with other ranks' stages
+    assert rows["pp", "send"][0] == borders * 24 * 16 * HIDDEN * 2 // part
+
+
+@pytest.mark.parametrize("more", ["--pp 4 --schedule interleaved --micro_batch_size 2", "--pp 2 --tp 2 --schedule dualpipe --zero 3 --micro_batch_size 3",
+                                  "--pp 2 --cp 2 --schedule zerobubble --zero 1 --micro_batch_size 3"])
+def test_what_ranks_say_meets(pool, flags, more):
+    assert assert_all_meet(pool.call(recorded_job, STEP, world=8, argv=f"{flags[9]} --steps 2 {more}".split())) > 1
+
+
+def test_zero_3_gathers_once_a_step(pool, flags):
+    trained = pool.train(STEP, f"{flags[5]} --steps 2 --ledger --micro_batch_size 2 --pp 2 --zero 3", world=4, weights=False)
+    calls, payload, formula, _ = ledger_rows(trained.output)["shard", "all_gather"]
+    assert calls <= 4 and payload == formula              # embedding or head, and its two or three layers
+
+
+# ------------------------------------------------------------------------------------- what can go wrong
+@pytest.mark.parametrize("world, more, message", [
+    (2, "--pp 3", "pp(3) x dp(0) x cp(1) x tp(1) != world size (2); pp x cp x tp could be 1, 2, with --dp left out"),
+    (8, "--pp 8", "num_hidden_layers 5 are fewer than pp(8) x stages_per_rank(1) = 8 stages; pp could be up to 5"),
+    (4, "--pp 4 --schedule interleaved", "num_hidden_layers 5 are fewer than pp(4) x stages_per_rank(2) = 8 stages; pp could be up to 2"),
+    (2, "--pp 2 --schedule dualpipe --micro_batch_size 8", "24 / dp(1) / micro_batch_size 8 = 3 micro-batches; --schedule dualpipe with pp(2) takes 4 or more: global_batch_size could be 32"),
+    (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved with pp(2) takes 2 or more"),
+    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b takes 1"),
+    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--schedule interleaved takes 2 or more"),
+    (2, "--pp 0", "--pp 0: must be at least 1"),
+    (2, "--pp 2 --schedule chimera", "invalid choice: 'chimera'")])
+def test_bad_layouts_are_refused(pool, flags, world, more, message):
+    with pytest.raises(Refused) as refused:
+        pool.call(refused_job, STEP, world=world, argv=f"{flags[5]} {more}".split())
+    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+
+
+def test_it_shows_a_schedule(tmp_path):
+    import sys
+    status, output = run([sys.executable, step_dir(STEP) / "pipeline_parallel.py", "--schedule", "zerobubble", "--pp", "3", "--micro_batches", "4"], tmp_path, 60)
+    assert status == 0, output
+    assert "rank 2 |           F0   I0   F1   I1   F2   I2   W0   F3   I3   W1   W2   W3" in output
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
+
+
+def test_profile_draws_what_ran(pool, flags, tmp_path):
+    pool.train(STEP, f"{flags[3]} --steps 5 --micro_batch_size 6 --pp 2 --profile {tmp_path}", world=2, weights=False)
+    assert (tmp_path / "pipeline.png").stat().st_size > 1000
+
+
+def test_copied_alone_it_runs(tmp_path):
+    import os
+    import shutil
+    import subprocess
+    import sys
+    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py", "--steps", "2", "--pp", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
+    assert "deprecated" not in done.stderr and "Warning" not in done.stderr, done.stderr
