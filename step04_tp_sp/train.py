@@ -74,7 +74,7 @@ def main(argv=None):
         metrics.log(step, loss, grad_norm, lr)
     wait_for_weights(model)
     if args.save:
-        save_checkpoint(model, config, mesh, args)
+        save_checkpoint(model, config, args)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def read_weight(name, meta, saved, args):
     return weight[my_part(meta)]
 
 
-def save_checkpoint(model, config, mesh, args):
+def save_checkpoint(model, config, args):
     """config.json and model.safetensors, in several files if it is large; one tensor in memory at a time."""
     with torch.device("meta"):
         shapes = {name: param.shape for name, param in Llama(config).named_parameters()}
@@ -75,7 +75,7 @@ def save_checkpoint(model, config, mesh, args):
         with create(args.save, file) as out:
             out.write(header({name: shapes[name] for name in names}, args.dtype))
             for name in names:
-                weight = whole(model.get_parameter(name), mesh)
+                weight = whole(model.get_parameter(name))
                 out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
     with create(args.save, "config.json") as out:
         out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())

@@ -73,8 +73,8 @@ def visible(rank, source, mode, length):
 class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mode, group):                                        # [batch, heads, seq/cp, head_dim]
-        exact = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.zeros_like(q, dtype=exact), q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
+        wide = torch.promote_types(q.dtype, torch.float32)                         # blocks are added up in float32 or better
+        out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
         travel = Gather(group) if mode == "allgather" else Ring(group)
         for source, kv in travel.keys_and_values(torch.stack((k, v))):
             block = visible(group.rank(), source, mode, q.shape[2])
@@ -99,7 +99,7 @@ class BlockAttention(torch.autograd.Function):
                 grads = flash_backward(grad_out[:, :, rows], q[:, :, rows], *kv[:, :, :, columns], out[:, :, rows],
                                        lse[:, :, rows].contiguous(), causal)
                 grad_q[:, :, rows] += grads[0]
-            grad_kv = travel.gradient_of(source, kv, lse.dtype)
+            grad_kv = travel.gradient_of(source, kv, lse.dtype)                    # after the kernel: it was under way meanwhile
             if block:
                 grad_kv[:, :, :, columns] += torch.stack(grads[1:])
             travel.added(grad_kv)
@@ -129,16 +129,19 @@ class Ring:
     def keys_and_values(self, kv):
         for hop in range(self.size - 1):
             receive = self.pass_on(kv)
-            yield (self.rank - hop) % self.size, kv
+            yield (self.rank - hop) % self.size, kv       # and when the next is asked for:
             kv = receive()
         yield (self.rank + 1) % self.size, kv
 
     def gradient_of(self, source, kv, dtype):
         """What the ranks before this one have added to it."""
-        return torch.zeros_like(kv, dtype=dtype) if source == self.rank else self.home()
+        return torch.zeros_like(kv, dtype=dtype) if source == self.rank else self.coming()
 
     def added(self, grad_kv):
-        self.home = self.pass_on(grad_kv)
+        self.coming = self.pass_on(grad_kv)
+
+    def home(self):
+        return self.coming()
 
 
 class Gather:
@@ -206,12 +209,12 @@ def formula(model, mesh, args):
     attention = next(iter(model.model.layers.values())).self_attn
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * len(model.model.layers)     # through attention
     q, kv = (tokens * len(proj.weight) for proj in (attention.q_proj, attention.k_proj))               # elements
-    number, exact = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
+    number, wide = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
     if args.cp == 1:
         return sent
     if args.cp_mode == "ulysses":                         # q, k, v and the output, forward and backward
         kv_heads = len(attention.k_proj.weight) // attention.head_dim
         return sent + [(group, "all_to_all", 2 * number * (2 * q + 2 * kv * (args.cp // math.gcd(kv_heads, args.cp))))]
     if args.cp_mode == "allgather":
-        return sent + [(group, "all_gather", 2 * args.cp * 2 * kv * number), (group, "reduce_scatter", args.cp * 2 * kv * exact)]
-    return sent + [(group, "send", 2 * (args.cp - 1) * 2 * kv * number + args.cp * 2 * kv * exact)]
+        return sent + [(group, "all_gather", 2 * args.cp * 2 * kv * number), (group, "reduce_scatter", args.cp * 2 * kv * wide)]
+    return sent + [(group, "send", 2 * (args.cp - 1) * 2 * kv * number + args.cp * 2 * kv * wide)]

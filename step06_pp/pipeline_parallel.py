@@ -201,7 +201,7 @@ def split_backward(layers, noted, mesh, args):
 def whole(model, name, shape, mesh, args):
     """A parameter's value, for saving: its stage has it, and adds it to the zeros of the others."""
     param = dict(model.named_parameters()).get(name)
-    value = torch.zeros(shape, dtype=args.dtype, device=args.device) if param is None else tensor_parallel.whole(param, mesh).contiguous()
+    value = torch.zeros(shape, dtype=args.dtype, device=args.device) if param is None else tensor_parallel.whole(param).contiguous()
     dist.all_reduce(value, group=mesh.get_group("pp"))
     return value
 

@@ -177,8 +177,8 @@ def vocabulary_parallel_cross_entropy(group):
 
 # ------------------------------------------------------------------------------------------- the parameters
 class Shard(NamedTuple):
-    """A parameter is part `index` of `parts`, cut along its dimension `dim` over the mesh dimension `over`."""
-    over: str
+    """A parameter is part `index` of `parts`, cut along its dimension `dim` over the ranks of a group."""
+    over: dist.ProcessGroup
     dim: int
     parts: int
     index: int
@@ -199,7 +199,7 @@ def cut_parameters(model, config, mesh, args):
         elif kind.endswith("norm"):
             parts, sum_over = 1, group if args.sp == "on" and args.tp > 1 else None
         param = nn.Parameter(param.chunk(parts, dim)[0])
-        param.shards = [Shard("tp", dim, parts, rank * parts // args.tp)]          # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
+        param.shards = [Shard(group, dim, parts, rank * parts // args.tp)]          # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
         param.replicas = dist.get_world_size() // parts
         param.sum_over = sum_over                         # these ranks have a share of the gradient each
         setattr(model.get_submodule(module), leaf, param)
@@ -228,14 +228,13 @@ def whole_shape(param):
     return shape
 
 
-def whole(param, mesh):
+def whole(param):
     """A parameter's value, for saving: the opposite of my_part."""
     value = zero.whole(param)
     for shard in param.shards:
-        group = mesh.get_group(shard.over)
-        parts = [torch.empty_like(value) for _ in range(group.size())]
-        dist.all_gather(parts, value.contiguous(), group=group)
-        value = torch.cat(parts[::group.size() // shard.parts], dim=shard.dim)     # of neighbours with the same part, one
+        parts = [torch.empty_like(value) for _ in range(shard.over.size())]
+        dist.all_gather(parts, value.contiguous(), group=shard.over)
+        value = torch.cat(parts[::len(parts) // shard.parts], dim=shard.dim)       # of neighbours with the same part, one
     return value
 
 

@@ -1,54 +1,91 @@
-"""Steps 2 and 3 against torch's own DDP and FSDP2, on two ranks with one thread each: python tests/bench_parallel.py
+"""Steps 2 to 5 against torch's own parallelism, on two ranks with one thread each: python tests/bench_parallel.py
 
-The same model, weights, batches and fused AdamW in all, float32 on gloo; no clipping and no reading of the loss. All
-of it is code of step 3, whose data_parallel.py is step 2's. Torch's DDP and FSDP2 are put around the same model.Llama
-with its own loss, so that only the parallelism differs; "..., logits" are the same two with F.cross_entropy on whole
-logits, as most would write it. FSDP2 shards every block and the root, drops weights after forward, and sums
-gradients over ranks on the last micro-batch only ("..., every": on each, as stage 3 does; for its memory).
+The same model, weights, batches and fused AdamW in all, float32 on gloo; no clipping and no reading of the loss. Torch's
+parallelism is put around the same model.Llama. Each table is a launch of its own, with the code of one step:
 
+data     Step 3, whose data_parallel.py is step 2's; DDP and FSDP2 have the model's own loss, so that only the parallelism
+         differs; "..., logits" are the same two with F.cross_entropy on whole logits, as most would write it. FSDP2 shards
+         every block and the root, drops weights after forward, and sums gradients over ranks on the last micro-batch only
+         ("..., every": on each, as stage 3 does; for its memory).
+tensor   Step 4 and parallelize_module, with SequenceParallel or without, and loss_parallel on logits cut by vocabulary.
+context  Step 5 and all-gathered keys and values with a mask, in DDP: torch's context_parallel does not run on the CPU.
+
+"one rank" does the whole batch by itself, with no collective, while the other rank waits in a barrier.
 Rounds of all contestants alternate in order; the numbers to read are the medians of the ratios within a round. A
 contestant's turn is some training steps in a row, from a barrier to a barrier, with all that it started finished.
-Then the peak of live storages of one rank over two steps, of new models, is taken.
+Then, in the table "data", the peak of live storages of one rank over two steps, of new models, is taken.
 """
 import argparse
 import contextlib
 import functools
 import gc
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel,
+                                               parallelize_module)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from steps import step_dir
 
-RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4                # micro-batches of both ranks
+warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor")      # renamed in torch 2.13
+RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4                # micro-batches of all ranks
 SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
              num_key_value_heads=4, head_dim=32)
-TARGETS = [("bucket", "DDP", 0.97), ("zero 1", "bucket", 0.93), ("zero 2", "bucket", 0.85), ("zero 3", "FSDP2", 1.1),
-           ("bucket", "DDP, logits", None), ("zero 3", "FSDP2, logits", None)]
+
+
+def build_model(args, shape, mesh):
+    import train
+    return train.build_model(shape, *([mesh] if hasattr(train, "tensor_parallel") else []), args)
+
+
+def whole_model():
+    return build_model(*parse(""), init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp")))
+
+
+def one_rank(args, shape, mesh):
+    import optimizer
+    import train
+    model = whole_model()
+    optimizer.accumulate_gradients(model.parameters())
+    adamw = optimizer.Optimizer(model.parameters(), args)
+
+    def turn(batches):
+        loss = torch.zeros(())
+        for rows in batches if dist.get_rank() == 0 else []:
+            loss = train.forward_backward(model, micro_batches(rows, torch.arange(SEQ_LEN)), args)
+            adamw.step(LR)
+        return loss
+    return turn
 
 
 def ours(args, shape, mesh):
     import optimizer
     import train
     import zero
-    model = train.build_model(shape, args)
+    model = build_model(args, shape, mesh)
     shards, sum_gradients, gather_weights = zero.zero(model, mesh, args)
     adamw = optimizer.Optimizer(shards, args)
+    sum_replicas = getattr(train, "sum_replicas", lambda shards: None)             # from step 4 on
 
     def turn(batches):
-        for micro_batches in batches:
-            loss = train.forward_backward(model, micro_batches, args)
+        for rows in batches:
+            loss = train.forward_backward(model, mine(rows, mesh, args), args)
             sum_gradients()
+            sum_replicas(shards)
             adamw.step(LR)
             gather_weights()
         zero.wait_for_weights(model)
@@ -57,23 +94,22 @@ def ours(args, shape, mesh):
 
 
 def theirs(parallel, loss_of, args, shape, mesh):
-    import train
-    model, before_micro_batch = parallel(train.build_model(shape, args), mesh)
+    model, before_micro_batch = parallel(whole_model(), mesh)
     groups = [dict(params=[p for p in model.parameters() if p.dim() == dim], weight_decay=decay)
               for dim, decay in ((2, args.weight_decay), (1, 0.0))]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
     def turn(batches):
-        for micro_batches in batches:
-            total = 0
-            for i, micro_batch in enumerate(micro_batches, start=1):
-                with before_micro_batch(i == len(micro_batches)):
+        for rows in batches:
+            total, parts = 0, mine(rows, mesh, args)
+            for i, micro_batch in enumerate(parts, start=1):
+                with before_micro_batch(i == len(parts)):
                     loss = loss_of(model, *micro_batch) / (args.global_batch_size * args.seq_len)
-                    (loss * RANKS).backward()                                      # torch's own divide the sum by the ranks
+                    (loss * (RANKS // args.tp)).backward()                         # torch's own divide the sum by the ranks
                 total += loss.detach()
             adamw.step()
             adamw.zero_grad()
-        return total
+        return total / args.tp                                                     # all ranks of tp have the same loss
     return turn
 
 
@@ -84,6 +120,10 @@ def own_loss(model, inputs, positions, targets):
 def loss_of_logits(model, inputs, positions, targets):
     logits = model(inputs, positions)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def loss_of_cut_logits(model, inputs, positions, targets):
+    return loss_of_logits(model, inputs, positions, targets).full_tensor()
 
 
 def ddp(model, mesh):
@@ -102,8 +142,40 @@ def fsdp2(model, mesh, every=False):
     return model, before_micro_batch
 
 
+def parallelized(model, mesh, sp):
+    rest = Shard(1) if sp else Replicate()                # how activations lie outside the matrices
+    ends = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=rest),
+            "lm_head": ColwiseParallel(input_layouts=rest, use_local_output=False)}
+    block = {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    block |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+    block |= {name: RowwiseParallel(output_layouts=rest) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    if sp:
+        ends["model.norm"] = SequenceParallel()
+        block |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        block["self_attn"] = PrepareModuleInput(input_layouts=(rest, None, None), desired_input_layouts=(Replicate(), None, None))
+        block["mlp"] = PrepareModuleInput(input_layouts=rest, desired_input_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], ends)
+    for layer in model.model.layers.values():
+        parallelize_module(layer, mesh["tp"], block)
+    return model, lambda last: loss_parallel()
+
+
+def ddp_gathered(model, mesh):
+    from context_parallel import local_positions
+    group, positions = mesh.get_group("cp"), local_positions(mesh, parse(GATHERED)[0])
+    mask = all_gather_tensor(positions, 0, group) <= positions.unsqueeze(-1)       # [seq/cp, seq]
+
+    def core(q, k, v):                                                             # [batch, seq/cp, heads, head_dim]
+        k, v = all_gather_tensor_autograd(torch.stack((k, v)), 2, group)           # [batch, seq, kv_heads, head_dim]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    for layer in model.model.layers.values():
+        layer.self_attn.core = core
+    return ddp(model, mesh)
+
+
 # In the order of the turns: those that are compared are neighbours.
-CONTESTANTS = {
+DATA = {
     "naive": ("--dp_mode naive", ours),
     "overlap": ("--dp_mode overlap", ours),
     "DDP, logits": ("", functools.partial(theirs, ddp, loss_of_logits)),
@@ -115,6 +187,35 @@ CONTESTANTS = {
     "FSDP2": ("", functools.partial(theirs, fsdp2, own_loss)),
     "FSDP2, logits": ("", functools.partial(theirs, fsdp2, loss_of_logits)),
     "FSDP2, every": ("", functools.partial(theirs, functools.partial(fsdp2, every=True), own_loss)),
+}
+TENSOR = {
+    "torch, sp off": ("--tp 2", functools.partial(theirs, functools.partial(parallelized, sp=False), loss_of_cut_logits)),
+    "sp off": ("--tp 2 --sp off", ours),
+    "one rank": ("", one_rank),
+    "sp on": ("--tp 2 --sp on", ours),
+    "torch, sp on": ("--tp 2", functools.partial(theirs, functools.partial(parallelized, sp=True), loss_of_cut_logits)),
+}
+GATHERED = "--cp 2 --cp_mode allgather"
+CONTEXT = {
+    "ulysses": ("--cp 2 --cp_mode ulysses", ours),
+    "ring": ("--cp 2 --cp_mode ring", ours),
+    "one rank": ("", one_rank),
+    "zigzag": ("--cp 2 --cp_mode zigzag", ours),
+    "torch, allgather": (GATHERED, functools.partial(theirs, ddp_gathered, own_loss)),
+    "allgather": (GATHERED, ours),
+}
+CONTESTANTS = DATA | TENSOR | CONTEXT
+# the step, the flags of its mesh, who takes part, and what is divided by what, with the ratio that is aimed at
+TABLES = {
+    "data": ("step03_zero", "", DATA, [
+        ("bucket", "DDP", 0.97), ("zero 1", "bucket", 0.93), ("zero 2", "bucket", 0.85), ("zero 3", "FSDP2", 1.1),
+        ("bucket", "DDP, logits", None), ("zero 3", "FSDP2, logits", None)]),
+    "tensor": ("step04_tp_sp", "--tp 2", TENSOR, [
+        ("sp on", "one rank", 0.9), ("sp off", "one rank", 1.15), ("torch, sp on", "one rank", None), ("torch, sp off", "one rank", None),
+        ("sp on", "torch, sp on", 1), ("sp off", "torch, sp off", 1)]),
+    "context": ("step05_cp", "--cp 2", CONTEXT, [
+        ("zigzag", "one rank", 1.2), ("ring", "one rank", None), ("allgather", "one rank", None), ("ulysses", "one rank", None),
+        ("torch, allgather", "one rank", None), ("zigzag", "torch, allgather", None)]),
 }
 ONLY_FOR_MEMORY, MEMORY = ["FSDP2, every"], ["bucket", "DDP", "zero 1", "zero 2", "zero 3", "FSDP2", "FSDP2, every"]
 
@@ -130,14 +231,27 @@ def parse(flags):
                              f"--global_batch_size {MICRO_BATCH * MICRO_BATCHES} {flags}".split())
     shape = config.ModelConfig(**SHAPE)
     config.check(args, shape)
+    for name in ("tp", "cp"):
+        vars(args).setdefault(name, 1)                    # of the steps that do not know it
     return args, shape
 
 
 def random_batches(generator, steps):
-    """The micro-batches of this rank, the same for every contestant."""
+    """Of each training step, all ranks' micro-batches."""
+    return torch.randint(0, SHAPE["vocab_size"], (steps, MICRO_BATCHES, MICRO_BATCH, SEQ_LEN + 1), generator=generator)
+
+
+def micro_batches(rows, positions):
+    return [(row[:, positions], positions, row[:, positions + 1]) for row in rows]
+
+
+def mine(rows, mesh, args):
+    """This rank's part of a step's micro-batches."""
     positions = torch.arange(SEQ_LEN)
-    rows = torch.randint(0, SHAPE["vocab_size"], (steps, MICRO_BATCHES, MICRO_BATCH, SEQ_LEN + 1), generator=generator)
-    return [[(row[:, :-1], positions, row[:, 1:]) for row in step[dist.get_rank()::RANKS]] for step in rows]
+    if args.cp > 1:
+        from context_parallel import local_positions
+        positions = local_positions(mesh, args)
+    return micro_batches(rows[mesh.get_local_rank("dp")::args.dp], positions)
 
 
 def measure_speed(names, mesh, rounds, steps):
@@ -158,15 +272,29 @@ def measure_speed(names, mesh, rounds, steps):
     return {name: times[1:] for name, times in seconds.items()}                    # round 0 warms up
 
 
-def print_speed(seconds, steps):
+def ratios(seconds, rows):
+    """(name, the ratio of the speeds in each round, the aim) for the rows whose contestants were there"""
+    return [(f"{a} / {b}", [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])], target)
+            for a, b, target in rows if a in seconds and b in seconds]
+
+
+def print_speed(seconds, steps, rows):
     tokens = steps * MICRO_BATCHES * MICRO_BATCH * SEQ_LEN
     for name, times in seconds.items():
-        print(f"{name:>25}: {tokens / statistics.median(times):8,.0f} tokens/s")
-    for a, b, target in TARGETS:
-        if a in seconds and b in seconds:
-            ratios = [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])]
-            aim = f"target {target}; " if target else ""
-            print(f"{f'{a} / {b}':>25}: {statistics.median(ratios):8.3f} ({aim}{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)")
+        print(f"{name:>27}: {tokens / statistics.median(times):8,.0f} tokens/s")
+    for name, values, target in ratios(seconds, rows):
+        aim = f"target {target}; " if target else ""
+        print(f"{name:>27}: {statistics.median(values):8.3f} ({aim}{min(values):.3f} to {max(values):.3f} in {len(values)} rounds)")
+
+
+def write_speed(seconds, rounds, rows, path):
+    lines = [f"| tokens/s, as a ratio | median of {rounds} rounds | lowest and highest | aim |", "|---|---|---|---|"]
+    for name, values, target in ratios(seconds, rows):
+        lines.append(f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {target or ''} |")
+    text, found = re.subn(r"(<!-- measured: speed -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(lines) + "\n" + m[2],
+                          path.read_text(), flags=re.S)
+    path.write_text(text)
+    print(f"{path.parent.name}/README.md: {found or 'no'} place for the table" + (", written" if found else ""))
 
 
 def measure_memory(names, mesh, steps):
@@ -220,26 +348,38 @@ def resizable_storages():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--step", default="step03_zero")
+    parser.add_argument("--table", choices=[*TABLES, "all"], default="all")
+    parser.add_argument("--step", help="whose code; if not given, that of the table")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="some of the contestants")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="some of the contestants")
+    parser.add_argument("--write", action="store_true", help="put the ratios into the README of the step, where it has a place for them")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-        sys.exit(subprocess.run([*torchrun, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode)
+        for table, (_, _, contestants, _) in TABLES.items():
+            if args.table in (table, "all") and any(name in args.only for name in contestants):
+                print(f"{table}:", flush=True)
+                run = subprocess.run([*torchrun, *sys.argv, "--table", table], env={**os.environ, "OMP_NUM_THREADS": "1"})
+                if run.returncode:
+                    sys.exit(run.returncode)
+        return
     torch.set_num_threads(1)
-    sys.path.insert(0, str(step_dir(args.step)))
+    step, flags, contestants, rows = TABLES[args.table]
+    folder = step_dir(args.step or step)
+    sys.path.insert(0, str(folder))
     import mesh
-    device_mesh = mesh.start_mesh(parse("")[0])
-    names = [name for name in CONTESTANTS if name in (args.only or CONTESTANTS)]
+    device_mesh = mesh.start_mesh(parse(flags)[0])
+    names = [name for name in contestants if name in args.only]
     if args.rounds:
         seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
         if dist.get_rank() == 0:
-            print_speed(seconds, args.steps)
+            print_speed(seconds, args.steps, rows)
+            if args.write:
+                write_speed(seconds, args.rounds, rows, folder / "README.md")
     for name, peak in measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps).items():
         if dist.get_rank() == 0:
-            print(f"{name:>25}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
+            print(f"{name:>27}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
     dist.destroy_process_group()
 
 
