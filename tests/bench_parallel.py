@@ -1,4 +1,4 @@
-"""Steps 2 to 5 against torch's own parallelism, on two ranks with one thread each: python tests/bench_parallel.py
+"""Steps 2 to 6 against torch's own parallelism, on two ranks with one thread each: python tests/bench_parallel.py
 
 The same model, weights, batches and fused AdamW in all, float32 on gloo; no clipping and no reading of the loss. Torch's
 parallelism is put around the same model.Llama. Each table is a launch of its own, with the code of one step:
@@ -9,6 +9,10 @@ data     Step 3, whose data_parallel.py is step 2's; DDP and FSDP2 have the mode
          ("..., every": on each, as stage 3 does; for its memory).
 tensor   Step 4 and parallelize_module, with SequenceParallel or without, and loss_parallel on logits cut by vocabulary.
 context  Step 5 and all-gathered keys and values with a mask, in DDP: torch's context_parallel does not run on the CPU.
+pipeline Step 6 and torch.distributed.pipelining, each rank with the same layers and the same loss. Torch has no ZB-H1: its two
+         nearest have two stages per rank ("torch, ZB": ScheduleInterleavedZeroBubble). What the bubble allows is for equal stages.
+sleep    Only if it is asked for: step 6 on four ranks that sleep instead of computing while the messages really travel, against
+         the simulator, which is told what a message took in a ping-pong before.
 
 "one rank" does the whole batch by itself, with no collective, while the other rank waits in a barrier.
 Rounds of all contestants alternate in order; the numbers to read are the medians of the ratios within a round. A
@@ -25,11 +29,13 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 import warnings
 import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,21 +58,33 @@ def build_model(args, shape, mesh):
     return train.build_model(shape, *([mesh] if hasattr(train, "tensor_parallel") else []), args)
 
 
+def whole_model_mesh():
+    return init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("pp", "dp", "tp"))
+
+
 def whole_model():
-    return build_model(*parse(""), init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp")))
+    return build_model(*parse(""), whole_model_mesh())
+
+
+def forward_and_backward(model, shape, mesh, args):
+    """What a step begins with: train.py's loop over the micro-batches, or that of the pipeline."""
+    import train
+    if hasattr(train, "Pipeline"):
+        return train.Pipeline(model, shape, mesh, args).run
+    return lambda micro_batches: train.forward_backward(model, micro_batches, args)
 
 
 def one_rank(args, shape, mesh):
     import optimizer
-    import train
-    model = whole_model()
+    model, args.dp = whole_model(), 1
+    forward_backward = forward_and_backward(model, shape, whole_model_mesh(), args)
     optimizer.accumulate_gradients(model.parameters())
     adamw = optimizer.Optimizer(model.parameters(), args)
 
     def turn(batches):
         loss = torch.zeros(())
         for rows in batches if dist.get_rank() == 0 else []:
-            loss = train.forward_backward(model, micro_batches(rows, torch.arange(SEQ_LEN)), args)
+            loss = forward_backward(micro_batches(rows, torch.arange(SEQ_LEN)))
             adamw.step(LR)
         return loss
     return turn
@@ -77,13 +95,14 @@ def ours(args, shape, mesh):
     import train
     import zero
     model = build_model(args, shape, mesh)
+    forward_backward = forward_and_backward(model, shape, mesh, args)
     shards, sum_gradients, gather_weights = zero.zero(model, mesh, args)
     adamw = optimizer.Optimizer(shards, args)
     sum_replicas = getattr(train, "sum_replicas", lambda shards: None)             # from step 4 on
 
     def turn(batches):
         for rows in batches:
-            loss = train.forward_backward(model, mine(rows, mesh, args), args)
+            loss = forward_backward(mine(rows, mesh, args))
             sum_gradients()
             sum_replicas(shards)
             adamw.step(LR)
@@ -93,11 +112,15 @@ def ours(args, shape, mesh):
     return turn
 
 
-def theirs(parallel, loss_of, args, shape, mesh):
-    model, before_micro_batch = parallel(whole_model(), mesh)
+def fused_adamw(model, args):
     groups = [dict(params=[p for p in model.parameters() if p.dim() == dim], weight_decay=decay)
               for dim, decay in ((2, args.weight_decay), (1, 0.0))]
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+
+
+def theirs(parallel, loss_of, args, shape, mesh):
+    model, before_micro_batch = parallel(whole_model(), mesh)
+    adamw = fused_adamw(model, args)
 
     def turn(batches):
         for rows in batches:
@@ -174,6 +197,34 @@ def ddp_gathered(model, mesh):
     return ddp(model, mesh)
 
 
+def pipelined(schedule, args, shape, mesh):
+    from pipeline_parallel import Pipeline, first_layers, my_stages
+    model, last, mine, stages = build_model(args, shape, mesh), args.pp * args.stages_per_rank - 1, my_stages(mesh, args), []
+    first, positions = first_layers(shape, last + 1), torch.arange(SEQ_LEN)
+    for stage in mine:
+        layers = {name: model.model.layers[name] for name in map(str, range(first[stage], first[stage + 1]))}
+        part = Pipeline.part(types.SimpleNamespace(model=model, last=last), stage, layers)
+        part.forward = functools.partial(part.forward, positions=positions)
+        if stage == last:
+            part.lm_head = model.lm_head                  # for its weights to be found; the loss calls it
+        stages.append(pipelining.PipelineStage(part, stage, last + 1, torch.device("cpu"), group=mesh.get_group("pp")))
+
+    def loss_of(hidden, targets):
+        return model.lm_head(hidden, targets) / (args.global_batch_size * args.seq_len)
+    one = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
+    schedule = schedule(stages[0] if one else stages, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
+    adamw = fused_adamw(model, args)
+
+    def turn(batches):
+        for rows in batches:
+            losses, inputs, targets = [], rows[..., :-1].flatten(0, 1), rows[..., 1:].flatten(0, 1)
+            schedule.step(*[inputs] * (0 in mine), target=targets if last in mine else None, losses=losses, return_outputs=False)
+            adamw.step()
+            adamw.zero_grad()
+        return sum((loss.detach() for loss in losses), torch.zeros(()))
+    return turn
+
+
 # In the order of the turns: those that are compared are neighbours.
 DATA = {
     "naive": ("--dp_mode naive", ours),
@@ -204,7 +255,31 @@ CONTEXT = {
     "torch, allgather": (GATHERED, functools.partial(theirs, ddp_gathered, own_loss)),
     "allgather": (GATHERED, ours),
 }
-CONTESTANTS = DATA | TENSOR | CONTEXT
+PIPELINE = {
+    "torch, GPipe": ("--pp 2 --schedule afab", functools.partial(pipelined, pipelining.ScheduleGPipe)),
+    "afab": ("--pp 2 --schedule afab", ours),
+    "1f1b": ("--pp 2 --schedule 1f1b", ours),
+    "torch, 1F1B": ("--pp 2 --schedule 1f1b", functools.partial(pipelined, pipelining.Schedule1F1B)),
+    "torch, interleaved": ("--pp 2 --schedule interleaved", functools.partial(pipelined, pipelining.ScheduleInterleaved1F1B)),
+    "interleaved": ("--pp 2 --schedule interleaved", ours),
+    "one rank": ("", one_rank),
+    "torch, ZB": ("--pp 2 --schedule interleaved", functools.partial(pipelined, pipelining.ScheduleInterleavedZeroBubble)),
+    "zerobubble": ("--pp 2 --schedule zerobubble", ours),
+    "torch, ZBV": ("--pp 2 --schedule dualpipe", functools.partial(pipelined, pipelining.ScheduleZBVZeroBubble)),
+    "torch, DualPipeV": ("--pp 2 --schedule dualpipe", functools.partial(pipelined, pipelining.ScheduleDualPipeV)),
+    "dualpipe": ("--pp 2 --schedule dualpipe", ours),
+}
+CONTESTANTS = DATA | TENSOR | CONTEXT | PIPELINE
+
+
+def bubble_allows(name):
+    """The speed of a pipeline, as a multiple of one rank's."""
+    import schedules
+    args = parse(CONTESTANTS[name][0])[0]
+    events = schedules.simulate(schedules.make(args.schedule, args.pp, MICRO_BATCHES, args.stages_per_rank))
+    return f"at most {sum(event.end - event.start for event in events) / max(event.end for event in events):.2f}"
+
+
 # the step, the flags of its mesh, who takes part, and what is divided by what, with the ratio that is aimed at
 TABLES = {
     "data": ("step03_zero", "", DATA, [
@@ -216,7 +291,12 @@ TABLES = {
     "context": ("step05_cp", "--cp 2", CONTEXT, [
         ("zigzag", "one rank", 1.2), ("ring", "one rank", None), ("allgather", "one rank", None), ("ulysses", "one rank", None),
         ("torch, allgather", "one rank", None), ("zigzag", "torch, allgather", None)]),
+    "pipeline": ("step06_pp", "--pp 2", PIPELINE, [
+        ("afab", "torch, GPipe", 1), ("1f1b", "torch, 1F1B", 1), ("interleaved", "torch, interleaved", 1), ("zerobubble", "torch, ZB", 1),
+        ("zerobubble", "torch, ZBV", 1), ("dualpipe", "torch, DualPipeV", 1),
+        *((name, "one rank", bubble_allows) for name in ("afab", "1f1b", "interleaved", "zerobubble", "dualpipe"))]),
 }
+SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # of F, of I and of W on a rank
 ONLY_FOR_MEMORY, MEMORY = ["FSDP2, every"], ["bucket", "DDP", "zero 1", "zero 2", "zero 3", "FSDP2", "FSDP2, every"]
 
 
@@ -274,27 +354,86 @@ def measure_speed(names, mesh, rounds, steps):
 
 def ratios(seconds, rows):
     """(name, the ratio of the speeds in each round, the aim) for the rows whose contestants were there"""
-    return [(f"{a} / {b}", [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])], target)
+    return [(f"{a} / {b}", [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])], target(a) if callable(target) else target)
             for a, b, target in rows if a in seconds and b in seconds]
 
 
 def print_speed(seconds, steps, rows):
     tokens = steps * MICRO_BATCHES * MICRO_BATCH * SEQ_LEN
     for name, times in seconds.items():
-        print(f"{name:>27}: {tokens / statistics.median(times):8,.0f} tokens/s")
+        print(f"{name:>33}: {tokens / statistics.median(times):8,.0f} tokens/s")
     for name, values, target in ratios(seconds, rows):
         aim = f"target {target}; " if target else ""
-        print(f"{name:>27}: {statistics.median(values):8.3f} ({aim}{min(values):.3f} to {max(values):.3f} in {len(values)} rounds)")
+        print(f"{name:>33}: {statistics.median(values):8.3f} ({aim}{min(values):.3f} to {max(values):.3f} in {len(values)} rounds)")
 
 
 def write_speed(seconds, rounds, rows, path):
     lines = [f"| tokens/s, as a ratio | median of {rounds} rounds | lowest and highest | aim |", "|---|---|---|---|"]
     for name, values, target in ratios(seconds, rows):
         lines.append(f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {target or ''} |")
-    text, found = re.subn(r"(<!-- measured: speed -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(lines) + "\n" + m[2],
+    write_table("speed", lines, path)
+
+
+def write_table(name, lines, path):
+    text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(lines) + "\n" + m[2],
                           path.read_text(), flags=re.S)
     path.write_text(text)
     print(f"{path.parent.name}/README.md: {found or 'no'} place for the table" + (", written" if found else ""))
+
+
+def asleep(schedule, mesh):
+    """The executor of a schedule, with nothing to compute; and the seconds that the simulator says."""
+    import schedules
+    from pipeline_parallel import Pipeline
+    args, shape = parse(f"{SLEEP} --schedule {schedule}")
+    pipeline = Pipeline(build_model(args, shape, mesh), shape, mesh, args)
+    seconds, tensor = SECONDS / args.stages_per_rank, torch.zeros(pipeline.shape)
+
+    def sleep(stage, i, came):
+        time.sleep(seconds)
+        return tensor
+    pipeline.forward = pipeline.input_gradient = pipeline.weight_gradient = sleep
+    lists = schedules.make(schedule, args.pp, args.global_batch_size // args.micro_batch_size, args.stages_per_rank)
+    events = schedules.simulate(lists, seconds, seconds, seconds, seconds_of_message(tensor))
+    return pipeline, max(event.end for event in events)
+
+
+def seconds_of_message(tensor, times=30):
+    """Half of there and back, between ranks 0 and 1."""
+    seconds, rank = [], dist.get_rank()
+    for _ in range(times if rank < 2 else 0):
+        start = time.perf_counter()
+        for sender in 0, 1:
+            dist.send(tensor, 1 - rank) if rank == sender else dist.recv(torch.empty_like(tensor), 1 - rank)
+        seconds.append((time.perf_counter() - start) / 2)
+    dist.barrier()
+    return statistics.median(seconds or [0])
+
+
+def measure_sleep(mesh, rounds):
+    """{schedule: (seconds of a step in each round, as simulated)}"""
+    import schedules
+    sleepers = {name: asleep(name, mesh) for name in schedules.SCHEDULES}
+    seconds = {name: [] for name in sleepers}
+    for round in range(rounds + 1):
+        for name, (pipeline, _) in sleepers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            pipeline.run(None)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: (seconds[name][1:], simulated) for name, (_, simulated) in sleepers.items()}
+
+
+def report_sleep(results, path, write):
+    lines = ["| schedule | seconds, median | lowest and highest | simulated | difference, aim within 5% |", "|---|---|---|---|---|"]
+    for name, (times, simulated) in results.items():
+        seconds = statistics.median(times)
+        difference = f"{100 * (seconds / simulated - 1):+.1f}%"
+        print(f"{name:>33}: {seconds:.3f} s ({min(times):.3f} to {max(times):.3f}), simulated {simulated:.3f} s: {difference}")
+        lines.append(f"| {name} | {seconds:.3f} | {min(times):.3f} to {max(times):.3f} | {simulated:.3f} | {difference} |")
+    if write:
+        write_table("sleep", lines, path)
 
 
 def measure_memory(names, mesh, steps):
@@ -348,7 +487,7 @@ def resizable_storages():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--table", choices=[*TABLES, "all"], default="all")
+    parser.add_argument("--table", choices=[*TABLES, "sleep", "all"], default="all")
     parser.add_argument("--step", help="whose code; if not given, that of the table")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
@@ -356,22 +495,26 @@ def main():
     parser.add_argument("--write", action="store_true", help="put the ratios into the README of the step, where it has a place for them")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-        for table, (_, _, contestants, _) in TABLES.items():
-            if args.table in (table, "all") and any(name in args.only for name in contestants):
+        for table in TABLES if args.table == "all" else [args.table]:
+            if table == "sleep" or any(name in args.only for name in TABLES[table][2]):
                 print(f"{table}:", flush=True)
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4" if table == "sleep" else str(RANKS)]
                 run = subprocess.run([*torchrun, *sys.argv, "--table", table], env={**os.environ, "OMP_NUM_THREADS": "1"})
                 if run.returncode:
                     sys.exit(run.returncode)
         return
     torch.set_num_threads(1)
-    step, flags, contestants, rows = TABLES[args.table]
+    step, flags, contestants, rows = (TABLES | {"sleep": ("step06_pp", SLEEP, {}, [])})[args.table]
     folder = step_dir(args.step or step)
     sys.path.insert(0, str(folder))
     import mesh
     device_mesh = mesh.start_mesh(parse(flags)[0])
     names = [name for name in contestants if name in args.only]
-    if args.rounds:
+    if args.table == "sleep":
+        results = measure_sleep(device_mesh, args.rounds)
+        if dist.get_rank() == 0:
+            report_sleep(results, folder / "README.md", args.write)
+    elif args.rounds:
         seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
         if dist.get_rank() == 0:
             print_speed(seconds, args.steps, rows)
@@ -379,7 +522,7 @@ def main():
                 write_speed(seconds, args.rounds, rows, folder / "README.md")
     for name, peak in measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps).items():
         if dist.get_rank() == 0:
-            print(f"{name:>27}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
+            print(f"{name:>33}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
     dist.destroy_process_group()
 
 

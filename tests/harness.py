@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
@@ -126,7 +127,8 @@ class Pool:
         self.start(world)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # where its ranks find each other
         module = "harness" if function.__module__ == "__main__" else function.__module__
-        job = (store.port, world, str(step_dir(step)), (module, function.__name__), arguments)
+        folder = step if isinstance(step, Path) else step_dir(step)                # a step of the repository, or any folder
+        job = (store.port, world, str(folder), (module, function.__name__), arguments)
         for _, pipe in self.workers[:world]:
             pipe.send(job)
         answers = self.collect(world, timeout, f"{function.__name__}({arguments}) of {step}, world {world}")

@@ -11,6 +11,7 @@ from test_step02 import ledger_rows, refused_job
 
 STEP, BASELINE = "step04_tp_sp", "step01_single_gpu"
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 2, 40, 8, 4, 6, 56, 64
+LONG = pytest.mark.sweep
 SHAPE = dict(num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
 
 
@@ -32,8 +33,9 @@ def gradients(pool, flags):
 @pytest.mark.parametrize("sp", ["on", "off"])
 @pytest.mark.parametrize("world, more", [
     (1, "--tp 1"), (2, "--tp 2"), (4, "--tp 4"), (8, "--tp 8 --micro_batch_size 24"),
-    (4, "--tp 2 --dp_mode overlap"), (6, "--tp 2 --dp_mode naive --micro_batch_size 4"), (8, "--tp 4 --zero 1"), (4, "--tp 2 --zero 1"),
-    (4, "--tp 2 --zero 2"), (4, "--tp 2 --zero 3"), (8, "--tp 2 --zero 3 --zero_shard 2"), (8, "--tp 4 --zero 2 --zero_shard 1"),
+    pytest.param(4, "--tp 2 --dp_mode overlap", marks=LONG), (6, "--tp 2 --dp_mode naive --micro_batch_size 4"), pytest.param(8, "--tp 4 --zero 1", marks=LONG),
+    (4, "--tp 2 --zero 1"),
+    (4, "--tp 2 --zero 2"), (4, "--tp 2 --zero 3"), (8, "--tp 2 --zero 3 --zero_shard 2"), pytest.param(8, "--tp 4 --zero 2 --zero_shard 1", marks=LONG),
     (2, "--tp 2 --recompute full"), (2, "--tp 2 --recompute selective"), (8, "--tp 4 --zero 3 --recompute selective")])
 def test_trains_as_one_process(pool, flags, baseline, world, more, sp):
     assert_same_run(pool.train(STEP, f"{flags} --dtype float64 {more} --sp {sp}", world=world), baseline, 1e-9, f"{more} --sp {sp}")
@@ -87,7 +89,7 @@ def test_bfloat16(pool, flags, sp):
     assert run.weights["lm_head.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("sp", ["on", "off"])
+@pytest.mark.parametrize("sp", ["on", pytest.param("off", marks=LONG)])
 def test_compile(pool, flags, sp):
     run = pool.train(STEP, f"{flags} --steps 3 --micro_batch_size 12 --tp 2 --sp {sp} --compile", world=2, timeout=200)
     assert_same_run(run, pool.train(BASELINE, f"{flags} --steps 3"), 1e-4, weights=False)
@@ -264,15 +266,3 @@ def test_bad_layouts_are_refused(pool, tmp_path, flags, world, more, message):
     with pytest.raises(Refused) as refused:
         pool.call(refused_job, STEP, world=world, argv=f"{flags} {more.format(folder=tmp_path)}".split())
     assert message in str(refused.value) and str(refused.value).count("\n") == 1
-
-
-def test_copied_alone_it_runs(tmp_path):
-    import os
-    import shutil
-    import subprocess
-    import sys
-    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py", "--steps", "2", "--tp", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
-    assert "deprecated" not in done.stderr

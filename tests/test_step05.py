@@ -9,7 +9,7 @@ from harness import Refused, assert_same_run
 from operations import assert_all_meet, recorded_job
 from steps import step_dir
 from test_step02 import ledger_rows, refused_job
-from test_step04 import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, SHAPE, kept_job
+from test_step04 import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LONG, MLP, SHAPE, kept_job
 
 STEP, BASELINE = "step05_cp", "step01_single_gpu"
 MODES = ["zigzag", "ring", "allgather", "ulysses"]
@@ -32,9 +32,10 @@ def gradients(pool, flags):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world, more", [
-    (1, "--cp 1"), (2, "--cp 2"), (4, "--cp 4 --micro_batch_size 12"), (8, "--cp 8 --micro_batch_size 24"),
-    (4, "--cp 2 --dp_mode overlap"), (4, "--cp 2 --zero 1"), (4, "--cp 2 --zero 3 --zero_shard 2"), (4, "--cp 4 --zero 3"),
-    (4, "--cp 2 --tp 2 --zero 2"), (8, "--cp 2 --tp 2 --sp off"), (8, "--cp 4 --tp 2 --zero 3 --micro_batch_size 12"),
+    (2, "--cp 2"), (4, "--cp 4 --micro_batch_size 12"), (8, "--cp 8 --micro_batch_size 24"),
+    pytest.param(4, "--cp 2 --dp_mode overlap", marks=LONG), pytest.param(4, "--cp 2 --zero 1", marks=LONG),
+    pytest.param(4, "--cp 2 --zero 3 --zero_shard 2", marks=LONG), (4, "--cp 4 --zero 3"),
+    (4, "--cp 2 --tp 2 --zero 2"), pytest.param(8, "--cp 2 --tp 2 --sp off", marks=LONG), (8, "--cp 4 --tp 2 --zero 3 --micro_batch_size 12"),
     (2, "--cp 2 --recompute full"), (2, "--cp 2 --recompute selective")])
 def test_trains_as_one_process(pool, flags, baseline, world, more, mode):
     more = f"{more} --cp_mode {mode}"
@@ -87,7 +88,7 @@ def test_bfloat16(pool, flags, mode):
     assert_same_run(pool.train(STEP, f"{flags} --dtype bfloat16 --cp 2 --cp_mode {mode}", world=2), one, 2e-2, weights=False)
 
 
-@pytest.mark.parametrize("mode", ["zigzag", "ulysses"])
+@pytest.mark.parametrize("mode", ["zigzag", pytest.param("ulysses", marks=LONG)])
 def test_compile(pool, flags, mode):
     run = pool.train(STEP, f"{flags} --steps 3 --micro_batch_size 12 --cp 2 --cp_mode {mode} --compile", world=2, timeout=200)
     assert_same_run(run, pool.train(BASELINE, f"{flags} --steps 3"), 1e-4, weights=False)
@@ -248,15 +249,3 @@ def test_bad_layouts_are_refused(pool, flags, world, more, message):
     with pytest.raises(Refused) as refused:
         pool.call(refused_job, STEP, world=min(world, 8), argv=f"{flags} {more}".split())
     assert message in str(refused.value) and str(refused.value).count("\n") == 1
-
-
-def test_copied_alone_it_runs(tmp_path):
-    import os
-    import shutil
-    import subprocess
-    import sys
-    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py", "--steps", "2", "--cp", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
-    assert "deprecated" not in done.stderr and "Warning" not in done.stderr, done.stderr

@@ -8,7 +8,7 @@ from harness import Refused, assert_same_run
 from operations import assert_all_meet, recorded_job
 from steps import run, step_dir
 from test_step02 import ledger_rows, refused_job
-from test_step04 import HIDDEN, SHAPE
+from test_step04 import HIDDEN, LONG, SHAPE
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
@@ -42,7 +42,8 @@ def layers_for(schedule, pp):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world, more", [
     (1, "--pp 1 --micro_batch_size 8"), (2, "--pp 2 --micro_batch_size 4"), (4, "--pp 4 --micro_batch_size 3"),
-    (2, "--pp 2 --micro_batch_size 1"), (4, "--pp 2 --micro_batch_size 3 --dp_mode overlap"), (4, "--pp 2 --micro_batch_size 2 --zero 1"),
+    pytest.param(2, "--pp 2 --micro_batch_size 1", marks=LONG), pytest.param(4, "--pp 2 --micro_batch_size 3 --dp_mode overlap", marks=LONG),
+    pytest.param(4, "--pp 2 --micro_batch_size 2 --zero 1", marks=LONG),
     (4, "--pp 2 --micro_batch_size 3 --zero 2"), (4, "--pp 2 --micro_batch_size 3 --zero 3"), (4, "--pp 2 --tp 2 --micro_batch_size 6"),
     (4, "--pp 2 --cp 2 --micro_batch_size 6 --recompute full"), (8, "--pp 2 --tp 2 --cp 2 --sp off --micro_batch_size 6 --recompute selective")])
 def test_trains_as_one_process(pool, flags, baseline, schedule, world, more):

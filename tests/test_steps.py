@@ -266,3 +266,12 @@ def test_every_break_applies_to_the_present_tree():
 def test_every_break_is_a_row_of_its_steps_readme_and_the_other_way_round():
     in_readmes = [name for step in STEPS for name in break_table((ROOT / step / "README.md").read_text())]
     assert sorted(in_readmes) == [patch.stem for patch in break_it.patches()]
+
+
+# ------------------------------------------------------------------------------------- each step is all there
+@pytest.mark.parametrize("step", STEPS)
+def test_copied_alone_it_trains(pool, tmp_path, step):
+    shutil.copytree(step_dir(step), tmp_path / step, ignore=shutil.ignore_patterns("__pycache__", "README.md", "figures"))
+    world = 1 if step == STEPS[0] else 2
+    pool.train(tmp_path / step, "--steps 1", world=world, weights=False)
+    assert "step 1/1" in pool.output
