@@ -9,10 +9,9 @@ data     Step 3, whose data_parallel.py is step 2's; DDP and FSDP2 have the mode
          ("..., every": on each, as stage 3 does; for its memory).
 tensor   Step 4 and parallelize_module, with SequenceParallel or without, and loss_parallel on logits cut by vocabulary.
 context  Step 5 and all-gathered keys and values with a mask, in DDP: torch's context_parallel does not run on the CPU.
-pipeline Step 6 and torch.distributed.pipelining, each rank with the same layers and the same loss. Torch has no ZB-H1: its two
-         nearest have two stages per rank ("torch, ZB": ScheduleInterleavedZeroBubble). What the bubble allows is for equal stages.
-sleep    Only if it is asked for: step 6 on four ranks that sleep instead of computing while the messages really travel, against
-         the simulator, which is told what a message took in a ping-pong before.
+pipeline Step 6 and torch.distributed.pipelining, with the same stages and the loss of model.LMHead. "torch, zerobubble" is its
+         interleaved one with one stage per rank. "at most": what the bubble allows if stages are alike (the last has the head too).
+sleep    Not of "all": step 6 on four ranks that sleep instead of computing, but really send, beside what the simulator says.
 
 "one rank" does the whole batch by itself, with no collective, while the other rank waits in a barrier.
 Rounds of all contestants alternate in order; the numbers to read are the medians of the ratios within a round. A
@@ -58,12 +57,13 @@ def build_model(args, shape, mesh):
     return train.build_model(shape, *([mesh] if hasattr(train, "tensor_parallel") else []), args)
 
 
-def whole_model_mesh():
-    return init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("pp", "dp", "tp"))
-
-
 def whole_model():
-    return build_model(*parse(""), whole_model_mesh())
+    return build_model(*parse(""), no_parts())
+
+
+def no_parts():
+    """A mesh in which every rank has the whole model."""
+    return init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def forward_and_backward(model, shape, mesh, args):
@@ -77,7 +77,7 @@ def forward_and_backward(model, shape, mesh, args):
 def one_rank(args, shape, mesh):
     import optimizer
     model, args.dp = whole_model(), 1
-    forward_backward = forward_and_backward(model, shape, whole_model_mesh(), args)
+    forward_backward = forward_and_backward(model, shape, no_parts(), args)
     optimizer.accumulate_gradients(model.parameters())
     adamw = optimizer.Optimizer(model.parameters(), args)
 
@@ -205,8 +205,7 @@ def pipelined(schedule, args, shape, mesh):
         layers = {name: model.model.layers[name] for name in map(str, range(first[stage], first[stage + 1]))}
         part = Pipeline.part(types.SimpleNamespace(model=model, last=last), stage, layers)
         part.forward = functools.partial(part.forward, positions=positions)
-        if stage == last:
-            part.lm_head = model.lm_head                  # for its weights to be found; the loss calls it
+        part.lm_head = model.lm_head if stage == last else None                    # called by the loss; here for its weights
         stages.append(pipelining.PipelineStage(part, stage, last + 1, torch.device("cpu"), group=mesh.get_group("pp")))
 
     def loss_of(hidden, targets):
@@ -222,6 +221,24 @@ def pipelined(schedule, args, shape, mesh):
             adamw.step()
             adamw.zero_grad()
         return sum((loss.detach() for loss in losses), torch.zeros(()))
+    return turn
+
+
+def asleep(args, shape, mesh):
+    """The executor, with nothing to compute."""
+    pipeline = forward_and_backward(build_model(args, shape, mesh), shape, mesh, args).__self__
+    output = torch.zeros(pipeline.shape)
+
+    def sleep(stage, i, came):
+        time.sleep(SECONDS / args.stages_per_rank)
+        return output
+    pipeline.forward = pipeline.input_gradient = pipeline.weight_gradient = sleep
+
+    def turn(batches):
+        for _ in batches:
+            pipeline.run(None)
+            dist.barrier()
+        return torch.ones(())
     return turn
 
 
@@ -263,21 +280,30 @@ PIPELINE = {
     "torch, interleaved": ("--pp 2 --schedule interleaved", functools.partial(pipelined, pipelining.ScheduleInterleaved1F1B)),
     "interleaved": ("--pp 2 --schedule interleaved", ours),
     "one rank": ("", one_rank),
-    "torch, ZB": ("--pp 2 --schedule interleaved", functools.partial(pipelined, pipelining.ScheduleInterleavedZeroBubble)),
+    "torch, zerobubble": ("--pp 2 --schedule zerobubble", functools.partial(pipelined, pipelining.ScheduleInterleavedZeroBubble)),
     "zerobubble": ("--pp 2 --schedule zerobubble", ours),
     "torch, ZBV": ("--pp 2 --schedule dualpipe", functools.partial(pipelined, pipelining.ScheduleZBVZeroBubble)),
     "torch, DualPipeV": ("--pp 2 --schedule dualpipe", functools.partial(pipelined, pipelining.ScheduleDualPipeV)),
     "dualpipe": ("--pp 2 --schedule dualpipe", ours),
 }
-CONTESTANTS = DATA | TENSOR | CONTEXT | PIPELINE
+SCHEDULES = "afab", "1f1b", "interleaved", "zerobubble", "dualpipe"
+SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # of F, of I and of W on a rank
+ASLEEP = {f"{name}, asleep": (f"{SLEEP} --schedule {name}", asleep) for name in SCHEDULES}
+CONTESTANTS = DATA | TENSOR | CONTEXT | PIPELINE | ASLEEP
+
+
+def simulated(name, message=0):
+    """A step's seconds, and the seconds of work in it, if F, I and W take SECONDS on a rank"""
+    import schedules
+    args = parse(CONTESTANTS[name][0])[0]
+    lists = schedules.make(args.schedule, args.pp, args.global_batch_size // args.micro_batch_size, args.stages_per_rank)
+    events = schedules.simulate(lists, *[SECONDS / args.stages_per_rank] * 3, message)
+    return max(event.end for event in events), sum(event.end - event.start for event in events)
 
 
 def bubble_allows(name):
-    """The speed of a pipeline, as a multiple of one rank's."""
-    import schedules
-    args = parse(CONTESTANTS[name][0])[0]
-    events = schedules.simulate(schedules.make(args.schedule, args.pp, MICRO_BATCHES, args.stages_per_rank))
-    return f"at most {sum(event.end - event.start for event in events) / max(event.end for event in events):.2f}"
+    seconds, work = simulated(name)
+    return f"at most {work / seconds:.2f}"                # of the speed of one rank
 
 
 # the step, the flags of its mesh, who takes part, and what is divided by what, with the ratio that is aimed at
@@ -292,11 +318,11 @@ TABLES = {
         ("zigzag", "one rank", 1.2), ("ring", "one rank", None), ("allgather", "one rank", None), ("ulysses", "one rank", None),
         ("torch, allgather", "one rank", None), ("zigzag", "torch, allgather", None)]),
     "pipeline": ("step06_pp", "--pp 2", PIPELINE, [
-        ("afab", "torch, GPipe", 1), ("1f1b", "torch, 1F1B", 1), ("interleaved", "torch, interleaved", 1), ("zerobubble", "torch, ZB", 1),
-        ("zerobubble", "torch, ZBV", 1), ("dualpipe", "torch, DualPipeV", 1),
-        *((name, "one rank", bubble_allows) for name in ("afab", "1f1b", "interleaved", "zerobubble", "dualpipe"))]),
+        ("afab", "torch, GPipe", 1), ("1f1b", "torch, 1F1B", 1), ("interleaved", "torch, interleaved", 1),
+        ("zerobubble", "torch, zerobubble", 1), ("zerobubble", "torch, ZBV", 1), ("dualpipe", "torch, DualPipeV", 1),
+        *((name, "one rank", bubble_allows) for name in SCHEDULES)]),
+    "sleep": ("step06_pp", SLEEP, ASLEEP, []),
 }
-SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # of F, of I and of W on a rank
 ONLY_FOR_MEMORY, MEMORY = ["FSDP2, every"], ["bucket", "DDP", "zero 1", "zero 2", "zero 3", "FSDP2", "FSDP2, every"]
 
 
@@ -367,73 +393,40 @@ def print_speed(seconds, steps, rows):
         print(f"{name:>33}: {statistics.median(values):8.3f} ({aim}{min(values):.3f} to {max(values):.3f} in {len(values)} rounds)")
 
 
-def write_speed(seconds, rounds, rows, path):
+def speed_lines(seconds, rounds, rows):
     lines = [f"| tokens/s, as a ratio | median of {rounds} rounds | lowest and highest | aim |", "|---|---|---|---|"]
     for name, values, target in ratios(seconds, rows):
         lines.append(f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {target or ''} |")
-    write_table("speed", lines, path)
+    return lines
 
 
-def write_table(name, lines, path):
+def write(name, lines, path):
     text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(lines) + "\n" + m[2],
                           path.read_text(), flags=re.S)
     path.write_text(text)
     print(f"{path.parent.name}/README.md: {found or 'no'} place for the table" + (", written" if found else ""))
 
 
-def asleep(schedule, mesh):
-    """The executor of a schedule, with nothing to compute; and the seconds that the simulator says."""
-    import schedules
-    from pipeline_parallel import Pipeline
-    args, shape = parse(f"{SLEEP} --schedule {schedule}")
-    pipeline = Pipeline(build_model(args, shape, mesh), shape, mesh, args)
-    seconds, tensor = SECONDS / args.stages_per_rank, torch.zeros(pipeline.shape)
-
-    def sleep(stage, i, came):
-        time.sleep(seconds)
-        return tensor
-    pipeline.forward = pipeline.input_gradient = pipeline.weight_gradient = sleep
-    lists = schedules.make(schedule, args.pp, args.global_batch_size // args.micro_batch_size, args.stages_per_rank)
-    events = schedules.simulate(lists, seconds, seconds, seconds, seconds_of_message(tensor))
-    return pipeline, max(event.end for event in events)
-
-
-def seconds_of_message(tensor, times=30):
-    """Half of there and back, between ranks 0 and 1."""
-    seconds, rank = [], dist.get_rank()
+def seconds_of_message(times=50):
+    """Half of there and back, between ranks 0 and 1, of what travels between stages."""
+    seconds, rank, tensor = [], dist.get_rank(), torch.zeros(MICRO_BATCH, SEQ_LEN, SHAPE["hidden_size"])
     for _ in range(times if rank < 2 else 0):
         start = time.perf_counter()
         for sender in 0, 1:
-            dist.send(tensor, 1 - rank) if rank == sender else dist.recv(torch.empty_like(tensor), 1 - rank)
+            dist.send(tensor, 1 - rank) if rank == sender else dist.recv(tensor, 1 - rank)
         seconds.append((time.perf_counter() - start) / 2)
     dist.barrier()
     return statistics.median(seconds or [0])
 
 
-def measure_sleep(mesh, rounds):
-    """{schedule: (seconds of a step in each round, as simulated)}"""
-    import schedules
-    sleepers = {name: asleep(name, mesh) for name in schedules.SCHEDULES}
-    seconds = {name: [] for name in sleepers}
-    for round in range(rounds + 1):
-        for name, (pipeline, _) in sleepers.items():
-            dist.barrier()
-            start = time.perf_counter()
-            pipeline.run(None)
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: (seconds[name][1:], simulated) for name, (_, simulated) in sleepers.items()}
-
-
-def report_sleep(results, path, write):
-    lines = ["| schedule | seconds, median | lowest and highest | simulated | difference, aim within 5% |", "|---|---|---|---|---|"]
-    for name, (times, simulated) in results.items():
-        seconds = statistics.median(times)
-        difference = f"{100 * (seconds / simulated - 1):+.1f}%"
-        print(f"{name:>33}: {seconds:.3f} s ({min(times):.3f} to {max(times):.3f}), simulated {simulated:.3f} s: {difference}")
-        lines.append(f"| {name} | {seconds:.3f} | {min(times):.3f} to {max(times):.3f} | {simulated:.3f} | {difference} |")
-    if write:
-        write_table("sleep", lines, path)
+def sleep_lines(seconds, rounds, steps, message):
+    lines = [f"| messages of {1000 * message:.1f} ms | ms, median of {rounds} rounds | range | simulated | difference, aim 5% |",
+             "|---|---|---|---|---|"]
+    for name, times in seconds.items():
+        times, said = [1000 * time / steps for time in times], 1000 * simulated(name, message)[0]
+        ms = statistics.median(times)
+        lines.append(f"| {name} | {ms:.0f} | {min(times):.0f} to {max(times):.0f} | {said:.0f} | {100 * (ms / said - 1):+.1f}% |")
+    return lines
 
 
 def measure_memory(names, mesh, steps):
@@ -487,7 +480,7 @@ def resizable_storages():
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--table", choices=[*TABLES, "sleep", "all"], default="all")
+    parser.add_argument("--table", choices=[*TABLES, "all"], default="all")
     parser.add_argument("--step", help="whose code; if not given, that of the table")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
@@ -495,31 +488,34 @@ def main():
     parser.add_argument("--write", action="store_true", help="put the ratios into the README of the step, where it has a place for them")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        for table in TABLES if args.table == "all" else [args.table]:
-            if table == "sleep" or any(name in args.only for name in TABLES[table][2]):
+        for table, (_, _, contestants, _) in TABLES.items():
+            ranks, asked = (4, ["sleep"]) if table == "sleep" else (RANKS, [table, "all"])
+            if args.table in asked and any(name in args.only for name in contestants):
                 print(f"{table}:", flush=True)
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4" if table == "sleep" else str(RANKS)]
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
                 run = subprocess.run([*torchrun, *sys.argv, "--table", table], env={**os.environ, "OMP_NUM_THREADS": "1"})
                 if run.returncode:
                     sys.exit(run.returncode)
         return
     torch.set_num_threads(1)
-    step, flags, contestants, rows = (TABLES | {"sleep": ("step06_pp", SLEEP, {}, [])})[args.table]
+    step, flags, contestants, rows = TABLES[args.table]
     folder = step_dir(args.step or step)
     sys.path.insert(0, str(folder))
     import mesh
     device_mesh = mesh.start_mesh(parse(flags)[0])
     names = [name for name in contestants if name in args.only]
-    if args.table == "sleep":
-        results = measure_sleep(device_mesh, args.rounds)
-        if dist.get_rank() == 0:
-            report_sleep(results, folder / "README.md", args.write)
-    elif args.rounds:
+    if args.rounds:
+        message = seconds_of_message() if args.table == "sleep" else None
         seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
         if dist.get_rank() == 0:
-            print_speed(seconds, args.steps, rows)
+            if message:
+                lines = sleep_lines(seconds, args.rounds, args.steps, message)
+                print(*lines, sep="\n")
+            else:
+                print_speed(seconds, args.steps, rows)
+                lines = speed_lines(seconds, args.rounds, rows)
             if args.write:
-                write_speed(seconds, args.rounds, rows, folder / "README.md")
+                write("sleep" if message else "speed", lines, folder / "README.md")
     for name, peak in measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps).items():
         if dist.get_rank() == 0:
             print(f"{name:>33}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
