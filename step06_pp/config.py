@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from schedules import SCHEDULES
+
 
 def refuse(message):
     """Bad input: rank 0 says what is wrong in one line, every rank exits with status 2."""
@@ -49,7 +51,7 @@ def parse_args(argv=None):
     add("--cp", type=int, default=1, help="context-parallel ranks: each has a part of every sequence")
     add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag", help="how attention sees the other parts")
     add("--pp", type=int, default=1, help="pipeline-parallel ranks: each has a part of the layers")
-    add("--schedule", choices=["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"], default="1f1b", help="what a rank of pp does when")
+    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
     add("--stages_per_rank", type=int, help="interleaved: two or more, two if not given; dualpipe has two, the others one")
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
     add("--log_file", help="write one JSON line per step")

@@ -71,7 +71,7 @@ class Pipeline:
 
     def part(self, stage, layers):
         """A stage is a Decoder too: of some of the layers, of the embedding if it is the first, of the norm if the last."""
-        decoder = copy.copy(self.model.model)
+        decoder = copy.copy(self.model.model)             # with modules of its own, which are the same
         ends = dict(embed_tokens=decoder.embed_tokens if stage == 0 else None, norm=decoder.norm if stage == self.last else None)
         decoder._modules = {**decoder._modules, **ends, "layers": nn.ModuleDict(layers)}
         return decoder
@@ -93,6 +93,7 @@ class Pipeline:
                 self.compute(what)
         for work, _ in self.going:
             work.wait()
+        self.going.clear()
         return self.loss / self.args.tp                   # all ranks of tp have the same
 
     def compute(self, action):
@@ -135,13 +136,12 @@ class Pipeline:
             linears, x, gather, grads = noted.pop(0)
             x = gather(x).flatten(0, -2)
             for linear, grad in zip(linears, grads):
-                linear.weight.backward(grad.flatten(0, -2).T @ x)
+                linear.weight.backward(grad.flatten(0, -2).T @ x)                  # of a leaf: accumulates, and its hooks fire
 
     def backward(self, stage, i, grad):
         grad = self.input_gradient(stage, i, grad)
         self.weight_gradient(stage, i, None)
         return grad
-
 
     def draw(self):
         """--profile: the last step as it was, on the ranks of rank 0's pipeline (of one machine: clocks differ)."""

@@ -51,7 +51,7 @@ def interleaved(rank, ranks, m, stages_per_rank):
     stages = range(rank, ranks * stages_per_rank, ranks)
     count = m // ranks
     rounds = [range(m * i // count, m * (i + 1) // count) for i in range(count)]
-    rounds.sort(key=len, reverse=True)
+    rounds.sort(key=len, reverse=True)                    # so that the forwards ahead are enough for any round
     forwards = [Action("F", stage, i) for batch in rounds for stage in stages for i in batch]
     backwards = [[Action("B", stage, i)] for batch in rounds for stage in reversed(stages) for i in batch]
     return by_turns(forwards, backwards, ahead=(stages_per_rank - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank) + 1)
@@ -67,12 +67,14 @@ def zero_bubble(rank, ranks, m):
 def dualpipe(rank, ranks, m):
     """DualPipeV: a rank has stage 0 of the way there and stage 1 of the way back; F of the one is paired with B of the other."""
     after, ends = ranks - 1 - rank, ["1", "0"] * (rank + 1)
-    moves = ["F0", "F0"] * after + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * after
-    for i in range(m - 2 * ranks + rank + 1):
-        moves += ["F0" if i == after == 0 else "F0+", "B1", "F1+", "B0"]           # +: with the next
-    moves += ["B1", "F1+", "B0"] * after
+    moves = ["F0", "F0"] * after                                                   # fill the way to the last rank and back
+    moves += ["F0", "F1"] * (rank + 1)                                             # the first are on their way back
+    moves += ["I1", "W", "F1"] * after                                             # and have their loss; W waits for nobody
+    for i in range(m - 2 * ranks + rank + 1):                                      # pairs; +: with the next
+        moves += ["F0" if i == after == 0 else "F0+", "B1", "F1+", "B0"]           # (the last rank's first B1 is waited for)
+    moves += ["B1", "F1+", "B0"] * after                                           # no new ones come
     moves += ["B" + stage for stage in ends[:rank + 1]] + ["I" + stage for stage in ends[rank + 1:]]
-    moves += ["W", "I0"] * after + ["W"] * (rank + 1)
+    moves += ["W", "I0"] * after + ["W"] * (rank + 1)                              # W that was put off fills the end
 
     stages, done, waiting, actions = (rank, 2 * ranks - 1 - rank), Counter(), [], []
     for move in moves:
