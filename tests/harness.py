@@ -99,7 +99,7 @@ class GradientsForWeights:
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
     def __init__(self, size=8):
-        self.size, self.workers = size, []
+        self.size, self.workers, self.jobs = size, [], 0
 
     def start(self, world):
         """Workers are started when a job first needs so many."""
@@ -124,6 +124,9 @@ class Pool:
         """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
         from steps import step_dir
         from torch.distributed import TCPStore
+        self.jobs += 1
+        if self.jobs % 60 == 0:                           # gloo's threads outlive some groups: a process is not kept for ever
+            self.stop()
         self.start(world)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # where its ranks find each other
         module = "harness" if function.__module__ == "__main__" else function.__module__

@@ -64,6 +64,13 @@ def test_eight_stages(pool, flags, baseline):
         assert_same_run(trained, baseline[9], 1e-9, schedule)
 
 
+@LONG
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe"])
+def test_eight_ranks_of_two_stages(pool, tmp_path, schedule):
+    base = f"{cases.make(tmp_path, **SHAPE | dict(num_hidden_layers=17))} --dtype float64 --micro_batch_size 1 --steps 2"
+    assert_same_run(pool.train(STEP, f"{base} --pp 8 --schedule {schedule}", world=8), pool.train(BASELINE, base), 1e-9, schedule)
+
+
 def combinations(number, seed):
     draw, drawn = random.Random(seed), []
     while len(drawn) < number:
