@@ -10,8 +10,7 @@ sys.path.insert(0, str(TESTS))
 from steps import ROOT
 
 RUNS = {"one process": ("step01_single_gpu", 1, ""), "dp 4": ("step02_dp", 4, ""), "dp 4, ZeRO-1": ("step03_zero", 4, "--zero 1"),
-        "dp 4, ZeRO-3": ("step03_zero", 4, "--zero 3"), "dp 2, tp 2": ("step04_tp_sp", 4, "--tp 2"), "cp 2, tp 2": ("step05_cp", 4, "--cp 2 --tp 2"),
-        "pp 2, tp 2": ("step06_pp", 4, "--pp 2 --tp 2"), "pp 2, ZeRO-3, DualPipeV": ("step06_pp", 4, "--pp 2 --schedule dualpipe --zero 3")}
+        "dp 4, ZeRO-3": ("step03_zero", 4, "--zero 3"), "dp 4, ZeRO-3 in pairs": ("step03_zero", 4, "--zero 3 --zero_shard 2")}
 
 with tempfile.TemporaryDirectory() as folder:
     logs = []
