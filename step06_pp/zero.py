@@ -115,9 +115,9 @@ def gather_when_needed(units, args):
             units[i - 1].gather_if_released()
 
     def after_forward(i, output):
-        if args.zero == 3 and args.pp == 1 and i > 0:                      # unit 0, the embedding, needs no weights in backward
+        if args.zero == 3 and args.pp == 1 and i > 0:     # unit 0, the embedding, needs no weights in backward
             output.register_hook(lambda grad: before_backward(i))
-        if args.zero == 3 and args.pp == 1 and i < len(units) - 2:         # the last block and the head stay: backward begins with them
+        if args.zero == 3 and args.pp == 1 and i < len(units) - 2:                 # the last block and the head stay: backward begins with them
             units[i].release()
 
     for i, unit in enumerate(units):

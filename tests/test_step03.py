@@ -6,7 +6,6 @@ import torch
 
 import cases
 from harness import Refused, assert_same_run
-from steps import step_dir
 from test_step02 import ledger_rows
 
 STEP, BASELINE = "step03_zero", "step01_single_gpu"

@@ -6,7 +6,6 @@ import pytest
 import torch
 from harness import Refused, assert_same_run
 from operations import assert_all_meet, recorded_job
-from steps import step_dir
 from test_step02 import ledger_rows, refused_job
 
 STEP, BASELINE = "step04_tp_sp", "step01_single_gpu"

@@ -1,5 +1,4 @@
 """Step 5: every sequence cut over cp, in four modes, trains as one process does; attention in blocks is attention."""
-import math
 import random
 
 import cases
@@ -7,7 +6,6 @@ import pytest
 import torch
 from harness import Refused, assert_same_run
 from operations import assert_all_meet, recorded_job
-from steps import step_dir
 from test_step02 import ledger_rows, refused_job
 from test_step04 import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LONG, MLP, SHAPE, kept_job
 
@@ -98,7 +96,6 @@ def test_compile(pool, flags, mode):
 def attention_job(modes, seq_len, dtypes):
     """{(mode, dtype): for the output and the three gradients the relative error of this rank's part}, and under "flash"
     that of the flash kernel on the whole; the reference is the flash kernel in float64."""
-    import os
     from types import SimpleNamespace
 
     import context_parallel
