@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 
-def data_parallel(params, mesh, args):
+def data_parallel(params, group, args):
     """Call before the optimizer is made; returns a function to call after backward, when it is over the gradients
     are summed."""
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    params, group = list(params), mesh.get_group("dp")
+    params = list(params)
     if args.dp_mode == "naive":
         return naive(params, group)
     if args.dp_mode == "overlap":

@@ -55,7 +55,7 @@ def main(argv=None):
     mesh = start_mesh(args)
     model = build_model(config, args)
     accumulate_gradients(model.parameters())
-    sum_gradients = data_parallel(model.parameters(), mesh, args)
+    sum_gradients = data_parallel(model.parameters(), mesh.get_group("dp"), args)
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
     metrics = Metrics(config, args)

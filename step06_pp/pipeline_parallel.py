@@ -1,6 +1,6 @@
 """Pipeline parallelism: the layers are cut into stages, the micro-batches go through them in the order of a schedule.
 
-    python step06_pp/pipeline_parallel.py --schedule 1f1b --pp 4 --micro_batches 8      # shows a schedule, no training
+    python pipeline_parallel.py --schedule 1f1b --pp 4 --micro_batches 8      # shows a schedule, no training
 
 A rank holds one stage or several. Between stages travel the activations of a micro-batch, [batch, seq, hidden], forward,
 and their gradient, of the same size, backward. What is done when is the schedule's business (schedules.py).
@@ -133,10 +133,8 @@ class Pipeline:
     def weight_gradient(self, stage, i, _):
         noted = self.delayed.pop((stage, i))
         while noted:                                      # each is freed when it is done
-            linears, x, gather, grads = noted.pop(0)
-            x = gather(x).flatten(0, -2)
-            for linear, grad in zip(linears, grads):
-                linear.weight.backward(grad.flatten(0, -2).T @ x)                  # of a leaf: accumulates, and its hooks fire
+            weight_gradients, x, grads = noted.pop(0)
+            weight_gradients(x, grads)
 
     def backward(self, stage, i, grad):
         grad = self.input_gradient(stage, i, grad)
@@ -156,24 +154,29 @@ class Note(torch.autograd.Function):
     """The identity, before linears that have one input. Its backward comes after theirs, and notes what their weights' takes."""
 
     @staticmethod
-    def forward(ctx, x, linears, gather, grads, noted):
+    def forward(ctx, x, weight_gradients, grads, noted):
         ctx.save_for_backward(x)
-        ctx.note = linears, gather, grads, noted
+        ctx.note = weight_gradients, grads, noted
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        linears, gather, grads, noted = ctx.note
-        noted.append((linears, *ctx.saved_tensors, gather, grads))
-        return grad, None, None, None, None
+        weight_gradients, grads, noted = ctx.note
+        noted.append((weight_gradients, *ctx.saved_tensors, grads))
+        return grad, None, None, None
 
 
 def split_backward(layers, noted, mesh, args):
     """Linears that leave their weights out of backward, and note input and output gradient instead, for W."""
     def product_of(linears, enter, gather):
+        def weight_gradients(x, grads):
+            x = gather(x).flatten(0, -2)
+            for linear, grad in zip(linears, grads):
+                linear.weight.backward(grad.flatten(0, -2).T @ x)                  # of a leaf: accumulates, and its hooks fire
+
         def product(x, *weights):
             grads = [None] * len(linears)
-            x = enter(Note.apply(x, linears, gather, grads, noted))
+            x = enter(Note.apply(x, weight_gradients, grads, noted))
             products = [F.linear(x, weight.detach()) for weight in weights]
             for i, y in enumerate(products):
                 y.register_hook(lambda grad, i=i: grads.__setitem__(i, grad))
@@ -184,17 +187,19 @@ def split_backward(layers, noted, mesh, args):
         product = product_of([linear], lambda x: x, lambda x: x)
         linear.forward = lambda x: product(x, linear.weight)[0]
 
+    def region(module, first, last):
+        alone(last)
+        if args.tp == 1:
+            for linear in first:
+                alone(linear)
+        else:                                             # W gathers the region's input again, as EnterLinears does
+            gather, reduce, group = module.border
+            module.product = product_of(first, lambda x: tensor_parallel.Enter.apply(x, gather, reduce, group), lambda x: gather(x, group)())
+
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
-        alone(attention.o_proj)
-        alone(mlp.down_proj)
-        for region, linears in (attention, [attention.q_proj, attention.k_proj, attention.v_proj]), (mlp, [mlp.gate_proj, mlp.up_proj]):
-            if args.tp == 1:
-                for linear in linears:
-                    alone(linear)
-            else:                                         # W gathers the region's input again, as EnterLinears does
-                gather, reduce, group = region.border
-                region.product = product_of(linears, lambda x: tensor_parallel.Enter.apply(x, gather, reduce, group), lambda x: gather(x, group)())
+        region(attention, [attention.q_proj, attention.k_proj, attention.v_proj], attention.o_proj)
+        region(mlp, [mlp.gate_proj, mlp.up_proj], mlp.down_proj)
 
 
 # ------------------------------------------------------------------------------------------- the seams to other files

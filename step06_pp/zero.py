@@ -25,14 +25,15 @@ def zero_units(model, args):
     mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     decoder = model.model
     for modules in filter(all, ([decoder.embed_tokens], *([layer] for layer in decoder.layers.values()), [decoder.norm, model.lm_head])):
-        Unit(modules, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"), keep=args.pp > 1)
+        params = [param for module in modules for param in module.parameters()]
+        Unit(modules, params, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"), keep=args.pp > 1)
 
 
 def zero(model, mesh, args):
     """What the optimizer is to update; and what to call after backward, and after the optimizer's step."""
     if args.zero == 0:
         accumulate_gradients(model.parameters())
-        return list(model.parameters()), without_zero.data_parallel(model.parameters(), mesh, args), lambda: None
+        return list(model.parameters()), without_zero.data_parallel(model.parameters(), mesh.get_group("dp_cp"), args), lambda: None
     units = list(dict.fromkeys(param.unit for param in model.parameters()))
     finish_reduces = reduce_when_ready(units, args.global_batch_size // (args.micro_batch_size * args.dp))
     gather_when_needed(units, args)
@@ -144,9 +145,8 @@ def whole(param):
 
 
 class Unit:
-    def __init__(self, modules, stage, shard, replicate, keep):
+    def __init__(self, modules, metas, stage, shard, replicate, keep):
         self.modules, self.stage, self.shard, self.replicate, self.keep = modules, stage, shard, replicate, keep
-        metas = [param for module in modules for param in module.parameters()]
         for param in metas:
             param.unit = self
         self.count, self.params, self.arrived = len(metas), [], 0

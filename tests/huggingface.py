@@ -4,23 +4,40 @@ import math
 import numpy as np
 import torch
 import transformers
-from transformers.models.llama import modeling_llama
+from safetensors.torch import load_file
 
 
 def load(folder, dtype, exact=True):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")         # the grouped one refuses float64
     if exact:
         in_own_precision(model)
     return model.train()
 
 
 def in_own_precision(model):
-    """transformers computes norms and rotary tables in float32 whatever the model's dtype; these do not."""
+    """transformers computes norms, rotary tables and routers in float32 whatever the model's dtype; these do not."""
     for module in model.modules():
-        if isinstance(module, modeling_llama.LlamaRMSNorm):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
             module.forward = lambda x, m=module: m.weight * x * (x.square().mean(-1, keepdim=True) + m.variance_epsilon).rsqrt()
-        if isinstance(module, modeling_llama.LlamaRotaryEmbedding):
+        if kind.endswith("RotaryEmbedding"):
             module.forward = lambda x, position_ids, m=module: exact_tables(m.config, position_ids, x.dtype)
+        if kind.endswith("TopKRouter"):
+            module.forward = lambda x, m=module: exact_router(m, x.flatten(0, -2))
+
+
+def exact_router(router, x):
+    logits = x @ router.weight.T
+    scores, experts = logits.softmax(-1).topk(router.top_k)
+    return logits, scores / scores.sum(-1, keepdim=True), experts
+
+
+def on_disk(model, folder):
+    """The parameters under the names that a checkpoint has, where each expert is apart."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def exact_tables(config, position_ids, dtype):

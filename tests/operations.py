@@ -17,6 +17,8 @@ class Recorder(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(group))
             shapes = tuple(tuple(tensor.shape) for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor))
             peer = ranks[args[2]] if op._opname in ("send", "recv_") else None
+            if op._opname == "alltoall_base_" and args[4]:                         # as many rows to each as there are
+                shapes, peer = None, (tuple(args[4]), tuple(args[3]))
             self.operations.append((group.group_name, ranks, op._opname, shapes, peer))
         return op(*args, **(kwargs or {}))
 
@@ -33,10 +35,13 @@ def assert_all_meet(per_rank):
     groups = {(name, ranks) for operations in per_rank for name, ranks, *_ in operations if len(ranks) > 1}
     for name, ranks in groups:
         said = {rank: [o[2:] for o in per_rank[rank] if o[:2] == (name, ranks)] for rank in ranks}
-        collectives = {rank: [o for o in said[rank] if o[2] is None] for rank in ranks}
+        collectives = {rank: [(*o[:2], None) for o in said[rank] if not isinstance(o[2], int)] for rank in ranks}
+        uneven = {rank: [o[2] for o in said[rank] if isinstance(o[2], tuple)] for rank in ranks}
         for rank in ranks:
             assert collectives[rank] == collectives[ranks[0]], f"group {ranks}: ranks {ranks[0]} and {rank} differ"
-            for other in ranks:
+            for i, other in enumerate(ranks):
+                to, of = [sent[i] for sent, _ in uneven[rank]], [received[ranks.index(rank)] for _, received in uneven[other]]
+                assert to == of, f"group {ranks}: what {rank} sends to {other} is not what {other} expects"
                 sent = [shapes for what, shapes, peer in said[rank] if what == "send" and peer == other]
                 received = [shapes for what, shapes, peer in said[other] if what == "recv_" and peer == rank]
                 assert sent == received, f"group {ranks}: from {rank} to {other}"

@@ -22,6 +22,8 @@ CHANGES = {
                   "train.py"},
     "step06_pp": {"pipeline_parallel.py", "schedules.py", "tensor_parallel.py", "zero.py", "ledger.py", "mesh.py", "checkpoint.py",
                   "config.py", "train.py"},
+    "step07_ep": {"expert_parallel.py", "model.py", "pipeline_parallel.py", "tensor_parallel.py", "data_parallel.py", "zero.py", "ledger.py",
+                  "checkpoint.py", "metrics.py", "config.py", "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}

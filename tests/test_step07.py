@@ -1,0 +1,450 @@
+"""Step 7: experts spread over ep train as one process does and as transformers' Mixtral does, however tokens are routed."""
+import random
+
+import cases
+import huggingface
+import numpy as np
+import pytest
+import torch
+from harness import Refused, assert_same_run, assert_same_tensors, relative
+from operations import assert_all_meet, recorded_job
+from steps import run, step_dir
+from test_step02 import ledger_rows, refused_job
+from test_step03 import storage_bytes
+from test_step04 import HIDDEN, LONG, MLP, SHAPE
+
+STEP, DENSE_BASELINE = "step07_ep", "step01_single_gpu"
+EXPERTS = 8
+MOE = SHAPE | dict(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
+ONE = "--micro_batch_size 6 --dtype float64"              # the one process that all layouts are compared with
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """{(top_k, layers): the flags of a run}"""
+    folder = tmp_path_factory.mktemp("case")
+    return {(top_k, layers): cases.make(folder / f"{top_k}_{layers}", **MOE | dict(num_experts_per_tok=top_k, num_hidden_layers=layers))
+            for top_k, layers in [(1, 2), (2, 2), (4, 2), (2, 4)]}
+
+
+@pytest.fixture(scope="module")
+def one_process(pool, flags):
+    """Runs of one process, made when first asked for."""
+    made = {}
+
+    def one(case, balance="bias"):
+        if (case, balance) not in made:
+            made[case, balance] = pool.train(STEP, f"{flags[case]} {ONE} --balance {balance}")
+        return made[case, balance]
+    return one
+
+
+def assert_as_one_process(pool, flags, one_process, world, more, case=(2, 2), balance="bias"):
+    one = one_process(case, balance)
+    trained = pool.train(STEP, f"{flags[case]} --dtype float64 --balance {balance} {more}", world=world)
+    assert_same_run(trained, one, 1e-9, f"{case} {balance} {more}")
+    assert [line["balance"] for line in trained.lines] == [line["balance"] for line in one.lines], more
+
+
+@pytest.mark.parametrize("balance", ["bias", "aux"])
+@pytest.mark.parametrize("world, more", [
+    (1, "--micro_batch_size 4"), (2, "--dp 2 --micro_batch_size 4"), (2, "--ep 2 --micro_batch_size 12"), (8, "--ep 8 --micro_batch_size 3"),
+    (4, "--ep 2 --micro_batch_size 3"), (4, "--ep 4 --cp 4 --micro_batch_size 12"), (8, "--ep 4 --cp 2 --micro_batch_size 3"),
+    (4, "--ep 2 --tp 2 --micro_batch_size 6"), (8, "--ep 4 --tp 2 --sp off --micro_batch_size 3"), (8, "--tp 8 --micro_batch_size 24"),
+    (4, "--ep 4 --recompute full --micro_batch_size 3"), (4, "--ep 4 --recompute selective --micro_batch_size 3"),
+    pytest.param(4, "--ep 2 --dp_mode naive --micro_batch_size 3", marks=LONG), (4, "--ep 2 --dp_mode overlap --micro_batch_size 3"),
+    (4, "--ep 2 --zero 1 --micro_batch_size 3"), (4, "--ep 2 --zero 2 --micro_batch_size 3"), (4, "--ep 2 --zero 3 --micro_batch_size 3"),
+    (4, "--ep 4 --zero 3 --micro_batch_size 6"), (8, "--ep 2 --zero 3 --zero_shard 4 --micro_batch_size 3"),
+    pytest.param(8, "--ep 4 --zero 2 --zero_shard 2 --micro_batch_size 3", marks=LONG), pytest.param(6, "--ep 2 --zero 1 --zero_shard 3 --micro_batch_size 4", marks=LONG)])
+def test_trains_as_one_process(pool, flags, one_process, world, more, balance):
+    assert_as_one_process(pool, flags, one_process, world, more, balance=balance)
+
+
+@pytest.mark.parametrize("schedule", ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"])
+@pytest.mark.parametrize("world, more", [
+    (4, "--pp 2 --ep 2 --micro_batch_size 3"), (4, "--pp 2 --tp 2 --zero 3 --micro_batch_size 6"),
+    (8, "--pp 2 --ep 2 --tp 2 --recompute full --micro_batch_size 3"), pytest.param(8, "--pp 2 --ep 4 --cp 2 --zero 2 --micro_batch_size 2", marks=LONG)])
+def test_in_a_pipeline(pool, flags, one_process, world, more, schedule):
+    assert_as_one_process(pool, flags, one_process, world, f"{more} --schedule {schedule}", case=(2, 4))
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+@pytest.mark.parametrize("world, more", [(8, "--ep 8 --micro_batch_size 3"), (4, "--ep 2 --tp 2 --zero 3 --micro_batch_size 6")])
+def test_other_numbers_of_experts_per_token(pool, flags, one_process, world, more, top_k):
+    assert_as_one_process(pool, flags, one_process, world, more, case=(top_k, 2))
+
+
+def combinations(number, seed, case):
+    draw, drawn = random.Random(seed), []
+    while len(drawn) < number:
+        dp, cp, tp, pp = (draw.choice([1, 2, 4]) for _ in range(4))
+        if dp * cp * tp * pp > 8:
+            continue
+        ep, stage = draw.choice([n for n in (1, 2, 4, 8) if dp * cp % n == 0]), draw.choice([0, 1, 2, 3])
+        schedule = draw.choice(["afab", "1f1b", "zerobubble"] + ["interleaved", "dualpipe"] * (case[1] >= 2 * pp))
+        if pp > case[1]:
+            continue
+        least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
+        micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 // dp % n == 0 and 24 // dp // n >= least])
+        shard = draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])
+        drawn.append((dp * cp * tp * pp, f"--ep {ep} --cp {cp} --cp_mode {draw.choice(['zigzag', 'ring', 'allgather'])} --tp {tp} --sp {draw.choice(['on', 'off'])} "
+                      f"--pp {pp} --schedule {schedule} --zero {stage} {f'--zero_shard {shard}' if stage else ''} --micro_batch_size {micro_batch} "
+                      f"--dp_mode {draw.choice(['naive', 'overlap', 'bucket'])} --recompute {draw.choice(['none', 'selective', 'full'])}"))
+    return drawn
+
+
+@pytest.mark.parametrize("world, more", combinations(10, 1, (2, 4)))
+def test_random_combinations(pool, flags, one_process, world, more):
+    assert_as_one_process(pool, flags, one_process, world, more, case=(2, 4))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("balance", ["bias", "aux", "none"])
+@pytest.mark.parametrize("world, more", combinations(60, 2, (2, 4)))
+def test_many_random_combinations(pool, flags, one_process, world, more, balance):
+    assert_as_one_process(pool, flags, one_process, world, more, case=(2, 4), balance=balance)
+
+
+@pytest.mark.parametrize("world, more", [(4, "--tp 2 --zero 3 --micro_batch_size 3"), (4, "--pp 2 --cp 2 --schedule zerobubble --micro_batch_size 6")])
+def test_a_dense_model_trains_as_in_step_1(pool, tmp_path, world, more):
+    flags = cases.make(tmp_path, **SHAPE) + " --dtype float64"
+    trained = pool.train(STEP, f"{flags} {more}", world=world)
+    assert_same_run(trained, pool.train(DENSE_BASELINE, flags), 1e-9, more)
+    assert [line["balance"] for line in trained.lines] == [None] * 4
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
+@pytest.mark.parametrize("world, more", [(4, "--ep 4"), (4, "--ep 2 --zero 2"), (4, "--tp 2 --ep 2"), (4, "--pp 2 --ep 2 --schedule zerobubble")])
+def test_first_gradients(pool, flags, world, more, dtype, tolerance):
+    base = f"{flags[2, 2]} --steps 1 --micro_batch_size 3"
+    trained, one = (pool.train(STEP, f"{base} {other}", world=n, gradients=True) for n, other in [(world, f"{more} --dtype {dtype}"), (1, "--dtype float64")])
+    assert [line["balance"] for line in trained.lines] == [line["balance"] for line in one.lines], "other experts were chosen"
+    assert_same_run(trained, one, tolerance, more)
+
+
+@pytest.mark.parametrize("more", ["--ep 2", "--pp 2 --schedule zerobubble"])
+def test_bfloat16(pool, flags, more):
+    base = f"{flags[2, 2]} --micro_batch_size 6"
+    trained = pool.train(STEP, f"{base} --dtype bfloat16 {more}", world=2)
+    assert_same_run(trained, pool.train(STEP, f"{base} --dtype float32"), 2e-2, weights=False)
+    assert {tensor.dtype for tensor in trained.weights.values()} == {torch.bfloat16}
+
+
+def test_compile(pool, flags, one_process):
+    trained = pool.train(STEP, f"{flags[2, 2]} --dtype float64 --micro_batch_size 6 --ep 2 --compile", world=2, timeout=200)
+    assert_same_run(trained, one_process((2, 2)), 1e-9)
+
+
+# ------------------------------------------------------------------------------------- extreme routing
+def routed_job(argv, bias, folder, layers):
+    """Training with a bias that leaves the router little choice, or none."""
+    import expert_parallel
+    import train
+
+    class Forced(expert_parallel.Balance):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.bias += torch.tensor(bias)
+    train.Balance = Forced
+    try:
+        train.main([*argv, "--save", folder, "--log_file", f"{folder}/log"])
+    finally:
+        train.Balance = expert_parallel.Balance
+
+
+@pytest.mark.parametrize("bias", [[9.0, 5] + [0] * 6, [0] * 6 + [5, 9.0], [9.0, 0, 0, 0, 9.0, 0, 0, 0]], ids=["first", "last", "two ranks"])
+def test_all_tokens_to_two_experts(pool, flags, tmp_path, bias):
+    """Experts, and ranks, with no token at all."""
+    import json
+    from types import SimpleNamespace
+
+    from safetensors.torch import load_file
+
+    def train(world, more):
+        folder = tmp_path / more.replace(" ", "")
+        folder.mkdir()
+        pool.call(routed_job, STEP, world=world, argv=f"{flags[2, 4]} --balance none --dtype float64 {more}".split(), bias=bias, folder=str(folder), layers=2)
+        lines = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+        return SimpleNamespace(losses=[line["loss"] for line in lines], grad_norms=[line["grad_norm"] for line in lines],
+                               balance=[line["balance"] for line in lines], weights=load_file(folder / "model.safetensors"))
+    one = train(1, "--micro_batch_size 6")
+    assert one.balance == [4.0] * 4
+    for world, more in [(8, "--ep 8 --micro_batch_size 3"), (4, "--ep 4 --zero 3 --micro_batch_size 6"), (4, "--ep 2 --tp 2 --micro_batch_size 6"),
+                        (4, "--ep 2 --pp 2 --schedule zerobubble --micro_batch_size 6 --recompute full")]:
+        trained = train(world, more)
+        assert_same_run(trained, one, 1e-9, more)
+        assert trained.balance == one.balance
+
+
+# ------------------------------------------------------------------------------------- against transformers
+@pytest.fixture(scope="module")
+def initial(pool, flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("initial")
+    pool.train(STEP, f"{flags[2, 4]} --dtype float64 --steps 0 --save {folder}", weights=False)
+    return folder
+
+
+@pytest.mark.parametrize("exact, tolerance", [(True, 1e-9), (False, 1e-5)])
+@pytest.mark.parametrize("world, more", [(1, ""), (4, "--ep 4"), (8, "--ep 2 --tp 2 --pp 2")])
+def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exact, tolerance):
+    trained = pool.train(STEP, f"{flags[2, 4]} --init_from {initial} --micro_batch_size 3 --lr_schedule constant --dtype float64 {more}", world=world)
+    model = huggingface.load(initial, torch.float64, exact)
+    tokens = np.load(flags[2, 4].split("--dataset ")[1].split()[0])
+    losses, norms, _ = huggingface.train(model, tokens, 4, 24, 16, lr=1e-2, warmup=2, grad_clip=0.5)
+    assert max(norms) > 0.5, "the test should clip"
+    for ours, theirs in zip(trained.losses + trained.grad_norms, losses + norms):
+        assert relative(ours, theirs) < tolerance
+    assert_same_tensors(trained.weights, huggingface.on_disk(model, tmp_path), tolerance if exact else 1e-3)
+
+
+def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path):
+    import transformers
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(vocab_size=64, hidden_size=40, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+                                        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3)
+    model = transformers.MixtralForCausalLM(config).double()
+    model.set_experts_implementation("eager")
+    saved = huggingface.on_disk(model, tmp_path / "theirs")
+    flags = cases.make(tmp_path / "case").split(" ", 2)[2]
+    one = pool.train(STEP, f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0")
+    assert_same_tensors(one.weights, saved, 0)
+    for world, more in (8, "--ep 2 --tp 2 --pp 2 --schedule dualpipe --zero 3 --micro_batch_size 3"), (4, "--ep 4 --zero 1 --sp off"):
+        pool.train(STEP, f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0 {more} --save {tmp_path / 'ours'}",
+                   world=world, weights=False)
+        again = huggingface.load(tmp_path / "ours", torch.float64, exact=False)
+        inputs = torch.arange(60).view(2, 30)
+        assert torch.equal(again(input_ids=inputs).logits, model(input_ids=inputs).logits)
+
+
+def test_several_files_have_an_index_of_the_experts(pool, flags, tmp_path):
+    one = pool.train(STEP, f"{flags[2, 2]} --dtype float64 --steps 1")
+    pool.call(save_in_pieces_job, STEP, argv=f"{flags[2, 2]} --dtype float64 --steps 1 --save {tmp_path}".split())
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    back = huggingface.load(tmp_path, torch.float64)
+    assert_same_tensors(huggingface.on_disk(back, tmp_path / "again"), one.weights, 0)
+
+
+def save_in_pieces_job(argv):
+    import checkpoint
+    import train
+    size, checkpoint.SHARD_BYTES = checkpoint.SHARD_BYTES, 200_000
+    try:
+        train.main(argv)
+    finally:
+        checkpoint.SHARD_BYTES = size
+
+
+def parameters_job():
+    import config
+    import metrics
+    import model
+    with torch.device("meta"):
+        return {name: (sum(p.numel() for p in model.Llama(shape).parameters()), metrics.parameter_count(shape))
+                for name, shape in config.PRESETS.items() if shape.num_local_experts}
+
+
+def test_presets_have_the_released_sizes(pool):
+    sizes = pool.call(parameters_job, STEP)[0]
+    assert sizes["mixtral-8x7b"] == (46_702_792_704, 12_879_925_248)               # all; those that one token meets
+
+
+# ------------------------------------------------------------------------------------- the products
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_grouped_products_against_a_loop(pool, dtype, tolerance):
+    worst = pool.call(grouped_job, STEP, dtype=dtype)[0]
+    assert worst.keys() == {"kernel", "trainer"} and max(worst.values()) < tolerance
+
+
+def grouped_job(dtype):
+    import model
+    from harness import distance
+    draw, worst = torch.Generator().manual_seed(0), {}
+    counts = torch.tensor([5, 0, 17, 1, 0, 9])
+    x, w, up = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in [(32, 16), (6, 24, 16), (32, 24)])
+    kernel = lambda x, w, counts: torch.nn.functional.grouped_mm(x, w.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+
+    def loop(x, w, counts):
+        return torch.cat([rows @ one.T for rows, one in zip(x.split(counts.tolist()), w)])
+
+    def of(product, dtype):
+        leaves = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+        y = product(*leaves, counts)
+        return [y.detach(), *torch.autograd.grad(y, leaves, up.to(dtype))]
+    for name, product in dict(kernel=kernel, trainer=model.grouped_product).items():
+        worst[name] = max(distance(a, b) for a, b in zip(of(product, dtype), of(loop, torch.float64)))
+    return worst
+
+
+# ------------------------------------------------------------------------------------- balance
+def auxiliary_job(argv):
+    """The gradients that --balance aux adds, beside those that autograd takes of the loss as the papers write it."""
+    import config
+    import expert_parallel
+    import train
+    from mesh import start_mesh
+
+    def gradients(extra, written_out):
+        args = config.parse_args([*argv, "--balance", extra])
+        shape = config.load_config(args)
+        config.check(args, shape)
+        mesh = start_mesh(args) if not torch.distributed.is_initialized() else gradients.mesh
+        gradients.mesh, logits = mesh, []
+        model = train.build_model(shape, mesh, args)
+        expert_parallel.Balance(model, shape, mesh, args)
+        for moe in expert_parallel.moe_layers(model):
+            moe.gate.register_forward_hook(lambda module, inputs, output: logits.append(output))
+        inputs, positions, targets = next(train.batches(train.load_tokens(args, shape.vocab_size), mesh, args))[0]
+        loss = model(inputs, positions, targets) / targets.numel()
+        for layer in logits if written_out else []:
+            scores = layer.softmax(-1)                                             # [batch, seq, experts]
+            chosen = torch.zeros_like(scores).scatter_(-1, scores.topk(2).indices, 1.0)
+            share, mean = chosen.sum(1) / (2 * args.seq_len), scores.mean(1)       # [batch, experts]
+            loss = loss + expert_parallel.AUX_WEIGHT * shape.num_local_experts * (share * mean).sum(-1).mean()
+        loss.backward()
+        return {name: param.grad for name, param in model.named_parameters()}
+    return gradients("aux", False), gradients("none", True), gradients("none", False)
+
+
+def test_the_auxiliary_loss_has_the_gradient_of_its_formula(pool, flags):
+    added, written_out, without = pool.call(auxiliary_job, STEP, argv=f"{flags[2, 2]} --dtype float64 --micro_batch_size 24".split())[0]
+    assert_same_tensors(added, written_out, 1e-12)
+    gate = "model.layers.0.mlp.gate.weight"
+    assert (added[gate] - without[gate]).norm() > 1e-3 * without[gate].norm()
+
+
+def test_the_bias_evens_out_the_load(pool):
+    base = "--model tiny-moe --seq_len 64 --steps 60 --lr_schedule constant"
+    load = {balance: [line["balance"] for line in pool.train(STEP, f"{base} --balance {balance}", weights=False).lines] for balance in ("none", "bias", "aux")}
+    late = {balance: sum(values[-10:]) / 10 for balance, values in load.items()}
+    assert load["none"][0] == load["bias"][0] == load["aux"][0]
+    assert late["bias"] < 0.8 * late["none"] and late["aux"] < 0.8 * late["none"], late
+
+
+@pytest.mark.sweep
+def test_the_bias_evens_out_the_load_of_a_whole_run(pool):
+    run = {balance: pool.train(STEP, f"--model tiny-moe --steps 200 --balance {balance}", weights=False, timeout=600) for balance in ("none", "bias")}
+    late = {balance: sum(line["balance"] for line in trained.lines[-20:]) / 20 for balance, trained in run.items()}
+    loss = {balance: sum(trained.losses[-20:]) / 20 for balance, trained in run.items()}
+    assert min(line["balance"] for line in run["bias"].lines) < 1.3 and late["bias"] < 1.4 and late["none"] > 1.5, late
+    assert loss["bias"] < 1.01 * loss["none"], loss
+
+
+# ------------------------------------------------------------------------------------- what is sent and what is kept
+def ledgers_job(argv):
+    """What the ledger saw on every rank, beside the formula."""
+    import contextlib
+
+    import ledger
+    import train
+    kept = {}
+
+    @contextlib.contextmanager
+    def on_every_rank(step, model, mesh, args):
+        with ledger.Ledger(mesh) as seen:
+            yield
+        expected = ledger.Counter()
+        for group, collective, size in ledger.formula(model, mesh, args):
+            expected[seen.name(group), collective] += size
+        kept.update({what: (seen.payload[what], expected[what], seen.wire[what]) for what in seen.payload.keys() | expected.keys()})
+    own, train.ledger = train.ledger, on_every_rank
+    try:
+        train.main(argv)
+    finally:
+        train.ledger = own
+    return kept
+
+
+@pytest.mark.parametrize("balance", ["bias", "aux"])
+@pytest.mark.parametrize("world, more", [
+    (2, "--ep 2"), (4, "--ep 4 --zero 1"), (4, "--ep 2 --zero 2"), (4, "--ep 2 --zero 3"), (4, "--cp 2 --ep 4"), (4, "--tp 2 --ep 2"),
+    (4, "--tp 2 --ep 2 --sp off"), (4, "--pp 2 --ep 2 --schedule zerobubble"), (8, "--pp 2 --tp 2 --ep 2 --schedule interleaved --zero 3")])
+def test_ledger(pool, flags, world, more, balance):
+    """Every rank sends top_k x tokens x hidden there and gets as much back; what it sends back is what it was sent: of that the sum is exact."""
+    argv = f"{flags[2, 4]} --steps 1 --micro_batch_size 3 --dtype bfloat16 --balance {balance} {more}".split()
+    per_rank = pool.call(ledgers_job, STEP, world=world, argv=argv)
+    for what in {what for seen in per_rank for what in seen}:
+        measured, expected = (sum(seen[what][i] for seen in per_rank) for i in (0, 1))
+        assert measured == expected, what
+        if what[1] != "all_to_all":
+            assert all(seen[what][0] == seen[what][1] for seen in per_rank), what
+
+
+def test_all_to_all_bytes(pool, flags):
+    """Written out for one layout: there and back, forward and backward, top_k x tokens x hidden; and the counts."""
+    seen = pool.call(ledgers_job, STEP, world=2, argv=f"{flags[2, 4]} --steps 1 --micro_batch_size 3 --dtype bfloat16 --ep 2".split())
+    rows, counts = 2 * (12 * 16) * HIDDEN * 2, 4 * EXPERTS * 8                     # of one rank: bytes a layer, bytes a micro-batch and layer
+    assert sum(rank["dp", "all_to_all"][0] if ("dp", "all_to_all") in rank else rank["ep", "all_to_all"][0] for rank in seen) == 2 * 4 * (4 * rows + EXPERTS * 8 * 4)
+    assert counts
+
+
+@pytest.mark.parametrize("more", ["--ep 4 --cp 2 --zero 3 --micro_batch_size 3", "--ep 2 --pp 2 --tp 2 --schedule zerobubble --micro_batch_size 3",
+                                  "--ep 2 --zero 2 --dp_mode overlap --balance aux --cp 2 --micro_batch_size 3"])
+def test_what_ranks_say_meets(pool, flags, more):
+    assert assert_all_meet(pool.call(recorded_job, STEP, world=8, argv=f"{flags[2, 4]} --steps 2 {more}".split())) > 1
+
+
+def expert_bytes_job(argv):
+    """Bytes of this rank's experts, their gradients and their optimizer states, and of everything else's."""
+    import train
+    kept, make, build = {}, train.Optimizer, train.build_model
+    train.Optimizer = lambda shards, args: kept.setdefault("optimizer", make(shards, args))
+    train.build_model = lambda *args: kept.setdefault("model", build(*args))
+    try:
+        train.main(argv)
+    finally:
+        train.Optimizer, train.build_model = make, build
+    model, optimizer = kept["model"], kept["optimizer"]
+    experts = [param for name, param in model.named_parameters() if ".experts." in name]
+    if hasattr(experts[0], "unit"):
+        units = list(dict.fromkeys(param.unit for param in experts))
+        grads, weights = [unit.grads if unit.grads is not None else unit.grad_slice for unit in units], [t for u in units for t in (u.weights, u.weight_slice)]
+        mine = {grad.untyped_storage()._cdata for grad in grads}
+    else:
+        grads, weights = [param.main_grad for param in experts], experts
+        mine = {grad.untyped_storage()._cdata for grad in grads}
+    states = [t for master, grad in zip(optimizer.masters, optimizer.grads) if grad.untyped_storage()._cdata in mine
+              for t in optimizer.adamw.state[master].values() if t.dim()]
+    return [storage_bytes(weights), storage_bytes(grads), storage_bytes(states)]
+
+
+@pytest.mark.parametrize("more, weights, grads, states", [  # divided by
+    ("--ep 1", 1, 1, 1), ("--ep 2", 2, 2, 2), ("--ep 4", 4, 4, 4), ("--ep 2 --tp 2", 4, 4, 4), ("--ep 2 --zero 1", 2, 2, 4), ("--ep 2 --zero 2", 2, 4, 4),
+    ("--ep 2 --zero 3", 4, 4, 4), ("--ep 4 --zero 3", 4, 4, 4), ("--ep 2 --zero 3 --zero_shard 2", 2, 2, 2)])
+def test_bytes_of_experts(pool, flags, more, weights, grads, states):
+    whole = 2 * EXPERTS * 3 * HIDDEN * MLP * 4
+    for measured in pool.call(expert_bytes_job, STEP, world=4, argv=f"{flags[2, 2]} --steps 2 --micro_batch_size 3 {more}".split()):
+        assert measured == [whole // weights, whole // grads, 2 * whole // states]
+
+
+# ------------------------------------------------------------------------------------- what can go wrong
+@pytest.mark.parametrize("model, world, more, message", [
+    ("moe", 4, "--tp 2 --ep 4", "dp(2) x cp(1) = 2 is not a multiple of ep(4); ep could be 1, 2"),
+    ("moe", 3, "--ep 3", "num_local_experts 8 is not a multiple of ep(3); ep could be 1"),
+    ("moe", 2, "--ep 0", "dp(2) x cp(1) = 2 is not a multiple of ep(0); ep could be 1, 2"),
+    ("moe", 2, "--balance both", "invalid choice: 'both'"),
+    ("dense", 2, "--ep 2", "has no experts"),
+    ("greedy", 1, "", "num_experts_per_tok 9 of 8 experts; it could be 1 to 8"),
+    ("sliding", 1, "", "sliding_window=64; only None is known here")])
+def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
+    shape = dict(moe=MOE, dense=SHAPE, greedy=MOE | dict(num_experts_per_tok=9), sliding=MOE | dict(sliding_window=64))[model]
+    with pytest.raises(Refused) as refused:
+        pool.call(refused_job, STEP, world=world, argv=f"{cases.make(tmp_path, **shape)} --micro_batch_size 1 {more}".split())
+    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+
+
+def test_a_bias_is_not_saved_and_that_is_said(pool, flags, tmp_path):
+    said = {balance: pool.train(STEP, f"{flags[2, 2]} --steps 1 --balance {balance} --save {tmp_path}", world=2).output for balance in ("none", "bias", "aux")}
+    assert "no place for the biases" in said["bias"] and said["bias"].count("no place") == 1
+    assert "no place" not in said["none"] + said["aux"]
+
+
+def test_started_from_a_checkpoint_there_is_no_bias(pool, flags, initial):
+    assert "no place" not in pool.train(STEP, f"{flags[2, 4]} --init_from {initial} --steps 1").output
+
+
+def test_copied_alone_it_runs(tmp_path):
+    import shutil
+    import sys
+    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
+    status, output = run([sys.executable, "alone/train.py", "--model", "tiny-moe", "--steps", "2"], tmp_path, 120)
+    assert status == 0 and "step 2/2" in output and "balance" in output, output
