@@ -102,7 +102,7 @@ class Balance:
             dist.all_reduce(chosen, group=self.cp)
             # the loss is the sum over experts of (share of the choices) x (mean score) x experts; each rank of tp adds a part
             scale = AUX_WEIGHT * experts / (top_k * self.args.seq_len ** 2 * self.args.global_batch_size * self.args.tp)
-            of_scores = scale * chosen.unsqueeze(1)
+            of_scores = scale * chosen.unsqueeze(1).type_as(scores)
             of_logits = scores * (of_scores - (scores * of_scores).sum(-1, keepdim=True))     # through the softmax
             logits.register_hook(lambda grad: grad + of_logits)
         return expert

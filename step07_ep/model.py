@@ -82,8 +82,12 @@ class GroupedLinear(nn.Module):
         return grouped_product(x, self.weight, counts)
 
 
+def kernel_takes(weight):
+    return weight.dtype == torch.bfloat16 and all(width % 8 == 0 for width in weight.shape[1:])       # rows of 16 bytes
+
+
 def grouped_product(x, weight, counts):                                            # [rows, in], [experts, out, in], [experts]
-    if x.dtype == torch.bfloat16:                                                  # what the kernel is for
+    if kernel_takes(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])
 

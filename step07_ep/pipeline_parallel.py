@@ -19,7 +19,7 @@ from torch import nn
 import context_parallel
 import schedules
 import tensor_parallel
-from model import MoE, grouped_product
+from model import MoE, grouped_product, kernel_takes
 
 
 def first_layers(config, stages):
@@ -211,7 +211,7 @@ def split_experts(experts, noted):
     def alone(linear):
         def product(x, counts):
             def weight_gradients(x, grads):
-                if x.dtype == torch.bfloat16:
+                if kernel_takes(linear.weight):
                     return linear.weight.backward(F.grouped_mm(grads[0].T, x, offs=counts.cumsum(0, dtype=torch.int32)))
                 rows = zip(grads[0].split(counts.tolist()), x.split(counts.tolist()))
                 linear.weight.backward(torch.stack([grad.T @ x for grad, x in rows]))
