@@ -1,4 +1,4 @@
-"""Steps 2 to 6 against torch's own parallelism, on two ranks with one thread each: python tests/bench_parallel.py
+"""Steps 2 to 7 against torch's own parallelism, on two ranks with one thread each: python tests/bench_parallel.py
 
 The same model, weights, batches and fused AdamW in all, float32 on gloo; no clipping and no reading of the loss. Torch's
 parallelism is put around the same model.Llama. Each table is a launch of its own, with the code of one step:
@@ -11,6 +11,7 @@ tensor   Step 4 and parallelize_module, with SequenceParallel or without, and lo
 context  Step 5 and all-gathered keys and values with a mask, in DDP: torch's context_parallel does not run on the CPU.
 pipeline Step 6 and torch.distributed.pipelining, with the same stages and the loss of model.LMHead. "torch, zerobubble" is its
          interleaved one with one stage per rank. "at most": what the bubble allows if stages are alike (the last has the head too).
+expert   Step 7 on a mixture of 8 experts, 2 for a token, with half the intermediate size. Torch has no such thing to compare with.
 sleep    Not of "all": step 6 on four ranks that sleep instead of computing, but really send, beside what the simulator says.
 
 "one rank" does the whole batch by itself, with no collective, while the other rank waits in a barrier.
@@ -50,6 +51,7 @@ warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.al
 RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4                # micro-batches of all ranks
 SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
              num_key_value_heads=4, head_dim=32)
+MOE = dict(intermediate_size=344, num_local_experts=8, num_experts_per_tok=2)
 
 
 def build_model(args, shape, mesh):
@@ -63,7 +65,9 @@ def whole_model():
 
 def no_parts():
     """A mesh in which every rank has the whole model."""
-    return init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh("cpu", (1, RANKS, 1, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    mesh["dp", "cp"]._flatten("dp_cp")
+    return mesh
 
 
 def forward_and_backward(model, shape, mesh, args):
@@ -289,7 +293,12 @@ PIPELINE = {
 SCHEDULES = "afab", "1f1b", "interleaved", "zerobubble", "dualpipe"
 SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # of F, of I and of W on a rank
 ASLEEP = {f"{name}, asleep": (f"{SLEEP} --schedule {name}", asleep) for name in SCHEDULES}
-CONTESTANTS = DATA | TENSOR | CONTEXT | PIPELINE | ASLEEP
+EXPERT = {
+    "ep 1": ("", ours),
+    "one rank": ("", one_rank),
+    "ep 2": ("--ep 2", ours),
+}
+CONTESTANTS = DATA | TENSOR | CONTEXT | PIPELINE | EXPERT | ASLEEP
 
 
 def simulated(name, message=0):
@@ -321,6 +330,7 @@ TABLES = {
         ("afab", "torch, GPipe", 1), ("1f1b", "torch, 1F1B", 1), ("interleaved", "torch, interleaved", 1),
         ("zerobubble", "torch, zerobubble", 1), ("zerobubble", "torch, ZBV", 1), ("dualpipe", "torch, DualPipeV", 1),
         *((name, "one rank", bubble_allows) for name in SCHEDULES)]),
+    "expert": ("step07_ep", "--ep 2", EXPERT, [("ep 2", "one rank", 1.2), ("ep 1", "one rank", None), ("ep 2", "ep 1", None)]),
     "sleep": ("step06_pp", SLEEP, ASLEEP, []),
 }
 ONLY_FOR_MEMORY, MEMORY = ["FSDP2, every"], ["bucket", "DDP", "zero 1", "zero 2", "zero 3", "FSDP2", "FSDP2, every"]
@@ -499,6 +509,7 @@ def main():
         return
     torch.set_num_threads(1)
     step, flags, contestants, rows = TABLES[args.table]
+    SHAPE.update(MOE if args.table == "expert" else {})
     folder = step_dir(args.step or step)
     sys.path.insert(0, str(folder))
     import mesh

@@ -98,7 +98,7 @@ class GradientsForWeights:
 
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
-    def __init__(self, size=8):
+    def __init__(self, size=16):
         self.size, self.workers, self.jobs = size, [], 0
 
     def start(self, world):

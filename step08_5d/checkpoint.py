@@ -1,0 +1,132 @@
+"""Weights in and out: drawn from (seed, name), or read from a Hugging Face checkpoint, or written as one."""
+import hashlib
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from config import local_folder, refuse, to_hugging_face
+from model import Llama
+from pipeline_parallel import whole
+from tensor_parallel import my_part, whole_shape
+
+SHARD_BYTES = 5 * 10**9                                   # a file of a checkpoint holds at most this much
+
+
+def materialize(model, config, args):
+    """Turns a model on the meta device into a real one, parameter by parameter."""
+    saved = open_checkpoint(args.init_from) if args.init_from else None
+    for name, meta in list(model.named_parameters()):
+        weights = [initial_weight(*one, config, args) if saved is None else read_weight(*one, saved, args) for one in on_disk(name, meta)]
+        weight = torch.stack(weights) if meta.dim() == 3 else weights[0]
+        param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
+        param.__dict__.update(meta.__dict__)              # what was noted on the parameter stays noted
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, param)
+        if args.zero:
+            param.unit.add(param)
+
+
+def on_disk(name, param):
+    """What a parameter is in a Mixtral's checkpoint: (name, tensor), one for each expert that it has."""
+    if ".mlp.gate." in name or ".mlp.experts." in name:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if param.dim() < 3:
+        return [(name, param)]
+    experts, first = [], sum(shard.index * len(param) for shard in getattr(param, "shards", []) if shard.dim == 0)
+    for i, one in enumerate(param.unbind(), start=first):
+        one.shards = [shard._replace(dim=shard.dim - 1) for shard in getattr(param, "shards", []) if shard.dim > 0]
+        experts.append((name.replace(".experts.", f".experts.{i}."), one))
+    return experts
+
+
+def initial_weight(name, meta, config, args):
+    """Depends on the seed and the name alone, so that it does not matter who else draws what."""
+    if meta.dim() == 1:
+        return torch.ones(meta.shape)                     # the norms
+    seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
+    generator = torch.Generator(args.device).manual_seed(seed)
+    whole = torch.randn(whole_shape(meta), generator=generator, device=args.device) * config.initializer_range
+    return whole[my_part(meta)]
+
+
+def open_checkpoint(name):
+    """{tensor name: the open file that has it}"""
+    folder = local_folder("--init_from", name)
+    files = sorted(file for file in os.listdir(folder) if file.endswith(".safetensors"))
+    if not files:
+        refuse(f"--init_from {name}: no .safetensors file there")
+    try:
+        opened = [safe_open(os.path.join(folder, file), framework="pt") for file in files]
+    except SafetensorError as error:
+        refuse(f"--init_from {name}: a damaged .safetensors file ({error})")
+    saved = {key: file for file in opened for key in file.keys()}
+    if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{name} ties the head to the embedding; they start equal here and are trained apart", flush=True)
+        saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
+    return saved
+
+
+def read_weight(name, meta, saved, args):
+    if name not in saved:
+        refuse(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
+    stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # tied
+    weight = saved[name].get_slice(stored)                # nothing is read yet
+    if weight.get_shape() != whole_shape(meta):
+        refuse(f"--init_from {args.init_from}: {name} is {weight.get_shape()}, --model {args.model} has {whole_shape(meta)}")
+    return weight[my_part(meta)]
+
+
+def save_checkpoint(model, config, mesh, args):
+    """config.json and model.safetensors, in several files if it is large; one tensor in memory at a time."""
+    with torch.device("meta"):
+        params = dict(Llama(config).named_parameters())
+    shapes = {name: param.shape for name, param in params.items()}
+    files = split_into_files(shapes, args.dtype.itemsize)
+    for file, names in files.items():
+        with create(args.save, file) as out:
+            out.write(header({disk: one.shape for name in names for disk, one in on_disk(name, params[name])}, args.dtype))
+            for name in names:
+                for _, weight in on_disk(name, whole(model, name, shapes[name], mesh, args)):
+                    out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
+    with create(args.save, "config.json") as out:
+        out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(s.numel() for s in shapes.values()) * args.dtype.itemsize},
+                 "weight_map": {disk: file for file, names in files.items() for name in names for disk, _ in on_disk(name, params[name])}}
+        with create(args.save, "model.safetensors.index.json") as out:
+            out.write(json.dumps(index, indent=2).encode())
+
+
+def create(folder, file):
+    return open(os.path.join(folder, file) if dist.get_rank() == 0 else os.devnull, "wb")
+
+
+def split_into_files(shapes, itemsize):
+    groups, size = [[]], 0
+    for name, shape in shapes.items():
+        size += shape.numel() * itemsize
+        if size > SHARD_BYTES and groups[-1]:
+            groups.append([])
+            size = shape.numel() * itemsize
+        groups[-1].append(name)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def header(shapes, dtype):
+    """A safetensors file: the length of the header, the header (JSON), then the bytes of the tensors."""
+    code = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}[dtype]
+    entries, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        end = at + shape.numel() * dtype.itemsize
+        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,308 @@
+"""The command line and the shape of the model. Everything that can be refused is refused here, before any work."""
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+from schedules import SCHEDULES
+
+
+def refuse(message):
+    """Bad input: rank 0 says what is wrong in one line, every rank exits with status 2."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--model", default="tiny", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
+    add("--init_from", help="directory or hub id with safetensors weights to start from")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text, json or parquet file or a hub id (with --tokenizer)")
+    add("--tokenizer", help="directory or hub id of a tokenizer")
+    add("--seq_len", type=int, default=128)
+    add("--global_batch_size", type=int, default=16, help="sequences per training step")
+    add("--micro_batch_size", type=int, default=2, help="sequences per forward pass")
+    add("--steps", type=int, default=120)
+    add("--lr", type=float, default=6e-3)
+    add("--lr_schedule", choices=["constant", "cosine"], default="cosine")
+    add("--warmup", type=int, default=5, help="steps of linear warm-up")
+    add("--weight_decay", type=float, default=0.1)
+    add("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--seed", type=int, default=42)
+    add("--dtype", choices=["float32", "bfloat16", "float64"], help="bfloat16 on CUDA, float32 on the CPU")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
+    add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
+    add("--compile", action="store_true", help="torch.compile every block")
+    add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp")
+    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
+    add("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="cut over dp x cp: 1 optimizer states, 2 gradients, 3 weights")
+    add("--zero_shard", type=int, help="cut into so many slices, with replicas across (hybrid); all of dp x cp if not given")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks: each has a part of every matrix")
+    add("--sp", choices=["on", "off"], default="on", help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
+    add("--cp", type=int, default=1, help="context-parallel ranks: each has a part of every sequence")
+    add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag", help="how attention sees the other parts")
+    add("--pp", type=int, default=1, help="pipeline-parallel ranks: each has a part of the layers")
+    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
+    add("--stages_per_rank", type=int, help="interleaved: two or more, two if not given; dualpipe has two, the others one")
+    add("--ep", type=int, default=1, help="expert-parallel ranks, of those of dp x cp: each has some of the experts")
+    add("--balance", choices=["none", "bias", "aux"], help="how the experts' load is evened out; bias if not given, none with --init_from")
+    add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
+    add("--log_file", help="write one JSON line per step")
+    add("--checkpoint", help="directory for checkpoints to resume from")
+    add("--save_every", type=int, default=100, help="steps between checkpoints; after the last step there is one as well")
+    add("--keep", type=int, default=2, help="so many checkpoints are kept, the newest")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint, if there is one")
+    add("--save", help="directory for a Hugging Face checkpoint after the last step")
+    add("--profile", help="directory for a trace and a picture of the memory over the first steps")
+    args = parser.parse_args(argv)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
+    args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+    return args
+
+
+@dataclass
+class ModelConfig:
+    """The names are those of a Hugging Face config.json."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: dict = None                    # of type llama3: its four numbers
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    num_local_experts: int = 0                   # of a Mixtral; 0: a Llama
+    num_experts_per_tok: int = 0
+
+
+def llama3(factor):
+    return dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+#                          vocab   hidden  mlp  layers heads kv head_dim
+PRESETS = {
+    "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096, initializer_range=0.1),
+    "llama-1b":   ModelConfig(128256, 2048,  8192,  16, 32, 8,  64, rope_scaling=llama3(32.0)),
+    "llama-3b":   ModelConfig(128256, 3072,  8192,  28, 24, 8, 128, rope_scaling=llama3(32.0)),
+    "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
+    "llama-70b":  ModelConfig(128256, 8192,  28672, 80, 64, 8, 128, rope_scaling=llama3(8.0)),
+    "llama-405b": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128, rope_scaling=llama3(8.0)),
+    "tiny-moe":   ModelConfig(256,    64,    96,    8,   8, 4,   8, max_position_embeddings=4096, initializer_range=0.1,
+                              num_local_experts=8, num_experts_per_tok=2),
+    "mixtral-8x7b": ModelConfig(32000, 4096, 14336, 32, 32, 8, 128, rope_theta=1e6, max_position_embeddings=32768,
+                                num_local_experts=8, num_experts_per_tok=2),
+}
+
+
+def local_folder(flag, name):
+    """A directory as it is; a hub id downloaded to the Hugging Face cache."""
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+    try:
+        return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+    except Exception as error:
+        presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
+        refuse(f"{flag} {name}: no such directory, and not to be had from the hub ({type(error).__name__}){presets}")
+
+
+def load_config(args):
+    if args.model in PRESETS:
+        return PRESETS[args.model]
+    path = os.path.join(local_folder("--model", args.model), "config.json")
+    if not os.path.isfile(path):
+        refuse(f"--model {args.model}: no config.json there; the presets are {', '.join(PRESETS)}")
+    try:
+        with open(path) as file:
+            return from_hugging_face(json.load(file), args.model)
+    except (ValueError, KeyError) as error:
+        refuse(f"--model {args.model}: not a config.json of a Llama ({type(error).__name__}: {error})")
+
+
+def from_hugging_face(raw, name):
+    """The older configs have rope_theta and rope_scaling, the newer ones rope_parameters with both."""
+    if raw.get("model_type") not in ("llama", "mixtral"):
+        refuse(f"--model {name}: model_type {raw.get('model_type')!r}; only 'llama' and 'mixtral' are known here")
+    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None, router_jitter_noise=0.0).items():
+        if raw.get(key, value) != value:
+            refuse(f"--model {name}: {key}={raw[key]!r}; only {value!r} is known here")
+    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        refuse(f"--model {name}: rope scaling of type {kind!r}; only 'llama3' is known here")
+    heads = raw["num_attention_heads"]
+    return ModelConfig(
+        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=rope["rope_theta"],
+        rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        initializer_range=raw.get("initializer_range", 0.02),
+        num_local_experts=raw.get("num_local_experts", 0), num_experts_per_tok=raw.get("num_experts_per_tok", 0))
+
+
+def to_hugging_face(config, dtype):
+    """With rope_parameters for transformers from 5 on, rope_theta and rope_scaling for the older ones."""
+    llama = {key: value for key, value in asdict(config).items()}
+    if config.rope_scaling:
+        llama["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
+    rope = llama["rope_scaling"] or {"rope_type": "default"}
+    kind = "Mixtral" if config.num_local_experts else "Llama"
+    return {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu", **llama,
+            "rope_parameters": {"rope_theta": config.rope_theta, **rope}, "tie_word_embeddings": False,
+            "attention_bias": False, "mlp_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def check(args, config):
+    """Refuses what cannot run, with the arithmetic and with values that would do."""
+    for name in ("seq_len", "global_batch_size", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            refuse(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name in ("steps", "warmup", "lr", "weight_decay", "grad_clip"):
+        if getattr(args, name) < 0:
+            refuse(f"--{name} {getattr(args, name)}: must not be negative")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    check_tensor_parallel(args, config)
+    check_context_parallel(args, config)
+    if args.pp < 1:
+        refuse(f"--pp {args.pp}: must be at least 1")
+    args.dp = world // (args.tp * args.cp * args.pp) if args.dp is None else args.dp
+    if args.pp * args.dp * args.cp * args.tp != world:
+        refuse(f"pp({args.pp}) x dp({args.dp}) x cp({args.cp}) x tp({args.tp}) != world size ({world}); "
+               f"pp x cp x tp could be {divisors(world)}, with --dp left out")
+    if args.bucket_mb <= 0:
+        refuse(f"--bucket_mb {args.bucket_mb}: must be positive")
+    if args.zero == 0 and args.zero_shard is not None:
+        refuse("--zero_shard needs --zero 1, 2 or 3")
+    slices = args.dp * args.cp
+    args.zero_shard = slices if args.zero_shard is None else args.zero_shard
+    if args.zero_shard < 1 or slices % args.zero_shard:
+        refuse(f"dp({args.dp}) x cp({args.cp}) is not a multiple of zero_shard({args.zero_shard}); zero_shard could be {divisors(slices)}")
+    batch, micro = args.global_batch_size, args.micro_batch_size
+    if batch % args.dp:
+        refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
+               f"it could be {batch // args.dp * args.dp or args.dp} or {(batch // args.dp + 1) * args.dp}")
+    if batch // args.dp % micro:
+        refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of micro_batch_size {micro}; "
+               f"micro_batch_size could be {divisors(batch // args.dp)}")
+    check_pipeline(args, config, batch // args.dp // micro)
+    check_experts(args, config)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    check_outputs(args)
+    if args.attention == "flash":
+        if args.device == "cpu" or args.dtype != torch.bfloat16:
+            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa runs anywhere")
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError:
+            refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+
+
+def check_tensor_parallel(args, config):
+    tp, heads, kv_heads = args.tp, config.num_attention_heads, config.num_key_value_heads
+    if tp < 1:
+        refuse(f"--tp {tp}: must be at least 1")
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % tp:
+            refuse(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); tp could be {tp_that_would_do(config)}")
+    if kv_heads % tp and tp % kv_heads:
+        refuse(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; tp could be {tp_that_would_do(config)}")
+    if args.sp == "on" and args.seq_len % tp:
+        refuse(f"seq_len {args.seq_len} is not a multiple of tp({tp}); it could be {args.seq_len // tp * tp or tp} "
+               f"or {(args.seq_len // tp + 1) * tp}; or --sp off")
+
+
+def tp_that_would_do(c):
+    common = math.gcd(c.num_attention_heads, c.intermediate_size, c.vocab_size)
+    fits = [n for n in range(1, common + 1) if common % n == 0 and (c.num_key_value_heads % n == 0 or n % c.num_key_value_heads == 0)]
+    return ", ".join(map(str, fits))
+
+
+def check_context_parallel(args, config):
+    cp, heads = args.cp, config.num_attention_heads // args.tp
+    if cp < 1:
+        refuse(f"--cp {cp}: must be at least 1")
+    if cp == 1:
+        return
+    chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one per rank
+    unit = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
+    if args.seq_len % unit:
+        refuse(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode {args.cp_mode} and tp({args.tp}) "
+               f"with --sp {args.sp} take; it could be {args.seq_len // unit * unit or unit} or {(args.seq_len // unit + 1) * unit}")
+    if args.cp_mode == "ulysses" and heads % cp:
+        refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a multiple of cp({cp}); "
+               f"with --cp_mode ulysses cp could be {divisors(heads)}")
+    if args.device == "cuda" and args.dtype != torch.bfloat16 and args.cp_mode != "ulysses":
+        refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16, as its flash kernels do; --cp_mode ulysses takes any")
+
+
+def check_pipeline(args, config, micro_batches):
+    usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
+    args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
+    if args.schedule == "interleaved" and args.stages_per_rank < 2 or args.schedule != "interleaved" and args.stages_per_rank != usual:
+        refuse(f"--stages_per_rank {args.stages_per_rank}: --schedule {args.schedule} takes {'2 or more' if args.schedule == 'interleaved' else usual}")
+    stages, layers = args.pp * args.stages_per_rank, config.num_hidden_layers
+    if layers < stages:
+        refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({args.stages_per_rank}) = {stages} stages; "
+               f"pp could be up to {layers // args.stages_per_rank}")
+    least = {"interleaved": args.pp, "dualpipe": 2 * args.pp}.get(args.schedule, 1)
+    if micro_batches < least:
+        refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size {args.micro_batch_size} = {micro_batches} micro-batches; "
+               f"--schedule {args.schedule} with pp({args.pp}) takes {least} or more: "
+               f"global_batch_size could be {least * args.dp * args.micro_batch_size}")
+
+
+def check_experts(args, config):
+    args.balance = args.balance or ("none" if args.init_from else "bias")
+    ranks, experts, top_k = args.dp * args.cp, config.num_local_experts, config.num_experts_per_tok
+    if args.ep < 1 or ranks % args.ep:
+        refuse(f"dp({args.dp}) x cp({args.cp}) = {ranks} is not a multiple of ep({args.ep}); ep could be {divisors(ranks)}")
+    if args.ep > 1 and not experts:
+        refuse(f"--ep {args.ep}: --model {args.model} has no experts; --model tiny-moe has 8")
+    if experts % args.ep:
+        refuse(f"num_local_experts {experts} is not a multiple of ep({args.ep}); ep could be {divisors(math.gcd(ranks, experts))}")
+    if experts and not 1 <= top_k <= experts:
+        refuse(f"num_experts_per_tok {top_k} of {experts} experts; it could be 1 to {experts}")
+    if experts and args.save and args.balance == "bias" and os.environ.get("RANK", "0") == "0":
+        print("--balance bias with --save: a Mixtral's checkpoint has no place for the biases that choose the experts, so what is "
+              "saved chooses a little differently from what was trained; --balance aux or none train a plain Mixtral", flush=True)
+
+
+def check_outputs(args):
+    """Better now than after the last step."""
+    if args.resume and not args.checkpoint:
+        refuse("--resume needs --checkpoint DIR, the directory to resume from")
+    for name in ("save_every", "keep"):
+        if getattr(args, name) < 1:
+            refuse(f"--{name} {getattr(args, name)}: must be at least 1")
+    try:
+        for folder in filter(None, (args.save, args.profile, args.checkpoint)):
+            os.makedirs(folder, exist_ok=True)
+        if args.log_file:
+            open(args.log_file, "a").close()
+    except OSError as error:
+        refuse(f"--save, --checkpoint, --profile or --log_file: cannot write there ({error})")
+
+
+def divisors(n):
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,108 @@
+"""Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t, on nothing else."""
+import fcntl
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from config import refuse
+from context_parallel import local_positions
+
+
+def load_tokens(args, vocab_size):
+    if args.dataset == "builtin":
+        from pydoc_data.topics import topics              # the text of Python's own help(), 465,000 characters
+        tokens = np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), dtype=np.uint8)
+    elif args.dataset.endswith((".npy", ".bin")):
+        tokens = open_token_file(args.dataset)
+    else:
+        tokens = open_token_file(tokenized(args))
+    sequences = (len(tokens) - 1) // args.seq_len
+    if sequences < 1:
+        refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = {args.seq_len + 1}")
+    largest = int(tokens[:args.global_batch_size * args.seq_len + 1].max())
+    if largest >= vocab_size:
+        refuse(f"--dataset {args.dataset}: token {largest}, but the model's vocabulary is {vocab_size}; "
+               f"take a --model whose config.json has a vocab_size above {largest}")
+    return tokens
+
+
+def open_token_file(path):
+    if not os.path.isfile(path):
+        refuse(f"--dataset {path}: no such file")
+    try:
+        tokens = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
+    except ValueError as error:
+        refuse(f"--dataset {path}: not a file of tokens ({error})")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        refuse(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are a 1-D array of integers")
+    return tokens
+
+
+def tokenized(args):
+    """Tokenizes a text once, documents parted by the end-of-text token; returns the .npy file it is cached in."""
+    if not args.tokenizer:
+        refuse(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
+    from datasets import config, load_dataset
+    from transformers import AutoTokenizer
+    os.makedirs(config.HF_DATASETS_CACHE, exist_ok=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    except Exception as error:
+        refuse(f"--tokenizer {args.tokenizer}: not to be had ({type(error).__name__})")
+    with open(os.path.join(config.HF_DATASETS_CACHE, "tokenized.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)                  # of several processes one tokenizes, the others wait and read
+        try:
+            if os.path.isfile(args.dataset):
+                kind = {".txt": "text", ".jsonl": "json"}.get(os.path.splitext(args.dataset)[1]) or args.dataset.rsplit(".")[-1]
+                documents = load_dataset(kind, data_files=args.dataset, split="train")
+            else:
+                documents = load_dataset(args.dataset, split="train")
+        except Exception as error:
+            refuse(f"--dataset {args.dataset}: no such file, and not to be had from the hub ({type(error).__name__})")
+        column = "text" if "text" in documents.column_names else documents.column_names[0]
+        key = f"{documents._fingerprint} {column} {tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+        path = os.path.join(config.HF_DATASETS_CACHE, hashlib.sha256(key.encode()).hexdigest()[:16] + ".npy")
+        if not os.path.isfile(path):
+            write_tokens(documents, column, tokenizer, path)
+    return path
+
+
+def write_tokens(documents, column, tokenizer, path):
+    def encode(batch):
+        rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
+        return {"tokens": [row + [tokenizer.eos_token_id] for row in rows]}
+    rows = documents.map(encode, batched=True, remove_columns=documents.column_names, desc="tokenizing")
+    length = sum(len(row) for row in rows["tokens"])
+    tokens = np.lib.format.open_memmap(path + ".part", mode="w+", dtype=np.uint32, shape=(length,))
+    at = 0
+    for batch in rows.with_format("numpy").iter(1000):
+        flat = np.concatenate(batch["tokens"])
+        tokens[at:at + len(flat)] = flat
+        at += len(flat)
+    tokens.flush()
+    os.replace(path + ".part", path)                      # a name that exists is a file that is whole
+
+
+def micro_batches(tokens, step, mesh, args):
+    """This rank's part of step t's data as a list of (inputs, positions, targets)."""
+    wanted = np.arange(step * args.global_batch_size, (step + 1) * args.global_batch_size)
+    wanted = wanted.reshape(args.dp, -1)[mesh.get_local_rank("dp")]
+    start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
+    batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
+    batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
+    positions = local_positions(mesh, args)
+    to = lambda t: (t.pin_memory() if args.device == "cuda" else t).to(args.device, non_blocking=True)
+    return [(to(rows[:, positions]), to(positions), to(rows[:, positions + 1]))
+            for rows in batch.split(args.micro_batch_size)]
+
+
+def batches(tokens, mesh, args, first):
+    """Each step's micro-batches; a thread reads those of step t + 1 while step t is computed."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        ahead = pool.submit(micro_batches, tokens, first, mesh, args)
+        for step in range(first, args.steps):
+            batch, ahead = ahead.result(), pool.submit(micro_batches, tokens, step + 1, mesh, args)
+            yield batch

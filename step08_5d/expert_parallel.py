@@ -1,0 +1,139 @@
+"""Expert parallelism: each rank of ep has some of the experts of every layer; tokens travel to theirs and back.
+
+ep is folded into dp x cp: its ranks have different tokens anyway, and all other parameters do not notice. A rank sorts
+its tokens by expert, tells the others how many they will get, sends them (all-to-all, as many to each as there are),
+computes what it was sent, and sends the results back.
+
+Without a counterweight the router soon sends most tokens to few experts. --balance says what is done about it:
+
+    bias    for choosing only, a bias is added to each expert's score. After every step it is lowered for those that had
+            more tokens than the mean, raised for those that had fewer
+    aux     an auxiliary loss: its gradient lowers the scores of experts with many tokens, in each sequence apart
+"""
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import pipeline_parallel
+from model import MoE
+from tensor_parallel import Shard
+
+BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
+
+
+def expert_parallel(model, config, mesh, args):
+    """Leaves this rank its experts, of a model on the meta device, and sends tokens to where their experts are."""
+    for param in model.parameters():
+        param.copies = mesh.get_group("dp_cp")            # who has the same parameter, and other tokens
+    sizes = (args.pp, args.dp * args.cp // args.ep, args.ep, args.tp)
+    expert_mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "expert_dp", "ep", "tp"))
+    group, copies = expert_mesh.get_group("ep"), expert_mesh.get_group("expert_dp")
+    for moe in moe_layers(model):
+        for linear in moe.experts.children():
+            whole = linear.weight
+            linear.weight = nn.Parameter(whole.chunk(args.ep)[group.rank()])
+            linear.weight.shards = [*whole.shards, Shard(group, 0, args.ep, group.rank())]
+            linear.weight.replicas, linear.weight.sum_over, linear.weight.copies = whole.replicas // args.ep, whole.sum_over, copies
+        if args.ep > 1:
+            dispatch(moe.experts, group)
+
+
+def moe_layers(model):
+    return [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]
+
+
+# ------------------------------------------------------------------------------------------- tokens to experts and back
+class AllToAll(torch.autograd.Function):
+    """Sends rows to each rank, as many as `sent` says; backward sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx, x, sent, received, group):
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        out = x.new_empty(sum(received), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def dispatch(experts, group):
+    """Has experts(rows sorted by expert, how many each) computed where the experts are."""
+    compute, ranks = experts.forward, group.size()
+
+    def forward(x, counts):                                                        # [rows, hidden], [experts]
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        theirs = theirs.view(ranks, -1)                                            # [ranks, experts/ep]: what comes to mine
+        sent, received = torch.stack((counts.view(ranks, -1), theirs)).sum(-1).tolist()       # the host waits for these
+        x = AllToAll.apply(x, sent, received, group)                               # by rank, and of each by expert
+        expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks).repeat_interleave(theirs.flatten())
+        order = expert.argsort(stable=True)
+        out = compute(x[order], theirs.sum(0))
+        return AllToAll.apply(out[order.argsort()], received, sent, group)
+    experts.forward = torch.compiler.disable(forward)     # its sizes come out of the data
+
+
+# ------------------------------------------------------------------------------------------- as many tokens for each
+class Balance:
+    """Chooses the experts, counts the tokens of each over the global batch, and evens them out."""
+
+    def __init__(self, model, config, mesh, args):
+        self.args, self.config, self.layers = args, config, moe_layers(model)
+        self.tokens, self.cp = mesh.get_group("dp_cp"), mesh.get_group("cp")
+        size = len(self.layers), config.num_local_experts
+        self.counts = torch.zeros(size, dtype=torch.int64, device=args.device)
+        self.bias = torch.zeros(size, dtype=torch.float32, device=args.device)
+        for i, layer in enumerate(self.layers):
+            layer.choose = torch.compiler.disable(functools.partial(self.choose, i))
+
+    def choose(self, i, logits):                                                   # [batch, seq, experts]
+        top_k, experts = self.config.num_experts_per_tok, self.config.num_local_experts
+        scores = logits.detach().softmax(-1)
+        expert = (scores + self.bias[i]).topk(top_k).indices
+        chosen = F.one_hot(expert, experts).sum((1, 2))                            # [batch, experts]: of each sequence
+        self.counts[i] += chosen.sum(0)                   # with recomputation twice, which changes no comparison
+        if self.args.balance == "aux" and logits.requires_grad:
+            dist.all_reduce(chosen, group=self.cp)
+            # the loss is the sum over experts of (share of the choices) x (mean score) x experts; each rank of tp adds a part
+            scale = AUX_WEIGHT * experts / (top_k * self.args.seq_len ** 2 * self.args.global_batch_size * self.args.tp)
+            of_scores = scale * chosen.unsqueeze(1).type_as(scores)
+            of_logits = scores * (of_scores - (scores * of_scores).sum(-1, keepdim=True))     # through the softmax
+            logits.register_hook(lambda grad: grad + of_logits)
+        return expert
+
+    def update(self):
+        """After every step. Returns the largest over the mean number of tokens of an expert, the mean of all layers."""
+        if not self.layers:
+            return None
+        dist.all_reduce(self.counts, group=self.tokens)
+        mean = self.counts.double().mean(1, keepdim=True)
+        if self.args.balance == "bias":
+            self.bias += BIAS_STEP * (mean - self.counts).sign()
+        largest = (self.counts.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers
+        self.counts.zero_()
+        dist.all_reduce(largest)                          # over pp; the others have the same
+        return largest / (dist.get_world_size() / self.args.pp)
+
+
+def formula(model, mesh, args):
+    """What one training step sends, as (group, collective, payload bytes), without recomputation. Back from the experts
+    comes what was sent there; a rank sends back what it was sent, which is as much if all experts have as many tokens."""
+    sent, layers, config = pipeline_parallel.formula(model, mesh, args), len(moe_layers(model)), model.model.config
+    if not layers:
+        return sent
+    sequences, tokens = args.global_batch_size // args.dp, args.global_batch_size // args.dp * args.seq_len // args.cp
+    counts = layers * config.num_local_experts * torch.int64.itemsize
+    if args.ep > 1:
+        group = moe_layers(model)[0].experts.w1.weight.shards[-1].over
+        rows = layers * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize
+        sent += [(group, "all_to_all", 4 * rows),         # there and back, forward and backward
+                 (group, "all_to_all", sequences // args.micro_batch_size * counts)]
+    if args.balance == "aux":
+        sent.append((mesh.get_group("cp"), "all_reduce", sequences * counts))
+    return [*sent, (mesh.get_group("dp_cp"), "all_reduce", counts), (dist.group.WORLD, "all_reduce", torch.float64.itemsize)]

@@ -1,0 +1,77 @@
+"""One line per step: loss, gradient norm, tokens per second, share of the GPU's peak (MFU), peak memory."""
+import json
+import os
+import resource
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "B200": 2250e12}   # dense bfloat16
+
+
+def parameter_count(c):
+    """From the shape of the model: no rank need hold it all. Of experts, those that a token meets."""
+    attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    router, experts = c.hidden_size * c.num_local_experts, c.num_experts_per_tok or 1
+    layer = attention + router + experts * 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    return 2 * c.vocab_size * c.hidden_size + c.num_hidden_layers * layer + c.hidden_size
+
+
+def flops_per_token(c, seq_len):
+    """6 per parameter (2 in the forward pass, 4 in backward), and attention's two products of [seq, seq]."""
+    return 6 * parameter_count(c) + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
+
+
+def peak_flops(device):
+    if device != "cuda":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in name), None)
+
+
+def peak_memory_gib(device):
+    """On CUDA the most the allocator gave out, on the CPU the most the process ever had resident."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def open_log(name, first):
+    """Of a run that was broken, without the steps that are done again."""
+    kept = []
+    if first and os.path.isfile(name):
+        with open(name) as file:
+            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < first]
+    file = open(name, "w")
+    file.writelines(kept)
+    return file
+
+
+class Metrics:
+    def __init__(self, config, args, first):
+        self.args, self.devices = args, dist.get_world_size()
+        self.flops_per_token, self.peak_flops = flops_per_token(config, args.seq_len), peak_flops(args.device)
+        self.file = open_log(args.log_file, first) if args.log_file and dist.get_rank() == 0 else None
+        self.start = time.perf_counter()
+
+    def log(self, step, loss, grad_norm, lr, balance):
+        loss, grad_norm, balance = float(loss), float(grad_norm), balance and float(balance)      # waits for the device
+        seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
+        tokens = self.args.global_batch_size * self.args.seq_len
+        speed = tokens / seconds
+        mfu = speed / self.devices * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        memory = torch.tensor(peak_memory_gib(self.args.device), device=self.args.device)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+        if dist.get_rank() != 0:
+            return
+        memory = memory.item()
+        print(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
+              f"lr {lr:.2e}  {speed:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "") + (f"  balance {balance:.2f}" if balance else "") + f"  {memory:.2f} GiB", flush=True)
+        if self.file:
+            self.file.write(json.dumps(dict(
+                step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens, tokens_per_s=speed,
+                tokens_per_s_per_device=speed / self.devices, mfu=mfu, peak_memory_gib=memory, balance=balance)) + "\n")
+            self.file.flush()

@@ -1,0 +1,66 @@
+"""AdamW in float32 over weights of any precision, gradients added up in float32, the learning rate.
+
+In bfloat16 an update of a thousandth of a weight rounds to nothing, and so does a small gradient added to a large
+sum. So the sum over micro-batches is kept in float32 (`param.main_grad`), the optimizer updates a float32 copy of
+the weights (the master), and the bfloat16 weights that the model computes with are that copy, rounded.
+"""
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def accumulate_gradients(params):
+    """Gives each parameter a main_grad, to which every backward pass adds and after which it drops its own grad."""
+    for param in params:
+        param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+        param.register_post_accumulate_grad_hook(add_to_main_grad)
+
+
+def add_to_main_grad(param):
+    param.main_grad += param.grad
+    param.grad = None
+
+
+def learning_rate(step, args):
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    if args.lr_schedule == "constant":
+        return args.lr
+    progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)         # 0 to 1 at the last step
+    return args.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+class Optimizer:
+    def __init__(self, params, args):
+        self.params, self.grad_clip = list(params), args.grad_clip
+        # in float32 and float64 `to` copies nothing: the master is the parameter's own memory
+        self.masters = [param.detach().to(param.main_grad.dtype) for param in self.params]
+        self.grads = [param.main_grad for param in self.params]
+        replicas = [getattr(param, "replicas", dist.get_world_size()) for param in self.params]
+        self.replicas = torch.tensor(replicas, device=args.device)
+        for master, grad in zip(self.masters, self.grads):
+            master.grad = grad
+        decay = [m for m, p in zip(self.masters, self.params) if p.dim() >= 2]
+        no_decay = [m for m, p in zip(self.masters, self.params) if p.dim() < 2]   # the norms
+        groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=no_decay, weight_decay=0.0)]
+        self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    def clip(self):
+        """Scales all gradients together so that their norm is at most grad_clip; returns the norm before that."""
+        # a rank adds its share of every gradient that others have as well, so that the sum over ranks counts each once
+        square = (torch.stack(torch._foreach_norm(self.grads)).square() / self.replicas).sum()
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        if self.grad_clip:
+            torch._foreach_mul_(self.grads, (self.grad_clip / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+    def step(self, lr):
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        for param, master in zip(self.params, self.masters):
+            if param.dtype != master.dtype:
+                param.data.copy_(master)
+        torch._foreach_zero_(self.grads)

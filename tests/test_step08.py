@@ -1,0 +1,425 @@
+"""Step 8: every layout of all dimensions at once trains as one process does; a run that was stopped or killed goes on, under any layout."""
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import cases
+import pytest
+import torch
+from harness import Refused, assert_same_run, assert_same_tensors, relative
+from operations import assert_all_meet, recorded_job
+from steps import run, step_dir
+from test_step02 import refused_job
+from test_step04 import LONG
+from test_step07 import MOE
+
+STEP = "step08_5d"
+SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
+SHAPES = {"dense": {key: value for key, value in MOE.items() if "experts" not in key} | dict(model_type="llama", num_hidden_layers=9), "moe": MOE | dict(num_hidden_layers=9)}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("case")
+    return {kind: f"{cases.make(folder / kind, **shape)} --dtype float64" for kind, shape in SHAPES.items()}
+
+
+@pytest.fixture(scope="module")
+def one_process(pool, flags):
+    return {kind: pool.train(STEP, f"{flags[kind]} --micro_batch_size 6") for kind in SHAPES}
+
+
+# ------------------------------------------------------------------------------------- all layouts
+def layouts(world):
+    """Every valid (dp, tp, cp, pp, ep) of a world, of either model; all else drawn by a fixed seed."""
+    found, draw = [], random.Random(world)
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
+        if dp * tp * cp * pp != world:
+            continue
+        for ep in [n for n in (1, 2, 4, 8) if dp * cp % n == 0]:
+            found += [("moe", world, f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} --ep {ep} {rest(draw, dp, tp, cp, pp)}")]
+        found += [("dense", world, f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} {rest(draw, dp, tp, cp, pp)}")]
+    return found
+
+
+def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
+    stage = draw.choice([0, 1, 2, 3]) if stage is None else stage
+    shard = f"--zero_shard {draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])}" if stage and draw.random() < 0.3 else ""
+    schedule = schedule or draw.choice([name for name in SCHEDULES if name not in ("interleaved", "dualpipe") or pp <= 4])
+    least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
+    micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 % dp == 0 and 24 // dp % n == 0 and 24 // dp // n >= least])
+    mode = draw.choice(["zigzag", "ring", "allgather"] + ["ulysses"] * (8 // tp % cp == 0))
+    fits = cp * tp * 2 <= 16                              # an early and a late chunk, cut over tp, of 16 tokens
+    sp = draw.choice(["on", "off"]) if fits or mode in ("ring", "ulysses") and cp * tp <= 16 else "off"
+    return (f"--zero {stage} {shard} --schedule {schedule} --micro_batch_size {micro_batch} --cp_mode {mode} --sp {sp} "
+            f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} --dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
+
+
+ALL = layouts(8)
+
+
+def assert_as_one_process(pool, flags, one_process, kind, world, more):
+    assert_same_run(pool.train(STEP, f"{flags[kind]} {more}", world=world, timeout=240), one_process[kind], 1e-9, f"{kind} {more}")
+
+
+@pytest.mark.parametrize("kind, world, more", random.Random(1).sample(ALL, 14))
+def test_trains_as_one_process(pool, flags, one_process, kind, world, more):
+    assert_as_one_process(pool, flags, one_process, kind, world, more)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind, world, more", ALL)
+def test_every_layout_of_eight_ranks(pool, flags, one_process, kind, world, more):
+    assert_as_one_process(pool, flags, one_process, kind, world, more)
+
+
+SIXTEEN = [("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.Random(i), 2, 2, 2, 2, stage, schedule))
+           for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4], [0, 1, 2, 3], SCHEDULES))]
+
+
+@pytest.mark.parametrize("kind, world, more", [SIXTEEN[22], SIXTEEN[59]])
+def test_all_dimensions_at_once(pool, flags, one_process, kind, world, more):
+    assert_as_one_process(pool, flags, one_process, kind, world, more)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind, world, more", SIXTEEN)
+def test_all_dimensions_at_once_in_every_way(pool, flags, one_process, kind, world, more):
+    assert_as_one_process(pool, flags, one_process, kind, world, more)
+
+
+@pytest.mark.parametrize("kind, world, more", random.Random(2).sample(ALL, 4))
+def test_what_ranks_say_meets(pool, flags, kind, world, more):
+    assert assert_all_meet(pool.call(recorded_job, STEP, world=world, argv=f"{flags[kind]} --steps 2 {more}".split(), timeout=240)) > 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind, world, more", ALL)
+def test_what_ranks_say_meets_in_every_layout(pool, flags, kind, world, more):
+    assert assert_all_meet(pool.call(recorded_job, STEP, world=world, argv=f"{flags[kind]} --steps 2 {more}".split(), timeout=240)) > 0
+
+
+# ------------------------------------------------------------------------------------- stopped, and gone on with
+SAVED = [(1, "--micro_batch_size 6"), (8, "--tp 2 --pp 2 --ep 2 --zero 3 --schedule dualpipe --micro_batch_size 3"), (4, "--ep 2 --zero 2 --micro_batch_size 3"),
+         (8, "--tp 8 --micro_batch_size 24"), (6, "--pp 3 --zero 1 --micro_batch_size 3 --schedule zerobubble"), (8, "--cp 2 --ep 8 --zero 3 --zero_shard 4 --micro_batch_size 3")]
+RESUMED = [(2, "--ep 2 --zero 3 --micro_batch_size 6"), (8, "--tp 4 --pp 2 --sp off --schedule interleaved --micro_batch_size 6"),
+           (1, "--micro_batch_size 12"), (8, "--tp 2 --cp 2 --ep 2 --zero 1 --micro_batch_size 6"), (8, "--pp 8 --micro_batch_size 3"),
+           (6, "--ep 1 --zero 2 --zero_shard 3 --micro_batch_size 4")]
+PAIRS = list(itertools.product(SAVED, RESUMED))
+
+
+@pytest.fixture(scope="module")
+def saved(pool, flags, tmp_path_factory):
+    """Checkpoints after two of four steps, made when first asked for."""
+    made = {}
+
+    def saved(world, more, kind="moe"):
+        if (more, kind) not in made:
+            folder = made[more, kind] = tmp_path_factory.mktemp("saved")
+            pool.train(STEP, f"{flags[kind]} {more} --checkpoint {folder} --save_every 2", world=world, weights=False)
+            shutil.rmtree(folder / "step_00000004")
+        return made[more, kind]
+    return saved
+
+
+def assert_goes_on(pool, flags, one_process, folder, tmp_path, world, more, kind="moe", done=2):
+    shutil.copytree(folder, tmp_path / "copy")
+    trained, one = pool.train(STEP, f"{flags[kind]} {more} --checkpoint {tmp_path / 'copy'} --resume", world=world), one_process[kind]
+    assert f"resuming from {tmp_path / 'copy'}/step_{done:08d}" in trained.output
+    assert [line["step"] for line in trained.lines] == list(range(done, 4)), trained.output
+    for ours, theirs in zip(trained.losses + trained.grad_norms, one.losses[done:] + one.grad_norms[done:]):
+        assert relative(ours, theirs) < 1e-9
+    assert_same_tensors(trained.weights, one.weights, 1e-9)
+
+
+@pytest.mark.parametrize("first, second", random.Random(3).sample(PAIRS, 9))
+def test_goes_on_under_another_layout(pool, flags, one_process, saved, tmp_path, first, second):
+    assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_goes_on_from_any_layout_under_any_other(pool, flags, one_process, saved, tmp_path, first, second):
+    assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
+
+
+def test_a_dense_model_goes_on_too(pool, flags, one_process, saved, tmp_path):
+    folder = saved(8, "--tp 4 --zero 2 --micro_batch_size 6", "dense")
+    assert_goes_on(pool, flags, one_process, folder, tmp_path, 8, "--tp 2 --pp 2 --zero 3 --micro_batch_size 6", "dense")
+
+
+def test_bfloat16_goes_on_to_the_bit(pool, flags, tmp_path):
+    """Only if masters and averages are kept in float32, for a weight in bfloat16 would have lost what small steps added."""
+    base = f"{flags['moe'].replace('float64', 'bfloat16')} --micro_batch_size 6 --ep 2 --zero 1"
+    whole = pool.train(STEP, f"{base} --checkpoint {tmp_path} --save_every 2", world=2)
+    shutil.rmtree(tmp_path / "step_00000004")
+    again = pool.train(STEP, f"{base} --checkpoint {tmp_path} --resume", world=2)
+    assert again.losses == whole.losses[2:] and again.grad_norms == whole.grad_norms[2:]
+    assert all(torch.equal(again.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def test_the_names_are_those_of_the_hugging_face_checkpoint(pool, flags, saved):
+    from safetensors import safe_open
+    folder = saved(*SAVED[1]) / "step_00000002"
+    index = json.loads((folder / "index.json").read_text())
+    names = set(pool.train(STEP, f"{flags['moe']} --steps 0").weights)
+    assert set(index["boxes"]) == names and index["steps"] == 2
+    files, stored = sorted(folder.glob("*.safetensors")), {}
+    assert len(files) == 8
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():
+                stored[key] = stored.get(key, 0) + opened.get_tensor(key).numel()
+    weights = pool.train(STEP, f"{flags['moe']} --steps 0").weights
+    for name in names:                                    # everything once, however many ranks had it
+        assert [stored[name + end] for end in ("", ".exp_avg", ".exp_avg_sq")] == [weights[name].numel()] * 3
+    sizes = [file.stat().st_size for file in files]
+    assert max(sizes) < 1.5 * min(sizes), sizes           # and all ranks write
+
+
+def test_the_newest_are_kept_and_the_log_goes_on(pool, flags, tmp_path):
+    log, base = tmp_path / "log", f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --save_every 1 --keep 2"
+    pool.call(train_with_log_job, STEP, world=2, argv=f"{base} --log_file {log}".split())
+    assert sorted(os.listdir(tmp_path / "c")) == ["step_00000003", "step_00000004"]
+    whole = log.read_text().splitlines()
+    shutil.rmtree(tmp_path / "c" / "step_00000004")
+    pool.call(train_with_log_job, STEP, world=4, argv=f"{base} --log_file {log} --resume".split())
+    again = log.read_text().splitlines()
+    assert again[:3] == whole[:3] and [json.loads(line)["step"] for line in again] == [0, 1, 2, 3]
+    assert relative(json.loads(again[3])["loss"], json.loads(whole[3])["loss"]) < 1e-9
+
+
+def train_with_log_job(argv):
+    import train
+    train.main(argv)
+
+
+def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp_path):
+    folder = shutil.copytree(saved(*SAVED[2]), tmp_path / "torn")
+    torn = shutil.copytree(folder / "step_00000002", folder / "step_00000003.tmp")
+    (torn / "index.json").unlink()
+    assert_goes_on(pool, flags, one_process, folder, tmp_path, *RESUMED[0])
+    assert not torn.name in os.listdir(tmp_path / "copy"), "what a killed run left behind is cleared away"
+
+
+def saving_job(argv):
+    """The most memory that saving takes, of storages made in it; the bytes of this rank's largest block, in full precision."""
+    import train
+    from profiling import LiveStorages
+    from resume import Checkpoints
+    peaks, save = [], Checkpoints.save
+
+    def watched(self, steps):
+        seen = LiveStorages()
+        for i in range(len(self.optimizer.params)):       # what is there already
+            for tensor in self.state(i).values():
+                seen.note(tensor, "optimizer states")
+        before = len(seen.events)
+        with seen:
+            save(self, steps)
+        alive = most = 0
+        for _, _, change in seen.events[before:]:
+            alive += change
+            most = max(most, alive)
+        from resume import params_of
+        peaks.append((most, max(sum(param.numel() for param in params_of(unit)) * self.optimizer.masters[0].itemsize for unit in self.blocks)))
+    Checkpoints.save = watched
+    try:
+        train.main(argv)
+    finally:
+        Checkpoints.save = save
+    return peaks
+
+
+@pytest.mark.parametrize("more", ["--zero 3", "--zero 1", "--tp 2 --zero 2"])
+def test_saving_takes_no_more_memory_than_a_block(pool, flags, tmp_path, more):
+    for peaks in pool.call(saving_job, STEP, world=4, argv=f"{flags['dense']} --steps 2 --micro_batch_size 3 --checkpoint {tmp_path} {more}".split()):
+        # the block, this rank's slice of it twice, and the block before it, which gloo lets go of a moment later; of 9 blocks
+        assert peaks and all(0 < most <= 3.1 * block for most, block in peaks), peaks
+
+
+# ------------------------------------------------------------------------------------- faults
+def nan_job(argv, at):
+    import train
+    own = train.Pipeline.run
+    calls = itertools.count()
+    train.Pipeline.run = lambda self, micro_batches: own(self, micro_batches) * (float("nan") if next(calls) == at else 1)
+    try:
+        train.main(argv)
+    except SystemExit as stopped:
+        return stopped.code
+    finally:
+        train.Pipeline.run = own
+
+
+def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_path, capfd):
+    argv = f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path} --save_every 1 --keep 9".split()
+    assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+    assert f"error: step 3: loss nan, gradient norm" in pool.output and f"the newest checkpoint is {tmp_path}/step_00000002" in pool.output
+    assert "Traceback" not in pool.output
+
+
+def told_to_end_job(argv, rank, at):
+    """One rank hears SIGTERM in the middle of a step."""
+    import train
+    own, calls = train.Pipeline.run, itertools.count()
+
+    def run(self, micro_batches):
+        if next(calls) == at and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return own(self, micro_batches)
+    before, train.Pipeline.run = signal.getsignal(signal.SIGTERM), run
+    try:
+        train.main(argv)
+    finally:
+        train.Pipeline.run = own
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("more", ["--zero 1 --micro_batch_size 6", "--tp 2 --ep 2 --micro_batch_size 6"])
+def test_told_to_end_it_saves_and_ends(pool, flags, one_process, tmp_path, more):
+    pool.call(told_to_end_job, STEP, world=4, argv=f"{flags['moe']} {more} --checkpoint {tmp_path / 'c'}".split(), rank=2, at=1)
+    assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
+    assert os.listdir(tmp_path / "c") == ["step_00000002"]
+    assert_goes_on(pool, flags, one_process, tmp_path / "c", tmp_path, *RESUMED[0])
+
+
+def torchrun(*more):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *more, str(step_dir(STEP) / "train.py")]
+
+
+def start(tmp_path, command):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "output", "a") as output:
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output, start_new_session=True)
+
+
+def lines_of(log):
+    return [line for line in log.read_text().splitlines() if line.endswith("}")] if log.exists() else []
+
+
+def wait_until(condition, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and process.poll() is None, "it did not come so far"
+        time.sleep(0.01)
+
+
+def ranks_of(process):
+    """The workers' process ids, by rank order of their start."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return sorted(int(pid) for pid in children)
+
+
+def end(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
+    base = f"{flags['dense']} --micro_batch_size 3 --steps 40"
+    one = pool.train(STEP, f"{base} --micro_batch_size 6", weights=False)
+    log = tmp_path / "log"
+    process = start(tmp_path, torchrun("--max-restarts", "2") + f"{base} --checkpoint {tmp_path / 'c'} --save_every 4 --resume --zero 2 --log_file {log}".split())
+    try:
+        wait_until(lambda: len(lines_of(log)) >= 10, process)
+        os.kill(ranks_of(process)[-1], signal.SIGKILL)
+        assert process.wait(timeout=240) == 0, (tmp_path / "output").read_text()[-3000:]
+    finally:
+        end(process)
+    output = (tmp_path / "output").read_text()
+    assert "resuming from" in output
+    losses = [json.loads(line)["loss"] for line in lines_of(log)]
+    assert len(losses) == 40 and all(relative(a, b) < 1e-9 for a, b in zip(losses, one.losses))
+
+
+def killed_at_random(pool, flags, one, tmp_path, draw, signals=(signal.SIGKILL,)):
+    """A run that saves after every step is killed some moments later, and its checkpoints must be of use."""
+    log, folder = tmp_path / "log", tmp_path / "c"
+    process = start(tmp_path, torchrun() + f"{flags} --micro_batch_size 6 --checkpoint {folder} --save_every 1 --zero {draw.choice([0, 1, 3])} --log_file {log}".split())
+    try:
+        wait_until(lambda: len(lines_of(log)) >= 2, process)
+        time.sleep(draw.random() * 0.4)
+        logged = len(lines_of(log))
+        os.kill(draw.choice(ranks_of(process)), signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.wait(timeout=60) == 1
+        assert time.monotonic() - killed < 45, "the others waited"
+    finally:
+        end(process)
+    steps = max(int(name[5:13]) for name in os.listdir(folder) if not name.endswith(".tmp"))
+    assert steps >= logged - 1, "only the last step may be lost"
+    again = pool.train(STEP, f"{flags} --micro_batch_size 3 --checkpoint {folder} --resume --steps {steps + 2}", world=2, weights=False)
+    assert [line["step"] for line in again.lines] == [steps, steps + 1]
+    assert all(relative(a, b) < 1e-9 for a, b in zip(again.losses, one.losses[steps:]))
+
+
+@pytest.fixture(scope="module")
+def endless(pool, flags):
+    base = f"{flags['dense']} --steps 300 --lr_schedule constant"
+    return base, pool.train(STEP, f"{base} --micro_batch_size 6", weights=False, timeout=400)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_any_moment_it_can_go_on(pool, endless, tmp_path, seed):
+    killed_at_random(pool, *endless, tmp_path, random.Random(seed))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(2, 52))
+def test_killed_at_fifty_moments_it_can_go_on(pool, endless, tmp_path, seed):
+    killed_at_random(pool, *endless, tmp_path, random.Random(seed))
+
+
+def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
+    log = tmp_path / "log"
+    process = start(tmp_path, torchrun() + f"{flags['dense']} --steps 300 --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --log_file {log}".split())
+    try:
+        wait_until(lambda: len(lines_of(log)) >= 3, process)
+        process.terminate()
+        process.wait(timeout=60)
+    finally:
+        end(process)
+    output = (tmp_path / "output").read_text()
+    assert "told to end (SIGTERM) after step" in output, output[-2000:]
+    assert len(os.listdir(tmp_path / "c")) == 1
+
+
+# ------------------------------------------------------------------------------------- what can go wrong
+@pytest.mark.parametrize("more, message", [
+    ("--resume", "--resume needs --checkpoint DIR"),
+    ("--checkpoint {here} --save_every 0", "--save_every 0: must be at least 1"),
+    ("--checkpoint {here} --keep 0", "--keep 0: must be at least 1"),
+    ("--checkpoint /proc/nowhere", "cannot write there")])
+def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
+    with pytest.raises(Refused) as refused:
+        pool.call(refused_job, STEP, world=2, argv=f"{flags['dense']} {more.format(here=tmp_path)}".split())
+    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool, flags, saved, tmp_path):
+    shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
+    with pytest.raises(Refused) as refused:
+        pool.call(refused_job, STEP, argv=f"{flags['dense']} --checkpoint {tmp_path / 'c'} --resume".split())
+    assert "has no model.layers.0.mlp" in str(refused.value)
+
+
+def test_nothing_to_resume_is_a_beginning(pool, flags, one_process, tmp_path):
+    trained = pool.train(STEP, f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'new'} --resume")
+    assert "starting at the beginning" in trained.output
+    assert_same_run(trained, one_process["moe"], 1e-9)
+
+
+def test_copied_alone_it_runs(tmp_path):
+    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
+    status, output = run([sys.executable, "alone/train.py", "--steps", "2"], tmp_path, 120)
+    assert status == 0 and "step 2/2" in output, output
