@@ -242,6 +242,8 @@ def check_context_parallel(args, config):
 
 
 def check_pipeline(args, config, micro_batches):
+    if args.pp == 1:
+        args.schedule = "1f1b"                            # one micro-batch after the other, as without a pipeline
     usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
     args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
     if args.schedule == "interleaved" and args.stages_per_rank < 2 or args.schedule != "interleaved" and args.stages_per_rank != usual:

@@ -91,8 +91,8 @@ def save_checkpoint(model, config, mesh, args):
         with create(args.save, file) as out:
             out.write(header({disk: one.shape for name in names for disk, one in on_disk(name, params[name])}, args.dtype))
             for name in names:
-                for _, weight in on_disk(name, whole(model, name, shapes[name], mesh, args)):
-                    out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
+                weight = whole(model, name, shapes[name], mesh, args)
+                out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
     with create(args.save, "config.json") as out:
         out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())
     if len(files) > 1:

@@ -253,6 +253,8 @@ def check_context_parallel(args, config):
 
 
 def check_pipeline(args, config, micro_batches):
+    if args.pp == 1:
+        args.schedule = "1f1b"                            # one micro-batch after the other, as without a pipeline
     usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
     args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
     if args.schedule == "interleaved" and args.stages_per_rank < 2 or args.schedule != "interleaved" and args.stages_per_rank != usual:
@@ -281,7 +283,7 @@ def check_experts(args, config):
         refuse(f"num_experts_per_tok {top_k} of {experts} experts; it could be 1 to {experts}")
     if experts and args.save and args.balance == "bias" and os.environ.get("RANK", "0") == "0":
         print("--balance bias with --save: a Mixtral's checkpoint has no place for the biases that choose the experts, so what is "
-              "saved chooses a little differently from what was trained; --balance aux or none train a plain Mixtral", flush=True)
+              "saved chooses others for some tokens and is not quite what was trained; --balance aux or none train a plain Mixtral", flush=True)
 
 
 def check_outputs(args):

@@ -63,10 +63,12 @@ def parse_args(argv=None):
     add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint, if there is one")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")
+    add("--dry_run", type=int, help="this process alone plays one rank of so many, for one step without memory, and says what it takes")
+    add("--dry_run_rank", type=int, default=0, help="which of them")
     args = parser.parse_args(argv)
     if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
+        args.device = "cuda" if torch.cuda.is_available() or args.dry_run else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available() and not args.dry_run:
         refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     return args
@@ -257,6 +259,8 @@ def check_context_parallel(args, config):
 
 
 def check_pipeline(args, config, micro_batches):
+    if args.pp == 1:
+        args.schedule = "1f1b"                            # one micro-batch after the other, as without a pipeline
     usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
     args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
     if args.schedule == "interleaved" and args.stages_per_rank < 2 or args.schedule != "interleaved" and args.stages_per_rank != usual:
@@ -285,7 +289,7 @@ def check_experts(args, config):
         refuse(f"num_experts_per_tok {top_k} of {experts} experts; it could be 1 to {experts}")
     if experts and args.save and args.balance == "bias" and os.environ.get("RANK", "0") == "0":
         print("--balance bias with --save: a Mixtral's checkpoint has no place for the biases that choose the experts, so what is "
-              "saved chooses a little differently from what was trained; --balance aux or none train a plain Mixtral", flush=True)
+              "saved chooses others for some tokens and is not quite what was trained; --balance aux or none train a plain Mixtral", flush=True)
 
 
 def check_outputs(args):

@@ -10,6 +10,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 # torch 2.13 renames two collectives; 2.11 has the old names only
 warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated")
@@ -22,10 +23,17 @@ def start_mesh(args):
     os.environ.update({key: value for key, value in alone.items() if key not in os.environ})
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT, **meeting_place())
     mesh = init_device_mesh(args.device, (args.pp, args.dp, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
     mesh["dp", "cp"]._flatten("dp_cp")                    # the ranks with the same weights and other tokens
     return mesh
+
+
+def meeting_place():
+    """Of the ranks: torchrun's store. After a restart it still has what the attempt before left in it, so each has a part of its own."""
+    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dict(store=dist.PrefixStore(attempt, store), rank=rank, world_size=world_size)
 
 
 @contextlib.contextmanager

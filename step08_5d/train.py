@@ -11,6 +11,7 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from context_parallel import context_parallel
 from data import batches, load_tokens
+from dry_run import dry_run, watch
 from expert_parallel import Balance, expert_parallel
 from ledger import ledger
 from mesh import ends_well, start_mesh
@@ -50,6 +51,11 @@ def build_model(config, mesh, args):
 @ends_well()
 def main(argv=None):
     args = parse_args(argv)
+    with dry_run(args):
+        train(args)
+
+
+def train(args):
     config = load_config(args)
     check(args, config)
     tokens = load_tokens(args, config.vocab_size)
@@ -66,7 +72,7 @@ def main(argv=None):
     metrics = Metrics(config, args, first)
     for step, micro_batches in enumerate(batches(tokens, mesh, args, first), first):
         lr = learning_rate(step, args)
-        with profiler.step(step), ledger(step, model, mesh, args):
+        with profiler.step(step), ledger(step, model, mesh, args), watch(model, optimizer, pipeline, mesh, args):
             loss = pipeline.run(micro_batches)
             sum_gradients()
             sum_replicas(shards)

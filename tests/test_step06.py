@@ -41,7 +41,7 @@ def layers_for(schedule, pp):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world, more", [
-    (1, "--pp 1 --micro_batch_size 8"), (2, "--pp 2 --micro_batch_size 4"), (4, "--pp 4 --micro_batch_size 3"),
+    (1, "--pp 1 --micro_batch_size 8"), (2, "--pp 1 --micro_batch_size 3 --zero 3"), (2, "--pp 2 --micro_batch_size 4"), (4, "--pp 4 --micro_batch_size 3"),
     pytest.param(2, "--pp 2 --micro_batch_size 1", marks=LONG), pytest.param(4, "--pp 2 --micro_batch_size 3 --dp_mode overlap", marks=LONG),
     pytest.param(4, "--pp 2 --micro_batch_size 2 --zero 1", marks=LONG),
     (4, "--pp 2 --micro_batch_size 3 --zero 2"), (4, "--pp 2 --micro_batch_size 3 --zero 3"), (4, "--pp 2 --tp 2 --micro_batch_size 6"),

@@ -316,6 +316,35 @@ def test_the_auxiliary_loss_has_the_gradient_of_its_formula(pool, flags):
     assert (added[gate] - without[gate]).norm() > 1e-3 * without[gate].norm()
 
 
+def biased_layer_job(argv, bias):
+    """One layer under a bias, and the sum over its chosen experts written out, with shares that do not know the bias."""
+    import config
+    import expert_parallel
+    import train
+    from mesh import start_mesh
+    args = config.parse_args(argv)
+    shape = config.load_config(args)
+    config.check(args, shape)
+    mesh = start_mesh(args)
+    model = train.build_model(shape, mesh, args)
+    balance = expert_parallel.Balance(model, shape, mesh, args)
+    balance.bias += torch.tensor(bias)
+    moe = expert_parallel.moe_layers(model)[0]
+    x = torch.randn(1, 32, shape.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    written_out, scores = torch.zeros(32, shape.hidden_size, dtype=torch.float64), (x[0] @ moe.gate.weight.T).softmax(-1)
+    for token, row, score in zip(range(32), x[0], scores):
+        chosen = (score + torch.tensor(bias)).topk(2).indices
+        for expert in chosen:
+            w1, w2, w3 = (linear.weight[expert] for linear in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+            written_out[token] += score[expert] / score[chosen].sum() * (w2 @ (torch.nn.functional.silu(w1 @ row) * (w3 @ row)))
+    return moe(x)[0].detach(), written_out.detach()
+
+
+def test_the_bias_chooses_and_does_no_more(pool, flags):
+    of_layer, written_out = pool.call(biased_layer_job, STEP, argv=f"{flags[2, 2]} --dtype float64".split(), bias=[0.1, -0.2, 0.3, 0.0, -0.1, 0.05, 0.2, -0.3])[0]
+    assert_same_tensors(dict(out=of_layer), dict(out=written_out), 1e-12)
+
+
 def test_the_bias_evens_out_the_load(pool):
     base = "--model tiny-moe --seq_len 64 --steps 60 --lr_schedule constant"
     loads = {balance: load(pool.train(STEP, f"{base} --balance {balance}", weights=False)) for balance in ("none", "bias", "aux")}
@@ -376,9 +405,9 @@ def test_ledger(pool, flags, world, more, balance):
 def test_all_to_all_bytes(pool, flags):
     """Written out for one layout: there and back, forward and backward, top_k x tokens x hidden; and the counts."""
     seen = pool.call(ledgers_job, STEP, world=2, argv=f"{flags[2, 4]} --steps 1 --micro_batch_size 3 --dtype bfloat16 --ep 2".split())
-    rows, counts = 2 * (12 * 16) * HIDDEN * 2, 4 * EXPERTS * 8                     # of one rank: bytes a layer, bytes a micro-batch and layer
-    assert sum(rank["dp", "all_to_all"][0] if ("dp", "all_to_all") in rank else rank["ep", "all_to_all"][0] for rank in seen) == 2 * 4 * (4 * rows + EXPERTS * 8 * 4)
-    assert counts
+    rows, counts = 2 * (12 * 16) * HIDDEN * 2, 4 * EXPERTS * 8                     # of a rank and layer: bytes one way; bytes of four micro-batches
+    sent = [payload for rank in seen for (_, collective), (payload, *_) in rank.items() if collective == "all_to_all"]
+    assert sum(sent) == 2 * 4 * (4 * rows + counts)
 
 
 @pytest.mark.parametrize("more", ["--ep 4 --cp 2 --zero 3 --micro_batch_size 3", "--ep 2 --pp 2 --tp 2 --schedule zerobubble --micro_batch_size 3",

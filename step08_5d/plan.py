@@ -1,0 +1,430 @@
+"""From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
+
+    python step08_5d/plan.py --model llama-70b --gpus 512 --gpu h100 --seq_len 4096 --global_batch_tokens 4e6
+    python step08_5d/plan.py --model llama-8b --gpus 64 --config dp=32,tp=2,zero=1,mbs=2          # explains this one
+    python step08_5d/plan.py --fit results.csv --constants mine.json                               # your cluster's constants
+    python step08_5d/plan.py --predict runs.csv --out predicted.csv                                # of the benchmarked trainer
+
+What a layout costs is in costs.py. Here all layouts are tried, the best are shown, and why.
+"""
+import argparse
+import csv
+import dataclasses
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import costs
+from config import PRESETS, load_config, refuse
+from costs import GIB, GPUS, NETWORKS, Cluster, Layout
+
+SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
+RECOMPUTE = ("none", "selective", "full")
+NAMES = dict(mbs="micro_batch", acc="accumulation")       # short names in --config and in tables
+
+
+# ------------------------------------------------------------------------------------------- all layouts
+def divisors(number, most=None):
+    return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
+
+
+def fits_heads(c, tp, seq_len):
+    """As config.py's check_tensor_parallel."""
+    kv = c.num_key_value_heads
+    cut = all(size % tp == 0 for size in (c.num_attention_heads, c.intermediate_size, c.vocab_size, seq_len))
+    return cut and (kv % tp == 0 or tp % kv == 0)
+
+
+def meshes(c, cluster, seq_len):
+    """Every (dp, tp, cp, pp, ep) that config.py would take. tp over more than two nodes and parts of a sequence below 1,024 tokens are left out."""
+    for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
+        for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)) if fits_heads(c, tp, seq_len) else []:
+            for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers) if cp == 1 or seq_len % math.lcm(2 * cp, cp * tp) == 0 else []:
+                dp = cluster.gpus // tp // cp // pp
+                for ep in divisors(math.gcd(dp * cp, c.num_local_experts)) if c.num_local_experts else [1]:
+                    yield dict(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len)
+
+
+def enough(c, l):
+    """Whether the schedule has the layers and the micro-batches that it needs."""
+    least = {"interleaved": l.pp, "dualpipe": 2 * l.pp}.get(l.schedule, 1)
+    return l.accumulation >= least and c.num_hidden_layers >= l.pp * l.stages_per_rank
+
+
+def layouts(c, cluster, seq_len, sequences):
+    """Every layout of the cluster, as lists that differ in the micro-batch alone, the largest first. The batch is met to a tenth."""
+    for mesh in meshes(c, cluster, seq_len):
+        per_rank = sequences / mesh["dp"]
+        sizes = [2**i for i in range(int(math.log2(max(1, per_rank))) + 1)]
+        batches = [(size, round(per_rank / size)) for size in reversed(sizes) if abs(round(per_rank / size) * size / per_rank - 1) <= 0.1]
+        for zero in (0, 1, 2, 3) if mesh["dp"] * mesh["cp"] > 1 else (0,):
+            for schedule in SCHEDULES if mesh["pp"] > 1 else ("1f1b",):
+                for recompute in RECOMPUTE:
+                    row = [Layout(**mesh, zero=zero, schedule=schedule, recompute=recompute, micro_batch=size, accumulation=m) for size, m in batches]
+                    yield [l for l in row if enough(c, l)]
+
+
+def memory(c, l, slack=1.0, stages=None):
+    """GiB by kind, of the rank that needs most; with stages given, of the first two and the last, where that nearly always is."""
+    ranks = range(l.pp) if stages is None else {0, 1 % l.pp, l.pp - 1}
+    stages = stages or costs.our_stages(c, l)
+    worst = max((costs.our_memory(c, l, rank, stages[rank]) for rank in ranks), key=lambda kinds: sum(kinds.values()))
+    return {kind: slack * size / GIB for kind, size in worst.items()}
+
+
+def limit(cluster):
+    """GiB that may be asked for: of 80 about 70 can be used, as runs that failed show."""
+    return cluster.gpu.memory * costs.MEMORY["usable"] / GPUS["h100"].memory
+
+
+@dataclasses.dataclass
+class Candidate:
+    layout: Layout
+    seconds: dict
+    memory: dict = None                                   # looked up when it is shown
+
+    @property
+    def tokens_per_s(self):
+        l = self.layout
+        return l.dp * l.micro_batch * l.accumulation * l.seq_len / sum(self.seconds.values()) / l.gpus
+
+
+def evaluate(c, l, cluster, constants):
+    return Candidate(l, costs.step_seconds(c, l, cluster, costs.our_stages(c, l), constants["time"]), memory(c, l, constants["slack"]))
+
+
+def search(c, cluster, seq_len, sequences, constants):
+    """(all candidates that fit, the fastest first, of equal ones the simplest; how many layouts were looked at)"""
+    found, looked_at, room = [], 0, limit(cluster)
+    for row in layouts(c, cluster, seq_len, sequences):
+        looked_at += len(row)
+        stages = costs.our_stages(c, row[0]) if row else []
+        fits = lambda l: sum(memory(c, l, constants["slack"], stages).values()) <= room
+        while row and not fits(row[0]):                   # the largest micro-batch that fits; so do all smaller ones
+            row = row[1:] if fits(row[-1]) else []
+        found += [Candidate(l, costs.step_seconds(c, l, cluster, stages, constants["time"])) for l in row]
+    simple = lambda one: (one.layout.cp, one.layout.zero, one.layout.tp, one.layout.pp)
+    return sorted(found, key=lambda one: (-round(one.tokens_per_s, 1), simple(one))), looked_at
+
+
+def fewest_gpus(c, cluster, seq_len, slack):
+    """The smallest power of two on which some layout fits, with one sequence at a time."""
+    for gpus in (2**i for i in range(17)):
+        for mesh in meshes(c, cluster._replace(gpus=gpus), seq_len):
+            l = Layout(**mesh, zero=3 if mesh["dp"] * mesh["cp"] > 1 else 0, recompute="full", accumulation=mesh["pp"])
+            if sum(memory(c, l, slack, costs.our_stages(c, l)).values()) <= limit(cluster):
+                return gpus
+    return math.inf
+
+
+# ------------------------------------------------------------------------------------------- in words
+def rule(c, l, cluster):
+    """The playbook's rules, by scale, and what this layout makes of them."""
+    billions, gpus = costs.model_parameters(c) / 1e9, cluster.gpus
+    if gpus <= cluster.gpus_per_node:
+        said = "one node: every link is fast, so the least that fits; ZeRO first, then tp"
+    elif gpus < 128:
+        said = "some nodes (16 to 64 GPUs): tp inside a node or ZeRO across nodes, and dp for the rest"
+    elif gpus < 1024:
+        said = "hundreds of GPUs (128 to 512): dp alone has too few tokens per rank to hide its traffic; dp with tp or pp"
+    else:
+        said = "1,024 GPUs and more: tp inside a node, pp between nodes, dp with ZeRO-1 or 2 for the rest"
+    rich = "GPU-rich: no recomputation is needed" if l.recompute == "none" else "GPU-poor: recomputation pays for what does not fit"
+    lines = [said, f"{rich} ({billions:,.1f}B parameters on {gpus:,} GPUs, {18 * billions / gpus:,.1f} GB of states per GPU if all is cut)"]
+    if l.cp > 1:
+        lines.append(f"long sequences: cp {l.cp} leaves {l.seq_len // l.cp:,} of {l.seq_len:,} tokens to a rank")
+    if l.ep > 1:
+        lines.append(f"experts: ep {l.ep} leaves {c.num_local_experts // l.ep} of {c.num_local_experts} to a rank")
+    return lines
+
+
+def explain(c, best, cluster, sequences):
+    l, held, room = best.layout, sum(best.memory.values()), limit(cluster)
+    whole = Layout(seq_len=l.seq_len)
+    alone = sum(memory(c, whole).values())
+    batch, seconds = l.dp * l.micro_batch * l.accumulation, best.seconds
+    lost = sorted(((s, name) for name, s in seconds.items() if name != "compute" and s > 0), reverse=True)
+    cut = [f"{name} {getattr(l, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(l, name) > 1] + [f"ZeRO-{l.zero}"] * (l.zero > 0)
+    yield "1. Fit in memory"
+    yield f"   One GPU would hold {alone:,.0f} GiB for one sequence and has {room:.0f} to give. " + (
+        f"{', '.join(cut) or 'Nothing'} cuts that to {held:.1f}." if held <= room else f"{', '.join(cut) or 'Nothing'} cuts that to {held:.1f}: it DOES NOT FIT.")
+    yield from (f"   Rule: {line}." for line in rule(c, l, cluster))
+    yield "2. Reach the batch"
+    yield f"   {sequences:,.0f} sequences wanted: {l.dp} ranks of dp x micro-batches of {l.micro_batch} x {l.accumulation} accumulated = {batch:,} ({batch * l.seq_len:,} tokens)."
+    larger = dataclasses.replace(l, micro_batch=2 * l.micro_batch, accumulation=max(1, l.accumulation // 2))
+    need = sum(memory(c, larger).values())
+    yield f"   Twice the micro-batch would need {need:.1f} GiB" + (": too much." if need > room else f", which fits; but {l.accumulation // 2 or 'no'} micro-batches are fewer to fill a pipeline with or to overlap." if l.accumulation > 1 else ", and there is no accumulation to trade for it.")
+    yield "3. Be fast"
+    yield f"   {seconds['compute'] / sum(seconds.values()):.0%} of the step is compute; most of the rest: " + ", ".join(f"{name} {s / sum(seconds.values()):.0%}" for s, name in lost[:3]) + "."
+    yield f"   {WHY[lost[0][1]]}" if lost else ""
+
+
+WHY = dict(
+    tp="tp speaks twice in each half of a layer with nothing to hide behind: the price of the memory that it cuts.",
+    bubble="The bubble is (pp - 1)/m of the work: more micro-batches, fewer stages, or a schedule with a smaller one.",
+    dp="What dp and ZeRO send takes longer than the work that it hides behind: fewer ranks of dp with a part of the model each (tp, pp), or, below ZeRO-2, more accumulation.",
+    launch="The GPU waits for Python: its pieces of work are too small. Larger micro-batches, less tp, or --compile.",
+    pp="Messages between stages: fewer stages.", cp="The ring is slower than attention with one block: less cp.",
+    ep="Tokens travel to their experts and back: keep tp x ep inside a node.",
+    optimizer="Every rank updates much: ZeRO cuts it over dp.", other="The step is so short that its fixed costs count.")
+
+
+def table(candidates):
+    columns = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "recompute")
+    yield "".join(f"{name:>{12 if len(name) > 5 else 6}}" for name in columns) + f"{'GiB':>8}{'step, s':>9}{'tokens/s/GPU':>14}"
+    for one in candidates:
+        values = {**one.layout.__dict__, "mbs": one.layout.micro_batch, "acc": one.layout.accumulation}
+        values["schedule"] = values["schedule"] if one.layout.pp > 1 else "-"
+        yield "".join(f"{values[name]:>{12 if len(name) > 5 else 6}}" for name in columns) + f"{sum(one.memory.values()):>8.1f}{sum(one.seconds.values()):>9.2f}{one.tokens_per_s:>14,.0f}"
+
+
+def best_per_mesh(c, candidates, cluster, slack, count=10):
+    """The fastest of each mesh, looked at again on every rank. Short sequences make cp and dp the same: one of them is shown."""
+    best = {}
+    for one in candidates:
+        mesh = one.layout.tp, one.layout.pp, one.layout.ep
+        if mesh not in best and len(best) < count:
+            one.memory = memory(c, one.layout, slack)
+            if sum(one.memory.values()) <= limit(cluster):
+                best[mesh] = one
+    return list(best.values())
+
+
+def details(c, one, cluster):
+    l, step = one.layout, sum(one.seconds.values())
+    mfu = one.tokens_per_s * costs.flops_per_token(c, l.seq_len) / cluster.gpu.flops
+    yield "memory, GiB      " + "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items()) + f"  = {sum(one.memory.values()):.1f} of {limit(cluster):.0f}"
+    yield f"step, {step:.2f} s".ljust(17) + "  ".join(f"{name} {s:.3f}" for name, s in one.seconds.items() if s > 0.0005)
+    sent = costs.sent(c, l)
+    yield "sent, GB payload " + ("  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in sent.items()) or "nothing")
+    yield f"{one.tokens_per_s:,.0f} tokens/s/GPU, MFU {mfu:.1%}"
+
+
+def command(model, l, cluster):
+    """For this repository's trainer."""
+    flags = [f"--model {model}", f"--seq_len {l.seq_len}", f"--global_batch_size {l.dp * l.micro_batch * l.accumulation}", f"--micro_batch_size {l.micro_batch}"]
+    defaults = Layout()
+    flags += [f"--{name} {getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute") if getattr(l, name) != getattr(defaults, name)]
+    train = f"step08_5d/train.py {' '.join(flags)}"
+    if cluster.gpus <= cluster.gpus_per_node:
+        return f"torchrun --standalone --nproc_per_node {cluster.gpus} {train}"
+    return (f"srun --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.gpus_per_node} "
+            f"--rdzv_backend c10d --rdzv_endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 {train}")
+
+
+# ------------------------------------------------------------------------------------------- the benchmarked trainer
+BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
+KEYS, PREDICTED = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc"), ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
+BENCHMARKED = {                                           # layers, hidden, heads, intermediate, one matrix for both ends
+    "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True), "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
+
+
+def key(row):
+    return row["model"], *(int(row[name]) for name in KEYS[1:])
+
+
+def benchmark_run(row):
+    """(model, layout, cluster, stages or None) of a row of the file."""
+    layers, hidden, heads, intermediate, tied = BENCHMARKED[row["model"]]
+    c = SimpleNamespace(vocab_size=131072, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+                        num_key_value_heads=heads, head_dim=hidden // heads, num_local_experts=0, num_experts_per_tok=0, tied=tied)
+    dp, tp, pp, zero, mbs, acc = (int(row[name]) for name in KEYS[2:])
+    l = Layout(dp=dp, tp=tp, pp=pp, zero=zero, micro_batch=mbs, accumulation=acc, seq_len=BENCHMARK_SEQ)
+    return c, l, Cluster(8 * int(row["nodes"])), costs.nanotron_stages(c, l)
+
+
+def benchmark_seconds(run, constants=costs.TIME):
+    c, l, cluster, stages = run
+    return sum(costs.step_seconds(c, l, cluster, stages or costs.our_stages(c, l), constants, nanotron=True).values())
+
+
+def benchmark_memory(run, constants=costs.MEMORY, rank=None):
+    """GiB of a rank, or of the one that needs most; infinite where a stage would be empty."""
+    c, l, _, stages = run
+    ranks = range(l.pp) if rank is None else [rank]
+    return max(sum(costs.nanotron_memory(c, l, r, stages[r], constants).values()) for r in ranks) / GIB if stages else math.inf
+
+
+def predict(row, time=costs.TIME, memory=costs.MEMORY):
+    run = c, l, cluster, stages = benchmark_run(row)
+    tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len
+    first = run if stages else (c, l, cluster, costs.our_stages(c, l))
+    return dict(pred_mem_gb=round(benchmark_memory(first, memory, rank=0), 3), pred_tok_s_gpu=round(tokens / benchmark_seconds(run, time) / cluster.gpus, 3),
+                pred_oom=int(benchmark_memory(run, memory) > memory["usable"]))
+
+
+def read_csv(flag, path, needed):
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"{flag} {path}: {error.strerror if isinstance(error, OSError) else 'not a text file'}")
+    missing = [name for name in needed if not rows or name not in rows[0]]
+    if missing:
+        refuse(f"{flag} {path}: no {'column ' + ', '.join(missing) if rows else 'rows'}; the columns are {','.join(needed)}")
+    return rows
+
+
+def write_csv(path, rows, columns):
+    try:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        refuse(f"--out {path}: {error.strerror}")
+
+
+def predict_file(path, out):
+    rows = read_csv("--predict", path, KEYS)
+    for number, row in enumerate(rows, 2):
+        try:
+            positive = row["model"] in BENCHMARKED and min(key(row)[1:5] + key(row)[6:]) >= 1
+            gpus = int(row["dp"]) * int(row["tp"]) * int(row["pp"])
+        except ValueError:
+            refuse(f"--predict {path}, line {number}: {', '.join(KEYS[1:])} must be whole numbers")
+        if not positive:
+            refuse(f"--predict {path}, line {number}: model must be one of {', '.join(BENCHMARKED)}, and all numbers at least 1 (zero: 0)")
+        if gpus != 8 * int(row["nodes"]):
+            refuse(f"--predict {path}, line {number}: dp({row['dp']}) x tp({row['tp']}) x pp({row['pp']}) = {gpus} != 8 x nodes({row['nodes']})")
+        row.update(predict(row))
+    write_csv(out, rows, list(rows[0]))
+
+
+# ------------------------------------------------------------------------------------------- your own cluster
+RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len", "recompute", "status", "tok_s_gpu", "mem_gib")
+OWN = ("gemm_efficiency", "elementwise_bytes", "launch", "nvlink_efficiency", "network_efficiency", "overlap", "optimizer_bytes", "step")
+
+
+def fit_own(path, cluster):
+    """Constants that fit a bench's runs; each is drawn towards what it was, so a few runs do not throw it far. A search that halves its steps."""
+    runs = []
+    for row in read_csv("--fit", path, RESULTS):
+        if row["status"] == "ok":
+            l = Layout(**{name: int(row[name]) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "seq_len")}, schedule=row["schedule"], recompute=row["recompute"],
+                       micro_batch=int(row["mbs"]), accumulation=int(row["grad_acc"]))
+            runs.append((load_config(SimpleNamespace(model=row["model"])), l, float(row["tok_s_gpu"]), float(row["mem_gib"])))
+    if not runs:
+        refuse(f"--fit {path}: no row has status ok")
+
+    def loss(k):
+        errors = [math.log(evaluate(c, l, cluster._replace(gpus=l.gpus), dict(time=k, slack=1)).tokens_per_s / speed) for c, l, speed, _ in runs]
+        return sum(math.log1p((e / 0.1) ** 2) for e in errors) + sum((math.log(k[name] / costs.TIME[name]) / math.log(3)) ** 2 for name in OWN)
+    best, step = dict(costs.TIME), 0.5
+    lowest = loss(best)
+    while step > 0.01:
+        before = lowest
+        for name in OWN:
+            for factor in (math.exp(step), math.exp(-step)):
+                tried = {**best, name: best[name] * factor}
+                if loss(tried) < lowest:
+                    best, lowest = tried, loss(tried)
+        step = step if lowest < before - 1e-3 else step / 2
+    slack = statistics.median(measured / sum(memory(c, l).values()) for c, l, _, measured in runs)
+    return dict(time=best, slack=slack), len(runs)
+
+
+def load_constants(path):
+    if path is None:
+        return dict(time=costs.TIME, slack=1.0)
+    try:
+        with open(path) as file:
+            raw = json.load(file)
+        return dict(time={**costs.TIME, **raw["time"]}, slack=float(raw["slack"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(f"--constants {path}: not what --fit writes ({type(error).__name__}: {error})")
+
+
+# ------------------------------------------------------------------------------------------- the command line
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--model", default="llama-8b", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
+    add("--gpus", type=int, default=8)
+    add("--gpu", choices=GPUS, default="h100")
+    add("--network", default="infiniband", help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
+    add("--gpus_per_node", type=int, default=8)
+    for name, what in dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB", nvlink="bytes per second inside a node").items():
+        add(f"--{name}", type=float, help=f"{what}, in place of --gpu's")
+    add("--seq_len", type=int, default=4096)
+    add("--global_batch_tokens", type=float, default=4e6)
+    add("--config", help="explain this one: dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,mbs=..,acc=..,recompute=..")
+    add("--constants", help="a file that --fit wrote, or is to write")
+    add("--fit", help="a CSV file of bench.py: fit the constants to this cluster")
+    add("--predict", help="a CSV file of runs of the benchmarked trainer")
+    add("--out", help="where --predict writes")
+    args = parser.parse_args(argv)
+    for name in ("gpus", "gpus_per_node", "seq_len", "global_batch_tokens", "flops", "hbm", "memory", "nvlink"):
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+            refuse(f"--{name} {getattr(args, name)}: must be positive")
+    return args
+
+
+def cluster_of(args):
+    own = {name: getattr(args, name) for name in ("flops", "hbm", "memory", "nvlink") if getattr(args, name) is not None}
+    try:
+        network = NETWORKS.get(args.network) or float(args.network)
+    except ValueError:
+        refuse(f"--network {args.network}: {', '.join(NETWORKS)}, or bytes per second per GPU")
+    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
+        refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
+    return Cluster(args.gpus, GPUS[args.gpu]._replace(**own), network, args.gpus_per_node)
+
+
+def parse_config(text, c, cluster, seq_len, sequences):
+    """One layout. What is not said: dp is what is left of the GPUs, the accumulation what the batch takes."""
+    said = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        name = NAMES.get(name, name)
+        if name not in Layout.__dataclass_fields__ or name == "seq_len" or not value:
+            refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, mbs, acc, recompute take =value")
+        choices = dict(schedule=SCHEDULES, recompute=RECOMPUTE, zero="0123").get(name)
+        if choices and value not in choices or not choices and not (value.isdecimal() and int(value) > 0):
+            refuse(f"--config {part}: must be {'one of ' + ', '.join(choices) if choices else 'a whole number, at least 1'}")
+        said[name] = value if name in ("schedule", "recompute") else int(value)
+    used = math.prod(said.get(name, 1) for name in ("tp", "cp", "pp"))
+    dp = said.setdefault("dp", max(1, cluster.gpus // used))
+    if dp * used != cluster.gpus:
+        refuse(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
+    said.setdefault("accumulation", max(1, round(sequences / dp / said.get("micro_batch", 1))))
+    l = Layout(**said, seq_len=seq_len)
+    if not any(all(mesh[name] == getattr(l, name) for name in mesh) for mesh in meshes(c, cluster, seq_len)):
+        refuse(f"--config {text}: tp must divide heads({c.num_attention_heads}) and suit kv heads({c.num_key_value_heads}), pp at most layers({c.num_hidden_layers}), "
+               f"ep divide dp x cp({l.dp * l.cp}) and experts({c.num_local_experts}), cp and tp the sequence({seq_len})")
+    if not enough(c, l):
+        refuse(f"--config {text}: --schedule {l.schedule} with pp({l.pp}) takes more layers than {c.num_hidden_layers} or more micro-batches than {l.accumulation}")
+    return l
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.predict:
+        return predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
+    cluster = cluster_of(args)
+    if args.fit:
+        constants, runs = fit_own(args.fit, cluster)
+        with open(args.constants or refuse("--fit needs --constants FILE to write to"), "w") as file:
+            json.dump(constants, file, indent=1)
+        return print(f"fitted to {runs} runs: {args.constants}")
+    c, constants = load_config(args), load_constants(args.constants)
+    sequences = max(1, args.global_batch_tokens / args.seq_len)
+    if args.config:
+        l = parse_config(args.config, c, cluster, args.seq_len, sequences)
+        shown = [evaluate(c, l, cluster, constants)]
+    else:
+        candidates, looked_at = search(c, cluster, args.seq_len, sequences, constants)
+        fewest = fewest_gpus(c, cluster, args.seq_len, constants["slack"])
+        print(f"{args.model}, {costs.model_parameters(c) / 1e9:.2f}B parameters, on {cluster.gpus:,} x {args.gpu}: "
+              + (f"{len(candidates):,} of {looked_at:,} layouts fit" if candidates else f"none of {looked_at:,} layouts fits and meets the batch") + f"; the fewest GPUs that hold it: {fewest:,}\n")
+        shown = best_per_mesh(c, candidates, cluster, constants["slack"])
+        if not shown:
+            return print("more GPUs, a shorter sequence, or another batch")
+        print("\n".join(table(shown)), "\n")
+    print("\n".join([*details(c, shown[0], cluster), "", *explain(c, shown[0], cluster, sequences), "", command(args.model, shown[0].layout, cluster)]))
+
+
+if __name__ == "__main__":
+    main()

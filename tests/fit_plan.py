@@ -1,0 +1,167 @@
+"""Fits the constants of step08_5d/costs.py to real runs: python tests/fit_plan.py [--scores]
+
+The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready for costs.py; then,
+for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
+
+Every constant has a value that one would give it before any fit, and how far one would believe it to be off (PRIORS). A fit weighs
+both: what the runs do not determine stays where it was. The loss is robust (Cauchy's), for some runs are not what they seem.
+"""
+import argparse
+import csv
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "step08_5d"))
+import costs
+import plan
+
+DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"
+NODES = (1, 2, 8, 32)
+
+# name: (value, factor that it may well be off by)
+TIME_PRIORS = dict(
+    gemm_efficiency=(0.6, 1.35), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2), loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35),
+    nvlink_efficiency=(0.82, 1.35), network_efficiency=(0.9, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2),
+    stage=(3e-3, 2), fill_launch=(1 / 3, 1.5), overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5), unhidden_efficiency=(0.08, 1.5),
+    optimizer_bytes=(80, 1.2), jitter=(0.01, 1.8), step=(0.04, 1.6))
+MEMORY_PRIORS = dict(
+    parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6), optimizer_bytes=(12, 1.1), hidden_bytes=(34, 1.5), mlp_bytes=(5, 1.5), embedding_bytes=(4, 2.7),
+    logit_bytes=(10, 1.35), old_logit_bytes=(2, 2), gathered=(0.8, 1.5), gathered_pp=(0.6, 1.5), base=(0.3, 1.6))
+NOISE = 0.07                                              # of a run, against which a prior's factor is weighed
+
+
+def load(path=DATA):
+    """Rows with numbers in them; runs of another batch or another shape are left out."""
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if row["gbs_seqs"] == "256" and "variant" not in row["note"]]
+
+
+def measured(rows):
+    """What constants are fitted to: it ran, and its step is not one of the older trainer's, whose pipeline stood still between micro-batches."""
+    return [row for row in rows if row["status"] == "ok" and row["code"] == "new"]
+
+
+def fit(rows, priors, predict, observed, start=None, scale=0.08):
+    """Levenberg and Marquardt's method on the logarithms of the constants."""
+    names = list(priors)
+    middle, width = np.log([priors[name][0] for name in names]), np.log([priors[name][1] for name in names])
+    x, seen = np.log([start[name] for name in names]) if start else middle.copy(), np.log([observed(row) for row in rows])
+
+    def errors(x):
+        constants = dict(zip(names, np.exp(x)))
+        return np.log([predict(row, constants) for row in rows]) - seen
+    for scale in [scale] if start else [0.3, scale]:      # from afar first with a loss that minds all rows
+        def loss(e, x):
+            return scale**2 * np.log1p((e / scale) ** 2).sum() + NOISE**2 * (((x - middle) / width) ** 2).sum()
+        damping, e = 1e-3, errors(x)
+        for _ in range(30):
+            slopes = np.stack([(errors(x + 1e-4 * unit) - e) / 1e-4 for unit in np.eye(len(x))], axis=1)
+            weight = 1 / (1 + (e / scale) ** 2)
+            curvature = slopes.T @ (slopes * weight[:, None]) + np.diag(NOISE**2 / width**2)
+            slope = slopes.T @ (weight * e) + NOISE**2 * (x - middle) / width**2
+            before = loss(e, x)
+            for _ in range(8):
+                step = np.clip(-np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), slope), -0.5, 0.5)
+                after = errors(x + step)
+                if loss(after, x + step) < before:
+                    break
+                damping *= 4
+            else:
+                break
+            x, e, damping = x + step, after, damping / 3
+            if before - loss(e, x) < 3e-4 * before:
+                break
+    return dict(zip(names, np.exp(x).tolist()))
+
+
+def fit_all(rows, start=None):
+    """(constants of time, constants of memory)"""
+    runs = measured(rows)
+    prepared = {id(row): plan.benchmark_run(row) for row in rows}
+    seconds = fit(runs, TIME_PRIORS, lambda row, k: plan.benchmark_seconds(prepared[id(row)], k),
+                  lambda row: plan.BENCHMARK_BATCH * plan.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])), start and start[0])
+    memory = fit(runs, MEMORY_PRIORS, lambda row, k: plan.benchmark_memory(prepared[id(row)], k, rank=0), lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
+    return seconds, {**memory, "usable": usable(rows, prepared, memory)}
+
+
+def usable(rows, prepared, memory):
+    """The limit that tells best which runs fail: the middle of those that are equally good."""
+    failed = {}
+    for row in rows:
+        failed.setdefault(plan.key(row), [row, True])[1] &= row["status"] != "ok"
+    needs = [(plan.benchmark_memory(prepared[id(row)], memory), bad) for row, bad in failed.values()]
+    limits = [limit / 2 for limit in range(120, 160)]
+    right = [sum((need > limit) == bad for need, bad in needs) for limit in limits]
+    return statistics.median(limit for limit, count in zip(limits, right) if count == max(right))
+
+
+def predictions(rows, constants):
+    return [{**row, **plan.predict(row, *constants)} for row in rows]
+
+
+def rounded(constants):
+    return {name: float(f"{value:.3g}") for name, value in constants.items()}
+
+
+def leave_out(rows, start):
+    """{number of nodes: constants fitted to the others}"""
+    return {nodes: fit_all([row for row in rows if int(row["nodes"]) != nodes], start) for nodes in NODES}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", help="write the predictions of each number of nodes by the others' constants to this CSV file")
+    args = parser.parse_args()
+    rows = load()
+    whole = fit_all(rows)
+    for name, constants in zip(("TIME", "MEMORY"), whole):
+        print(f"{name} = {json.dumps(rounded(constants))}")
+    folds = leave_out(rows, whole)
+    held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
+    print(f"\n{'':<34}{'runs':>6}" + "".join(f"{name:>12}" for name in COLUMNS))
+    for name, some in [("fitted to all, judged on all", predictions(rows, whole)), *((f"without {n} nodes, judged on them", [r for r in held_out if int(r["nodes"]) == n]) for n in NODES),
+                       ("the four together", held_out)]:
+        result = score(some)
+        print(f"{name:<34}{result['runs']:>6}" + "".join(f"{result[column]:>12.1%}" for column in COLUMNS))
+    if args.out:
+        plan.write_csv(args.out, held_out, [*plan.KEYS, *plan.PREDICTED])
+
+
+# ------------------------------------------------------------------------------------------- how good a prediction is
+COLUMNS = ("mem median", "mem mean", "oom", "tok median", "tok mean", "rank corr", "regret", "worst")
+
+
+def score(rows):
+    """Errors of what ran; failures told apart; inside each (model, nodes) the order, and what the best-looking run loses on the best."""
+    configurations = {}
+    for row in rows:
+        configurations.setdefault(plan.key(row), []).append(row)
+    memory, speed, told, cells = [], [], [], {}
+    for (model, nodes, *_), tries in configurations.items():
+        ran = [row for row in tries if row["status"] == "ok"]
+        told.append((tries[0]["pred_oom"] == 1) == (not ran))
+        runs = [row for row in ran if row["code"] != "legacy"]
+        memory += [abs(row["pred_mem_gb"] / float(row["mem_gb"]) - 1) for row in runs]
+        speed += [abs(row["pred_tok_s_gpu"] / float(row["tok_s_gpu"]) - 1) for row in runs]
+        if runs:
+            cells.setdefault((model, nodes), []).append((runs[0]["pred_tok_s_gpu"], max(float(row["tok_s_gpu"]) for row in runs), runs[0]["pred_oom"]))
+    regret = [1 - min(cell, key=lambda run: (run[2], -run[0], run[1]))[1] / max(run[1] for run in cell) for cell in cells.values()]
+    order = [correlation([run[0] for run in cell], [run[1] for run in cell]) for cell in cells.values() if len(cell) >= 5]
+    return dict(zip(COLUMNS, (statistics.median(memory), statistics.fmean(memory), statistics.fmean(told), statistics.median(speed), statistics.fmean(speed),
+                              statistics.fmean(order), statistics.fmean(regret), max(regret))), runs=len(speed))
+
+
+def correlation(a, b):
+    """Spearman's: of the ranks, ties sharing theirs."""
+    ranks = [[statistics.fmean([i for i, other in enumerate(sorted(values)) if other == value]) for value in values] for values in (a, b)]
+    return statistics.correlation(*ranks)
+
+
+if __name__ == "__main__":
+    main()
