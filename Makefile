@@ -22,7 +22,7 @@ OLD = $(wildcard step0$(shell expr "$(STEP)" - 1 2>/dev/null)_*)
 	@cp requirements.txt $@
 
 run: $(VENV)
-	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 4 step06_pp/train.py --pp 2 --tp 2 $(FLAGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
 test: $(VENV)
 	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
