@@ -35,7 +35,7 @@ def ends_well():
         here = os.path.dirname(os.path.abspath(__file__))
         frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) == here]
         place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
-        print(f"rank {os.environ['RANK']} failed in {place}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ.get('RANK', '0')} failed in {place}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         raise
     dist.destroy_process_group()
     gc.collect()                                          # gloo's threads must not outlive the interpreter
