@@ -1,0 +1,301 @@
+"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+
+    python step08_5d/figures/make.py          (about five minutes on two cores)
+    python step08_5d/figures/make.py drawn    (only the pictures)
+
+Nearly all of it are dry runs, one after the other in this process; the checkpoints are written by real, small runs.
+"""
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from types import SimpleNamespace
+from unittest.mock import patch
+
+STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FIGURES = os.path.join(STEP, "figures")
+sys.path.insert(0, STEP)
+
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+import config
+import dry_run
+import ledger
+import metrics
+import model
+import torch
+import train
+from expert_parallel import formula
+from pipeline_parallel import first_layers
+from profiling import KINDS
+
+GIB, GB = 2**30, 1e9
+LLAMA, MIXTRAL = config.PRESETS["llama-8b"], config.PRESETS["mixtral-8x7b"]
+RANKS, SEQ, BATCH = 8, 8192, 8
+TOKENS = SEQ * BATCH
+
+
+# ------------------------------------------------------------------------------------------------ dry runs, watched
+class Timed(ledger.Ledger):
+    """Notes when it was sent, too."""
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.sends = []                                   # (seconds, dimension, collective, wire bytes)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        before = Counter(self.wire)
+        result = super().__torch_dispatch__(op, types, args, kwargs)
+        for what in self.wire:
+            if self.wire[what] != before[what]:
+                self.sends.append((time.perf_counter(), *what, self.wire[what] - before[what]))
+        return result
+
+
+def seen_in(argv):
+    """What a rank of a dry run sees, and where in the step it sent what."""
+    kept = []
+
+    @contextlib.contextmanager
+    def watch(model, optimizer, pipeline, mesh, args):
+        optimizer.adamw.step()
+        with dry_run.observe(model, optimizer, pipeline, mesh) as seen:
+            yield
+        expected = Counter()
+        for group, collective, size in formula(model, mesh, args):
+            expected[seen.sent.name(group), collective] += size
+        experts = [my_experts(layer.mlp) for layer in model.model.layers.values() if hasattr(layer.mlp, "experts")]
+        kept.append(SimpleNamespace(**vars(seen), expected=expected, by_phase=by_phase(seen.sent.sends, pipeline.events), layers=[int(i) for i in model.model.layers],
+                                    experts=experts[0] if experts else None, ends=[model.model.embed_tokens is not None, model.lm_head is not None],
+                                    mesh=mesh.mesh.tolist(), place_in_mesh={name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}))
+    with patch("train.watch", watch), patch("dry_run.Ledger", Timed):
+        train.main(argv.split())
+    return kept[0]
+
+
+def my_experts(moe):
+    weight = moe.experts.w1.weight
+    first = sum(shard.index * len(weight) for shard in getattr(weight, "shards", []) if shard.dim == 0)
+    return list(range(first, first + len(weight)))
+
+
+def by_phase(sends, events):
+    """Bytes on the wire in forward, in backward, and in neither; a message to another stage belongs to what came before it."""
+    phases = Counter()
+    for seconds, dimension, collective, size in sends:
+        inside = [event for event in events if event.start <= seconds <= event.end]
+        before = [event for event in events if event.end <= seconds]
+        event = inside[0] if inside else before[-1] if dimension == "pp" and before else None
+        phases["step" if event is None else "forward" if event.action.kind == "F" else "backward"] += size
+    return phases
+
+
+def dry(flags, ranks=RANKS, rank=0, name="llama-8b", seq=SEQ, batch=BATCH):
+    return seen_in(f"--dry_run {ranks} --dry_run_rank {rank} --model {name} --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}")
+
+
+def printed(flags):
+    return subprocess.run([sys.executable, os.path.join(STEP, "train.py"), *flags.split()], check=True, capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout.rstrip().splitlines()
+
+
+# ------------------------------------------------------------------------------------------------ 5D in a nutshell
+P = metrics.parameter_count(LLAMA)
+H, L, KV, V = LLAMA.hidden_size, LLAMA.num_hidden_layers, LLAMA.num_key_value_heads * LLAMA.head_dim, LLAMA.vocab_size
+NORMS = (2 * L + 1) * H
+LAYER = 2 * H * H + 2 * H * KV + 3 * H * LLAMA.intermediate_size + 2 * H
+OF_TP = (P - NORMS) // RANKS + NORMS
+STAGES = [*first_layers(LLAMA, RANKS)]
+OF_PP = V * H + (STAGES[1] - STAGES[0]) * LAYER
+OF_EXPERTS = MIXTRAL.num_hidden_layers * 8 * 3 * MIXTRAL.hidden_size * MIXTRAL.intermediate_size
+with torch.device("meta"):
+    OF_MIXTRAL = sum(param.numel() for param in model.Llama(MIXTRAL).parameters())
+STREAM = 2 * TOKENS * H                                   # bytes of a tensor [batch, seq, hidden] of the whole step
+KEYS = 2 * TOKENS // RANKS * KV * L                       # elements of a rank's keys and values, all layers
+ROWS = 2 * TOKENS // RANKS * 2 * H * L                    # bytes of rows sent to experts, all layers, top_k 2
+KEPT = V * H + LAYER + V * H + H                          # ZeRO-3: embedding, last layer and head are not gathered again
+SHARE = (RANKS - 1) / RANKS
+
+#  name, flags, model, parameters of weights / gradients / optimizer states with their formulas, bytes on the wire: forward, backward, step
+NUTSHELL = [
+    ("DP", "--dp 8", "llama-8b", [(P, "P")] * 3, [0, 2 * SHARE * 4 * P, 0]),
+    ("ZeRO-1", "--zero 1", "llama-8b", [(P, "P"), (P, "P"), (P // 8, "P/8")], [0, SHARE * 4 * P, SHARE * 2 * P]),
+    ("ZeRO-2", "--zero 2", "llama-8b", [(P, "P"), (P // 8, "P/8"), (P // 8, "P/8")], [0, SHARE * 4 * P, SHARE * 2 * P]),
+    ("ZeRO-3", "--zero 3", "llama-8b", [(P // 8, "P/8")] * 3, [SHARE * 2 * P, SHARE * (4 * P + 2 * (P - KEPT)), 0]),
+    ("TP", "--tp 8 --sp off", "llama-8b", [(OF_TP, "P/8 + norms")] * 3, [2 * SHARE * (2 * L + 1) * STREAM, 2 * SHARE * (2 * L + 1) * STREAM, 0]),
+    ("TP+SP", "--tp 8", "llama-8b", [(OF_TP, "P/8 + norms")] * 3, [SHARE * (4 * L + 2) * STREAM, SHARE * (6 * L + 2) * STREAM, 0]),
+    ("CP", "--cp 8", "llama-8b", [(P, "P")] * 3, [7 * 2 * KEYS, 7 * 2 * KEYS + 8 * 4 * KEYS + 2 * SHARE * 4 * P, 0]),
+    ("CP, ZeRO-3", "--cp 8 --zero 3", "llama-8b", [(P // 8, "P/8")] * 3, None),
+    ("PP", "--pp 8", "llama-8b", [(OF_PP, "stage 0")] * 3, [STREAM, 0, 0]),
+    ("DP, experts", "--dp 8", "mixtral-8x7b", [(OF_MIXTRAL, "Q")] * 3, [0, 2 * SHARE * 4 * OF_MIXTRAL, 0]),
+    ("EP", "--ep 8", "mixtral-8x7b", [(OF_MIXTRAL - OF_EXPERTS * 7 // 8, "Q - 7E/8")] * 3,
+     [2 * SHARE * ROWS, 2 * SHARE * ROWS + 2 * SHARE * 4 * (OF_MIXTRAL - OF_EXPERTS), 0])]
+
+
+def nutshell_tables():
+    memory = ["| strategy | flags | weights, 2 bytes | gradients, 4 bytes | optimizer, 12 bytes | between steps, GiB: weights, gradients, optimizer | activations at most, GiB | peak of all, GiB | FLOPs of rank 0 |",
+              "|---|---|---|---|---|---|---|---|---|"]
+    wire = ["| strategy | in forward, GB | in backward, GB | before and after, GB | collectives |", "|---|---|---|---|---|"]
+    for name, flags, preset, parameters, sent in NUTSHELL:
+        seen = dry(flags, name=preset)
+        between = [seen.between[kind] for kind in ("parameters", "gradients", "optimizer states")]
+        for measured, (count, _), size in zip(between, parameters, (2, 4, 12)):
+            assert abs(measured - size * count) <= 1e-6 * measured, (name, measured, size * count)
+        for what in {*seen.sent.payload, *seen.expected}:
+            if seen.sent.wire[what] > 1e8:
+                assert seen.sent.payload[what] == seen.expected[what], (name, what, seen.sent.payload[what], seen.expected[what])
+        phases = [seen.by_phase[phase] for phase in ("forward", "backward", "step")]
+        print(name, [f"{n / GB:.3f}" for n in phases], sent and [f"{n / GB:.3f}" for n in sent], dict(seen.sent.wire))
+        if sent:
+            assert abs(sum(phases) - sum(sent)) < 2e-3 * sum(sent), (name, phases, sent)
+        memory.append(f"| {name} | `{flags}` | {' | '.join(text for _, text in parameters)} | {', '.join(f'{n / GIB:.1f}' for n in between)} | {seen.most['activations'] / GIB:.1f} "
+                      f"| {sum(seen.peak.values()) / GIB:.1f} | {seen.flops:.2e} |")
+        calls = ", ".join(f"{seen.sent.calls[what]} {what[1]} ({what[0]})" for what in sorted(seen.sent.calls) if seen.sent.wire[what] > 1e8)
+        wire.append(f"| {name} | {' | '.join(f'{n / GB:.2f}' if n > 1e6 else '0' for n in phases)} | {calls} |")
+    return dict(memory=memory, wire=wire)
+
+
+# ------------------------------------------------------------------------------------------------ 8B, 1K to 128K
+LENGTHS = [1024, 4096, 16384, 65536, 131072]
+WAYS = [("one GPU", "", 1, 1), ("ZeRO-3 on 8", "--zero 3", 8, 8), ("TP 8 (with SP)", "--tp 8", 8, 1), ("CP 8, ZeRO-3", "--cp 8 --zero 3", 8, 1),
+        ("TP 2 x CP 4, ZeRO-3", "--tp 2 --cp 4 --zero 3", 8, 1), ("TP 4 x PP 2", "--tp 4 --pp 2", 8, 2)]
+MOST = 160                                                # GiB that a panel shows
+
+
+def memory_picture():
+    figure, axes = plt.subplots(2, len(WAYS), figsize=(15, 7.2), sharey=True)
+    for row, recompute in enumerate(("none", "full")):
+        for panel, (title, flags, ranks, batch) in zip(axes[row], WAYS):
+            for i, seq in enumerate(LENGTHS):
+                seen = dry(f"{flags} --recompute {recompute}", ranks=ranks, seq=seq, batch=batch)
+                low = 0
+                for kind, color in KINDS.items():
+                    size = seen.peak[kind] / GIB
+                    panel.bar(i, size, 0.78, bottom=low, color=color, label=kind if i == 0 else None)
+                    low += size
+                panel.text(i, min(low, MOST - 7) + 1.5, f"{low:,.0f}", ha="center", va="bottom", fontsize=8.5, weight="bold" if low <= 80 else None,
+                           color="black", bbox=dict(facecolor="white", edgecolor="none", pad=0.6, alpha=0.85))
+                print(title, recompute, seq, f"{low:.1f}")
+            panel.axhline(80, color="black", ls="--", lw=1)
+            panel.set(ylim=(0, MOST), xlim=(-0.6, len(LENGTHS) - 0.4))
+            panel.set_xticks(range(len(LENGTHS)), [f"{seq // 1024}K" for seq in LENGTHS])
+            for side in ("top", "right"):
+                panel.spines[side].set_visible(False)
+            if row == 0:
+                panel.set_title(title, fontsize=11)
+            else:
+                panel.set_xlabel("sequence length")
+        axes[row][0].set_ylabel(f"GiB at the peak, rank 0\n{'no recomputation' if recompute == 'none' else 'full recomputation'}")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend([*handles, plt.Line2D([], [], color="black", ls="--", lw=1)], [*labels, "80 GiB"], loc="lower center", ncol=6, frameon=False)
+    figure.tight_layout(rect=(0, 0.045, 1, 1))
+    figure.savefig(os.path.join(FIGURES, "memory.png"), dpi=110)
+
+
+# ------------------------------------------------------------------------------------------------ the mesh
+STAGE_COLORS, CHUNKS = ["#dce8f4", "#f6e6c8"], ["chunks 0 and 3", "chunks 1 and 2"]
+
+
+def mesh_picture():
+    """Drawn from what each of the 16 ranks has in a dry run."""
+    flags = "--model tiny-moe --seq_len 64 --global_batch_size 8 --micro_batch_size 2 --dp 2 --tp 2 --cp 2 --pp 2 --ep 4"
+    ranks = [seen_in(f"--dry_run 16 --dry_run_rank {rank} {flags}") for rank in range(16)]
+    figure, axes = plt.subplots(figsize=(13.5, 7.4))
+    for rank, seen in enumerate(ranks):
+        at = seen.place_in_mesh
+        assert seen.mesh[at["pp"]][at["dp"]][at["cp"]][at["tp"]] == rank
+        x, y = at["pp"] * 7.4 + at["tp"] * 3.1, -(at["dp"] * 4.4 + at["cp"] * 1.9)
+        axes.add_patch(plt.Rectangle((x, y), 2.9, 1.6, facecolor=STAGE_COLORS[at["pp"]], edgecolor="#444444", lw=1))
+        axes.text(x + 0.12, y + 1.5, f"{rank}", ha="left", va="top", fontsize=13, weight="bold")
+        layers, experts = seen.layers, seen.experts
+        lines = [f"layers {layers[0]} to {layers[-1]}{', embedding' * seen.ends[0]}{', head' * seen.ends[1]}", f"{['first', 'second'][at['tp']]} half of each matrix",
+                 f"{['first', 'second'][at['dp']]} half of the batch", f"of a sequence: {CHUNKS[at['cp']]}", f"experts {experts[0]} and {experts[-1]}"]
+        axes.text(x + 2.82, y + 0.07, "\n".join(lines), ha="right", va="bottom", fontsize=8.6, linespacing=1.3)
+
+    def arrow(start, end, color, bend):
+        axes.annotate("", end, start, arrowprops=dict(arrowstyle="<->", color=color, lw=1.8, connectionstyle=f"arc3,rad={bend}"))
+    arrow((1.45, 1.64), (4.55, 1.64), "#4878a8", -0.18)
+    axes.text(3.0, 2.2, "tp", color="#4878a8", ha="center", fontsize=12, weight="bold")
+    arrow((-0.1, 0.8), (-0.1, -1.1), "#6aa56e", 0.25)
+    axes.text(-0.5, -0.15, "cp", color="#6aa56e", ha="right", va="center", fontsize=12, weight="bold")
+    arrow((-0.1, 0.9), (-0.1, -3.6), "#c8605a", 0.62)
+    axes.text(-1.62, -1.4, "dp", color="#c8605a", ha="right", va="center", fontsize=12, weight="bold")
+    arrow((1.0, 1.64), (8.4, 1.64), "#d9a441", -0.3)
+    axes.text(4.7, 3.25, "pp", color="#d9a441", ha="center", fontsize=12, weight="bold")
+    axes.text(-1.0, -7.3, "Rank 0 is in four groups: tp with 1, cp with 2, dp with 4, pp with 8. With --ep 4 its experts' tokens come from 0, 2, 4, 6: the ranks of dp x cp.",
+              fontsize=10.5, ha="left")
+    axes.set(xlim=(-2.0, 13.6), ylim=(-7.6, 3.8))
+    axes.axis("off")
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "mesh.png"), dpi=110)
+
+
+# ------------------------------------------------------------------------------------------------ 405B
+LARGE = "--dry_run 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --micro_batch_size 1"
+
+
+def large_tables():
+    short = printed(f"{LARGE} --seq_len 8192 --global_batch_size 2048")
+    rows = ["| flags | activations at most, MiB | peak of all, GiB | FLOPs of a token | cp on the wire, GB |", "|---|---|---|---|---|"]
+    for more in ("--seq_len 8192 --global_batch_size 2048", "--cp 16 --seq_len 131072 --global_batch_size 128", "--seq_len 8192 --global_batch_size 2048 --recompute selective",
+                 "--cp 16 --seq_len 131072 --global_batch_size 128 --recompute selective"):
+        text = "\n".join(printed(f"{LARGE} {more}"))
+        most = re.search(r"^activations .* ([\d,.]+)$", text, re.M)[1]
+        peak = float(re.search(r"^all +\S+ +(\S+)$", text, re.M)[1].replace(",", "")) / 1024
+        cp = re.search(r"^cp +send .* (\S+)$", text, re.M)
+        flops = re.search(r"(\S+) for each of", text)[1]
+        rows.append(f"| `{more}` | {most} | {peak:.1f} | {flops} | {float(cp[1].replace(',', '')) / GB if cp else 0:.1f} |")
+    return dict(large=["```text", *short, "```"], larger=rows)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints, by real runs
+MAIN = "--model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --global_batch_size 16 --micro_batch_size 2 --steps 2 --ledger"
+SAVED = [(1, "--model tiny-moe --global_batch_size 16 --steps 1"), (4, "--model tiny-moe --ep 2 --zero 3 --global_batch_size 16 --steps 1"), (8, MAIN)]
+
+
+def checkpoint_tables():
+    with torch.device("meta"):
+        tiny = sum(param.numel() for param in model.Llama(config.PRESETS["tiny-moe"]).parameters())
+    rows = ["| written by | files | smallest and largest | tensors in them, bytes | 12 bytes x parameters | headers and index |", "|---|---|---|---|---|---|"]
+    for ranks, flags in SAVED:
+        with tempfile.TemporaryDirectory() as folder:
+            output = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"),
+                                     *flags.split(), "--checkpoint", folder], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
+            saved = os.path.join(folder, max(os.listdir(folder)))
+            sizes = {name: os.path.getsize(os.path.join(saved, name)) for name in os.listdir(saved)}
+            headers = 0
+            for name in sizes:
+                if name.endswith(".safetensors"):
+                    with open(os.path.join(saved, name), "rb") as file:
+                        headers += 8 + int.from_bytes(file.read(8), "little")
+            files = sorted(size for name, size in sizes.items() if name != "index.json")
+            tensors = sum(files) - headers
+            assert tensors == 12 * tiny, (tensors, 12 * tiny)
+            name = "one process" if ranks == 1 else f"{ranks} ranks, `{' '.join(re.findall(r'--(?:pp|cp|tp|ep|zero) [0-9]+', flags))}`"
+            rows.append(f"| {name} | {len(files)} | {files[0]:,} and {files[-1]:,} | {tensors:,} | 12 x {tiny:,} = {12 * tiny:,} | {headers + sizes['index.json']:,} |")
+    lines = output[output.index("dimension"):].splitlines()
+    return dict(checkpoint=rows, main=["```text", *[line for line in lines if not line.startswith("step")], "```"])
+
+
+def put_into_readme(tables):
+    path = os.path.join(STEP, "README.md")
+    with open(path) as file:
+        text = file.read()
+    for name, rows in tables.items():
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        assert found == 1, f"README.md has {found} tables of the name {name}"
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    mesh_picture()
+    memory_picture()
+    if sys.argv[1:2] != ["drawn"]:
+        put_into_readme({**nutshell_tables(), **large_tables(), **checkpoint_tables()})

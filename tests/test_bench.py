@@ -1,0 +1,107 @@
+"""bench.py of step 8: a sweep that survives what it measures."""
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from steps import clean_environment, run, step_dir
+
+BENCH = step_dir("step08_5d") / "bench.py"
+# a trainer with a fault for every taste; --seed says which
+FAULTY = """
+import json, os, subprocess, sys, time
+flag = lambda name: sys.argv[sys.argv.index(name) + 1]
+kind = {"1": "good", "2": "crash", "4": "hang", "8": "oom"}[flag("--micro_batch_size")]
+if kind == "crash":
+    raise ValueError("the eighth layer is missing")
+if kind == "oom":
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+if kind == "hang":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)      # and a child that hides
+    time.sleep(600)
+if os.environ["RANK"] == "0":
+    with open(flag("--log_file"), "w") as log:
+        for step in range(int(flag("--steps"))):
+            log.write(json.dumps(dict(tokens_per_s_per_device=[1, 1, 100, 130, 110][step], peak_memory_gib=step / 4)) + "\\n")
+"""
+
+
+def bench(tmp_path, *more, timeout=240):
+    return run([sys.executable, BENCH, "--out", tmp_path / "results.csv", *more], tmp_path, timeout)
+
+
+def rows_of(tmp_path):
+    with open(tmp_path / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def marked(tmp_path):
+    """The processes that carry the mark of this sweep."""
+    found, mark = [], f"STEP08_BENCH={tmp_path / 'results.csv'}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                found += [int(pid)] if mark in file.read().split(b"\0") else []
+        except OSError:
+            pass
+    return found
+
+
+def gone(tmp_path, seconds=10):
+    end = time.monotonic() + seconds
+    while marked(tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not marked(tmp_path)
+
+
+def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    flags = ["--trainer", tmp_path / "faulty.py", "--steps", "5", "--gpus", "2", "--time_limit", "12", "--micro_batch_size"]
+    status, output = bench(tmp_path, *flags, "1", "2", "4", "8")
+    assert status == 0, output
+    assert [row["status"] for row in rows_of(tmp_path)] == ["ok", "crash", "hang", "oom"], output
+    good, crash, hang, oom = rows_of(tmp_path)
+    assert float(good["tok_s_gpu"]) == 110 and float(good["mem_gib"]) == 1
+    assert "the eighth layer is missing" in crash["reason"] and "out of memory" in oom["reason"] and "no end after 12" in hang["reason"]
+    assert "4 runs; failed: 1 crash, 1 hang, 1 oom" in output and (tmp_path / "results.png").stat().st_size > 1000
+    assert gone(tmp_path)
+    status, output = bench(tmp_path, *flags, "1", "2", "4", "8")
+    assert status == 0 and "4 layouts, 4 of them done before" in output and len(rows_of(tmp_path)) == 4
+
+
+def test_what_a_killed_sweep_leaves_is_cleared_away_and_it_goes_on(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    flags = ["--trainer", str(tmp_path / "faulty.py"), "--steps", "5", "--micro_batch_size"]
+    process = subprocess.Popen([sys.executable, BENCH, "--out", tmp_path / "results.csv", *flags, "1", "4"], cwd=tmp_path, env=clean_environment(),
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while len(marked(tmp_path)) < 3 or not (tmp_path / "results.csv").exists():          # torchrun, the rank, and the child that hides
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert marked(tmp_path), "there is something to clear away"
+    status, output = bench(tmp_path, *flags, "1", "2")
+    assert status == 0 and "2 layouts, 1 of them done before" in output, output
+    assert [row["status"] for row in rows_of(tmp_path)] == ["ok", "crash"] and gone(tmp_path)
+
+
+def test_the_real_trainer_and_the_planner(tmp_path):
+    status, output = bench(tmp_path, "--gpus", "2", "--tp", "1", "2", "3", "--zero", "0", "--micro_batch_size", "4", "--steps", "3", "--", "--model", "tiny", "--seq_len", "32")
+    assert status == 0 and "2 layouts" in output, output                           # tp 3 is none
+    rows = rows_of(tmp_path)
+    assert [(row["status"], row["dp"], row["tp"], row["grad_acc"]) for row in rows] == [("ok", "2", "1", "2"), ("ok", "1", "2", "4")], rows
+    assert all(float(row["tok_s_gpu"]) > 0 and float(row["mem_gib"]) > 0.1 for row in rows)
+    status, output = run([sys.executable, step_dir("step08_5d") / "plan.py", "--model", "tiny", "--gpus", "8", "--fit", "results.csv", "--constants", "mine.json"], tmp_path, 120)
+    assert status == 0 and (tmp_path / "mine.json").exists(), output
+
+
+@pytest.mark.parametrize("more, message", [("--tp 3", "takes none of these"), ("--steps 2", "at least 3"), ("--tp many", "invalid int value")])
+def test_bad_input_is_refused(tmp_path, more, message):
+    status, output = bench(tmp_path, *more.split())
+    assert status == 2 and message in output and "Traceback" not in output, output
