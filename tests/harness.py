@@ -149,7 +149,7 @@ class Pool:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = ("error", "the process died", "")
-                if answers[rank][0] != "ok":              # the others may wait for this one for ever
+                if answers[rank][0] == "error":           # the others may wait for this one for ever
                     deadline = min(deadline, time.monotonic() + 3)
             if not ready:
                 break
