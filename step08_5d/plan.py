@@ -3,6 +3,7 @@
     python step08_5d/plan.py --model llama-70b --gpus 512 --gpu h100 --seq_len 4096 --global_batch_tokens 4e6
     python step08_5d/plan.py --model llama-8b --gpus 64 --config dp=32,tp=2,zero=1,mbs=2          # explains this one
     python step08_5d/plan.py --fit results.csv --constants mine.json                               # your cluster's constants
+    python step08_5d/plan.py --html plan.html                                                      # the same, as a page with sliders
     python step08_5d/plan.py --predict runs.csv --out predicted.csv                                # of the benchmarked trainer
 
 What a layout costs is in costs.py. Here all layouts are tried, the best are shown, and why.
@@ -12,6 +13,7 @@ import csv
 import dataclasses
 import json
 import math
+import signal
 import statistics
 from types import SimpleNamespace
 
@@ -353,6 +355,7 @@ def parse_args(argv=None):
     add("--config", help="explain this one: dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,mbs=..,acc=..,recompute=..")
     add("--constants", help="a file that --fit wrote, or is to write")
     add("--fit", help="a CSV file of bench.py: fit the constants to this cluster")
+    add("--html", help="write a page to this file that needs no network, and opens at this configuration")
     add("--predict", help="a CSV file of runs of the benchmarked trainer")
     add("--out", help="where --predict writes")
     args = parser.parse_args(argv)
@@ -410,6 +413,9 @@ def main(argv=None):
             json.dump(constants, file, indent=1)
         return print(f"fitted to {runs} runs: {args.constants}")
     c, constants = load_config(args), load_constants(args.constants)
+    if args.html:
+        from plan_page import write
+        return write(args.html, args, cluster, constants)
     sequences = max(1, args.global_batch_tokens / args.seq_len)
     if args.config:
         l = parse_config(args.config, c, cluster, args.seq_len, sequences)
@@ -427,4 +433,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)         # plan.py | head
     main()

@@ -320,6 +320,8 @@ def ranks_of(process):
 
 
 def end(process):
+    for pid in ranks_of(process) if process.poll() is None else []:                # torchrun gives each a session of its own
+        os.kill(pid, signal.SIGKILL)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
