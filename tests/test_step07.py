@@ -346,7 +346,7 @@ def test_the_bias_chooses_and_does_no_more(pool, flags):
 
 
 def test_the_bias_evens_out_the_load(pool):
-    base = "--model tiny-moe --seq_len 64 --steps 60 --lr_schedule constant"
+    base = "--model tiny-moe --seq_len 32 --steps 60 --lr_schedule constant"
     loads = {balance: load(pool.train(STEP, f"{base} --balance {balance}", weights=False)) for balance in ("none", "bias", "aux")}
     late = {balance: sum(values[-10:]) / 10 for balance, values in loads.items()}
     assert loads["none"][0] == loads["bias"][0] == loads["aux"][0]

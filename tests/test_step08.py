@@ -69,7 +69,7 @@ def assert_as_one_process(pool, flags, one_process, kind, world, more):
     assert_same_run(pool.train(STEP, f"{flags[kind]} {more}", world=world, timeout=240), one_process[kind], 1e-9, f"{kind} {more}")
 
 
-@pytest.mark.parametrize("kind, world, more", random.Random(1).sample(ALL, 14))
+@pytest.mark.parametrize("kind, world, more", random.Random(1).sample(ALL, 12))
 def test_trains_as_one_process(pool, flags, one_process, kind, world, more):
     assert_as_one_process(pool, flags, one_process, kind, world, more)
 
@@ -95,7 +95,7 @@ def test_all_dimensions_at_once_in_every_way(pool, flags, one_process, kind, wor
     assert_as_one_process(pool, flags, one_process, kind, world, more)
 
 
-@pytest.mark.parametrize("kind, world, more", random.Random(2).sample(ALL, 4))
+@pytest.mark.parametrize("kind, world, more", random.Random(2).sample(ALL, 3))
 def test_what_ranks_say_meets(pool, flags, kind, world, more):
     assert assert_all_meet(pool.call(recorded_job, STEP, world=world, argv=f"{flags[kind]} --steps 2 {more}".split(), timeout=240)) > 0
 
