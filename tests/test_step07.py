@@ -50,7 +50,7 @@ def load(trained):
     return [line["balance"] for line in trained.lines]
 
 
-@pytest.mark.parametrize("balance", ["bias", "aux"])
+@pytest.mark.parametrize("balance", ["bias", pytest.param("aux", marks=LONG)])
 @pytest.mark.parametrize("world, more", [
     (1, "--micro_batch_size 4"), (2, "--dp 2 --micro_batch_size 4"), (2, "--ep 2 --micro_batch_size 12"), (8, "--ep 8 --micro_batch_size 3"),
     (4, "--ep 2 --micro_batch_size 3"), (4, "--ep 4 --cp 4 --micro_batch_size 12"), (8, "--ep 4 --cp 2 --micro_batch_size 3"),
@@ -64,10 +64,16 @@ def test_trains_as_one_process(pool, flags, one_process, world, more, balance):
     assert_as_one_process(pool, flags, one_process, world, more, balance=balance)
 
 
+@pytest.mark.parametrize("world, more", [(4, "--ep 4 --cp 4 --micro_batch_size 12"), (4, "--ep 2 --tp 2 --micro_batch_size 6"),
+                                         (4, "--ep 2 --zero 3 --recompute full --micro_batch_size 3")])
+def test_with_the_auxiliary_loss(pool, flags, one_process, world, more):
+    assert_as_one_process(pool, flags, one_process, world, more, balance="aux")
+
+
 @pytest.mark.parametrize("schedule", ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"])
 @pytest.mark.parametrize("world, more", [
     (4, "--pp 2 --ep 2 --micro_batch_size 3"), (4, "--pp 2 --tp 2 --zero 3 --micro_batch_size 6"),
-    (8, "--pp 2 --ep 2 --tp 2 --recompute full --micro_batch_size 3"), pytest.param(8, "--pp 2 --ep 4 --cp 2 --zero 2 --micro_batch_size 2", marks=LONG)])
+    pytest.param(8, "--pp 2 --ep 2 --tp 2 --recompute full --micro_batch_size 3", marks=LONG), pytest.param(8, "--pp 2 --ep 4 --cp 2 --zero 2 --micro_batch_size 2", marks=LONG)])
 def test_in_a_pipeline(pool, flags, one_process, world, more, schedule):
     assert_as_one_process(pool, flags, one_process, world, f"{more} --schedule {schedule}", case=(2, 4))
 
