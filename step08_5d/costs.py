@@ -1,8 +1,8 @@
-"""What a layout costs, by arithmetic: parameters, memory, FLOPs, bytes on the wire, time. No GPU, no torch.
+"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, FLOPs, bytes on the wire. No GPU, no torch.
 
-There are two trainers. OURS is the one in this directory: what it holds and sends is exact, for its own lines say so.
-NANOTRON is a production trainer that was measured on thousands of H100 (tests/data): what it holds differs in a few named
-things. Time is physics of the hardware, with constants that were fitted to those runs by tests/fit_plan.py.
+What persists, what is multiplied and what is sent is exact: tests compare it with --dry_run, number by number. So is what
+a layer keeps for backward; what comes and goes beside it is followed at the few moments at which it may be most.
+Speed is in speed.py, another trainer in nanotron.py.
 """
 import math
 from collections import defaultdict
@@ -10,74 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 GIB = 2**30
-BF16, FLOAT32 = 2, 4                                      # bytes of a number
-
-
-# ------------------------------------------------------------------------------------------- hardware, from datasheets
-class Gpu(NamedTuple):
-    flops: float                                          # bfloat16, dense, per second
-    hbm: float                                            # bytes per second of its memory
-    memory: float                                         # GiB
-    nvlink: float                                         # bytes per second to other GPUs of the node, one direction
-
-
-GPUS = {"a100": Gpu(312e12, 2.0e12, 80, 300e9), "h100": Gpu(989.5e12, 3.35e12, 80, 450e9),
-        "h200": Gpu(989.5e12, 4.8e12, 141, 450e9), "b200": Gpu(2250e12, 8.0e12, 180, 900e9)}
-NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}       # bytes per second per GPU: 400 and 100 Gbit/s
-
-
-class Cluster(NamedTuple):
-    gpus: int
-    gpu: Gpu = GPUS["h100"]
-    network: float = NETWORKS["infiniband"]
-    gpus_per_node: int = 8
-
-    @property
-    def nodes(self):
-        return -(-self.gpus // self.gpus_per_node)
-
-
-# Fitted on 641 runs, by tests/fit_plan.py, which prints this table. [P] physics: the datasheet's or a known number is near it.
-# [F] fudge: nobody knows why it is so large, or it stands for many small things.
-TIME = dict(
-    gemm_efficiency=0.604,                                # [P] of the peak, what a large matrix product reaches
-    head_efficiency=0.903,                                # [F] the head's, the largest product of all; more than any reaches: loss_bytes has taken of its time
-    wave_tail=0.186,                                      # [P] waves of tiles lost per product: the last wave does not fill the GPU
-    elementwise_bytes=430.0,                              # [F] per token and hidden, read and written by norms, rotary, SwiGLU, residuals
-    loss_bytes=131.0,                                     # [F] per token and word of the vocabulary, by softmax in float32
-    launch=0.00437,                                       # [P] s per layer: Python and kernel launches, both directions, with tp; half of it without
-    nvlink_efficiency=0.847,                              # [P] of the datasheet
-    network_efficiency=0.959,                             # [P] of the datasheet, on two nodes
-    congestion=0.18,                                      # [F] the network's speed falls with (nodes / 2) to this power
-    hop=5.16e-5,                                          # [P] s, a step of a tp ring that leaves the node: the latency of the network and its software
-    stall_hop=0.000281,                                   # [F] s, of NANOTRON only: a step of a tp ring when pp crosses nodes
-    stall_node=5.65e-5,                                   # [F] s, the same, per rank of tp and node that its ring leaves for
-    stage=0.00526,                                        # [F] s per micro-batch, of NANOTRON only: when pp crosses nodes
-    fill_launch=0.388,                                    # [F] share of launch and stall that is left while a pipeline fills and empties
-    overlap=0.388,                                        # [P] share of the last micro-batch behind which gradients are reduced; backward is 2/3
-    gather_efficiency=0.273,                              # [F] of the network: ZeRO-1 gathers weights tensor by tensor
-    gather_hop=6.88e-6,                                   # [P] s per tensor and rank of dp: the latency of these gathers
-    unhidden_efficiency=0.0689,                           # [F] of the network: NANOTRON reduces without ZeRO and with pp after the step
-    optimizer_bytes=89.3,                                 # [F] per parameter that a rank updates, read and written; 40 would do
-    jitter=0.0146,                                        # [F] per doubling of the nodes: everybody waits for the slowest
-    step=0.0411)                                          # [F] s per step, whatever it is
-MEMORY = dict(                                            # of NANOTRON; OURS needs none but `usable`
-    parameter_bytes=5.73,                                 # [P] weights 2, float32 gradients 4
-    bucket_bytes=1.63,                                    # [P] with dp: a bfloat16 copy of the gradients, 2
-    optimizer_bytes=12.6,                                 # [P] float32 master and two moments, 12
-    hidden_bytes=31.9,                                    # [F] kept per token, layer and hidden: inputs of norms, products, attention, in part in float32
-    mlp_bytes=5.77,                                       # [P] per token, layer and intermediate: gate, up and product, 6
-    embedding_bytes=1.9,                                  # [P] per token and hidden on the first stage of several
-    logit_bytes=8.98,                                     # [P] per token and word: bfloat16 and float32 logits and a gradient, 10
-    old_logit_bytes=3.02,                                 # [P] with accumulation: the logits of the micro-batch before are still there, 2
-    gathered=0.831,                                       # [P] of the two inputs per layer that tp gathers, kept whole when pp is 1; 1 is all
-    gathered_pp=0.891,                                    # [F] the same in a pipeline, of all micro-batches in flight but two
-    base=0.23,                                            # [F] GiB
-    usable=70.5)                                          # [F] GiB of an 80 GB GPU: beyond it runs fail, for memory is in pieces and others hold some
-ATTENTION_EFFICIENCY = 0.45                               # of the peak: flash attention, forward and backward
-ACCUMULATE_BYTES = 10                                     # per parameter and micro-batch: a bfloat16 gradient added to a float32 sum
-LARGEST_KEPT_TP = 16                                      # [F] in groups of 32 nobody was seen to keep what tp gathers
-TILE = 132 * 128 * 256                                    # numbers that all multiprocessors of an H100 make at a time
+BF16, FLOAT32, INT64 = 2, 4, 8                            # bytes of a number
 
 
 # ------------------------------------------------------------------------------------------- layouts
@@ -110,15 +43,17 @@ class Layout:
 
 
 class Stage(NamedTuple):
+    """What a rank of pp holds."""
     layers: int
     embedding: bool
     head: bool
     loss: bool
+    each: tuple = ()                                      # layers of each of its stages
 
 
 def layer_width(c):
-    """Parameters of a layer's matrices, over hidden."""
-    return 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * c.intermediate_size * max(1, c.num_local_experts)
+    """Parameters of a layer's matrices that a token meets, over hidden."""
+    return 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
 
 
 def first_layers(c, stages):
@@ -138,29 +73,8 @@ def our_stages(c, l):
     """What the ranks of pp hold, each with all its stages together."""
     first = first_layers(c, l.pp * l.stages_per_rank)
     last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
-    return [Stage(sum(first[s + 1] - first[s] for s in mine), 0 in mine, last in mine, last in mine) for mine in held]
-
-
-def nanotron_stages(c, l):
-    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts, so the last ranks may get nothing."""
-    cost = layer_width(c)
-    blocks = [("layers", cost)] * c.num_hidden_layers + [("norm", 0), ("head", c.vocab_size), ("cast", 0), ("loss", 0)]
-    whole, so_far, stages = sum(size for _, size in blocks), 0, [defaultdict(int, embedding=1)]
-    for name, size in blocks:
-        stages[-1][name] += 1
-        so_far += size
-        if so_far > whole * len(stages) / l.pp and len(stages) < l.pp:
-            stages.append(defaultdict(int))
-    if len(stages) < l.pp or not stages[-1]:
-        return None
-    return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"]), bool(s["loss"])) for s in stages]
-
-
-def in_flight(l, rank=0):
-    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment (step 6's README has the table)."""
-    p, m, v = l.pp, l.accumulation, l.stages_per_rank
-    return {"afab": m, "1f1b": min(m, p - rank), "zerobubble": min(m, p), "dualpipe": min(2 * m, 2 * p + 1) / 2,
-            "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * -(-m // max(1, m // p)) + 1) / v}[l.schedule]
+    sizes = [[first[s + 1] - first[s] for s in mine] for mine in held]
+    return [Stage(sum(each), 0 in mine, last in mine, last in mine, each) for mine, each in zip(held, sizes)]
 
 
 # ------------------------------------------------------------------------------------------- parameters on a rank
@@ -168,12 +82,17 @@ def kv_parts(c, l):
     return min(l.tp, c.num_key_value_heads)               # more ranks than heads: neighbours have the same one
 
 
+def block_tensors(c, l):
+    """(parameters, the ranks that must sum their gradients once more) of a block on a rank, without experts, in their order."""
+    h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim // l.tp, c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    norm, same_heads = (h, "tp" * (l.tp > 1)), "kv_heads" * (l.tp > c.num_key_value_heads)
+    mlp = [(c.num_local_experts * h, "tp" * (l.tp > 1))] if c.num_local_experts else [(h * c.intermediate_size // l.tp, "")] * 3
+    return [norm, (h * q, ""), (h * kv, same_heads), (h * kv, same_heads), (q * h, ""), norm, *mlp]
+
+
 def dense_layer(c, l):
     """Parameters of a layer on a rank, without its experts."""
-    h, d = c.hidden_size, c.head_dim
-    attention = 2 * h * c.num_attention_heads * d // l.tp + 2 * h * c.num_key_value_heads * d // kv_parts(c, l)
-    mlp = c.num_local_experts * h if c.num_local_experts else 3 * h * c.intermediate_size // l.tp
-    return attention + mlp + 2 * h
+    return sum(size for size, _ in block_tensors(c, l))
 
 
 def expert_layer(c, l):
@@ -188,7 +107,8 @@ def units(c, l, stage):
 
 
 def parameters(c, l, stage):
-    return sum(size * count for size, _, count in units(c, l, stage))
+    once = stage.embedding and stage.head and getattr(c, "tied", False)            # one matrix for both ends; this trainer has none such
+    return sum(size * count for size, _, count in units(c, l, stage)) - once * c.vocab_size * c.hidden_size // l.tp
 
 
 def model_parameters(c, active=False):
@@ -204,34 +124,90 @@ def flops_per_token(c, seq_len):
 
 
 def flops(c, l, stage):
-    """Of a rank in a training step, without recomputation: matrix products, 6 per weight and token, and causal attention, which makes its
-    scores twice: 7 products of [seq, seq], halved."""
+    """Of a rank in a training step: matrix products, 6 per weight and token, and causal attention, which makes its scores
+    twice: 7 products of [seq, seq], halved. Recomputation repeats the forward part, but for what nobody reads again."""
     tokens, h, q = l.tokens * l.accumulation, c.hidden_size, c.num_attention_heads * c.head_dim
     attention = 2 * h * q // l.tp + 2 * h * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
     mlp = 3 * h * c.intermediate_size // l.tp * max(1, c.num_experts_per_tok) + h * c.num_local_experts
-    scores = 7 * tokens * l.seq_len * q // l.tp * stage.layers
-    return 6 * tokens * (stage.layers * (attention + mlp) + stage.head * c.vocab_size * h // l.tp) + scores
+    again = attention + mlp - (0 if c.num_local_experts else h * c.intermediate_size // l.tp)
+    scores = tokens * l.seq_len * q // l.tp * stage.layers
+    full = l.recompute == "full"
+    return tokens * (stage.layers * (6 * (attention + mlp) + 2 * again * full) + stage.head * 6 * c.vocab_size * h // l.tp) + (9 if full else 7) * scores
 
 
 # ------------------------------------------------------------------------------------------- memory
 def our_memory(c, l, rank, stage, number=BF16, fused_norm=True):
-    """Bytes by kind. What persists is exact; so is what a layer keeps; buffers are the largest that live at a time."""
+    """Bytes by kind, when they are most. The optimizer has a counter of 4 bytes for each tensor as well."""
     master = 12 if number == BF16 else 8                  # float32 copy of the weights, two moments
     slices = [(-(-size // ranks) * ranks, -(-size // ranks), size, count) for size, ranks, count in units(c, l, stage)]
     padded, cut, plain = (sum(piece[i] * piece[3] for piece in slices) for i in range(3))
-    largest, layer = max(piece[0] for piece in slices), kept(c, l, number, fused_norm)
-    again = kept(c, replace(l, recompute="none"), number, fused_norm) - layer      # the layer in backward has all its activations once more
-    memory = dict(
+    persists = dict(
         weights=number * (cut if l.zero == 3 else padded if l.zero else plain),
         gradients=FLOAT32 * (cut if l.zero >= 2 else padded if l.zero else plain),
-        optimizer=master * (cut if l.zero else plain),
-        activations=stage.layers * in_flight(l, rank) * layer + again,
-        loss=stage.head * loss_memory(c, l, number), buffers=0)
-    if l.zero == 3:                                       # two units whole at a time; a pipeline keeps them all through the step
-        memory["buffers"] += number * (padded if l.pp > 1 else min(padded, 2 * largest))
-    if l.zero >= 2:
-        memory["buffers"] += 2 * FLOAT32 * largest
-    return memory
+        optimizer=master * (cut if l.zero else plain))
+    most = max(moments(c, l, rank, stage, number, fused_norm), key=lambda moment: sum(moment.values()))
+    return {**persists, **most}
+
+
+def moments(c, l, rank, stage, number, fused_norm):
+    """What comes and goes, by kind, at the moments of a backward pass at which it may be most: the head's, the first block's, the next
+    one's, the embedding's."""
+    h, ends, dense, cut = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l), FLOAT32 * (l.zero >= 2)
+    block, split = dense + bool(c.num_local_experts) * expert_layer(c, l), l.schedule in ("zerobubble", "dualpipe")
+    layer, whole = kept(c, l, number, fused_norm), kept(c, replace(l, recompute="none"), number, fused_norm)
+    stream = number * l.tokens * h / l.tp
+    output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp                  # of a stage, kept for its backward; and rotary tables
+    before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last one's input
+    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * max(1, c.num_experts_per_tok)    # in an MLP's backward;
+    inside += 2 * number * l.tokens * h * (l.tp > 1)                               # what tp gathers and is to scatter there;
+    inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep         # a matrix's gradient
+    # ZeRO-3: whole weights; in a pipeline all of them. From ZeRO-2 on whole gradients, of the unit in backward and of the one before it,
+    # which are under way. But where W is put off norms have theirs before it, so that all units with norms have some.
+    all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
+    at_head, in_block, at_start = (all_weights or number * size for size in (block + ends, 2 * block, block)) if l.zero == 3 else (0, 0, 0)
+    grads, others = cut * block, cut * dense * (stage.layers - 1) * split
+    last_micro_batch = cut * (l.accumulation > 1) * (ends if stage.embedding or stage.head and split else dense)
+    for layers, stages, delayed, at_end in in_backward(l, rank, stage):
+        alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
+        again = whole - layer if layers else 0            # a layer in backward has all its activations once more
+        if stage.head and layers and at_end:
+            yield dict(activations=alive, loss=loss_memory(c, l, number), buffers=at_head + last_micro_batch + (grads + others) * (delayed > 0))
+        yield dict(activations=alive + again, loss=0, buffers=in_block + inside + grads + others + cut * stage.head * ends)
+        if layers and stage.layers > 1:
+            yield dict(activations=alive + again - layer, loss=0, buffers=in_block + inside + grads + max(others, cut * dense))
+        if stage.embedding and stages:
+            yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=at_start + number * ends + cut * (ends + dense) + (grads + others) * split)
+
+
+def in_flight(l, rank=0):
+    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment (step 6's README has the table)."""
+    p, m, v = l.pp, l.accumulation, l.stages_per_rank
+    return {"afab": m, "1f1b": min(m, p - rank), "zerobubble": min(m, p), "dualpipe": min(2 * m, 2 * p + 1) / 2,
+            "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * -(-m // max(1, m // p)) + 1) / v}[l.schedule]
+
+
+def in_backward(l, rank, stage):
+    """(layers, stages) that wait for backward, layers that wait for W alone, times micro-batches, when either is most; whether the head may be next."""
+    p, m, v, layers, most = l.pp, l.accumulation, l.stages_per_rank, stage.layers, in_flight(l, rank)
+    if l.schedule == "zerobubble":                        # W comes `rank` micro-batches after I
+        waiting, delayed = min(m, p - rank), min(m, rank + 1)
+        return [(waiting * layers, waiting, (most - waiting) * layers, True), ((most - delayed) * layers, most - delayed, delayed * layers, True)]
+    if l.schedule == "dualpipe":                          # B is an I and its W; at the end W is put off
+        return [(most * layers, 2 * most, 0, True), ((most - 0.5) * layers, 2 * most - 1, layers / 2, True), ((p - 1 - rank) / 2 * layers, p - 1 - rank, (rank + 1) / 2 * layers, False)]
+    if l.schedule == "interleaved":                       # which of the rank's stages it is that wait changes every round
+        size = -(-m // max(1, m // p))
+        ahead, found = round(most * v), []
+        starts = [size * i for i in range(v + 1)]
+        for backwards in [*starts, *(size - ahead % size + start for start in starts)]:
+            waiting = [of_stage(i, min(ahead + backwards, m * v), size, v) - of_stage(v - 1 - i, backwards, size, v) for i in range(v)]
+            found.append((sum(n * count for n, count in zip(waiting, stage.each)), sum(waiting), 0, backwards % (size * v) < size))
+        return found
+    return [(most * layers, most, 0, True)]
+
+
+def of_stage(i, done, size, v):
+    """Of so many forwards, in rounds of `size` through each of v stages, those of stage i."""
+    return done // (size * v) * size + min(size, max(0, done % (size * v) - i * size))
 
 
 def kept(c, l, number, fused_norm):
@@ -241,8 +217,9 @@ def kept(c, l, number, fused_norm):
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
     inside = number * (2 * q / l.tp + kv / kv_parts(c, l)) + FLOAT32 * heads / l.tp
-    if l.recompute == "selective":                        # what matrix products and attention made; two are sums that are not reduced yet
-        return l.tokens * (inside + number * (2 * times * i / l.tp + h / l.tp + h + times * h))
+    if l.recompute == "selective":                        # what products and attention made, of every hop of the ring; two are sums that are not reduced yet
+        ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
+        return l.tokens * (inside + ring + number * (2 * times * i / l.tp + h / l.tp + h + times * h))
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
     mlp = number * 4 * times * i / l.tp
     if c.num_local_experts:                               # the gathered input, each choice's row in and out, and the router's scores
@@ -250,171 +227,66 @@ def kept(c, l, number, fused_norm):
     return l.tokens * (inside + mlp + (norms + 2 * h * number + 2 * FLOAT32) / l.tp)
 
 
+def noted(c, l, number):
+    """Bytes that a layer keeps from I to W: inputs and gradients of outputs of its products."""
+    q, kv, h = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim, c.hidden_size
+    attention = h / l.tp + 2 * q / l.tp + kv / kv_parts(c, l) + h
+    mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
+    return number * l.tokens * (attention + mlp * max(1, c.num_experts_per_tok))
+
+
 def loss_memory(c, l, number):
-    """loss.py: one chunk's logits, and in float32 again once or, with tp, thrice; the head's gradient in float32; that of its input."""
-    words = c.vocab_size // l.tp
+    """loss.py. Forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input. Backward: the head's once more, and rounded."""
+    words, size = c.vocab_size // l.tp, number * l.tokens * c.hidden_size
     chunk = min(l.tokens, max(1, 2**27 // words)) * words
-    return chunk * (number + FLOAT32 * (3 if l.tp > 1 else 1)) + FLOAT32 * words * c.hidden_size + 2 * number * l.tokens * c.hidden_size
+    logits = chunk * (2 * FLOAT32 + number * (l.tp == 1 and number == BF16) + number * (l.tokens * words > chunk))
+    forward = FLOAT32 * words * c.hidden_size + max(logits, number * words * c.hidden_size + 2 * chunk) + size * (1 + (l.tp > 1))
+    return max(forward, (2 * FLOAT32 + number) * words * c.hidden_size + size)
 
 
-def nanotron_memory(c, l, rank, stage, k=MEMORY):
-    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the fitted constants."""
-    held, copies = our_parameters_tied(c, l, stage), l.dp if l.zero else 1
-    flight = in_flight(l, rank)
-    gathered = 0 if not 1 < l.tp <= LARGEST_KEPT_TP else k["gathered"] if l.pp == 1 else k["gathered_pp"] * max(0, flight - 2)
-    layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp + 2 * BF16 * gathered * c.hidden_size
-    return dict(weights=BF16 * held, gradients=(k["parameter_bytes"] - BF16 + k["bucket_bytes"] * (l.dp > 1)) * held,
-                optimizer=k["optimizer_bytes"] * held / copies, activations=stage.layers * l.tokens * layer,
-                loss=stage.head * (k["logit_bytes"] + k["old_logit_bytes"] * (l.accumulation > 1)) * l.tokens * c.vocab_size / l.tp,
-                buffers=k["base"] * GIB + k["embedding_bytes"] * stage.embedding * (l.pp > 1) * flight * l.tokens * c.hidden_size / l.tp)
-
-
-def our_parameters_tied(c, l, stage):
-    """The smaller benchmarked models use one matrix for both ends: once on a rank that has both, else on either."""
-    once = stage.embedding and stage.head and getattr(c, "tied", False)
-    return parameters(c, l, stage) - once * c.vocab_size * c.hidden_size // l.tp
-
-
-# ------------------------------------------------------------------------------------------- on the wire, of OURS
-def sent(c, l, rank=0, number=BF16, sp=True):
-    """Payload bytes of one training step on a rank of pp, {(dimension, collective): bytes}, as the files' own formulas; without
-    recomputation, single numbers, and what ZeRO leaves of the norms' gradients to sum over tp (it depends on the slice)."""
+# ------------------------------------------------------------------------------------------- on the wire
+def sent(c, l, rank=0, part=0, number=BF16):
+    """Payload bytes of one training step on a rank of pp, {(dimension, collective): bytes}, as the files' own formulas; with ZeRO, of
+    the rank that has this part. The few single numbers that all ranks sum are left out; experts are taken to have as many tokens each."""
     out, m, stage, mine = defaultdict(int), l.accumulation, our_stages(c, l)[rank], my_stages(l, rank)
-    tokens, layers, ends = l.tokens * m, stage.layers, stage.embedding + stage.head
+    tokens, layers, ends, again = l.tokens * m, stage.layers, stage.embedding + stage.head, l.recompute != "none"
     stream = number * tokens * c.hidden_size              # of all micro-batches, [batch, seq, hidden]
     for size, ranks, count in units(c, l, stage):
         padded = -(-size // ranks) * ranks
         if l.zero == 0:
             out["dp", "all_reduce"] += FLOAT32 * size * count
         else:
-            times, again = (m, max(0, count - 1)) if l.zero == 3 and l.pp == 1 else (1, 0)         # in backward, of all blocks but the last
+            times, twice = (m, max(0, count - 1)) if l.zero == 3 and l.pp == 1 else (1, 0)         # in backward, of all blocks but the last
             out["dp", "reduce_scatter"] += FLOAT32 * padded * count * (m if l.zero > 1 else 1)
-            out["dp", "all_gather"] += number * padded * (count + again) * times
+            out["dp", "all_gather"] += number * padded * (count + twice) * times
     if l.tp > 1:
-        inputs = 1 if c.num_local_experts else 2          # that are gathered again in backward: attention's, and the MLP's if it is dense
-        out["tp", "all_gather"] += ((4 + inputs) * layers + ends) * stream * sp
-        out["tp", "reduce_scatter"] += (4 * layers + ends) * stream * sp
-        out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32 + (0 if sp else (4 * layers + ends) * stream)
-        norms = (2 * layers + stage.head) * c.hidden_size * sp + layers * c.num_local_experts * c.hidden_size
-        shared = (l.tp > c.num_key_value_heads) * layers * 2 * c.hidden_size * c.head_dim
-        out["tp", "all_reduce"] += FLOAT32 * norms * (l.zero == 0)
-        out["kv_heads", "all_reduce"] += FLOAT32 * shared * (l.zero == 0)
+        gathers = 4 + (1 if c.num_local_experts else 2)   # in backward attention's input is gathered again, and the MLP's if it is dense
+        out["tp", "all_gather"] += ((gathers + 2 * again) * layers + ends) * stream
+        out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
+        out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32
+        for tensors, count in ((block_tensors(c, l), layers), ([(c.hidden_size, "tp"), (c.vocab_size // l.tp * c.hidden_size, "")], stage.head)):
+            for group in ("tp", "kv_heads"):
+                out[group, "all_reduce"] += FLOAT32 * count * summed(tensors, group, l, part)
     if l.cp > 1:                                          # zigzag: keys and values twice round, and their float32 gradients
         kv = 2 * tokens * layers * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
-        out["cp", "send"] += (2 * (l.cp - 1) * number + l.cp * FLOAT32) * kv
+        out["cp", "send"] += ((2 + again) * (l.cp - 1) * number + l.cp * FLOAT32) * kv
     if l.pp > 1:
         borders = sum(0 <= other < l.pp * l.stages_per_rank and other not in mine for stage in mine for other in (stage - 1, stage + 1))
-        out["pp", "send"] += borders * stream // (l.tp if sp else 1)
-    if l.ep > 1:                                          # there and back, forward and backward, of all tokens' choices
-        out["ep", "all_to_all"] += 4 * layers * c.num_experts_per_tok * stream
+        out["pp", "send"] += borders * stream // l.tp
+    counts = INT64 * layers * c.num_local_experts
+    if l.ep > 1:                                          # there and back, forward and backward, of all tokens' choices; and how many come
+        out["ep", "all_to_all"] += (4 + 2 * again) * layers * c.num_experts_per_tok * stream + (1 + again) * m * counts
+    out["dp", "all_reduce"] += counts                     # of each expert's tokens, for the balance
     return {key: size for key, size in out.items() if size}
 
 
-# ------------------------------------------------------------------------------------------- time
-def soft_max(a, b, sharpness=5):
-    """The larger of two times that overlap, and a bit more where they are alike."""
-    top = max(a, b)
-    return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1 / sharpness) if top else 0.0
-
-
-def exposed(seconds, hidden):
-    """What is left of a transfer behind work, smoothly: a network is not that punctual."""
-    width = 0.15 * seconds + 1e-6
-    x = (seconds - hidden) / width
-    return width * math.log1p(math.exp(x)) if x < 50 else seconds - hidden
-
-
-def link(cluster, k, ranks, stride):
-    """Bytes per second of a ring over ranks that are so far apart, and whether it leaves the node."""
-    neighbours, inside = max(1, cluster.gpus_per_node // stride), cluster.gpu.nvlink * k["nvlink_efficiency"]
-    if ranks <= neighbours:
-        return inside, False
-    slower = max(1, cluster.nodes / 2) ** -k["congestion"]                         # each GPU has a network card, a ring has those of all its GPUs
-    return min(inside, neighbours * cluster.network * k["network_efficiency"] * slower), True
-
-
-def product_seconds(cluster, k, rows, inner, columns, efficiency):
-    """A matrix product, forward and backward: 6 FLOPs per row and weight, and the last wave of tiles fills the GPU in part."""
-    waves = rows * columns / TILE
-    return 6 * rows * inner * columns / (cluster.gpu.flops * efficiency * waves / (waves + k["wave_tail"]))
-
-
-def layer_seconds(c, l, cluster, k):
-    """A layer, one micro-batch, forward and backward, by what it is spent on."""
-    t, h, gpu = l.tokens, c.hidden_size, cluster.gpu
-    experts = max(1, c.num_experts_per_tok)
-    weights = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * experts * c.intermediate_size
-    products = product_seconds(cluster, k, t, weights / h * h, h / l.tp, k["gemm_efficiency"])
-    padded = -(-c.head_dim // 64) * 64                    # flash attention has kernels for 64 and 128
-    attention = 6 * t * l.seq_len * c.num_attention_heads * padded / l.tp / (gpu.flops * ATTENTION_EFFICIENCY)
-    memory = (t * k["elementwise_bytes"] * h / l.tp + ACCUMULATE_BYTES * (dense_layer(c, l) + bool(c.num_local_experts) * expert_layer(c, l))) / gpu.hbm
-    again = {"none": 0, "selective": 0.25 * memory, "full": (products + attention + memory) / 3}[l.recompute]
-    seconds = dict(compute=products + attention + memory + again, tp=0.0, cp=0.0, ep=0.0)
-    if l.tp > 1:                                          # two regions, in and out, forward and backward: 8 halves of an all-reduce
-        speed, leaves = link(cluster, k, l.tp, 1)
-        halves = 8 if l.recompute == "none" else 11
-        seconds["tp"] = halves * (BF16 * t * h * (l.tp - 1) / l.tp / speed + leaves * (l.tp - 1) * k["hop"])
-    if l.cp > 1:                                          # a hop of the ring is hidden behind attention with one block
-        speed, _ = link(cluster, k, l.cp, l.tp)
-        kv = 2 * t * c.num_key_value_heads * c.head_dim / kv_parts(c, l)
-        seconds["cp"] = exposed((2 * BF16 + FLOAT32) * (l.cp - 1) * kv / speed, attention)
-    if l.ep > 1:                                          # nothing to hide behind
-        speed, leaves = link(cluster, k, l.ep, l.tp)
-        seconds["ep"] = 4 * BF16 * t * experts * h * (l.ep - 1) / l.ep / (min(speed, cluster.network * k["network_efficiency"]) if leaves else speed)
-    return seconds
-
-
-def step_seconds(c, l, cluster, stages, k=TIME, nanotron=False):
-    """A training step, split into what the slowest rank of a pipeline spends it on."""
-    one, h = layer_seconds(c, l, cluster, k), c.hidden_size
-    crosses = l.pp > 1 and cluster.nodes > 1
-    launch = k["launch"] * (1 if l.tp > 1 else 0.5)
-    if nanotron and crosses:
-        launch += 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * max(0, l.tp / cluster.gpus_per_node - 1))
-    head = product_seconds(cluster, k, l.tokens, h, c.vocab_size / l.tp, k["head_efficiency"]) + ACCUMULATE_BYTES * c.vocab_size * h / l.tp / cluster.gpu.hbm
-    loss = l.tokens * c.vocab_size / l.tp * k["loss_bytes"] / cluster.gpu.hbm
-    gpu = [s.layers * sum(one.values()) + s.head * head + s.loss * loss for s in stages]
-    host = [s.layers * launch + k["stage"] * (nanotron and crosses) for s in stages]
-    busy = [soft_max(g, o) for g, o in zip(gpu, host)]
-    filling = [soft_max(g, o * k["fill_launch"]) for g, o in zip(gpu, host)]
-    slowest = max(range(l.pp), key=lambda rank: busy[rank])
-    m, layers = l.accumulation, stages[slowest].layers
-    ends = stages[slowest].head * head + stages[slowest].loss * loss
-    idle = {"afab": 1, "1f1b": 1, "interleaved": 1 / l.stages_per_rank, "zerobubble": 1 / 3, "dualpipe": 1 / 6}[l.schedule]
-    seconds = {name: m * layers * one[name] for name in ("tp", "cp", "ep")}
-    seconds["compute"] = m * (layers * one["compute"] + ends)
-    seconds["launch"] = m * (busy[slowest] - gpu[slowest])
-    seconds["bubble"] = idle * (sum(filling) - max(filling)) if l.pp > 1 else 0.0
-    if not nanotron and l.pp > 1:                         # 1F1B waits for a message there and back; nanotron's are in its stall
-        speed, _ = link(cluster, k, l.pp, l.dp * l.cp * l.tp)
-        seconds["pp"] = 2 * m * l.stages_per_rank * BF16 * l.tokens * h / l.tp / speed
-    seconds |= data_parallel_seconds(c, l, cluster, stages[0], k, busy[0] if l.pp == 1 else filling[0], nanotron)
-    slower = 1 + k["jitter"] * math.log2(cluster.nodes)
-    return {name: s * (1 if name in ("dp", "optimizer", "other") else slower) for name, s in seconds.items()}
-
-
-def data_parallel_seconds(c, l, cluster, stage, k, last, nanotron):
-    """Gradients are reduced behind the last micro-batch's backward; what ZeRO gathers; the update."""
-    held, ranks = (our_parameters_tied if nanotron else parameters)(c, l, stage), l.dp * l.cp
-    seconds = dict(dp=0.0, optimizer=held / (ranks if l.zero else 1) * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])
-    if ranks == 1:
-        return seconds
-    speed, leaves = link(cluster, k, ranks, l.tp)
-    share = (ranks - 1) / ranks
-    reduce = FLOAT32 * held * share * (1 if l.zero else 2) / speed
-    if nanotron and l.zero == 0 and l.pp > 1 and leaves:
-        seconds["dp"] += FLOAT32 * held * share / (speed * k["unhidden_efficiency"] / k["network_efficiency"])
-    latency = k["gather_hop"] * ranks * (stage.layers + 2)                         # of a ring through all units
-    if l.zero < 2:
-        seconds["dp"] += exposed(reduce, k["overlap"] * last)
-    if l.zero == 2:                                       # after every micro-batch
-        seconds["dp"] += l.accumulation * exposed(reduce + latency, k["overlap"] * last)
-    if l.zero in (1, 2):                                  # the new weights: NANOTRON tensor by tensor, OURS unit by unit behind the next forward
-        slow = k["gather_efficiency"] / k["network_efficiency"] if leaves and nanotron else 1
-        gather = BF16 * held * share / (speed * slow)
-        seconds["dp"] += gather + k["gather_hop"] * ranks * (6 * stage.layers + 2) if nanotron else exposed(gather + latency, k["overlap"] * last / 2)
-    if l.zero == 3:                                       # gathered twice and reduced: behind forward too, as well as reducing behind backward goes
-        gathers = 1 if l.pp > 1 else 2 * l.accumulation
-        moved = gathers * (BF16 * held * share / speed + latency) + l.accumulation * (reduce + latency)
-        seconds["dp"] += exposed(moved, 1.5 * k["overlap"] * l.accumulation * last)
-    return seconds
+def summed(tensors, group, l, part):
+    """How many parameters of a unit this group sums the gradients of: all, or, with ZeRO, those in a rank's slice."""
+    sizes, ranks, part = [size for size, _ in tensors], l.dp * l.cp if l.zero else 1, part if l.zero else 0
+    cut = -(-sum(sizes) // ranks)
+    found = start = 0
+    for size, ranks_of in tensors:
+        inside = min(start + size, (part + 1) * cut) - max(start, part * cut)
+        found += max(0, inside) if ranks_of == group else 0
+        start += size
+    return found

@@ -41,6 +41,7 @@ def dry_run(args):
         "torch.distributed.init_process_group": lambda *_, **__: init_process_group(
             "fake", rank=args.dry_run_rank, world_size=args.dry_run, store=FakeStore()),
         "mesh.meeting_place": dict,
+        "torch.distributed.reduce_scatter_tensor": keeping_its_input(dist.reduce_scatter_tensor),
         "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's says it is not, ever
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None,         # AdamW does not know the meta device
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
@@ -69,6 +70,14 @@ def check_dry_run(args):
             refuse(f"--dry_run reads, writes and compiles nothing: leave out --{name}")
     if args.attention == "flash":
         refuse("--dry_run takes --attention sdpa, which keeps and computes the same")
+
+
+def keeping_its_input(reduce_scatter):
+    """A collective under way has its input until it is waited for; the fake group lets it go at once."""
+    def start(output, input, group, async_op=False):
+        work = reduce_scatter(output, input, group=group, async_op=async_op)
+        return work and SimpleNamespace(wait=work.wait, input=input)
+    return start
 
 
 def flash_attention(q, k, v):                                                      # [batch, seq, heads, head_dim]

@@ -6,20 +6,19 @@
     python step08_5d/plan.py --html plan.html                                                      # the same, as a page with sliders
     python step08_5d/plan.py --predict runs.csv --out predicted.csv                                # of the benchmarked trainer
 
-What a layout costs is in costs.py. Here all layouts are tried, the best are shown, and why.
+What a layout holds and sends is in costs.py, how fast it is in speed.py. Here all layouts are tried, the best are shown, and why.
 """
 import argparse
-import csv
 import dataclasses
 import json
 import math
 import signal
-import statistics
-from types import SimpleNamespace
 
 import costs
+import speed
 from config import PRESETS, load_config, refuse
-from costs import GIB, GPUS, NETWORKS, Cluster, Layout
+from costs import GIB, Layout
+from speed import GPUS, NETWORKS, Cluster
 
 SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
 RECOMPUTE = ("none", "selective", "full")
@@ -46,6 +45,12 @@ def meshes(c, cluster, seq_len):
                 dp = cluster.gpus // tp // cp // pp
                 for ep in divisors(math.gcd(dp * cp, c.num_local_experts)) if c.num_local_experts else [1]:
                     yield dict(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len)
+
+
+def valid(c, l):
+    """As config.py's checks."""
+    cut = l.cp == 1 or l.seq_len % math.lcm(2 * l.cp, l.cp * l.tp) == 0
+    return cut and fits_heads(c, l.tp, l.seq_len) and l.dp * l.cp % l.ep == 0 and (l.ep == 1 or c.num_local_experts > 0 and c.num_local_experts % l.ep == 0)
 
 
 def enough(c, l):
@@ -77,7 +82,7 @@ def memory(c, l, slack=1.0, stages=None):
 
 def limit(cluster):
     """GiB that may be asked for: of 80 about 70 can be used, as runs that failed show."""
-    return cluster.gpu.memory * costs.MEMORY["usable"] / GPUS["h100"].memory
+    return cluster.gpu.memory * speed.USABLE / GPUS["h100"].memory
 
 
 @dataclasses.dataclass
@@ -93,7 +98,7 @@ class Candidate:
 
 
 def evaluate(c, l, cluster, constants):
-    return Candidate(l, costs.step_seconds(c, l, cluster, costs.our_stages(c, l), constants["time"]), memory(c, l, constants["slack"]))
+    return Candidate(l, speed.step_seconds(c, l, cluster, costs.our_stages(c, l), constants["time"]), memory(c, l, constants["slack"]))
 
 
 def search(c, cluster, seq_len, sequences, constants):
@@ -103,9 +108,14 @@ def search(c, cluster, seq_len, sequences, constants):
         looked_at += len(row)
         stages = costs.our_stages(c, row[0]) if row else []
         fits = lambda l: sum(memory(c, l, constants["slack"], stages).values()) <= room
-        while row and not fits(row[0]):                   # the largest micro-batch that fits; so do all smaller ones
-            row = row[1:] if fits(row[-1]) else []
-        found += [Candidate(l, costs.step_seconds(c, l, cluster, stages, constants["time"])) for l in row]
+        first, end = 0, len(row)                          # of the micro-batches that fit: where one does, so do all smaller ones
+        while first < end:
+            middle = (first + end) // 2
+            if fits(row[middle]):
+                end = middle
+            else:
+                first = middle + 1
+        found += [Candidate(l, speed.step_seconds(c, l, cluster, stages, constants["time"])) for l in row[first:]]
     simple = lambda one: (one.layout.cp, one.layout.zero, one.layout.tp, one.layout.pp)
     return sorted(found, key=lambda one: (-round(one.tokens_per_s, 1), simple(one))), looked_at
 
@@ -141,10 +151,10 @@ def rule(c, l, cluster):
     return lines
 
 
-def explain(c, best, cluster, sequences):
+def explain(c, best, cluster, sequences, slack=1.0):
     l, held, room = best.layout, sum(best.memory.values()), limit(cluster)
     whole = Layout(seq_len=l.seq_len)
-    alone = sum(memory(c, whole).values())
+    alone = sum(memory(c, whole, slack).values())
     batch, seconds = l.dp * l.micro_batch * l.accumulation, best.seconds
     lost = sorted(((s, name) for name, s in seconds.items() if name != "compute" and s > 0), reverse=True)
     cut = [f"{name} {getattr(l, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(l, name) > 1] + [f"ZeRO-{l.zero}"] * (l.zero > 0)
@@ -155,11 +165,11 @@ def explain(c, best, cluster, sequences):
     yield "2. Reach the batch"
     yield f"   {sequences:,.0f} sequences wanted: {l.dp} ranks of dp x micro-batches of {l.micro_batch} x {l.accumulation} accumulated = {batch:,} ({batch * l.seq_len:,} tokens)."
     larger = dataclasses.replace(l, micro_batch=2 * l.micro_batch, accumulation=max(1, l.accumulation // 2))
-    need = sum(memory(c, larger).values())
+    need = sum(memory(c, larger, slack).values())
     yield f"   Twice the micro-batch would need {need:.1f} GiB" + (": too much." if need > room else f", which fits; but {l.accumulation // 2 or 'no'} micro-batches are fewer to fill a pipeline with or to overlap." if l.accumulation > 1 else ", and there is no accumulation to trade for it.")
     yield "3. Be fast"
     yield f"   {seconds['compute'] / sum(seconds.values()):.0%} of the step is compute; most of the rest: " + ", ".join(f"{name} {s / sum(seconds.values()):.0%}" for s, name in lost[:3]) + "."
-    yield f"   {WHY[lost[0][1]]}" if lost else ""
+    yield f"   {WHY[lost[0][1]]}" if lost and lost[0][0] >= 0.05 * sum(seconds.values()) else "   Nothing else takes a twentieth of it."
 
 
 WHY = dict(
@@ -213,129 +223,6 @@ def command(model, l, cluster):
         return f"torchrun --standalone --nproc_per_node {cluster.gpus} {train}"
     return (f"srun --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.gpus_per_node} "
             f"--rdzv_backend c10d --rdzv_endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 {train}")
-
-
-# ------------------------------------------------------------------------------------------- the benchmarked trainer
-BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
-KEYS, PREDICTED = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc"), ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
-BENCHMARKED = {                                           # layers, hidden, heads, intermediate, one matrix for both ends
-    "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True), "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
-
-
-def key(row):
-    return row["model"], *(int(row[name]) for name in KEYS[1:])
-
-
-def benchmark_run(row):
-    """(model, layout, cluster, stages or None) of a row of the file."""
-    layers, hidden, heads, intermediate, tied = BENCHMARKED[row["model"]]
-    c = SimpleNamespace(vocab_size=131072, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-                        num_key_value_heads=heads, head_dim=hidden // heads, num_local_experts=0, num_experts_per_tok=0, tied=tied)
-    dp, tp, pp, zero, mbs, acc = (int(row[name]) for name in KEYS[2:])
-    l = Layout(dp=dp, tp=tp, pp=pp, zero=zero, micro_batch=mbs, accumulation=acc, seq_len=BENCHMARK_SEQ)
-    return c, l, Cluster(8 * int(row["nodes"])), costs.nanotron_stages(c, l)
-
-
-def benchmark_seconds(run, constants=costs.TIME):
-    c, l, cluster, stages = run
-    return sum(costs.step_seconds(c, l, cluster, stages or costs.our_stages(c, l), constants, nanotron=True).values())
-
-
-def benchmark_memory(run, constants=costs.MEMORY, rank=None):
-    """GiB of a rank, or of the one that needs most; infinite where a stage would be empty."""
-    c, l, _, stages = run
-    ranks = range(l.pp) if rank is None else [rank]
-    return max(sum(costs.nanotron_memory(c, l, r, stages[r], constants).values()) for r in ranks) / GIB if stages else math.inf
-
-
-def predict(row, time=costs.TIME, memory=costs.MEMORY):
-    run = c, l, cluster, stages = benchmark_run(row)
-    tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len
-    first = run if stages else (c, l, cluster, costs.our_stages(c, l))
-    return dict(pred_mem_gb=round(benchmark_memory(first, memory, rank=0), 3), pred_tok_s_gpu=round(tokens / benchmark_seconds(run, time) / cluster.gpus, 3),
-                pred_oom=int(benchmark_memory(run, memory) > memory["usable"]))
-
-
-def read_csv(flag, path, needed):
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        refuse(f"{flag} {path}: {error.strerror if isinstance(error, OSError) else 'not a text file'}")
-    missing = [name for name in needed if not rows or name not in rows[0]]
-    if missing:
-        refuse(f"{flag} {path}: no {'column ' + ', '.join(missing) if rows else 'rows'}; the columns are {','.join(needed)}")
-    return rows
-
-
-def write_csv(path, rows, columns):
-    try:
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        refuse(f"--out {path}: {error.strerror}")
-
-
-def predict_file(path, out):
-    rows = read_csv("--predict", path, KEYS)
-    for number, row in enumerate(rows, 2):
-        try:
-            positive = row["model"] in BENCHMARKED and min(key(row)[1:5] + key(row)[6:]) >= 1
-            gpus = int(row["dp"]) * int(row["tp"]) * int(row["pp"])
-        except ValueError:
-            refuse(f"--predict {path}, line {number}: {', '.join(KEYS[1:])} must be whole numbers")
-        if not positive:
-            refuse(f"--predict {path}, line {number}: model must be one of {', '.join(BENCHMARKED)}, and all numbers at least 1 (zero: 0)")
-        if gpus != 8 * int(row["nodes"]):
-            refuse(f"--predict {path}, line {number}: dp({row['dp']}) x tp({row['tp']}) x pp({row['pp']}) = {gpus} != 8 x nodes({row['nodes']})")
-        row.update(predict(row))
-    write_csv(out, rows, list(rows[0]))
-
-
-# ------------------------------------------------------------------------------------------- your own cluster
-RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len", "recompute", "status", "tok_s_gpu", "mem_gib")
-OWN = ("gemm_efficiency", "elementwise_bytes", "launch", "nvlink_efficiency", "network_efficiency", "overlap", "optimizer_bytes", "step")
-
-
-def fit_own(path, cluster):
-    """Constants that fit a bench's runs; each is drawn towards what it was, so a few runs do not throw it far. A search that halves its steps."""
-    runs = []
-    for row in read_csv("--fit", path, RESULTS):
-        if row["status"] == "ok":
-            l = Layout(**{name: int(row[name]) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "seq_len")}, schedule=row["schedule"], recompute=row["recompute"],
-                       micro_batch=int(row["mbs"]), accumulation=int(row["grad_acc"]))
-            runs.append((load_config(SimpleNamespace(model=row["model"])), l, float(row["tok_s_gpu"]), float(row["mem_gib"])))
-    if not runs:
-        refuse(f"--fit {path}: no row has status ok")
-
-    def loss(k):
-        errors = [math.log(evaluate(c, l, cluster._replace(gpus=l.gpus), dict(time=k, slack=1)).tokens_per_s / speed) for c, l, speed, _ in runs]
-        return sum(math.log1p((e / 0.1) ** 2) for e in errors) + sum((math.log(k[name] / costs.TIME[name]) / math.log(3)) ** 2 for name in OWN)
-    best, step = dict(costs.TIME), 0.5
-    lowest = loss(best)
-    while step > 0.01:
-        before = lowest
-        for name in OWN:
-            for factor in (math.exp(step), math.exp(-step)):
-                tried = {**best, name: best[name] * factor}
-                if loss(tried) < lowest:
-                    best, lowest = tried, loss(tried)
-        step = step if lowest < before - 1e-3 else step / 2
-    slack = statistics.median(measured / sum(memory(c, l).values()) for c, l, _, measured in runs)
-    return dict(time=best, slack=slack), len(runs)
-
-
-def load_constants(path):
-    if path is None:
-        return dict(time=costs.TIME, slack=1.0)
-    try:
-        with open(path) as file:
-            raw = json.load(file)
-        return dict(time={**costs.TIME, **raw["time"]}, slack=float(raw["slack"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        refuse(f"--constants {path}: not what --fit writes ({type(error).__name__}: {error})")
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -394,8 +281,8 @@ def parse_config(text, c, cluster, seq_len, sequences):
         refuse(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
     said.setdefault("accumulation", max(1, round(sequences / dp / said.get("micro_batch", 1))))
     l = Layout(**said, seq_len=seq_len)
-    if not any(all(mesh[name] == getattr(l, name) for name in mesh) for mesh in meshes(c, cluster, seq_len)):
-        refuse(f"--config {text}: tp must divide heads({c.num_attention_heads}) and suit kv heads({c.num_key_value_heads}), pp at most layers({c.num_hidden_layers}), "
+    if not valid(c, l):
+        refuse(f"--config {text}: tp must divide heads({c.num_attention_heads}) and suit kv heads({c.num_key_value_heads}), "
                f"ep divide dp x cp({l.dp * l.cp}) and experts({c.num_local_experts}), cp and tp the sequence({seq_len})")
     if not enough(c, l):
         refuse(f"--config {text}: --schedule {l.schedule} with pp({l.pp}) takes more layers than {c.num_hidden_layers} or more micro-batches than {l.accumulation}")
@@ -403,16 +290,17 @@ def parse_config(text, c, cluster, seq_len, sequences):
 
 
 def main(argv=None):
+    import measured                                       # which imports this file
     args = parse_args(argv)
     if args.predict:
-        return predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
+        return measured.predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
     cluster = cluster_of(args)
     if args.fit:
-        constants, runs = fit_own(args.fit, cluster)
+        constants, runs = measured.fit_own(args.fit, cluster)
         with open(args.constants or refuse("--fit needs --constants FILE to write to"), "w") as file:
             json.dump(constants, file, indent=1)
         return print(f"fitted to {runs} runs: {args.constants}")
-    c, constants = load_config(args), load_constants(args.constants)
+    c, constants = load_config(args), measured.load_constants(args.constants)
     if args.html:
         from plan_page import write
         return write(args.html, args, cluster, constants)
@@ -429,7 +317,7 @@ def main(argv=None):
         if not shown:
             return print("more GPUs, a shorter sequence, or another batch")
         print("\n".join(table(shown)), "\n")
-    print("\n".join([*details(c, shown[0], cluster), "", *explain(c, shown[0], cluster, sequences), "", command(args.model, shown[0].layout, cluster)]))
+    print("\n".join([*details(c, shown[0], cluster), "", *explain(c, shown[0], cluster, sequences, constants["slack"]), "", command(args.model, shown[0].layout, cluster)]))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import torch
 import costs
 import plan
 from config import PRESETS, check_context_parallel, check_experts, check_pipeline, check_tensor_parallel, load_config, refuse
-from costs import BF16, FLOAT32, GIB, GPUS, NETWORKS, Cluster, Layout
+from costs import BF16, FLOAT32, GIB, Layout
 from javascript import translate
+from speed import GPUS, NETWORKS, Cluster
 
 HERE = Path(__file__).resolve().parent
 
@@ -60,8 +61,8 @@ def report(setup, s):
         return said
     said["seconds"], said["step"], said["tokens_per_s"] = best.seconds, sum(best.seconds.values()), best.tokens_per_s
     said["mfu"] = best.tokens_per_s * costs.flops_per_token(c, l.seq_len) / cluster.gpu.flops
-    said["text"] = list(plan.explain(c, best, cluster, sequences))
-    said["flow"] = list(decisions(c, best, cluster, held, sequences))
+    said["text"] = list(plan.explain(c, best, cluster, sequences, setup.constants["slack"]))
+    said["flow"] = list(decisions(c, best, cluster, held, sequences, setup.constants["slack"]))
     return said
 
 
@@ -74,10 +75,10 @@ def recommend(setup, s):
     return dict(fit=len(candidates), looked_at=looked_at, fewest=plan.fewest_gpus(c, cluster, s.seq_len, slack), rows=rows)
 
 
-def decisions(c, best, cluster, held, sequences):
+def decisions(c, best, cluster, held, sequences, slack):
     """The playbook's questions: (step, question, [(answer, whether this layout goes there)])."""
     l, gpus, room, node = best.layout, cluster.gpus, plan.limit(cluster), cluster.gpus_per_node
-    alone = sum(plan.memory(c, Layout(seq_len=l.seq_len)).values())
+    alone = sum(plan.memory(c, Layout(seq_len=l.seq_len), slack).values())
     billions, batch, step = costs.model_parameters(c) / 1e9, l.dp * l.micro_batch * l.accumulation, sum(best.seconds.values())
     lost = {name: s / step for name, s in best.seconds.items() if name in ("tp", "cp", "ep", "pp", "dp", "bubble", "launch")}
     most, whole = max(lost.values()), max(l.tp, l.pp, l.cp, l.ep) == 1 and l.zero == 0

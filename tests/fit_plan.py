@@ -1,6 +1,6 @@
-"""Fits the constants of step08_5d/costs.py to real runs: python tests/fit_plan.py [--scores]
+"""Fits the constants of step08_5d/speed.py and measured.py to real runs: python tests/fit_plan.py [--out FILE | --tables]
 
-The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready for costs.py; then,
+The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
 for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
 
 Every constant has a value that one would give it before any fit, and how far one would believe it to be off (PRIORS). A fit weighs
@@ -18,7 +18,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "step08_5d"))
 import costs
+import measured
 import plan
+import speed
 
 DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"
 NODES = (1, 2, 8, 32)
@@ -42,7 +44,7 @@ def load(path=DATA):
     return [row for row in rows if row["gbs_seqs"] == "256" and "variant" not in row["note"]]
 
 
-def measured(rows):
+def judged(rows):
     """What constants are fitted to: it ran, and its step is not one of the older trainer's, whose pipeline stood still between micro-batches."""
     return [row for row in rows if row["status"] == "ok" and row["code"] == "new"]
 
@@ -81,28 +83,28 @@ def fit(rows, priors, predict, observed, start=None, scale=0.08):
 
 
 def fit_all(rows, start=None):
-    """(constants of time, constants of memory)"""
-    runs = measured(rows)
-    prepared = {id(row): plan.benchmark_run(row) for row in rows}
-    seconds = fit(runs, TIME_PRIORS, lambda row, k: plan.benchmark_seconds(prepared[id(row)], k),
-                  lambda row: plan.BENCHMARK_BATCH * plan.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])), start and start[0])
-    memory = fit(runs, MEMORY_PRIORS, lambda row, k: plan.benchmark_memory(prepared[id(row)], k, rank=0), lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
-    return seconds, {**memory, "usable": usable(rows, prepared, memory)}
+    """(constants of time, constants of memory, GiB that can be used)"""
+    runs = judged(rows)
+    prepared = {id(row): measured.benchmark_run(row) for row in rows}
+    seconds = fit(runs, TIME_PRIORS, lambda row, k: measured.benchmark_seconds(prepared[id(row)], k),
+                  lambda row: measured.BENCHMARK_BATCH * measured.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])), start and start[0])
+    memory = fit(runs, MEMORY_PRIORS, lambda row, k: measured.benchmark_memory(prepared[id(row)], k, rank=0), lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
+    return seconds, memory, usable(rows, prepared, memory)
 
 
 def usable(rows, prepared, memory):
     """The limit that tells best which runs fail: the middle of those that are equally good."""
     failed = {}
     for row in rows:
-        failed.setdefault(plan.key(row), [row, True])[1] &= row["status"] != "ok"
-    needs = [(plan.benchmark_memory(prepared[id(row)], memory), bad) for row, bad in failed.values()]
+        failed.setdefault(measured.key(row), [row, True])[1] &= row["status"] != "ok"
+    needs = [(measured.benchmark_memory(prepared[id(row)], memory), bad) for row, bad in failed.values()]
     limits = [limit / 2 for limit in range(120, 160)]
     right = [sum((need > limit) == bad for need, bad in needs) for limit in limits]
     return statistics.median(limit for limit, count in zip(limits, right) if count == max(right))
 
 
 def predictions(rows, constants):
-    return [{**row, **plan.predict(row, *constants)} for row in rows]
+    return [{**row, **measured.predict(row, *constants)} for row in rows]
 
 
 def rounded(constants):
@@ -116,12 +118,16 @@ def leave_out(rows, start):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", action="store_true", help="print what the runs say themselves, as in step08_5d/README.md, and fit nothing")
     parser.add_argument("--out", help="write the predictions of each number of nodes by the others' constants to this CSV file")
     args = parser.parse_args()
     rows = load()
+    if args.tables:
+        return print("\n".join([*best_runs(rows), "", *changes(rows)]))
     whole = fit_all(rows)
     for name, constants in zip(("TIME", "MEMORY"), whole):
         print(f"{name} = {json.dumps(rounded(constants))}")
+    print(f"USABLE = {whole[2]}")
     folds = leave_out(rows, whole)
     held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
     print(f"\n{'':<34}{'runs':>6}" + "".join(f"{name:>12}" for name in COLUMNS))
@@ -130,7 +136,62 @@ def main():
         result = score(some)
         print(f"{name:<34}{result['runs']:>6}" + "".join(f"{result[column]:>12.1%}" for column in COLUMNS))
     if args.out:
-        plan.write_csv(args.out, held_out, [*plan.KEYS, *plan.PREDICTED])
+        measured.write_csv(args.out, held_out, [*measured.KEYS, *measured.PREDICTED])
+
+
+# ------------------------------------------------------------------------------------------- what the runs say themselves
+KINDS = {                                                 # of layouts: (tp, pp) -> whether it is one
+    "dp alone": lambda tp, pp: tp == pp == 1, "tp to 8": lambda tp, pp: 1 < tp <= 8 and pp == 1, "pp": lambda tp, pp: tp == 1 < pp,
+    "tp to 8, pp": lambda tp, pp: 1 < tp <= 8 and pp > 1, "tp 16, 32": lambda tp, pp: tp > 8}
+
+
+def best_runs(rows):
+    """A table, in Markdown: of each model and number of nodes the best run, and the best of each kind of layout as a share of that."""
+    cells = {}
+    for row in rows:
+        if row["status"] == "ok" and row["code"] != "legacy":
+            cells.setdefault((row["model"], int(row["nodes"])), []).append(row)
+    yield "| model | GPUs | the best run | MFU | GiB | " + " | ".join(KINDS) + " |"
+    yield "|---|---|---|---|---|" + "---|" * len(KINDS)
+    for (model, nodes), runs in sorted(cells.items()):
+        best = max(runs, key=tokens_per_s)
+        layout = ", ".join(f"{name} {best[name]}" for name in ("dp", "tp", "pp") if best[name] != "1") + f", ZeRO-{best['zero']}, {best['mbs']} x {best['grad_acc']}"
+        shares = []
+        for is_one in KINDS.values():
+            of_kind = [tokens_per_s(row) for row in runs if is_one(int(row["tp"]), int(row["pp"]))]
+            shares.append(f"{max(of_kind) / tokens_per_s(best):.0%}" if of_kind else "-")
+        yield f"| {model} | {8 * nodes} | {layout} | {float(best['mfu_pct']):.0f}% | {float(best['mem_gb']):.0f} | " + " | ".join(shares) + " |"
+
+
+def tokens_per_s(row):
+    return float(row["tok_s_gpu"])
+
+
+def paired(rows, before, after):
+    """(runs, median ratio of speed, median ratio of memory): runs that `before` takes, and the same with what `after` changes in them."""
+    rows = {measured.key(row): row for row in rows if row["status"] == "ok" and row["code"] == "new"}
+    pairs = [(row, rows[measured.key({**row, **after(row)})]) for row in rows.values() if before(row) and measured.key({**row, **after(row)}) in rows]
+    return len(pairs), *(statistics.median(float(b[name]) / float(a[name]) for a, b in pairs) for name in ("tok_s_gpu", "mem_gb"))
+
+
+def changes(rows):
+    """A table of what one change does, everything else alike."""
+    number = lambda row, name: int(row[name])
+    single = lambda row: number(row, "tp") == number(row, "pp") == 1
+    cut = lambda row: 1 < number(row, "tp") <= 8
+    twice = lambda row: dict(mbs=2 * number(row, "mbs"), grad_acc=number(row, "grad_acc") // 2)
+    yield "| change | where | pairs | speed | memory |"
+    yield "|---|---|---|---|---|"
+    for what, where, before, after in [
+            *(("ZeRO-0 to ZeRO-1", f"{8 * nodes} GPUs, dp above 1", lambda row, nodes=nodes: number(row, "nodes") == nodes and row["zero"] == "0" and number(row, "dp") > 1,
+               lambda row: dict(zero=1)) for nodes in NODES),
+            ("micro-batch 1 to 2", "dp alone", lambda row: single(row) and row["mbs"] == "1", twice),
+            ("micro-batch 1 to 2", "tp 2 to 8, no pp", lambda row: cut(row) and row["pp"] == "1" and row["mbs"] == "1", twice),
+            ("micro-batch 4 to 8", "tp 2 to 8, no pp", lambda row: cut(row) and row["pp"] == "1" and row["mbs"] == "4", twice),
+            ("micro-batch 1 to 2", "pp, no tp", lambda row: row["tp"] == "1" and row["pp"] != "1" and row["mbs"] == "1", twice),
+            ("micro-batch 1 to 2", "pp and tp 2 to 8", lambda row: cut(row) and row["pp"] != "1" and row["mbs"] == "1", twice)]:
+        pairs, faster, larger = paired(rows, before, after)
+        yield f"| {what} | {where} | {pairs} | x {faster:.2f} | x {larger:.2f} |"
 
 
 # ------------------------------------------------------------------------------------------- how good a prediction is
@@ -141,7 +202,7 @@ def score(rows):
     """Errors of what ran; failures told apart; inside each (model, nodes) the order, and what the best-looking run loses on the best."""
     configurations = {}
     for row in rows:
-        configurations.setdefault(plan.key(row), []).append(row)
+        configurations.setdefault(measured.key(row), []).append(row)
     memory, speed, told, cells = [], [], [], {}
     for (model, nodes, *_), tries in configurations.items():
         ran = [row for row in tries if row["status"] == "ok"]

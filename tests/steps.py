@@ -24,7 +24,7 @@ CHANGES = {
                   "config.py", "train.py"},
     "step07_ep": {"expert_parallel.py", "model.py", "pipeline_parallel.py", "tensor_parallel.py", "data_parallel.py", "zero.py", "ledger.py",
                   "checkpoint.py", "metrics.py", "config.py", "train.py"},
-    "step08_5d": {"resume.py", "dry_run.py", "plan.py", "costs.py", "bench.py", "plan_page.py", "plan_page.html", "javascript.py", "slurm.sh", "mesh.py", "zero.py", "data.py", "metrics.py", "config.py", "train.py"},
+    "step08_5d": {"resume.py", "dry_run.py", "plan.py", "costs.py", "speed.py", "measured.py", "bench.py", "plan_page.py", "plan_page.html", "javascript.py", "slurm.sh", "mesh.py", "zero.py", "data.py", "metrics.py", "config.py", "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}

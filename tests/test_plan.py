@@ -1,15 +1,21 @@
 """The planner: its constants against the runs they were fitted to, its exact part against what the trainer's own files say."""
+import contextlib
 import csv
 import json
+import os
+import random
 import shlex
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 import fit_plan
-from fit_plan import DATA, NODES, ROOT, costs, plan
+from fit_plan import DATA, NODES, ROOT, costs, measured, plan, speed
 
 STEP = ROOT / "step08_5d"
 sys.path.insert(0, str(STEP))
@@ -19,7 +25,7 @@ from costs import Layout
 from pipeline_parallel import first_layers, my_stages
 
 TINY, MOE = config.PRESETS["tiny"], config.PRESETS["tiny-moe"]
-CONSTANTS = dict(time=costs.TIME, slack=1.0)
+CONSTANTS = dict(time=speed.TIME, slack=1.0)
 
 
 def run(*flags):
@@ -34,11 +40,12 @@ def rows():
 
 @pytest.fixture(scope="module")
 def fitted(rows):
-    return fit_plan.fit_all(rows, start=(costs.TIME, costs.MEMORY))
+    return fit_plan.fit_all(rows, start=(speed.TIME, measured.MEMORY))
 
 
 def test_the_constants_are_those_that_the_fit_gives(fitted):
-    for known, found in zip((costs.TIME, costs.MEMORY), fitted):
+    assert fitted[2] == pytest.approx(speed.USABLE, rel=0.05)
+    for known, found in zip((speed.TIME, measured.MEMORY), fitted):
         assert set(known) == set(found)
         assert {name: found[name] / known[name] for name in known} == pytest.approx(dict.fromkeys(known, 1.0), rel=0.05)
 
@@ -57,8 +64,14 @@ def test_each_number_of_nodes_is_predicted_by_the_others(rows, fitted):
     assert result["regret"] <= 0.01 and result["worst"] <= 0.05
 
 
+def test_the_tables_in_the_readme(rows):
+    readme = (STEP / "README.md").read_text()
+    for name, table in ("best runs", fit_plan.best_runs(rows)), ("changes", fit_plan.changes(rows)):
+        assert f"<!-- measured: {name} -->\n" + "\n".join(table) + "\n<!-- end -->" in readme
+
+
 def test_empty_stages_are_seen(rows):
-    empty = [row for row in rows if plan.benchmark_run(row)[3] is None]
+    empty = [row for row in rows if measured.benchmark_run(row)[3] is None]
     assert len(empty) == 75 and {row["status"] for row in empty} == {"failed"}
 
 
@@ -122,8 +135,74 @@ def test_memory_falls_with_every_degree():
     assert plan.memory(m, Layout(dp=8))["weights"] > 4 * plan.memory(m, Layout(dp=8, ep=8))["weights"]
 
 
-# What --dry_run prints of a rank, on 50 layouts, dense and with experts, goes here: persistent memory, FLOPs (costs.flops) and
-# payloads (costs.sent), number by number. Until then, of the tables in the READMEs:
+WIDE = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, vocab_size=64000)
+SHAPES = {"dense": dict(model_type="llama", **WIDE), "moe": dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, **WIDE)}
+
+
+def drawn(c, count, draw):
+    """Layouts of up to 64 ranks, each with a rank of it: the last of cp, for in the ring it keeps most."""
+    found = []
+    while len(found) < count:
+        cluster = speed.Cluster(draw.choice([8, 16, 32, 64]))
+        mesh = draw.choice([mesh for mesh in plan.meshes(c, cluster, 8192) if mesh["tp"] <= 8])
+        l = Layout(**{**mesh, "seq_len": 8192}, zero=draw.choice([0, 1, 2, 3]) if mesh["dp"] * mesh["cp"] > 1 else 0, schedule=draw.choice(plan.SCHEDULES) if mesh["pp"] > 1 else "1f1b",
+                   recompute=draw.choice(plan.RECOMPUTE), micro_batch=draw.choice([1, 2]), accumulation=draw.choice([1, 2, 4]))
+        if plan.enough(c, l):
+            rank = draw.randrange(l.pp), draw.randrange(l.dp)
+            found.append((l, *rank, rank[0] * (l.gpus // l.pp) + rank[1] * l.cp * l.tp + (l.cp - 1) * l.tp))
+    return found
+
+
+def dry_runs_job(model, layouts):
+    """What a rank of each layout sees; the worker's own share of the layouts."""
+    import dry_run
+    import train
+    found = {}
+    for i in range(int(os.environ["RANK"]), len(layouts), int(os.environ["WORLD_SIZE"])):
+        l, _, _, rank = layouts[i]
+        words = shlex.split(plan.command(model, l, speed.Cluster(l.gpus)))
+
+        @contextlib.contextmanager
+        def watch(model, optimizer, pipeline, mesh, args):
+            optimizer.adamw.step()
+            with dry_run.observe(model, optimizer, pipeline, mesh) as seen:
+                yield
+            tensors = sum(len(group["params"]) for group in optimizer.adamw.param_groups)
+            found[i] = seen.between, sum(seen.peak.values()), seen.flops, dict(seen.sent.payload), tensors
+        with patch("train.watch", watch):
+            train.main([*words[words.index("step08_5d/train.py") + 1:], "--dry_run", str(l.gpus), "--dry_run_rank", str(rank)])
+    return found
+
+
+def by_collective(payload):
+    """Groups of the same ranks share a name in the ledger, so only tp is told from the others, and of sends pp; and sums over all ranks only together."""
+    found = Counter()
+    for (dimension, collective), size in payload.items():
+        told = dimension if collective == "send" or dimension == "tp" and collective != "all_reduce" else ""
+        found["cp" if collective == "send" and dimension != "pp" else told, collective] += size
+    return found
+
+
+@pytest.mark.parametrize("kind, count", [("dense", 28), ("moe", 22)])
+def test_what_a_dry_run_sees(pool, tmp_path, kind, count):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[kind]))
+    c = config.load_config(SimpleNamespace(model=str(tmp_path)))
+    layouts, errors = drawn(c, count, random.Random(count)), []
+    answers = pool.call(dry_runs_job, "step08_5d", world=2, timeout=900, model=str(tmp_path), layouts=layouts)
+    seen = {i: one for answer in answers for i, one in answer.items()}
+    for i, (l, pp, dp, rank) in enumerate(layouts):
+        between, peak, flops, payload, tensors = seen[i]
+        stage = costs.our_stages(c, l)[pp]
+        said = costs.our_memory(c, l, pp, stage)
+        assert (between["parameters"], between["gradients"], between["optimizer states"]) == (said["weights"], said["gradients"], said["optimizer"] + 4 * tensors), l
+        assert flops == costs.flops(c, l, stage), l
+        scalars = {("", "all_reduce"): 4 + 4 + 8 * bool(c.num_local_experts)}       # loss, norm, balance
+        assert by_collective(payload) == by_collective(costs.sent(c, l, pp, part=dp * l.cp + l.cp - 1)) + Counter(scalars), l
+        errors.append(sum(said.values()) / peak - 1)
+        assert abs(errors[-1]) < 0.06, f"{l}, rank {rank}: said {said}, at most {peak}"
+    assert len(errors) == count and statistics.fmean(map(abs, errors)) < 0.012
+
+
 def test_payloads_by_hand():
     stream = 4 * 32 * 64 * 2                              # 4 sequences of 32 tokens in bfloat16
     l = dict(micro_batch=2, accumulation=2, seq_len=32)
@@ -138,7 +217,7 @@ def test_payloads_by_hand():
     assert cp == 8 * (2 * 3 * 2 + 4 * 4) * 2 * 4 * 8 * (4 * 32 // 4)                # step 5: (2 (c - 1) e + c x) K in each layer
     borders = [[costs.sent(TINY, Layout(pp=4, schedule=s, **{**l, "accumulation": 8}), r)["pp", "send"] // (4 * stream) for r in range(4)] for s in ("1f1b", "interleaved", "dualpipe")]
     assert borders == [[1, 2, 2, 1], [3, 4, 4, 3], [2, 4, 4, 2]]                    # step 6's table
-    assert costs.sent(MOE, Layout(dp=4, ep=4, **l))["ep", "all_to_all"] == 4 * 8 * 2 * stream
+    assert costs.sent(MOE, Layout(dp=4, ep=4, **l))["ep", "all_to_all"] == 4 * 8 * 2 * stream + 2 * 8 * 8 * 8  # tokens; and how many come, of 8 experts, in 8 layers, twice
 
 
 def test_flops_follow_the_rule_of_six():
@@ -152,7 +231,7 @@ def test_flops_follow_the_rule_of_six():
 # ------------------------------------------------------------------------------------------- the search
 def test_all_layouts_of_1024_gpus():
     """A count, not a time: of these so many are looked at, one by one."""
-    c, cluster = config.PRESETS["llama-8b"], costs.Cluster(1024)
+    c, cluster = config.PRESETS["llama-8b"], speed.Cluster(1024)
     found, looked_at = plan.search(c, cluster, 4096, 1024, CONSTANTS)
     assert 10_000 < looked_at < 50_000 and 1_000 < len(found) < looked_at
     assert all(one.layout.gpus == 1024 for one in found)
@@ -164,7 +243,7 @@ def test_all_layouts_of_1024_gpus():
 
 
 def test_no_layout_is_refused_by_the_trainer(monkeypatch):
-    c, cluster = MOE, costs.Cluster(16)
+    c, cluster = MOE, speed.Cluster(16)
     seen = [l for row in plan.layouts(c, cluster, 4096, 64) for l in row if 64 % (l.dp * l.micro_batch) == 0]
     assert len(seen) > 500
     monkeypatch.setenv("WORLD_SIZE", "16")
@@ -176,10 +255,10 @@ def test_no_layout_is_refused_by_the_trainer(monkeypatch):
 
 
 def test_commands():
-    one = plan.command("llama-8b", Layout(dp=4, tp=2), costs.Cluster(8))
+    one = plan.command("llama-8b", Layout(dp=4, tp=2), speed.Cluster(8))
     assert one == ("torchrun --standalone --nproc_per_node 8 step08_5d/train.py --model llama-8b --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 "
                    "--dp 4 --tp 2")
-    many = plan.command("llama-70b", Layout(dp=8, tp=8, pp=8), costs.Cluster(512))
+    many = plan.command("llama-70b", Layout(dp=8, tp=8, pp=8), speed.Cluster(512))
     assert many.startswith("srun --nodes 64 ") and "--nnodes 64 --nproc_per_node 8 " in many
 
 
@@ -195,21 +274,21 @@ def test_what_is_printed():
 def test_more_bandwidth_is_not_slower():
     c, l = config.PRESETS["llama-8b"], Layout(dp=8, tp=8, zero=1, accumulation=4)
     def seconds(**own):
-        cluster = costs.Cluster(64)._replace(**own)
+        cluster = speed.Cluster(64)._replace(**own)
         return sum(plan.evaluate(c, l, cluster, CONSTANTS).seconds.values())
     assert seconds(network=12.5e9) > seconds() > seconds(network=400e9)
-    assert seconds(gpu=costs.GPUS["a100"]) > seconds() > seconds(gpu=costs.GPUS["b200"])
+    assert seconds(gpu=speed.GPUS["a100"]) > seconds() > seconds(gpu=speed.GPUS["b200"])
 
 
 # ------------------------------------------------------------------------------------------- files in and out
 def test_predict(tmp_path, rows):
     few, out = tmp_path / "in.csv", tmp_path / "out.csv"
     big = dict(model="80B", nodes=64, dp=8, tp=8, pp=8, zero=1, mbs=1, grad_acc=32)
-    plan.write_csv(few, [*rows[:5], big], plan.KEYS)
+    measured.write_csv(few, [*rows[:5], big], measured.KEYS)
     assert run("--predict", few, "--out", out).returncode == 0
     with open(out) as file:
         got = list(csv.DictReader(file))
-    assert list(got[0]) == [*plan.KEYS, *plan.PREDICTED] and len(got) == 6
+    assert list(got[0]) == [*measured.KEYS, *measured.PREDICTED] and len(got) == 6
     for row in got:
         assert 0 < float(row["pred_mem_gb"]) < 1000 and 0 < float(row["pred_tok_s_gpu"]) < 1e5 and row["pred_oom"] in "01"
     assert abs(float(got[0]["pred_tok_s_gpu"]) / float(rows[0]["tok_s_gpu"]) - 1) < 0.1
@@ -217,14 +296,14 @@ def test_predict(tmp_path, rows):
 
 def test_your_own_constants(tmp_path):
     """Runs of a cluster whose GPUs reach half of the fitted efficiency, and need a tenth more memory."""
-    slow = dict(time={**costs.TIME, "gemm_efficiency": costs.TIME["gemm_efficiency"] / 2}, slack=1.1)
-    results, constants, cluster = tmp_path / "results.csv", tmp_path / "own.json", costs.Cluster(8)
+    slow = dict(time={**speed.TIME, "gemm_efficiency": speed.TIME["gemm_efficiency"] / 2}, slack=1.1)
+    results, constants, cluster = tmp_path / "results.csv", tmp_path / "own.json", speed.Cluster(8)
     runs = []
     for l in [Layout(dp=dp, tp=8 // dp, zero=z, micro_batch=b, accumulation=4) for dp in (8, 4, 2) for z in (0, 1) for b in (1, 2, 4)]:
         one = plan.evaluate(config.PRESETS["llama-1b"], l, cluster, slow)
         runs.append(dict(model="llama-1b", gpus=8, mbs=l.micro_batch, grad_acc=4, status="ok", tok_s_gpu=one.tokens_per_s, mem_gib=sum(one.memory.values()),
                          **{name: getattr(l, name) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "seq_len", "recompute")}))
-    plan.write_csv(results, runs, plan.RESULTS)
+    measured.write_csv(results, runs, measured.RESULTS)
     assert run("--fit", results, "--constants", constants).returncode == 0
     found = json.loads(constants.read_text())
     assert found["slack"] == pytest.approx(1.1)
@@ -255,7 +334,7 @@ def test_refused(flags, capsys):
     (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"), (dict(mbs=0), "at least 1")])
 def test_rows_that_are_refused(tmp_path, capsys, change, message):
     path = tmp_path / "in.csv"
-    plan.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], plan.KEYS)
+    measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], measured.KEYS)
     with pytest.raises(SystemExit) as stop:
         plan.main(["--predict", str(path), "--out", str(tmp_path / "out.csv")])
     said = capsys.readouterr().err

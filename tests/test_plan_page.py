@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import chromium
-from fit_plan import ROOT, costs, plan
+from fit_plan import ROOT, costs, plan, speed
 
 import config
 import javascript
@@ -19,7 +19,7 @@ import plan_page
 
 STATE = dict(model="llama-8b", gpu="h100", network="infiniband", gpus=64, seq_len=4096, tokens=2**22, dtype="bfloat16", zero=1, tp=2, cp=1, pp=2, ep=1,
              micro_batch=1, schedule="1f1b", recompute="none")
-SETUP = SimpleNamespace(models=config.PRESETS, gpus=costs.GPUS, networks=costs.NETWORKS, gpus_per_node=8, constants=dict(time=costs.TIME, slack=1.0))
+SETUP = SimpleNamespace(models=config.PRESETS, gpus=speed.GPUS, networks=speed.NETWORKS, gpus_per_node=8, constants=dict(time=speed.TIME, slack=1.0))
 needs_chromium = pytest.mark.skipif(not chromium.FOUND, reason=f"none of {', '.join(chromium.NAMES)} is installed: the page was not looked at")
 
 
@@ -40,7 +40,7 @@ def random_states(count, seed=1):
     for _ in range(count):
         model = draw.choice(list(config.PRESETS))
         experts = config.PRESETS[model].num_local_experts
-        yield dict(model=model, gpu=draw.choice(list(costs.GPUS)), network=draw.choice(list(costs.NETWORKS)), gpus=2 ** draw.choice(range(11)),
+        yield dict(model=model, gpu=draw.choice(list(speed.GPUS)), network=draw.choice(list(speed.NETWORKS)), gpus=2 ** draw.choice(range(11)),
                    seq_len=draw.choice([2048, 4096, 8192, 65536, 4100]), tokens=draw.choice([4_000_000, 2**20, 2**24]),
                    dtype=draw.choice(["bfloat16"] * 7 + ["float32"]), zero=draw.choice(range(4)), tp=degree(4), cp=degree(3), pp=degree(3),
                    ep=degree(3 if experts else 1), micro_batch=degree(3), schedule=draw.choice(plan.SCHEDULES), recompute=draw.choice(plan.RECOMPUTE))
@@ -78,7 +78,7 @@ def test_the_page_is_one_file(tmp_path):
 def test_the_page_opens_at_the_best_layout(tmp_path):
     plan.main(["--html", str(tmp_path / "plan.html"), "--gpus", "8", "--model", "llama-8b"])
     start = json.loads(re.search(r"^const start = (.*);$", (tmp_path / "plan.html").read_text(), re.M)[1])
-    c, cluster = config.PRESETS["llama-8b"], costs.Cluster(8)
+    c, cluster = config.PRESETS["llama-8b"], speed.Cluster(8)
     best = plan.search(c, cluster, 4096, 4e6 / 4096, SETUP.constants)[0][0].layout
     assert all(start[name] == getattr(best, name) for name in ("zero", "tp", "cp", "pp", "ep", "micro_batch", "schedule", "recompute"))
 
@@ -150,7 +150,7 @@ def test_the_formulas_are_the_same_in_javascript(opened, capsys):
             refused.append(ours["refused"])
         else:
             seen |= set(state.items())
-    kinds = dict(model=config.PRESETS, gpu=costs.GPUS, network=costs.NETWORKS, zero=range(4), schedule=plan.SCHEDULES, recompute=plan.RECOMPUTE,
+    kinds = dict(model=config.PRESETS, gpu=speed.GPUS, network=speed.NETWORKS, zero=range(4), schedule=plan.SCHEDULES, recompute=plan.RECOMPUTE,
                  tp=(1, 2, 4, 8, 16), cp=(1, 2, 4, 8), pp=(1, 2, 4, 8), ep=(1, 2, 4, 8), dtype=("bfloat16", "float32"))
     assert {(name, value) for name, values in kinds.items() for value in values} <= seen
     assert 100 < len(refused) < 300
@@ -176,7 +176,7 @@ def test_what_is_shown_are_plans_own_numbers(opened, capsys):
     for state in random_states(200, seed=2):
         if state["dtype"] == "float32" or "refused" in ask(plan_page.report, state, capsys):
             continue
-        c, cluster = config.PRESETS[state["model"]], costs.Cluster(state["gpus"], costs.GPUS[state["gpu"]], costs.NETWORKS[state["network"]])
+        c, cluster = config.PRESETS[state["model"]], speed.Cluster(state["gpus"], speed.GPUS[state["gpu"]], speed.NETWORKS[state["network"]])
         words = ",".join(f"{name}={state[key]}" for name, key in dict(tp="tp", cp="cp", pp="pp", ep="ep", zero="zero", mbs="micro_batch", recompute="recompute").items())
         words += f",schedule={state['schedule']}" if state["pp"] > 1 else ""
         sequences = max(1, state["tokens"] / state["seq_len"])

@@ -25,10 +25,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import config
+import costs
 import dry_run
 import ledger
 import metrics
 import model
+import plan
+import speed
 import torch
 import train
 from expert_parallel import formula
@@ -283,6 +286,32 @@ def checkpoint_tables():
     return dict(checkpoint=rows, main=["```text", *[line for line in lines if not line.startswith("step")], "```"])
 
 
+# ------------------------------------------------------------------------------------------------ choosing a layout
+def choice_tables():
+    """What measured runs say, and what the planner would do."""
+    runs = subprocess.run([sys.executable, os.path.join(STEP, "../tests/fit_plan.py"), "--tables"], check=True, capture_output=True, text=True).stdout
+    best, changes = runs.strip().split("\n\n")
+    rows = ["| model | " + " | ".join(f"{gpus:,} GPUs" for gpus in CLUSTERS) + " |", "|---|" + "---|" * len(CLUSTERS)]
+    for name in ("llama-1b", "llama-8b", "llama-70b", "llama-405b", "mixtral-8x7b"):
+        rows.append(f"| `{name}` | " + " | ".join(planned(config.PRESETS[name], gpus) for gpus in CLUSTERS) + " |")
+    return {"best runs": best.splitlines(), "changes": changes.splitlines(), "plans": rows}
+
+
+CLUSTERS = (8, 64, 512, 2048)
+
+
+def planned(c, gpus):
+    cluster = speed.Cluster(gpus)
+    found, _ = plan.search(c, cluster, 4096, 1024, dict(time=speed.TIME, slack=1.0))
+    if not found:
+        return f"none: at least {plan.fewest_gpus(c, cluster, 4096, 1.0)} GPUs"
+    l = found[0].layout
+    mfu = found[0].tokens_per_s * costs.flops_per_token(c, 4096) / cluster.gpu.flops
+    words = [f"{name} {getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep") if getattr(l, name) > 1] + [f"ZeRO-{l.zero}"] * (l.zero > 0)
+    words += [l.schedule] * (l.pp > 1) + [l.recompute] * (l.recompute != "none") + [f"{l.micro_batch} x {l.accumulation}"]
+    return f"{', '.join(words)}: {mfu:.0%}"
+
+
 def put_into_readme(tables):
     path = os.path.join(STEP, "README.md")
     with open(path) as file:
@@ -298,4 +327,4 @@ if __name__ == "__main__":
     mesh_picture()
     memory_picture()
     if sys.argv[1:2] != ["drawn"]:
-        put_into_readme({**nutshell_tables(), **large_tables(), **checkpoint_tables()})
+        put_into_readme({**nutshell_tables(), **large_tables(), **checkpoint_tables(), **choice_tables()})
