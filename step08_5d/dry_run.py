@@ -6,8 +6,8 @@
 Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process group is its
 `fake` one, in which a collective is over at once. All else is the code that trains, and none of what is printed is worked
 out: storages are seen to come and go, collectives to be called, matrices to be multiplied. The kernels are CUDA's, with
---device cpu the CPU's; they differ in what the norms keep. What a kernel takes for itself, and what NCCL and the
-allocator take, is not seen.
+--device cpu the CPU's; they differ in what the norms keep, and collectives in whether they hold on to their input. What a
+kernel takes for itself, and what NCCL and the allocator take, is not seen.
 """
 import contextlib
 import os
@@ -41,7 +41,6 @@ def dry_run(args):
         "torch.distributed.init_process_group": lambda *_, **__: init_process_group(
             "fake", rank=args.dry_run_rank, world_size=args.dry_run, store=FakeStore()),
         "mesh.meeting_place": dict,
-        "torch.distributed.reduce_scatter_tensor": keeping_its_input(dist.reduce_scatter_tensor),
         "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's says it is not, ever
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None,         # AdamW does not know the meta device
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
@@ -50,6 +49,7 @@ def dry_run(args):
         "model.sdpa": flash_attention}
     if args.device == "cuda":
         replacements["torch.nn.functional.rms_norm"] = lambda x, shape, weight, eps: FusedNorm.apply(x, weight)
+        replacements["torch.distributed.reduce_scatter_tensor"] = keeping_its_input(dist.reduce_scatter_tensor)
     args.device, args.steps, args.dataset = "meta", 1, "none.npy"
     os.environ["WORLD_SIZE"] = str(args.dry_run)
     with contextlib.ExitStack() as replaced:
@@ -73,7 +73,7 @@ def check_dry_run(args):
 
 
 def keeping_its_input(reduce_scatter):
-    """A collective under way has its input until it is waited for; the fake group lets it go at once."""
+    """nccl's has its input until it is waited for. gloo's copies it, and the fake group lets it go at once."""
     def start(output, input, group, async_op=False):
         work = reduce_scatter(output, input, group=group, async_op=async_op)
         return work and SimpleNamespace(wait=work.wait, input=input)

@@ -30,27 +30,24 @@ def divisors(number, most=None):
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
-def fits_heads(c, tp, seq_len):
-    """As config.py's check_tensor_parallel."""
-    kv = c.num_key_value_heads
-    cut = all(size % tp == 0 for size in (c.num_attention_heads, c.intermediate_size, c.vocab_size, seq_len))
-    return cut and (kv % tp == 0 or tp % kv == 0)
+def valid(c, l):
+    """As config.py's checks of the degrees."""
+    heads = all(size % l.tp == 0 for size in (c.num_attention_heads, c.intermediate_size, c.vocab_size, l.seq_len))
+    kv_heads = c.num_key_value_heads % l.tp == 0 or l.tp % c.num_key_value_heads == 0
+    chunks = l.cp == 1 or l.seq_len % math.lcm(2 * l.cp, l.cp * l.tp) == 0
+    return heads and kv_heads and chunks and l.dp * l.cp % l.ep == 0 and max(1, c.num_local_experts) % l.ep == 0
 
 
 def meshes(c, cluster, seq_len):
-    """Every (dp, tp, cp, pp, ep) that config.py would take. tp over more than two nodes and parts of a sequence below 1,024 tokens are left out."""
+    """Every valid (dp, tp, cp, pp, ep). tp over more than two nodes and parts of a sequence below 1,024 tokens are left out."""
     for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
-        for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)) if fits_heads(c, tp, seq_len) else []:
-            for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers) if cp == 1 or seq_len % math.lcm(2 * cp, cp * tp) == 0 else []:
+        for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)):
+            for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
                 dp = cluster.gpus // tp // cp // pp
-                for ep in divisors(math.gcd(dp * cp, c.num_local_experts)) if c.num_local_experts else [1]:
-                    yield dict(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len)
-
-
-def valid(c, l):
-    """As config.py's checks."""
-    cut = l.cp == 1 or l.seq_len % math.lcm(2 * l.cp, l.cp * l.tp) == 0
-    return cut and fits_heads(c, l.tp, l.seq_len) and l.dp * l.cp % l.ep == 0 and (l.ep == 1 or c.num_local_experts > 0 and c.num_local_experts % l.ep == 0)
+                for ep in divisors(math.gcd(dp * cp, max(1, c.num_local_experts))):
+                    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len)
+                    if valid(c, l):
+                        yield l
 
 
 def enough(c, l):
@@ -62,13 +59,13 @@ def enough(c, l):
 def layouts(c, cluster, seq_len, sequences):
     """Every layout of the cluster, as lists that differ in the micro-batch alone, the largest first. The batch is met to a tenth."""
     for mesh in meshes(c, cluster, seq_len):
-        per_rank = sequences / mesh["dp"]
+        per_rank = sequences / mesh.dp
         sizes = [2**i for i in range(int(math.log2(max(1, per_rank))) + 1)]
         batches = [(size, round(per_rank / size)) for size in reversed(sizes) if abs(round(per_rank / size) * size / per_rank - 1) <= 0.1]
-        for zero in (0, 1, 2, 3) if mesh["dp"] * mesh["cp"] > 1 else (0,):
-            for schedule in SCHEDULES if mesh["pp"] > 1 else ("1f1b",):
+        for zero in (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,):
+            for schedule in SCHEDULES if mesh.pp > 1 else ("1f1b",):
                 for recompute in RECOMPUTE:
-                    row = [Layout(**mesh, zero=zero, schedule=schedule, recompute=recompute, micro_batch=size, accumulation=m) for size, m in batches]
+                    row = [dataclasses.replace(mesh, zero=zero, schedule=schedule, recompute=recompute, micro_batch=size, accumulation=m) for size, m in batches]
                     yield [l for l in row if enough(c, l)]
 
 
@@ -124,7 +121,7 @@ def fewest_gpus(c, cluster, seq_len, slack):
     """The smallest power of two on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
         for mesh in meshes(c, cluster._replace(gpus=gpus), seq_len):
-            l = Layout(**mesh, zero=3 if mesh["dp"] * mesh["cp"] > 1 else 0, recompute="full", accumulation=mesh["pp"])
+            l = dataclasses.replace(mesh, zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
             if sum(memory(c, l, slack, costs.our_stages(c, l)).values()) <= limit(cluster):
                 return gpus
     return math.inf

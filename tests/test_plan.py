@@ -1,6 +1,7 @@
 """The planner: its constants against the runs they were fitted to, its exact part against what the trainer's own files say."""
 import contextlib
 import csv
+import dataclasses
 import json
 import os
 import random
@@ -144,9 +145,9 @@ def drawn(c, count, draw):
     found = []
     while len(found) < count:
         cluster = speed.Cluster(draw.choice([8, 16, 32, 64]))
-        mesh = draw.choice([mesh for mesh in plan.meshes(c, cluster, 8192) if mesh["tp"] <= 8])
-        l = Layout(**{**mesh, "seq_len": 8192}, zero=draw.choice([0, 1, 2, 3]) if mesh["dp"] * mesh["cp"] > 1 else 0, schedule=draw.choice(plan.SCHEDULES) if mesh["pp"] > 1 else "1f1b",
-                   recompute=draw.choice(plan.RECOMPUTE), micro_batch=draw.choice([1, 2]), accumulation=draw.choice([1, 2, 4]))
+        mesh = draw.choice([mesh for mesh in plan.meshes(c, cluster, 8192) if mesh.tp <= 8])
+        l = dataclasses.replace(mesh, zero=draw.choice([0, 1, 2, 3]) if mesh.dp * mesh.cp > 1 else 0, schedule=draw.choice(plan.SCHEDULES) if mesh.pp > 1 else "1f1b",
+                                recompute=draw.choice(plan.RECOMPUTE), micro_batch=draw.choice([1, 2]), accumulation=draw.choice([1, 2, 4]))
         if plan.enough(c, l):
             rank = draw.randrange(l.pp), draw.randrange(l.dp)
             found.append((l, *rank, rank[0] * (l.gpus // l.pp) + rank[1] * l.cp * l.tp + (l.cp - 1) * l.tp))
