@@ -17,10 +17,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "step08_5d"))
-import costs
 import measured
-import plan
-import speed
 
 DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"
 NODES = (1, 2, 8, 32)

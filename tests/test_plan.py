@@ -16,12 +16,16 @@ from unittest.mock import patch
 import pytest
 
 import fit_plan
-from fit_plan import DATA, NODES, ROOT, costs, measured, plan, speed
+from fit_plan import DATA, NODES, ROOT
 
 STEP = ROOT / "step08_5d"
 sys.path.insert(0, str(STEP))
 import config
+import costs
+import measured
+import plan
 import schedules
+import speed
 from costs import Layout
 from pipeline_parallel import first_layers, my_stages
 

@@ -11,11 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 import chromium
-from fit_plan import ROOT, costs, plan, speed
+from fit_plan import ROOT
 
 import config
+import costs
 import javascript
+import plan
 import plan_page
+import speed
 
 STATE = dict(model="llama-8b", gpu="h100", network="infiniband", gpus=64, seq_len=4096, tokens=2**22, dtype="bfloat16", zero=1, tp=2, cp=1, pp=2, ep=1,
              micro_batch=1, schedule="1f1b", recompute="none")
