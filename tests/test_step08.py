@@ -62,14 +62,20 @@ def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
             f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} --dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
 
 
+def micro_batches(more):
+    words = more.split()
+    return 24 // int(words[words.index("--dp") + 1]) // int(words[words.index("--micro_batch_size") + 1])
+
+
 ALL = layouts(8)
+SHORT = [layout for layout in ALL if micro_batches(layout[2]) <= 8]                 # which are enough for every push
 
 
 def assert_as_one_process(pool, flags, one_process, kind, world, more):
     assert_same_run(pool.train(STEP, f"{flags[kind]} {more}", world=world, timeout=240), one_process[kind], 1e-9, f"{kind} {more}")
 
 
-@pytest.mark.parametrize("kind, world, more", random.Random(1).sample(ALL, 12))
+@pytest.mark.parametrize("kind, world, more", random.Random(1).sample(SHORT, 12))
 def test_trains_as_one_process(pool, flags, one_process, kind, world, more):
     assert_as_one_process(pool, flags, one_process, kind, world, more)
 
@@ -84,7 +90,7 @@ SIXTEEN = [("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.R
            for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4], [0, 1, 2, 3], SCHEDULES))]
 
 
-@pytest.mark.parametrize("kind, world, more", [SIXTEEN[22], SIXTEEN[59]])
+@pytest.mark.parametrize("kind, world, more", [SIXTEEN[34], SIXTEEN[47]])
 def test_all_dimensions_at_once(pool, flags, one_process, kind, world, more):
     assert_as_one_process(pool, flags, one_process, kind, world, more)
 
@@ -95,7 +101,7 @@ def test_all_dimensions_at_once_in_every_way(pool, flags, one_process, kind, wor
     assert_as_one_process(pool, flags, one_process, kind, world, more)
 
 
-@pytest.mark.parametrize("kind, world, more", random.Random(2).sample(ALL, 3))
+@pytest.mark.parametrize("kind, world, more", random.Random(2).sample(SHORT, 3))
 def test_what_ranks_say_meets(pool, flags, kind, world, more):
     assert assert_all_meet(pool.call(recorded_job, STEP, world=world, argv=f"{flags[kind]} --steps 2 {more}".split(), timeout=240)) > 0
 
