@@ -128,7 +128,7 @@ def fewest_gpus(c, cluster, seq_len, slack):
 
 
 # ------------------------------------------------------------------------------------------- in words
-def rule(c, l, cluster):
+def rule(c, l, cluster, fits):
     """The playbook's rules, by scale, and what this layout makes of them."""
     billions, gpus = costs.model_parameters(c) / 1e9, cluster.gpus
     if gpus <= cluster.gpus_per_node:
@@ -139,7 +139,8 @@ def rule(c, l, cluster):
         said = "hundreds of GPUs (128 to 512): dp alone has too few tokens per rank to hide its traffic; dp with tp or pp"
     else:
         said = "1,024 GPUs and more: tp inside a node, pp between nodes, dp with ZeRO-1 or 2 for the rest"
-    rich = "GPU-rich: no recomputation is needed" if l.recompute == "none" else "GPU-poor: recomputation pays for what does not fit"
+    kept = "GPU-rich: no recomputation is needed" if fits else "GPU-poor: recompute, or cut more"
+    rich = kept if l.recompute == "none" else "GPU-poor: recomputation pays for what does not fit"
     lines = [said, f"{rich} ({billions:,.1f}B parameters on {gpus:,} GPUs, {18 * billions / gpus:,.1f} GB of states per GPU if all is cut)"]
     if l.cp > 1:
         lines.append(f"long sequences: cp {l.cp} leaves {l.seq_len // l.cp:,} of {l.seq_len:,} tokens to a rank")
@@ -158,7 +159,7 @@ def explain(c, best, cluster, sequences, slack=1.0):
     yield "1. Fit in memory"
     yield f"   One GPU would hold {alone:,.0f} GiB for one sequence and has {room:.0f} to give. " + (
         f"{', '.join(cut) or 'Nothing'} cuts that to {held:.1f}." if held <= room else f"{', '.join(cut) or 'Nothing'} cuts that to {held:.1f}: it DOES NOT FIT.")
-    yield from (f"   Rule: {line}." for line in rule(c, l, cluster))
+    yield from (f"   Rule: {line}." for line in rule(c, l, cluster, held <= room))
     yield "2. Reach the batch"
     yield f"   {sequences:,.0f} sequences wanted: {l.dp} ranks of dp x micro-batches of {l.micro_batch} x {l.accumulation} accumulated = {batch:,} ({batch * l.seq_len:,} tokens)."
     larger = dataclasses.replace(l, micro_batch=2 * l.micro_batch, accumulation=max(1, l.accumulation // 2))
