@@ -93,8 +93,8 @@ def micro_batches(tokens, step, mesh, args):
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
     batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
     positions = torch.arange(args.seq_len)
-    to = lambda t: (t.pin_memory() if args.device == "cuda" else t).to(args.device, non_blocking=True)
-    return [(to(rows[:, positions]), to(positions), to(rows[:, positions + 1]))
+    pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # memory that the device can read by itself
+    return [(pin(rows[:, positions]), pin(positions), pin(rows[:, positions + 1]))
             for rows in batch.split(args.micro_batch_size)]
 
 
@@ -104,4 +104,5 @@ def batches(tokens, mesh, args):
         ahead = pool.submit(micro_batches, tokens, 0, mesh, args)
         for step in range(args.steps):
             batch, ahead = ahead.result(), pool.submit(micro_batches, tokens, step + 1, mesh, args)
-            yield batch
+            # not in that thread, whose CUDA device is the first one, whichever this process has chosen
+            yield [tuple(t.to(args.device, non_blocking=True) for t in micro_batch) for micro_batch in batch]

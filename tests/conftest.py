@@ -1,6 +1,14 @@
+import os
+
 import pytest
+import torch
 
 from harness import Pool
+
+# The tests compare with one process to the last digits, on the CPU, with gloo, as many ranks as it takes. What a GPU does is
+# seen by test_gpus.py; all others, and what they start, do not see it.
+GPUS, VISIBLE = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
@@ -35,10 +36,11 @@ class Refused(JobFailed):
 
 # ---------------------------------------------------------------------------------------------- inside a worker
 def worker(rank, pipe):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
-                      HF_HUB_OFFLINE="1")
     import torch
     torch.set_num_threads(1)
+    local_rank = rank % (torch.cuda.device_count() or rank + 1)                     # more ranks than GPUs: they share
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
+                      HF_HUB_OFFLINE="1")
     modules = {}                                          # step directory: its modules, kept from job to job
     for port, world, folder, function, arguments in iter(pipe.recv, None):
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
@@ -98,8 +100,8 @@ class GradientsForWeights:
 
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
-    def __init__(self, size=16):
-        self.size, self.workers, self.jobs = size, [], 0
+    def __init__(self, size=16, **environment):
+        self.size, self.workers, self.jobs, self.environment = size, [], 0, environment
 
     def start(self, world):
         """Workers are started when a job first needs so many."""
@@ -109,7 +111,8 @@ class Pool:
         for rank in range(len(self.workers), world):
             ours, theirs = context.Pipe()
             process = context.Process(target=worker, args=(rank, theirs), daemon=True)
-            process.start()
+            with patch.dict(os.environ, self.environment):
+                process.start()
             theirs.close()
             self.workers.append((process, ours))
 

@@ -311,6 +311,26 @@ def batches_job(argv, steps, vocab=1 << 16):
     return [[tuple(t.clone() for t in micro) for micro in data.micro_batches(tokens, step, args)] for step in range(steps)]
 
 
+def copies_job(argv):
+    """The threads in which a step's tokens are moved to the device."""
+    import threading
+    from unittest.mock import patch
+    import config
+    import data
+    args, threads, to = config.parse_args(argv), set(), torch.Tensor.to
+    def seen(tensor, *more, **named):
+        threads.add(threading.current_thread() is threading.main_thread())
+        return to(tensor, *more, **named)
+    with patch.object(torch.Tensor, "to", seen):
+        assert len(list(data.batches(data.load_tokens(args, 256), args))) == args.steps
+    return threads
+
+
+def test_tokens_go_to_this_process_own_device(pool):
+    """A thread has a CUDA device of its own, the first one, so on a node of eight what it moves ends up on the wrong one."""
+    assert pool.call(copies_job, STEP, argv=["--steps", "3"]) == [{True}]
+
+
 @pytest.mark.parametrize("ending", ["npy", "bin"])
 def test_token_files_are_read_in_order_and_wrap(pool, tmp_path, ending):
     stream = np.arange(1000, 1000 + 7 * 10 + 5, dtype=np.uint16)                   # 7 whole sequences of 10

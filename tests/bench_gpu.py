@@ -1,0 +1,157 @@
+"""One GPU: step 1 and step 8 beside transformers' LlamaForCausalLM in step 1's own loop: python tests/bench_gpu.py
+
+Each row is a process of its own, the same batches, AdamW and precision in all: of the steps after the third, the median.
+"dry run" is what --dry_run says of the memory, where the process itself looked at its allocator. MFU counts 6N + 12 L h s
+FLOPs per token. 8B does not fit, its states alone are 135 GiB: half of its layers do, with recomputation.
+
+    python tests/bench_gpu.py --kernels                              # the kernels that take longest in a step of step 1
+    python tests/bench_gpu.py --device cpu --models tiny --seq_len 128 --batch 8      # to see that it works
+"""
+import argparse
+import collections
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+from steps import clean_environment, step_dir
+
+#         model, layers (None: all), micro-batch in sequences, recomputation
+RUNS = [("llama-1b", None, 4, "none"), ("llama-1b", None, 4, "selective"), ("llama-3b", None, 1, "none"), ("llama-3b", None, 2, "selective"),
+        ("llama-8b", 16, 1, "selective"), ("llama-8b", 16, 2, "full")]
+WARM_UP = 3
+
+
+def theirs(argv):
+    """Step 1's train.py, but for the model."""
+    sys.path.insert(0, str(step_dir("step01_single_gpu")))
+    import train
+    from checkpoint import initial_weight, to_hugging_face
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Theirs(torch.nn.Module):
+        def __init__(self, config, args):
+            super().__init__()
+            shape = to_hugging_face(config, args.dtype)
+            with torch.device(args.device):
+                self.llama = LlamaForCausalLM._from_config(LlamaConfig(**shape), attn_implementation="sdpa", dtype=args.dtype)
+            with torch.no_grad():
+                for name, param in self.llama.named_parameters():
+                    param.copy_(initial_weight(name, param, config, args))
+            if args.recompute == "full":
+                self.llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+            self.train()
+            for layer in self.llama.model.layers if args.compile else []:
+                layer.compile()
+
+        def forward(self, inputs, positions, targets):
+            logits = self.llama(input_ids=inputs, position_ids=positions.unsqueeze(0), use_cache=False).logits
+            return loss(logits, targets)
+
+    def loss(logits, targets):
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = torch.compile(loss) if "--compile" in argv else loss
+    train.build_model = Theirs
+    train.main(argv)
+
+
+def start(command):
+    """Its output, or the line that says why there is none."""
+    done = subprocess.run([sys.executable, *map(str, command)], env=clean_environment(), capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr + done.stdout).strip().splitlines()
+        raise RuntimeError("out of memory" if "out of memory" in done.stderr.lower() else lines[-1])
+    return done.stdout
+
+
+def measure(command, folder):
+    log = os.path.join(folder, "log.jsonl")
+    start([*command, "--log_file", log])
+    with open(log) as file:
+        lines = [json.loads(line) for line in file]
+    os.remove(log)
+    return (*(statistics.median(line[name] or 0 for line in lines[WARM_UP:]) for name in ("tokens_per_s", "mfu")), lines[-1]["peak_memory_gib"], lines[-1]["loss"])
+
+
+def dry_run(flags, device):
+    flags = [*flags[:flags.index("--device")], *flags[flags.index("--device") + 2:]]
+    output = start([step_dir("step08_5d") / "train.py", "--dry_run", 1, "--device", "cpu" if device == "cpu" else "auto", *flags])
+    return float(next(line for line in output.splitlines() if line.startswith("all ")).split()[2].replace(",", "")) / 1024
+
+
+def model_folder(model, layers, folder):
+    """A preset, or one with fewer layers."""
+    if not layers:
+        return model
+    sys.path.insert(0, str(step_dir("step01_single_gpu")))
+    import config
+    shape = config.to_hugging_face(config.PRESETS[model], torch.bfloat16)
+    path = os.path.join(folder, f"{model}-{layers}")
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, "config.json"), "w") as file:
+        json.dump(shape | dict(num_hidden_layers=layers), file)
+    return path
+
+
+def print_kernels(trace):
+    with open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    spent, calls = collections.Counter(), collections.Counter()
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            spent[event["name"]] += event["dur"]
+            calls[event["name"]] += 1
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "kernel"]
+    if not spans:
+        return print("no kernel in the trace: not a GPU's")
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    print(f"from the first kernel to the last {whole / 1e3:.1f} ms, in kernels {sum(spent.values()) / 1e3:.1f} ms")
+    for name, micros in spent.most_common(25):
+        print(f"{micros / 1e3:9.2f} ms {micros / whole:6.1%} {calls[name]:6} x  {name[:110]}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", help="of RUNS only these; or any preset, with a micro-batch of 2")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seq_len", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=16, help="sequences per training step")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kernels", action="store_true")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        return print("no GPU here; --device cpu --models tiny --seq_len 128 --batch 8 shows that the benchmark works")
+    runs = [run for run in RUNS if not args.models or run[0] in args.models]
+    runs = runs or [(model, None, 2, recompute) for model in args.models for recompute in ("none", "full")]
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}; sequences of {args.seq_len:,}, {args.batch} a step\n")
+    print(f"{'model':<14}{'recompute':<11}{'':<19}{'compiled':<10}{'tokens/s':>10}{'MFU':>8}{'GiB':>8}{'dry run':>9}{'loss':>8}")
+    contestants = {name: [step_dir(name) / "train.py"] for name in ("step01_single_gpu", "step08_5d")} | {"transformers": [__file__, "theirs"]}
+    with tempfile.TemporaryDirectory() as folder:
+        for model, layers, micro, recompute in runs:
+            flags = ["--model", model_folder(model, layers, folder), "--seq_len", args.seq_len, "--global_batch_size", args.batch, "--micro_batch_size", micro,
+                     "--recompute", recompute, "--steps", args.steps, "--lr", 1e-4, "--device", args.device]
+            for compile in ([], ["--compile"]):
+                for name, command in contestants.items():
+                    if name == "transformers" and recompute == "selective":
+                        continue                          # it has none
+                    row = f"{model + (f'/{layers}' if layers else ''):<14}{recompute:<11}{name:<19}{'yes' if compile else 'no':<10}"
+                    try:
+                        if args.kernels and name == "step01_single_gpu":
+                            start([*command, *flags, *compile, "--steps", 5, "--profile", folder])
+                            print(row)
+                            print_kernels(os.path.join(folder, "trace_rank0.json"))
+                        elif not args.kernels:
+                            speed, mfu, memory, loss = measure([*command, *flags, *compile], folder)
+                            said = f"{dry_run(list(map(str, flags)), args.device):.2f}" if name == "step08_5d" and not compile else ""
+                            print(f"{row}{speed:>10,.0f}{mfu:>8.1%}{memory:>8.2f}{said:>9}{loss:>8.3f}", flush=True)
+                    except RuntimeError as error:
+                        print(f"{row}{error}", flush=True)
+
+
+if __name__ == "__main__":
+    theirs(sys.argv[2:]) if sys.argv[1:2] == ["theirs"] else main()
