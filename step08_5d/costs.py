@@ -236,12 +236,11 @@ def noted(c, l, number):
 
 
 def loss_memory(c, l, number):
-    """loss.py. Forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input. Backward: the head's once more, and rounded."""
+    """loss.py's forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input. Backward takes less."""
     words, size = c.vocab_size // l.tp, number * l.tokens * c.hidden_size
     chunk = min(l.tokens, max(1, 2**27 // words)) * words
     logits = chunk * (2 * FLOAT32 + number * (l.tp == 1 and number == BF16) + number * (l.tokens * words > chunk))
-    forward = FLOAT32 * words * c.hidden_size + max(logits, number * words * c.hidden_size + 2 * chunk) + size * (1 + (l.tp > 1))
-    return max(forward, (2 * FLOAT32 + number) * words * c.hidden_size + size)
+    return FLOAT32 * words * c.hidden_size + max(logits, number * words * c.hidden_size + 2 * chunk) + size * (1 + (l.tp > 1))
 
 
 # ------------------------------------------------------------------------------------------- on the wire

@@ -38,7 +38,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss.type_as(grad_hidden), (grad_weight * grad_loss).type_as(grad_hidden), None, None
+        return grad_hidden.mul_(grad_loss), grad_weight.mul_(grad_loss).type_as(grad_hidden), None, None
 
 
 class LMHead(nn.Linear):
