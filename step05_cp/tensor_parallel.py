@@ -22,7 +22,7 @@ import zero
 
 # ------------------------------------------------------------------------------------------- what is said at the borders
 # Each starts a collective and returns a function that waits for its result, so `gather(x, group)()` does not overlap with
-# anything. (torch.compile times collectives itself.)
+# anything. What torch.compile compiles begins and ends at these borders: when a collective starts is decided here.
 
 def identity(x, group):
     return lambda: x.view_as(x)
@@ -30,22 +30,20 @@ def identity(x, group):
 
 def all_reduce(x, group):
     x = x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(x, group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.all_reduce(x, group=group, async_op=True)
 
     def result():
-        if work:
-            work.wait()
+        work.wait()
         return x
     return result
 
 
 def all_gather(x, group):                                                          # [batch, seq/tp, hidden]
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    work = dist.all_gather_into_tensor(parts, x.contiguous(), group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.all_gather_into_tensor(parts, x.contiguous(), group=group, async_op=True)
 
     def result():
-        if work:
-            work.wait()
+        work.wait()
         return parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)           # [batch, seq, hidden]
     return result
 
@@ -53,11 +51,10 @@ def all_gather(x, group):                                                       
 def reduce_scatter(x, group):                                                      # [batch, seq, hidden]
     parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)       # [tp * batch, seq/tp, hidden]
     mine = torch.empty_like(parts[:len(x)])
-    work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=True)
 
     def result():
-        if work:
-            work.wait()
+        work.wait()
         return mine                                                                # [batch, seq/tp, hidden]
     return result
 
@@ -121,6 +118,7 @@ def tensor_parallel(model, config, mesh, args):
     gather, reduce = (all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)
     border = gather, reduce, group
 
+    @torch.compiler.disable
     def leave(module, inputs, output):
         return Leave.apply(output, *border)
 
@@ -140,6 +138,7 @@ def enter_linears(region, linears, border):
     """As the region is entered the products of its first linears are made; each of them then only hands out its own."""
     products = {}
 
+    @torch.compiler.disable
     def enter(module, inputs):
         weights = [linear.weight for linear in linears]
         products.update(enumerate(EnterLinears.apply(inputs[0], *border, *weights)))

@@ -23,7 +23,7 @@ import zero
 
 # ------------------------------------------------------------------------------------------- what is said at the borders
 # Each starts a collective and returns a function that waits for its result, so `gather(x, group)()` does not overlap with
-# anything. (torch.compile times collectives itself.)
+# anything. What torch.compile compiles begins and ends at these borders: when a collective starts is decided here.
 
 def identity(x, group):
     return lambda: x.view_as(x)
@@ -31,22 +31,20 @@ def identity(x, group):
 
 def all_reduce(x, group):
     x = x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(x, group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.all_reduce(x, group=group, async_op=True)
 
     def result():
-        if work:
-            work.wait()
+        work.wait()
         return x
     return result
 
 
 def all_gather(x, group):                                                          # [batch, seq/tp, hidden]
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    work = dist.all_gather_into_tensor(parts, x.contiguous(), group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.all_gather_into_tensor(parts, x.contiguous(), group=group, async_op=True)
 
     def result():
-        if work:
-            work.wait()
+        work.wait()
         return parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)           # [batch, seq, hidden]
     return result
 
@@ -54,11 +52,10 @@ def all_gather(x, group):                                                       
 def reduce_scatter(x, group):                                                      # [batch, seq, hidden]
     parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)       # [tp * batch, seq/tp, hidden]
     mine = torch.empty_like(parts[:len(x)])
-    work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=not torch.compiler.is_compiling())
+    work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=True)
 
     def result():
-        if work:
-            work.wait()
+        work.wait()
         return mine                                                                # [batch, seq/tp, hidden]
     return result
 
@@ -122,6 +119,7 @@ def tensor_parallel(model, config, mesh, args):
     gather, reduce = (all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)
     border = gather, reduce, group
 
+    @torch.compiler.disable
     def leave(module, inputs, output):
         return Leave.apply(output, *border)
 
@@ -142,6 +140,7 @@ def enter_linears(region, linears, border):
     products, region.border = {}, border
     region.product = lambda x, *weights: EnterLinears.apply(x, *border, *weights)
 
+    @torch.compiler.disable
     def enter(module, inputs):
         weights = [linear.weight for linear in linears]
         products.update(enumerate(region.product(inputs[0], *weights)))
@@ -152,7 +151,7 @@ def enter_linears(region, linears, border):
 
 def enter_experts(moe, border):
     """The router and the experts take the whole sequence: all ranks of tp choose alike."""
-    moe.register_forward_pre_hook(lambda module, inputs: Enter.apply(*inputs, *border))
+    moe.register_forward_pre_hook(torch.compiler.disable(lambda module, inputs: Enter.apply(*inputs, *border)))
 
 
 def vocabulary_parallel_embedding(embedding, group):
