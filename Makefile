@@ -1,5 +1,5 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make exercise STEP=4 | make plot LOGS="a.jsonl b.jsonl"
-# make sweep | make break | make carry | make figures | make bench
+# make rest | make sweep | make break | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or older than requirements.txt.
 # PYTHON=python make test uses one of your own instead.
@@ -12,7 +12,7 @@ endif
 NEW = $(wildcard step0$(STEP)_*)
 OLD = $(wildcard step0$(shell expr "$(STEP)" - 1 2>/dev/null)_*)
 
-.PHONY: run test sweep diff exercise break plot carry figures bench
+.PHONY: run test rest sweep diff exercise break plot carry figures bench
 .DEFAULT_GOAL := run
 
 .venv/requirements.txt: requirements.txt
@@ -25,7 +25,10 @@ run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
 test: $(VENV)
-	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
+	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,--part quick tests)
+
+rest: $(VENV)
+	$(PYTHON) -m pytest -q --part rest tests
 
 sweep: $(VENV)
 	$(PYTHON) -m pytest -q -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,tests)

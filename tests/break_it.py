@@ -32,7 +32,7 @@ def head(patch):
 
 
 def pytest(tests, copy):
-    return run([sys.executable, "-m", "pytest", *tests, "-x", "-q", "--tb=short", "-p", "no:cacheprovider"], copy, timeout=600)
+    return run([sys.executable, "-m", "pytest", *tests, "-x", "-q", "--tb=short", "-p", "no:cacheprovider"], copy, timeout=1800)
 
 
 def red(status, output):

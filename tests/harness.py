@@ -7,6 +7,7 @@ Each job sees what torchrun would give it (RANK, WORLD_SIZE, a store) and the mo
 that fails reports its own traceback; a job that hangs is ended after `timeout` seconds and the workers replaced.
 """
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -42,6 +43,8 @@ def worker(rank, pipe):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
                       HF_HUB_OFFLINE="1")
     modules = {}                                          # step directory: its modules, kept from job to job
+    hooked, register = [], torch.Tensor.register_post_accumulate_grad_hook
+    torch.Tensor.register_post_accumulate_grad_hook = lambda param, hook: hooked.append(param) or register(param, hook)
     for port, world, folder, function, arguments in iter(pipe.recv, None):
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
         output = io.StringIO()
@@ -55,6 +58,10 @@ def worker(rank, pipe):
             result = ("error", traceback.format_exc())
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        for param in hooked:                              # a cycle that Python cannot see: gloo's threads would stay with it
+            param._post_accumulate_grad_hooks.clear()
+        hooked.clear()
+        gc.collect()
         pipe.send((*result, output.getvalue()))
 
 
@@ -101,7 +108,7 @@ class GradientsForWeights:
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
     def __init__(self, size=16, **environment):
-        self.size, self.workers, self.jobs, self.environment = size, [], 0, environment
+        self.size, self.workers, self.environment = size, [], environment
 
     def start(self, world):
         """Workers are started when a job first needs so many."""
@@ -127,9 +134,6 @@ class Pool:
         """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
         from steps import step_dir
         from torch.distributed import TCPStore
-        self.jobs += 1
-        if self.jobs % 60 == 0:                           # gloo's threads outlive some groups: a process is not kept for ever
-            self.stop()
         self.start(world)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # where its ranks find each other
         module = "harness" if function.__module__ == "__main__" else function.__module__

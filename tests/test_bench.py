@@ -57,6 +57,7 @@ def gone(tmp_path, seconds=10):
     return not marked(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     flags = ["--trainer", tmp_path / "faulty.py", "--steps", "5", "--gpus", "2", "--time_limit", "12", "--micro_batch_size"]
@@ -72,6 +73,7 @@ def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
     assert status == 0 and "4 layouts, 4 of them done before" in output and len(rows_of(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_what_a_killed_sweep_leaves_is_cleared_away_and_it_goes_on(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     flags = ["--trainer", str(tmp_path / "faulty.py"), "--steps", "5", "--micro_batch_size"]
@@ -91,6 +93,7 @@ def test_what_a_killed_sweep_leaves_is_cleared_away_and_it_goes_on(tmp_path):
     assert [row["status"] for row in rows_of(tmp_path)] == ["ok", "crash"] and gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_real_trainer_and_the_planner(tmp_path):
     status, output = bench(tmp_path, "--gpus", "2", "--tp", "1", "2", "3", "--zero", "0", "--micro_batch_size", "4", "--steps", "3", "--", "--model", "tiny", "--seq_len", "32")
     assert status == 0 and "2 layouts" in output, output                           # tp 3 is none

@@ -188,6 +188,7 @@ def by_collective(payload):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, count", [("dense", 28), ("moe", 22)])
 def test_what_a_dry_run_sees(pool, tmp_path, kind, count):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[kind]))

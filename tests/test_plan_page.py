@@ -270,6 +270,7 @@ def test_everything_has_a_name(opened):
     assert len(taken) == 10 and min(taken) >= 1
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 @pytest.mark.parametrize("state", ["", "model=mixtral-8x7b&ep=8&tp=1&pp=1", "tp=3", "pp=32&gpus=1024", "model=llama-405b&gpus=8&tp=8&pp=1"])

@@ -12,6 +12,7 @@ def test_the_repository_and_every_step_have_a_readme():
     assert READMES == ["README.md", *(f"{step}/README.md" for step in STEPS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readme", READMES)
 def test_blocks_run(readme, tmp_path):
     copy_repository(tmp_path)

@@ -179,6 +179,7 @@ def test_bad_layouts_are_refused_by_rank_0_alone(pool, world, more, message):
     assert message in str(refused.value) and str(refused.value).count("\n") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_ends_at_once_on_bad_input():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--micro_batch_size", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -207,6 +208,7 @@ def test_a_time_out_names_the_rank_and_the_operation(pool):
         pool.call(late_job, STEP, world=2, timeout=30, argv="--dp_mode naive --steps 1 --seq_len 16".split())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_the_run_down():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--steps", "100000"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -223,6 +225,7 @@ def test_a_killed_rank_takes_the_run_down():
         run.kill()
 
 
+@pytest.mark.slow
 def test_one_process_without_torchrun_and_copied_alone(tmp_path):
     import shutil
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))

@@ -80,6 +80,7 @@ def test_bfloat16(pool, flags, stage):
     assert run.weights["lm_head.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_compile(pool, tmp_path, stage):
     flags = cases.make(tmp_path, num_hidden_layers=2) + " --micro_batch_size 6 --steps 3"
@@ -203,6 +204,7 @@ def peaks_job(names):
     return bench_parallel.measure_memory(names, mesh.start_mesh(bench_parallel.parse("")[0]), steps=2)
 
 
+@pytest.mark.slow
 def test_stage_3_needs_no_more_memory_than_fsdp2(pool):
     for peaks in pool.call(peaks_job, STEP, world=2, names=["bucket", "zero 1", "zero 2", "zero 3", "FSDP2"]):
         assert peaks["zero 3"] < peaks["FSDP2"], peaks

@@ -88,6 +88,7 @@ def test_bfloat16(pool, flags, sp):
     assert run.weights["lm_head.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sp", ["on", pytest.param("off", marks=LONG)])
 def test_compile(pool, flags, sp):
     run = pool.train(STEP, f"{flags} --steps 3 --micro_batch_size 12 --tp 2 --sp {sp} --compile", world=2, timeout=200)

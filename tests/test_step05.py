@@ -86,6 +86,7 @@ def test_bfloat16(pool, flags, mode):
     assert_same_run(pool.train(STEP, f"{flags} --dtype bfloat16 --cp 2 --cp_mode {mode}", world=2), one, 2e-2, weights=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["zigzag", pytest.param("ulysses", marks=LONG)])
 def test_compile(pool, flags, mode):
     run = pool.train(STEP, f"{flags} --steps 3 --micro_batch_size 12 --cp 2 --cp_mode {mode} --compile", world=2, timeout=200)
@@ -131,6 +132,7 @@ def attention_job(modes, seq_len, dtypes):
     return errors
 
 
+@pytest.mark.slow
 def test_blocks_are_attention(pool):
     """8,192 tokens on 8 ranks. In bfloat16 the blocks are added up in float32: no worse than the kernel on the whole."""
     per_rank = pool.call(attention_job, STEP, world=8, timeout=200, modes=MODES, seq_len=8192, dtypes=["float64", "float32", "bfloat16"])

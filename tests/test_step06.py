@@ -58,6 +58,7 @@ def test_few_micro_batches_and_many_stages(pool, flags, baseline, more):
     assert_same_run(pool.train(STEP, f"{flags[9]} --dtype float64 --pp 2 {more}", world=2), baseline[9], 1e-9, more)
 
 
+@pytest.mark.slow
 def test_eight_stages(pool, flags, baseline):
     for schedule in ("1f1b", "zerobubble"):
         trained = pool.train(STEP, f"{flags[9]} --dtype float64 --pp 8 --micro_batch_size 3 --schedule {schedule}", world=8)
@@ -129,6 +130,7 @@ def test_bfloat16(pool, flags):
     assert trained.weights["lm_head.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_compile(pool, flags):
     base = f"{flags[3]} --steps 3 --micro_batch_size 6"
     trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile", world=2, timeout=200)
@@ -393,6 +395,7 @@ def test_profile_draws_what_ran(pool, flags, tmp_path):
     assert (tmp_path / "pipeline.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_copied_alone_it_runs(tmp_path):
     import os
     import shutil

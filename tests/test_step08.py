@@ -90,6 +90,7 @@ SIXTEEN = [("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.R
            for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4], [0, 1, 2, 3], SCHEDULES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, world, more", [SIXTEEN[34], SIXTEEN[47]])
 def test_all_dimensions_at_once(pool, flags, one_process, kind, world, more):
     assert_as_one_process(pool, flags, one_process, kind, world, more)
@@ -156,6 +157,7 @@ def test_goes_on_from_any_layout_under_any_other(pool, flags, one_process, saved
     assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
 
 
+@pytest.mark.slow
 def test_a_dense_model_goes_on_too(pool, flags, one_process, saved, tmp_path):
     folder = saved(8, "--tp 4 --zero 2 --micro_batch_size 6", "dense")
     assert_goes_on(pool, flags, one_process, folder, tmp_path, 8, "--tp 2 --pp 2 --zero 3 --micro_batch_size 6", "dense")
@@ -333,6 +335,7 @@ def end(process):
     process.wait()
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
     base = f"{flags['dense']} --micro_batch_size 3 --steps 40"
     one = pool.train(STEP, f"{base} --micro_batch_size 6", weights=False)
@@ -377,6 +380,7 @@ def endless(pool, flags):
     return base, pool.train(STEP, f"{base} --micro_batch_size 6", weights=False, timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_moment_it_can_go_on(pool, endless, tmp_path, seed):
     killed_at_random(pool, *endless, tmp_path, random.Random(seed))
@@ -388,6 +392,7 @@ def test_killed_at_fifty_moments_it_can_go_on(pool, endless, tmp_path, seed):
     killed_at_random(pool, *endless, tmp_path, random.Random(seed))
 
 
+@pytest.mark.slow
 def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
     log = tmp_path / "log"
     process = start(tmp_path, torchrun() + f"{flags['dense']} --steps 300 --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --log_file {log}".split())

@@ -69,6 +69,18 @@ def test_make_exercise_refuses(small_repository, step, message):
     assert status == 2 and message in output and not (small_repository / "exercise").exists()
 
 
+@pytest.mark.slow
+def test_the_parts_are_all_tests_and_none_twice(tmp_path):
+    def collected(*options):
+        status, output = run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, "tests"], ROOT, timeout=120)
+        assert status == 0, output
+        return [line for line in output.splitlines() if "::" in line]
+    quick, rest, every = (collected("--part", part) for part in ("quick", "rest", "all"))
+    assert sorted(quick + rest) == sorted(every) and len(set(every)) == len(every)
+    of_step_8 = [name for name in quick if "test_step08.py::test_trains_as_one_process" in name]
+    assert len(of_step_8) == 1 and not any("test_compile[" in name for name in quick)
+
+
 def test_make_sweep_runs_the_long_tests_and_no_others(small_repository):
     status, output = make(small_repository, "sweep")
     assert status == 2 and "test_long" in output and "1 failed, 3 deselected" in output, output
