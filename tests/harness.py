@@ -56,13 +56,15 @@ def worker(rank, pipe):
             result = ("exit", stop.code)
         except BaseException:
             result = ("error", traceback.format_exc())
+            pipe.send((*result, output.getvalue()))       # at once: nccl's end waits for ranks that wait for this one
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         for param in hooked:                              # a cycle that Python cannot see: gloo's threads would stay with it
             param._post_accumulate_grad_hooks.clear()
         hooked.clear()
         gc.collect()
-        pipe.send((*result, output.getvalue()))
+        if result[0] != "error":
+            pipe.send((*result, output.getvalue()))
 
 
 @contextlib.contextmanager
@@ -82,6 +84,8 @@ def train_job(argv, gradients_for_weights=False):
     import torch
     import train
     adamw = torch.optim.AdamW
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()              # of the job before
     try:
         if gradients_for_weights:
             torch.optim.AdamW = GradientsForWeights
@@ -161,8 +165,8 @@ class Pool:
             if not ready:
                 break
         bad = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] != "ok"}
-        if waiting or any(answer[1] == "the process died" for answer in bad.values()):
-            self.stop()
+        if waiting or any(answer[0] == "error" for answer in bad.values()):
+            self.stop()                                   # after an error a CUDA device is of no more use
         if all(answer[:2] == ("exit", 2) for answer in bad.values()) and len(bad) == world:
             raise Refused(answers[0][2])
         if bad:
