@@ -30,7 +30,7 @@ def materialize(model, config, args):
 
 
 def initial_weight(name, meta, config, args):
-    """Depends on the seed and the name alone, so that it does not matter who else draws what."""
+    """Depends on the seed and the name (and on the kind of device), so that it does not matter who else draws what."""
     if meta.dim() == 1:
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
