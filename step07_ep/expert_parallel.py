@@ -72,7 +72,7 @@ def dispatch(experts, group):
         theirs = theirs.view(ranks, -1)                                            # [ranks, experts/ep]: what comes to mine
         sent, received = torch.stack((counts.view(ranks, -1), theirs)).sum(-1).tolist()       # the host waits for these
         x = AllToAll.apply(x, sent, received, group)                               # by rank, and of each by expert
-        expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks).repeat_interleave(theirs.flatten())
+        expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks).repeat_interleave(theirs.flatten(), output_size=sum(received))
         order = expert.argsort(stable=True)
         out = compute(x[order], theirs.sum(0))
         return AllToAll.apply(out[order.argsort()], received, sent, group)

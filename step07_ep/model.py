@@ -118,7 +118,7 @@ class MoE(nn.Module):
         expert = self.choose(logits)                                               # [batch, seq, top_k]
         share = logits.gather(-1, expert).softmax(-1).type_as(x)
         order = expert.flatten().argsort(stable=True)                              # of (token, choice), by expert
-        counts = expert.flatten().bincount(minlength=logits.shape[-1])
+        counts = F.one_hot(expert, logits.shape[-1]).sum((0, 1, 2))                # of each expert
         out = self.experts(x.flatten(0, 1)[order // expert.shape[-1]], counts)     # [tokens * top_k, hidden]
         out = out[order.argsort()].view(*expert.shape, -1)                         # [batch, seq, top_k, hidden]
         return (out * share.unsqueeze(-1)).sum(-2)

@@ -83,13 +83,15 @@ def step_modules(folder, kept):
 def train_job(argv, gradients_for_weights=False):
     import torch
     import train
+    from unforgiving import unforgiving
     adamw = torch.optim.AdamW
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()              # of the job before
     try:
         if gradients_for_weights:
             torch.optim.AdamW = GradientsForWeights
-        train.main(argv)
+        with contextlib.nullcontext() if torch.cuda.is_available() else unforgiving():
+            train.main(argv)
     finally:
         torch.optim.AdamW = adamw
 

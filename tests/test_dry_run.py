@@ -22,6 +22,7 @@ LAYOUTS = [                                               # of 8 ranks
     "--model tiny-moe --dtype bfloat16 --ep 8 --zero 2 --balance aux --micro_batch_size 2",
     "--model tiny-moe --dtype bfloat16 --tp 2 --cp 2 --pp 2 --ep 2 --schedule afab --zero 1 --recompute full --micro_batch_size 8",
     "--model tiny-moe --dtype float32 --cp 4 --cp_mode ring --tp 2 --ep 4 --zero 3 --micro_batch_size 8"]
+ALONE = ["--model tiny", "--model tiny-moe --balance aux"]
 
 
 # ---------------------------------------------------------------------------------------------- on every rank
@@ -109,6 +110,43 @@ def test_norms_keep_less_with_the_kernels_of_cuda(pool):
     cpu, cuda = (pool.call(dry_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
     assert (cpu.calls, cpu.flops, cpu.between) == (cuda.calls, cuda.flops, cuda.between)
     assert 0 < cuda.most["activations"] < cpu.most["activations"]
+
+
+# ---------------------------------------------------------------------------------------------- nobody waits for the device
+def waits_job(argv):
+    """The operations of a training step for whose result the host would have to wait, were the device a GPU."""
+    import dry_run
+    import torch
+    import train
+    from torch.utils._python_dispatch import TorchDispatchMode
+    aten, asked, watch = torch.ops.aten, [], dry_run.watch
+    waits = {aten.bincount.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default, aten._local_scalar_dense.default}
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            to_host = op == aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu")
+            picks = op == aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
+            repeats = op == aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+            if op in waits or to_host or picks or repeats:
+                asked.append(op)
+            return op(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def watch_step(*args):
+        with watch(*args), Waits():
+            yield
+    with patch("train.watch", watch_step), patch("dry_run.report", lambda *_: None):
+        train.main(argv)
+    return set(map(str, asked))
+
+
+@pytest.mark.parametrize("layout", [*ALONE, *LAYOUTS])
+def test_the_host_waits_only_for_the_counts_of_rows(pool, layout):
+    """The log comes after the step. In it a GPU has always something to do, but for all-to-alls, whose buffers the host has to make."""
+    ranks = 1 if layout in ALONE else 8
+    argv = f"--seq_len 64 --global_batch_size 16 {layout} --dry_run {ranks} --dry_run_rank {ranks // 2}".split()
+    assert pool.call(waits_job, STEP, argv=argv) == [{"aten._to_copy.default"} if "--ep" in layout else set()]
 
 
 # ---------------------------------------------------------------------------------------------- what it prints

@@ -1,15 +1,20 @@
 """The tools behind the make targets, each on a small repository of its own or on files made here."""
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
 
-import pytest
-
 import plot
+import pytest
+import torch
+import torch.distributed as dist
+from harness import JobFailed
+from operations import assert_none_waits_for_ever
 from steps import NAMES, ROOT, clean_environment, copy_repository, run
+from unforgiving import unforgiving
 
 
 @pytest.fixture
@@ -176,3 +181,62 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path):
     assert status == 124 and "no end after 1 seconds" in output
     time.sleep(3)
     assert not (tmp_path / "late").exists()
+
+
+# ------------------------------------------------------------------------------------ what the ranks say to each other
+ALL_REDUCE, PAIR, OTHERS = ("allreduce_", ((4,),), None, None), ("pair", (0, 1)), ("others", (0, 1))
+
+
+def message(what, peer, batch=None):
+    return (*PAIR, what, ((4,),), peer, batch)
+
+
+@pytest.mark.parametrize("ranks, meets", [
+    ([[message("send", 1), message("recv_", 1)], [message("recv_", 0), message("send", 0)]], True),
+    ([[message("send", 1), message("recv_", 1)], [message("send", 0), message("recv_", 0)]], False),            # both send first
+    ([[message("send", 1, 0), message("recv_", 1, 0)], [message("send", 0, 0), message("recv_", 0, 0)]], True),   # but at once
+    ([[(*PAIR, *ALL_REDUCE), (*OTHERS, *ALL_REDUCE)]] * 2, True),
+    ([[(*PAIR, *ALL_REDUCE), (*OTHERS, *ALL_REDUCE)], [(*OTHERS, *ALL_REDUCE), (*PAIR, *ALL_REDUCE)]], False),
+    ([[message("send", 1), (*OTHERS, *ALL_REDUCE)], [(*OTHERS, *ALL_REDUCE), message("recv_", 0)]], False),
+    ([[(*PAIR, *ALL_REDUCE)], []], False)])
+def test_operations_meet_one_after_the_other(ranks, meets):
+    if meets:
+        assert_none_waits_for_ever(ranks)
+    else:
+        with pytest.raises(AssertionError, match="all wait"):
+            assert_none_waits_for_ever(ranks)
+
+
+def misdeed(name):
+    """Run on two ranks: one thing that gloo forgives."""
+    dist.init_process_group("gloo")
+    mine, sums, peer = torch.full((4,), dist.get_rank() + 1.), torch.zeros(8), 1 - dist.get_rank()
+    with unforgiving():
+        work = dist.all_gather_into_tensor(sums, mine, async_op=True)
+        early = float(sums.sum())
+        if name == "writes what is read":
+            mine += 1
+        if name == "writes where it comes":
+            sums.zero_()
+        if name == "gives memory back":
+            mine.untyped_storage().resize_(0)
+        if name != "forgets":
+            work.wait()
+        if name == "forgets a message":
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, sums[:4], peer)])[1].wait()
+        dist.barrier()
+    return early, float(sums.sum())
+
+
+def test_unforgiving_gives_nothing_too_early(pool):
+    for early, then in pool.call(misdeed, 2, world=2, name=""):
+        assert math.isnan(early) and then == 12
+
+
+@pytest.mark.parametrize("name, message", [
+    ("writes what is read", r"is written to before wait\(\) of all_gather_into_tensor, started in test_tools.py"),
+    ("writes where it comes", "is written to before wait"), ("gives memory back", "memory given back before wait"),
+    ("forgets", "not waited for: all_gather_into_tensor"), ("forgets a message", "not waited for: isend")])
+def test_unforgiving_sees(pool, name, message):
+    with pytest.raises(JobFailed, match=message):
+        pool.call(misdeed, 2, world=2, name=name)

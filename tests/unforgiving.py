@@ -1,0 +1,95 @@
+"""Gloo, made as unforgiving as nccl.
+
+Over nccl an operation that was started runs on a stream of its own: until its wait() what it gives is not there, and what it was
+given is being read. Gloo works on the side as well, but is mostly done before anybody looks, and so hides a missing wait. Here
+each operation that is started (async_op=True, isend, irecv) is given copies of its tensors. Until its wait()
+
+- what it gives is NaN, so that reading it too early spoils the run;
+- what it gives and takes must stay as it is: a write to it, or its memory given back, is an error;
+
+and wait() must come, or is_completed() have said yes.
+"""
+import contextlib
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# of each operation's arguments, the one that it writes to and the one that it reads (all_reduce: one for both)
+OUT_AND_GIVEN = {"all_reduce": (0, None), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1), "isend": (None, 0), "irecv": (0, None)}
+
+
+class Work:
+    def __init__(self, operation, args, kwargs, out, given, under_way):
+        self.what, self.under_way = f"{operation.__name__}, started in {caller()}", under_way
+        copies = [arg.data.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self.real = operation(*copies, **kwargs)
+        self.out, self.result = (None, None) if out is None else (args[out].data, copies[out])
+        tensors = [] if out is None else [self.out.fill_(nothing(self.out))]
+        if given is not None:                             # a slice of the output itself has its own values already
+            tensors.append(args[given].data.copy_(copies[given]) if out is not None and same_storage(self.out, args[given]) else args[given].data)
+        self.before = [(tensor, as_bytes(tensor).clone()) for tensor in tensors]
+        under_way[self] = self.what
+
+    def wait(self):
+        self.real.wait()
+        self.done()
+
+    def is_completed(self):
+        if completed := self.real.is_completed():
+            self.done()
+        return completed
+
+    def done(self):
+        if self.under_way.pop(self, None):
+            for tensor, before in self.before:
+                assert tensor.untyped_storage().nbytes() >= tensor.nbytes, f"memory given back before wait() of {self.what}"
+                assert torch.equal(as_bytes(tensor), before), f"a tensor is written to before wait() of {self.what}"
+            if self.out is not None:
+                self.out.copy_(self.result)
+
+
+def nothing(tensor):
+    return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+
+
+def same_storage(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def as_bytes(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def caller():
+    """The line of the step that started it."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename in (__file__, distributed_c10d.__file__):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+
+
+def started(name, under_way):
+    operation, (out, given) = getattr(dist, name), OUT_AND_GIVEN[name]
+
+    def start(*args, **kwargs):
+        if name not in ("isend", "irecv") and not kwargs.get("async_op"):
+            return operation(*args, **kwargs)             # nobody can do anything before it is done
+        return Work(operation, args, kwargs, out, given, under_way)
+    return start
+
+
+@contextlib.contextmanager
+def unforgiving():
+    under_way = {}
+    with contextlib.ExitStack() as replaced:
+        for name in OUT_AND_GIVEN:
+            start = started(name, under_way)
+            for module in (dist, distributed_c10d):       # the latter for batch_isend_irecv
+                replaced.enter_context(patch.object(module, name, start))
+        yield under_way
+    assert not under_way, f"not waited for: {', '.join(sorted(set(under_way.values())))}"
+
