@@ -125,14 +125,31 @@ def flops_per_token(c, seq_len):
 
 def flops(c, l, stage):
     """Of a rank in a training step: matrix products, 6 per weight and token, and causal attention, which makes its scores
-    twice: 7 products of [seq, seq], halved. Recomputation repeats the forward part, but for what nobody reads again."""
-    tokens, h, q = l.tokens * l.accumulation, c.hidden_size, c.num_attention_heads * c.head_dim
-    attention = 2 * h * q // l.tp + 2 * h * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
-    mlp = 3 * h * c.intermediate_size // l.tp * max(1, c.num_experts_per_tok) + h * c.num_local_experts
-    again = attention + mlp - (0 if c.num_local_experts else h * c.intermediate_size // l.tp)
-    scores = tokens * l.seq_len * q // l.tp * stage.layers
-    full = l.recompute == "full"
-    return tokens * (stage.layers * (6 * (attention + mlp) + 2 * again * full) + stage.head * 6 * c.vocab_size * h // l.tp) + (9 if full else 7) * scores
+    twice: 7 products of [seq, seq], halved. Recomputation repeats a part of forward."""
+    tokens, h = l.tokens * l.accumulation, c.hidden_size
+    scores = tokens * l.seq_len * c.num_attention_heads * c.head_dim // l.tp * stage.layers
+    layer = 6 * sum(product_widths(c, l)) + 2 * repeated(c, l)
+    return tokens * h * (stage.layers * layer + stage.head * 6 * c.vocab_size // l.tp) + (9 if l.recompute == "full" else 7) * scores
+
+
+def product_widths(c, l):
+    """Weights of a layer's matrix products that a token meets on a rank, over hidden: all but the last of attention, that one; the same of the MLP."""
+    out, down = c.num_attention_heads * c.head_dim // l.tp, c.intermediate_size // l.tp * max(1, c.num_experts_per_tok)
+    return out + 2 * c.num_key_value_heads * c.head_dim // kv_parts(c, l), out, 2 * down + c.num_local_experts, down
+
+
+def repeated(c, l):
+    """Of these what recomputation multiplies with once more. The MLP's last product is read again only where experts' are weighted."""
+    first, out, up, down = product_widths(c, l)
+    if l.recompute == "full":
+        return first + out + up + down * bool(c.num_local_experts)
+    out_kept, down_kept = keeps_last_products(c, l)
+    return (out * (not out_kept) + down * (not down_kept) * bool(c.num_local_experts)) * (l.recompute == "selective")
+
+
+def keeps_last_products(c, l):
+    """What --recompute selective keeps of attention's and of the MLP's: not where tp has them sum over less than hidden (recompute.py)."""
+    return c.num_attention_heads * c.head_dim // l.tp >= c.hidden_size, c.intermediate_size // l.tp >= c.hidden_size
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -217,9 +234,9 @@ def kept(c, l, number, fused_norm):
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
     inside = number * (2 * q / l.tp + kv / kv_parts(c, l)) + FLOAT32 * heads / l.tp
-    if l.recompute == "selective":                        # what products and attention made, of every hop of the ring; two are sums that are not reduced yet
-        ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
-        return l.tokens * (inside + ring + number * (2 * times * i / l.tp + h / l.tp + h + times * h))
+    if l.recompute == "selective":                        # what products and attention made, of every hop of the ring
+        ring, (out, down) = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp, keeps_last_products(c, l)
+        return l.tokens * (inside + ring + number * (2 * times * i / l.tp + h / l.tp + h * out + times * h * down))
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
     mlp = number * 4 * times * i / l.tp
     if c.num_local_experts:                               # the gathered input, each choice's row in and out, and the router's scores

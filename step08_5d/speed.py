@@ -6,7 +6,7 @@ seen of it alone is marked so, and left out for this trainer.
 import math
 from typing import NamedTuple
 
-from costs import BF16, FLOAT32, dense_layer, expert_layer, kv_parts, parameters
+from costs import BF16, FLOAT32, dense_layer, expert_layer, kv_parts, parameters, repeated
 
 
 # ------------------------------------------------------------------------------------------- hardware, from datasheets
@@ -102,7 +102,8 @@ def layer_seconds(c, l, cluster, k):
     padded = -(-c.head_dim // 64) * 64                    # flash attention has kernels for 64 and 128
     attention = 6 * t * l.seq_len * c.num_attention_heads * padded / l.tp / (gpu.flops * ATTENTION_EFFICIENCY)
     memory = (t * k["elementwise_bytes"] * h / l.tp + ACCUMULATE_BYTES * (dense_layer(c, l) + bool(c.num_local_experts) * expert_layer(c, l))) / gpu.hbm
-    again = {"none": 0, "selective": 0.25 * memory, "full": (products + attention + memory) / 3}[l.recompute]
+    some = products / 3 * repeated(c, l) * l.tp / weights                           # selective repeats products that tp made short
+    again = {"none": 0, "selective": 0.25 * memory + some, "full": (products + attention + memory) / 3}[l.recompute]
     seconds = dict(compute=products + attention + memory + again, tp=0.0, cp=0.0, ep=0.0)
     if l.tp > 1:                                          # two regions, in and out, forward and backward: 8 halves of an all-reduce
         speed, leaves = link(cluster, k, l.tp, 1)

@@ -5,12 +5,14 @@
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what was seen of each.
 """
 import dataclasses
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 
 STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FIGURES = os.path.join(STEP, "figures")
@@ -27,6 +29,7 @@ import config
 import data
 import ledger
 import profiling
+import recompute
 import tensor_parallel
 import train
 import zero
@@ -48,6 +51,8 @@ def world_of(flags):
 JOBS = {tp: [("kept_by_a_layer", (f"--tp {tp} --sp {sp}", "again")) for sp in (SP if tp > 1 else ["on"])] for tp in TPS}
 for tp in (2, 4, 8):
     JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on", "gathered"))]
+    JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on --recompute selective", keep)) for keep in ("again", "every product")]
+JOBS[1] += [("kept_by_a_layer", ("--tp 1 --sp on --recompute selective", "again"))]
 for tp in (1, 2):
     JOBS[tp] += [("walk", (f"--tp {tp} --sp {sp}",)) for sp in (SP if tp > 1 else ["on"])]
 JOBS[4] += [("sent_by_a_layer", (f"--tp 4 --sp {sp} --recompute {mode}", "again")) for sp in SP for mode in RECOMPUTE]
@@ -88,11 +93,13 @@ def keep_the_gathered_input(region, linears, border):
 
 def per_layer(measure, flags, keep):
     """What a model with one layer more has more."""
-    enter_linears = tensor_parallel.enter_linears
+    enter_linears, keep_products = tensor_parallel.enter_linears, recompute.keep_products
     if keep == "gathered":
         tensor_parallel.enter_linears = keep_the_gathered_input
+    if keep == "every product":
+        recompute.keep_products = lambda hidden, *call, **named: keep_products(0, *call, **named)
     two, three = (measure(*set_up(flags, layers)) for layers in (2, 3))
-    tensor_parallel.enter_linears = enter_linears
+    tensor_parallel.enter_linears, recompute.keep_products = enter_linears, keep_products
     return {what: three[what] - two.get(what, 0) for what in three}
 
 
@@ -106,19 +113,18 @@ def sent_by_a_layer(flags, keep):
 
 
 def kept_by_a_layer(flags, keep):
-    """Bytes that forward keeps for backward, parameters aside, every storage once; and the number of parameters."""
+    """Bytes that are alive between forward and backward, parameters aside; and the number of parameters."""
     def measure(args, mesh, model, shards, sum_gradients, micro_batches):
-        count = sum(param.numel() for param in model.parameters())
-        parameters, kept = {param.untyped_storage()._cdata for param in model.parameters()}, {}
-
-        def pack(tensor):
-            kept[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        live = profiling.LiveStorages()
+        for param in model.parameters():
+            live.note(param, "parameters")
+        with live:
             hidden = model.model(*micro_batches[0][:2])
+        gc.collect()
+        time.sleep(0.3)                                   # gloo's threads let go of what they sent a little after the wait
+        kept = sum(size for _, number, size in live.events if live.kinds[number] != "parameters")
         model.lm_head(hidden, micro_batches[0][2]).backward()
-        kept_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
-        return {"bytes": kept_bytes, "parameters": count}
+        return {"bytes": kept, "parameters": sum(param.numel() for param in model.parameters())}
     return per_layer(measure, flags, keep)
 
 
@@ -345,6 +351,15 @@ def kept_table():
     return rows
 
 
+def selective_table():
+    rows = ["| `--recompute` | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
+    for name, flags, keep in (("`none`", "", "again"), ("`selective`, if it kept every product", " --recompute selective", "every product"),
+                              ("`selective`", " --recompute selective", "again")):
+        cells = [SEEN["kept_by_a_layer", f"--tp {tp} --sp on{flags}", "again" if tp == 1 else keep]["bytes"] / 4 / TOKENS for tp in TPS]
+        rows.append(f"| {name} | {' | '.join(f'{cell:,.1f}' for cell in cells)} |")
+    return rows
+
+
 def parameter_table():
     rows = ["| tp | parameters of a layer: formula | measured | of tp 1 |", "|---|---|---|---|"]
     for tp in TPS:
@@ -475,4 +490,4 @@ if __name__ == "__main__":
         block_picture()
         kept_picture()
         put_into_readme(dict(regions=region_table(), wire=wire_table(), again=again_table(), parameters=parameter_table(), kept=kept_table(),
-                             summed=summed_table(), heads=heads_table()))
+                             selective=selective_table(), summed=summed_table(), heads=heads_table()))
