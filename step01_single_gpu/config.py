@@ -21,7 +21,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--model", default="tiny", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text, json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
     add("--global_batch_size", type=int, default=16, help="sequences per training step")

@@ -21,7 +21,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--model", default="tiny", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text, json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
     add("--global_batch_size", type=int, default=16, help="sequences per training step")
@@ -39,8 +39,8 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
     add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp")
-    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp, with --zero 0")
+    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket, with --zero 0")
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="cut over dp: 1 optimizer states, 2 gradients, 3 weights")
     add("--zero_shard", type=int, help="cut into so many slices, with replicas across (hybrid); all of dp if not given")
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
@@ -169,7 +169,7 @@ def check(args, config):
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
         refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
-               f"it could be {batch // args.dp * args.dp or args.dp} or {(batch // args.dp + 1) * args.dp}")
+               f"it could be {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
         refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of micro_batch_size {micro}; "
                f"micro_batch_size could be {divisors(batch // args.dp)}")
@@ -199,3 +199,7 @@ def check_outputs(args):
 
 def divisors(n):
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def multiples(n, near):
+    return " or ".join(str(m) for m in (near // n * n, near // n * n + n) if m)

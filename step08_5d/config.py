@@ -24,7 +24,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--model", default="tiny", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text, json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
     add("--global_batch_size", type=int, default=16, help="sequences per training step")
@@ -42,8 +42,8 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
     add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp")
-    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp, with --zero 0")
+    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket, with --zero 0")
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="cut over dp x cp: 1 optimizer states, 2 gradients, 3 weights")
     add("--zero_shard", type=int, help="cut into so many slices, with replicas across (hybrid); all of dp x cp if not given")
     add("--tp", type=int, default=1, help="tensor-parallel ranks: each has a part of every matrix")
@@ -201,7 +201,7 @@ def check(args, config):
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
         refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
-               f"it could be {batch // args.dp * args.dp or args.dp} or {(batch // args.dp + 1) * args.dp}")
+               f"it could be {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
         refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of micro_batch_size {micro}; "
                f"micro_batch_size could be {divisors(batch // args.dp)}")
@@ -230,8 +230,8 @@ def check_tensor_parallel(args, config):
     if kv_heads % tp and tp % kv_heads:
         refuse(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; tp could be {tp_that_would_do(config)}")
     if args.sp == "on" and args.seq_len % tp:
-        refuse(f"seq_len {args.seq_len} is not a multiple of tp({tp}); it could be {args.seq_len // tp * tp or tp} "
-               f"or {(args.seq_len // tp + 1) * tp}; or --sp off")
+        refuse(f"seq_len {args.seq_len} is not a multiple of tp({tp}); "
+               f"it could be {multiples(tp, args.seq_len)}; or --sp off")
 
 
 def tp_that_would_do(c):
@@ -250,7 +250,7 @@ def check_context_parallel(args, config):
     unit = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
     if args.seq_len % unit:
         refuse(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode {args.cp_mode} and tp({args.tp}) "
-               f"with --sp {args.sp} take; it could be {args.seq_len // unit * unit or unit} or {(args.seq_len // unit + 1) * unit}")
+               f"with --sp {args.sp} take; it could be {multiples(unit, args.seq_len)}")
     if args.cp_mode == "ulysses" and heads % cp:
         refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a multiple of cp({cp}); "
                f"with --cp_mode ulysses cp could be {divisors(heads)}")
@@ -310,3 +310,7 @@ def check_outputs(args):
 
 def divisors(n):
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def multiples(n, near):
+    return " or ".join(str(m) for m in (near // n * n, near // n * n + n) if m)

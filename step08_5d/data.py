@@ -22,10 +22,10 @@ def load_tokens(args, vocab_size):
     sequences = (len(tokens) - 1) // args.seq_len
     if sequences < 1:
         refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = {args.seq_len + 1}")
-    largest = int(tokens[:args.global_batch_size * args.seq_len + 1].max())
-    if largest >= vocab_size:
-        refuse(f"--dataset {args.dataset}: token {largest}, but the model's vocabulary is {vocab_size}; "
-               f"take a --model whose config.json has a vocab_size above {largest}")
+    args.vocab_size, first = vocab_size, tokens[:args.global_batch_size * args.seq_len + 1]
+    if first.max() >= vocab_size:
+        refuse(f"--dataset {args.dataset}: token {first.max()}, but the model's vocabulary is {vocab_size}; "
+               f"take a --model whose config.json has a vocab_size above {first.max()}")
     return tokens
 
 
@@ -34,7 +34,7 @@ def open_token_file(path):
         refuse(f"--dataset {path}: no such file")
     try:
         tokens = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         refuse(f"--dataset {path}: not a file of tokens ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         refuse(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are a 1-D array of integers")
@@ -52,6 +52,8 @@ def tokenized(args):
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     except Exception as error:
         refuse(f"--tokenizer {args.tokenizer}: not to be had ({type(error).__name__})")
+    if tokenizer.eos_token_id is None:
+        refuse(f"--tokenizer {args.tokenizer}: it has no end-of-text token (eos_token) to part documents with")
     with open(os.path.join(config.HF_DATASETS_CACHE, "tokenized.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)                  # of several processes one tokenizes, the others wait and read
         try:
@@ -92,6 +94,8 @@ def micro_batches(tokens, step, mesh, args):
     wanted = wanted.reshape(args.dp, -1)[mesh.get_local_rank("dp")]
     start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
+    if batch.min() < 0 or batch.max() >= args.vocab_size:
+        raise RuntimeError(f"--dataset {args.dataset}: tokens from {batch.min()} to {batch.max()} in step {step}, the vocabulary is {args.vocab_size}")
     batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
     positions = local_positions(mesh, args)
     pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # memory that the device can read by itself
