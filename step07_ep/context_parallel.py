@@ -204,17 +204,18 @@ def ulysses(core, group):
 
 # ------------------------------------------------------------------------------------------- what it sends
 def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes), without recomputation."""
+    """What one training step sends, as (group, collective, payload bytes)."""
     sent, group = tensor_parallel.formula(model, mesh, args), mesh.get_group("cp")
     attention = next(iter(model.model.layers.values())).self_attn
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * len(model.model.layers)     # through attention
     q, kv = (tokens * len(proj.weight) for proj in (attention.q_proj, attention.k_proj))               # elements
     number, wide = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
+    times = 2 if args.recompute == "none" else 3          # forward and backward, and forward once more
     if args.cp == 1:
         return sent
-    if args.cp_mode == "ulysses":                         # q, k, v and the output, forward and backward
+    if args.cp_mode == "ulysses":                         # q, k, v and the output
         kv_heads = len(attention.k_proj.weight) // attention.head_dim
-        return sent + [(group, "all_to_all", 2 * number * (2 * q + 2 * kv * (args.cp // math.gcd(kv_heads, args.cp))))]
+        return sent + [(group, "all_to_all", times * number * (2 * q + 2 * kv * (args.cp // math.gcd(kv_heads, args.cp))))]
     if args.cp_mode == "allgather":
-        return sent + [(group, "all_gather", 2 * args.cp * 2 * kv * number), (group, "reduce_scatter", args.cp * 2 * kv * wide)]
-    return sent + [(group, "send", 2 * (args.cp - 1) * 2 * kv * number + args.cp * 2 * kv * wide)]
+        return sent + [(group, "all_gather", times * args.cp * 2 * kv * number), (group, "reduce_scatter", args.cp * 2 * kv * wide)]
+    return sent + [(group, "send", times * (args.cp - 1) * 2 * kv * number + args.cp * 2 * kv * wide)]

@@ -248,7 +248,7 @@ def whole(param):
 
 
 def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes), without recomputation."""
+    """What one training step sends, as (group, collective, payload bytes)."""
     sent, group = zero.formula(model, mesh, args), mesh.get_group("tp")
     if args.tp == 1:
         return sent
@@ -256,12 +256,13 @@ def formula(model, mesh, args):
     stream = tokens * model.model.config.hidden_size * args.dtype.itemsize               # [batch, seq, hidden]
     first, last = model.model.embed_tokens is not None, model.lm_head is not None
     sent.append((group, "all_reduce", 3 * last * tokens * torch.promote_types(args.dtype, torch.float32).itemsize))
+    again = args.recompute != "none"                      # forward, but for the layer's end
     if args.sp == "off":
-        sent.append((group, "all_reduce", (4 * layers + first + last) * stream))
+        sent.append((group, "all_reduce", ((4 + again) * layers + first + last) * stream))
     else:                                                 # a layer's 2 regions: enter, leave, twice each, and gather again
         gathers = 5 if model.model.config.num_local_experts else 6                 # (experts keep what they were sent)
-        sent.append((group, "all_gather", (gathers * layers + first + last) * stream))
-        sent.append((group, "reduce_scatter", (4 * layers + first + last) * stream))
+        sent.append((group, "all_gather", ((gathers + 2 * again) * layers + first + last) * stream))
+        sent.append((group, "reduce_scatter", ((4 + again) * layers + first + last) * stream))
     held = list(model.parameters())
     if args.zero:
         held = [piece for unit in dict.fromkeys(param.unit for param in held) for piece in unit.pieces()]
