@@ -122,18 +122,18 @@ class Balance:
 
 
 def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes), without recomputation. Back from the experts
+    """What one training step sends, as (group, collective, payload bytes). Back from the experts
     comes what was sent there; a rank sends back what it was sent, which is as much if all experts have as many tokens."""
     sent, layers, config = pipeline_parallel.formula(model, mesh, args), len(moe_layers(model)), model.model.config
     if not layers:
         return sent
     sequences, tokens = args.global_batch_size // args.dp, args.global_batch_size // args.dp * args.seq_len // args.cp
-    counts = layers * config.num_local_experts * torch.int64.itemsize
+    counts, forwards = layers * config.num_local_experts * torch.int64.itemsize, 1 if args.recompute == "none" else 2
     if args.ep > 1:
         group = moe_layers(model)[0].experts.w1.weight.shards[-1].over
         rows = layers * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize
-        sent += [(group, "all_to_all", 4 * rows),         # there and back, forward and backward
-                 (group, "all_to_all", sequences // args.micro_batch_size * counts)]
+        sent += [(group, "all_to_all", 2 * (forwards + 1) * rows),             # there and back, forward and backward
+                 (group, "all_to_all", forwards * sequences // args.micro_batch_size * counts)]
     if args.balance == "aux":
-        sent.append((mesh.get_group("cp"), "all_reduce", sequences * counts))
+        sent.append((mesh.get_group("cp"), "all_reduce", forwards * sequences * counts))
     return [*sent, (mesh.get_group("dp_cp"), "all_reduce", counts), (dist.group.WORLD, "all_reduce", torch.float64.itemsize)]

@@ -235,7 +235,7 @@ def whole(model, name, shape, mesh, args):
 
 
 def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes), without recomputation."""
+    """What one training step sends, as (group, collective, payload bytes)."""
     mine, stages = my_stages(mesh, args), args.pp * args.stages_per_rank
     borders = sum(0 <= neighbour < stages and neighbour not in mine for stage in mine for neighbour in (stage - 1, stage + 1))
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)

@@ -194,6 +194,13 @@ def test_ledger(pool, flags, world, more):
     assert rows.get(("kv_heads", "all_reduce"), (0,))[0] == (4 * kv_matrices if tp == 8 else 0)
 
 
+@pytest.mark.parametrize("world, more", [(2, "--tp 2 --recompute full"), (2, "--tp 2 --sp off --recompute selective"), (4, "--tp 4 --zero 3 --recompute selective")])
+def test_ledger_with_recomputation(pool, flags, world, more):
+    run = pool.train(STEP, f"{flags} --steps 2 --ledger --dtype bfloat16 {more}", world=world, weights=False)
+    rows = {what: numbers[1:3] for what, numbers in ledger_rows(run.output).items()}
+    assert rows and all(seen == formula for seen, formula in rows.values()), rows
+
+
 @pytest.mark.parametrize("more", ["--tp 2 --zero 3", "--tp 4 --sp off --zero 1", "--tp 8"])
 def test_what_ranks_say_meets(pool, flags, more):
     assert assert_all_meet(pool.call(recorded_job, STEP, world=8, argv=f"{flags} --steps 2 {more} --micro_batch_size 12".split()

@@ -194,6 +194,14 @@ def test_ledger(pool, flags, mode, world, cp, tp):
         assert sent == {"all_to_all": 2 * 2 * (2 * tokens * HEADS // tp * HEAD_DIM + keys_and_values)}
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world, more", [(2, "--cp 2 --recompute full"), (4, "--cp 2 --tp 2 --recompute selective")])
+def test_ledger_with_recomputation(pool, flags, mode, world, more):
+    run = pool.train(STEP, f"{flags} --steps 2 --ledger --dtype bfloat16 --micro_batch_size 12 --cp_mode {mode} {more}", world=world, weights=False)
+    rows = {what: numbers[1:3] for what, numbers in ledger_rows(run.output).items()}
+    assert rows and all(seen == formula for seen, formula in rows.values()), rows
+
+
 @pytest.mark.parametrize("more", ["--cp 4 --zero 3", "--cp 2 --tp 2 --cp_mode allgather", "--cp 2 --tp 2 --cp_mode ulysses", "--cp 2 --tp 2 --recompute full"])
 def test_what_ranks_say_meets(pool, flags, more):
     assert assert_all_meet(pool.call(recorded_job, STEP, world=8, argv=f"{flags} --steps 2 {more}".split())) > 1

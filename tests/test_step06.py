@@ -353,6 +353,14 @@ def test_ledger(pool, flags, schedule, world, more, part):
     assert rows["pp", "send"][0] == borders * 24 * 16 * HIDDEN * 2 // part
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world, more", [(4, "--pp 2 --tp 2 --recompute full"), (4, "--pp 2 --tp 2 --sp off --recompute selective"), (4, "--pp 2 --cp 2 --recompute selective")])
+def test_ledger_with_recomputation(pool, flags, schedule, world, more):
+    run = pool.train(STEP, f"{flags[5]} --steps 2 --ledger --dtype bfloat16 --micro_batch_size 4 --schedule {schedule} {more}", world=world, weights=False)
+    rows = {what: numbers[1:3] for what, numbers in ledger_rows(run.output).items()}
+    assert rows and all(seen == formula for seen, formula in rows.values()), rows
+
+
 @pytest.mark.parametrize("more", ["--pp 4 --schedule interleaved --micro_batch_size 2", "--pp 2 --tp 2 --schedule dualpipe --zero 3 --micro_batch_size 3",
                                   "--pp 2 --cp 2 --schedule zerobubble --zero 1 --micro_batch_size 3"])
 def test_what_ranks_say_meets(pool, flags, more):

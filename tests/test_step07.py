@@ -401,7 +401,8 @@ def ledgers_job(argv):
 @pytest.mark.parametrize("balance", ["bias", "aux"])
 @pytest.mark.parametrize("world, more", [
     (2, "--ep 2"), (4, "--ep 4 --zero 1"), (4, "--ep 2 --zero 2"), (4, "--ep 2 --zero 3"), (4, "--cp 2 --ep 4"), (4, "--tp 2 --ep 2"),
-    (4, "--tp 2 --ep 2 --sp off"), (4, "--pp 2 --ep 2 --schedule zerobubble"), (8, "--pp 2 --tp 2 --ep 2 --schedule interleaved --zero 3")])
+    (4, "--tp 2 --ep 2 --sp off"), (4, "--pp 2 --ep 2 --schedule zerobubble"), (8, "--pp 2 --tp 2 --ep 2 --schedule interleaved --zero 3"),
+    (2, "--ep 2 --recompute full"), (4, "--tp 2 --ep 2 --recompute selective"), (4, "--pp 2 --ep 2 --cp 2 --schedule zerobubble --recompute full")])
 def test_ledger(pool, flags, world, more, balance):
     """Every rank sends top_k x tokens x hidden there and gets as much back; what it sends back is what it was sent: of that the sum is exact."""
     argv = f"{flags[2, 4]} --steps 1 --micro_batch_size 3 --dtype bfloat16 --balance {balance} {more}".split()
