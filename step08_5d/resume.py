@@ -1,7 +1,7 @@
 """--checkpoint DIR --save_every N --keep K --resume: a run that was stopped, or killed, goes on, also under another layout.
 
     DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes of weights in full precision, and of Adam's averages
-    DIR/step_00000200/index.json                 the step, the balance biases, and which file has which box of which tensor
+    DIR/step_00000200/index.json                 the step, the balance biases, shapes, and which file has which box of which tensor
 
 Names are those of the Hugging Face checkpoint, and a box says where in the whole tensor it begins. So nothing in a
 checkpoint depends on how many ranks wrote it: whoever reads takes what overlaps with its own part. There is no random
@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from checkpoint import header, on_disk
 from config import refuse
-from tensor_parallel import my_part
+from tensor_parallel import my_part, whole_shape
 from zero import Unit
 
 KINDS = {"weight": "", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}         # and the ends of their names
@@ -82,8 +82,7 @@ class Checkpoints:
             for (name, begin), writer in self.writer.items():
                 where[name].append((f"rank_{writer:05d}.safetensors", begin))
             with create(folder + ".tmp", "index.json") as out:
-                out.write(json.dumps(dict(steps=steps, biases=biases, boxes=where)).encode())
-            shutil.rmtree(folder, ignore_errors=True)     # of a run before this one
+                out.write(json.dumps(dict(steps=steps, biases=biases, shapes=self.shapes, boxes=where)).encode())
             os.rename(folder + ".tmp", folder)
             self.forget_old_ones()
 
@@ -100,8 +99,9 @@ class Checkpoints:
         for rank, held in enumerate(every):
             for box in held:
                 have[box].append(rank)
+        self.shapes = {name: whole for name, _, _, whole in have}
         writer, load = {}, [0] * len(every)
-        for (name, begin, shape), ranks in have.items():
+        for (name, begin, shape, _), ranks in have.items():
             writer[name, begin] = min(ranks, key=load.__getitem__)
             load[writer[name, begin]] += math.prod(shape)
         return writer
@@ -109,7 +109,7 @@ class Checkpoints:
     def mine(self, unit):
         """What of a unit this rank writes."""
         every = ((param, i, *box) for param in params_of(unit) for i, box in enumerate(self.boxes[param]))
-        return [(param, i, name, shape) for param, i, name, begin, shape in every if self.writer[name, begin] == dist.get_rank()]
+        return [(param, i, name, shape) for param, i, name, begin, shape, _ in every if self.writer[name, begin] == dist.get_rank()]
 
     def gather(self, unit, kind):
         """{parameter: this rank's part of it, in full precision, or of Adam's average}, from all that ZeRO cut it up for."""
@@ -154,10 +154,15 @@ class Checkpoints:
         if dist.get_rank() == 0 and self.args.resume:
             print(f"resuming from {folder}" if folder else f"--resume: nothing in {self.args.checkpoint} yet, starting at the beginning", flush=True)
         if not folder:
+            if there := not self.args.resume and newest_checkpoint(self.args.checkpoint):
+                refuse(f"--checkpoint {self.args.checkpoint}: {os.path.basename(there)} is in there already; --resume goes on from it, "
+                       "a run of its own takes another directory")
             return 0
         with open(os.path.join(folder, "index.json")) as file:
             index = json.load(file)
-        files = {}
+        layers, files = self.balance.config.num_hidden_layers, {}
+        if len(index["biases"]) != layers:
+            refuse(f"--resume: {folder} has {len(index['biases'])} layers, --model {self.args.model} {layers}")
         for unit in self.blocks:
             for kind, end in KINDS.items():
                 self.scatter(unit, kind, {param: self.read(param, end, index, folder, files) for param in params_of(unit)})
@@ -170,9 +175,11 @@ class Checkpoints:
     def read(self, param, end, index, folder, files):
         """This rank's part of a tensor, from all boxes that overlap with it."""
         part = torch.empty(param.shape, dtype=self.optimizer.masters[0].dtype)
-        for (name, begin, shape), into in zip(self.boxes[param], part.unbind() if part.dim() == 3 else [part]):
+        for (name, begin, shape, whole), into in zip(self.boxes[param], part.unbind() if part.dim() == 3 else [part]):
             if name not in index["boxes"]:
                 refuse(f"--resume: {folder} has no {name}; is it a run of --model {self.args.model}?")
+            if index["shapes"][name] != list(whole):
+                refuse(f"--resume: {name} is {index['shapes'][name]} in {folder}, {list(whole)} in --model {self.args.model}")
             for file, box in index["boxes"][name]:
                 if file not in files:
                     files[file] = safe_open(os.path.join(folder, file), framework="pt")
@@ -200,10 +207,10 @@ def params_of(unit):
 
 
 def boxes(name, param):
-    """[(name on disk, where this rank's part begins in the whole tensor, its shape)], one for each expert."""
+    """[(name on disk, where this rank's part begins in the whole tensor, its shape, the whole's)], one for each expert."""
     meta = torch.empty_like(param, device="meta")         # ZeRO may have taken the memory away
     meta.shards = param.shards
-    return [(name, tuple(part.start or 0 for part in my_part(one)), one.shape) for name, one in on_disk(name, meta)]
+    return [(name, tuple(part.start or 0 for part in my_part(one)), one.shape, tuple(whole_shape(one))) for name, one in on_disk(name, meta)]
 
 
 @contextlib.contextmanager

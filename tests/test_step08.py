@@ -426,6 +426,25 @@ def test_a_checkpoint_of_another_model_is_refused(pool, flags, saved, tmp_path):
     assert "has no model.layers.0.mlp" in str(refused.value)
 
 
+@pytest.mark.parametrize("shape, message", [(dict(num_hidden_layers=1), " layers, --model "), (dict(intermediate_size=64), "mlp.gate_proj.weight is [")])
+def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, message):
+    small = dict(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=96)
+    base = f"--dtype float64 --micro_batch_size 6 --checkpoint {tmp_path / 'c'}"
+    pool.train(STEP, f"{cases.make(tmp_path / 'small', **small)} {base}", weights=False)
+    with pytest.raises(Refused) as refused:
+        pool.call(refused_job, STEP, argv=f"{cases.make(tmp_path / 'other', **small | shape)} {base} --resume".split())
+    assert message in str(refused.value).splitlines()[-1]
+
+
+def test_a_run_of_its_own_leaves_other_checkpoints_alone(pool, flags, saved, tmp_path):
+    shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
+    there = sorted(os.listdir(tmp_path / "c"))
+    with pytest.raises(Refused) as refused:
+        pool.call(refused_job, STEP, world=2, argv=f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'}".split())
+    assert f"{there[-1]} is in there already; --resume goes on from it" in str(refused.value)
+    assert sorted(os.listdir(tmp_path / "c")) == there
+
+
 def test_nothing_to_resume_is_a_beginning(pool, flags, one_process, tmp_path):
     trained = pool.train(STEP, f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'new'} --resume")
     assert "starting at the beginning" in trained.output
