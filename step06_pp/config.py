@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from schedules import SCHEDULES
+from schedules import SCHEDULES, least
 
 
 def refuse(message):
@@ -243,7 +243,7 @@ def check_context_parallel(args, config):
 
 def check_pipeline(args, config, micro_batches):
     if args.pp == 1:
-        args.schedule = "1f1b"                            # one micro-batch after the other, as without a pipeline
+        args.schedule, args.stages_per_rank = "1f1b", 1   # one micro-batch after the other, as without a pipeline
     usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
     args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
     if args.schedule == "interleaved" and args.stages_per_rank < 2 or args.schedule != "interleaved" and args.stages_per_rank != usual:
@@ -252,11 +252,11 @@ def check_pipeline(args, config, micro_batches):
     if layers < stages:
         refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({args.stages_per_rank}) = {stages} stages; "
                f"pp could be up to {layers // args.stages_per_rank}")
-    least = {"interleaved": args.pp, "dualpipe": 2 * args.pp}.get(args.schedule, 1)
-    if micro_batches < least:
+    wanted = least(args.schedule, args.pp)
+    if micro_batches < wanted:
         refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size {args.micro_batch_size} = {micro_batches} micro-batches; "
-               f"--schedule {args.schedule} with pp({args.pp}) takes {least} or more: "
-               f"global_batch_size could be {least * args.dp * args.micro_batch_size}")
+               f"--schedule {args.schedule} with pp({args.pp}) takes {wanted} or more: "
+               f"global_batch_size could be {wanted * args.dp * args.micro_batch_size}")
 
 
 def check_outputs(args):

@@ -2,7 +2,7 @@
 
 What persists, what is multiplied and what is sent is exact: tests compare it with --dry_run, number by number. So is what
 a layer keeps for backward; what comes and goes beside it is followed at the few moments at which it may be most.
-Speed is in speed.py, another trainer in nanotron.py.
+Speed is in speed.py, another trainer in measured.py.
 """
 import math
 from collections import defaultdict

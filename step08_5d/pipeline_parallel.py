@@ -66,7 +66,7 @@ class Pipeline:
         self.program = schedules.programs(schedule)[self.group.rank()]
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of what travels
-        self.noted = []                                   # by the linears, for W
+        self.noted, self.events = [], []                  # by the linears, for W; what ran when
         if any(action.kind in "IW" for actions in schedule for action in actions):
             split_backward(layers.values(), self.noted, mesh, args)
 
@@ -146,7 +146,7 @@ class Pipeline:
         """--profile: the last step as it was, on the ranks of rank 0's pipeline (of one machine: clocks differ)."""
         every = [None] * self.args.pp
         dist.all_gather_object(every, self.events, group=self.group)
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and self.events:
             schedules.draw(sum(every, []), os.path.join(self.args.profile, "pipeline.png"), f"{self.args.schedule}, as it ran")
 
 
@@ -251,6 +251,8 @@ def main():
     parser.add_argument("--stages_per_rank", type=int, default=2, help="of interleaved")
     parser.add_argument("--picture", default="schedule.png")
     args = parser.parse_args()
+    if min(args.pp, args.stages_per_rank) < 1 or args.micro_batches < schedules.least(args.schedule, args.pp):
+        parser.error(f"pp and stages_per_rank must be at least 1, micro_batches at least {schedules.least(args.schedule, args.pp)} with this schedule")
     schedule = schedules.make(args.schedule, args.pp, args.micro_batches, args.stages_per_rank)
     events = schedules.simulate(schedule)
     print(schedules.text(events))

@@ -254,6 +254,8 @@ def cluster_of(args):
     own = {name: getattr(args, name) for name in ("flops", "hbm", "memory", "nvlink") if getattr(args, name) is not None}
     try:
         network = NETWORKS.get(args.network) or float(args.network)
+        if not 0 < network < math.inf:
+            raise ValueError
     except ValueError:
         refuse(f"--network {args.network}: {', '.join(NETWORKS)}, or bytes per second per GPU")
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
@@ -269,7 +271,7 @@ def parse_config(text, c, cluster, seq_len, sequences):
         name = NAMES.get(name, name)
         if name not in Layout.__dataclass_fields__ or name == "seq_len" or not value:
             refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, mbs, acc, recompute take =value")
-        choices = dict(schedule=SCHEDULES, recompute=RECOMPUTE, zero="0123").get(name)
+        choices = dict(schedule=SCHEDULES, recompute=RECOMPUTE, zero=tuple("0123")).get(name)
         if choices and value not in choices or not choices and not (value.isdecimal() and int(value) > 0):
             refuse(f"--config {part}: must be {'one of ' + ', '.join(choices) if choices else 'a whole number, at least 1'}")
         said[name] = value if name in ("schedule", "recompute") else int(value)

@@ -99,6 +99,11 @@ def make(name, ranks, m, stages_per_rank=1):
     return [SCHEDULES[name](rank, ranks, m, *more) for rank in range(ranks)]
 
 
+def least(name, ranks):
+    """So many micro-batches it takes at least."""
+    return {"interleaved": ranks, "dualpipe": 2 * ranks}.get(name, 1)
+
+
 # ------------------------------------------------------------------------------------------- what follows from the lists
 class Message(NamedTuple):
     """What F sends to the stage after its own, and I or B to the stage before."""

@@ -98,24 +98,24 @@ def layer_seconds(c, l, cluster, k):
     t, h, gpu = l.tokens, c.hidden_size, cluster.gpu
     experts = max(1, c.num_experts_per_tok)
     weights = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * experts * c.intermediate_size
-    products = product_seconds(cluster, k, t, weights / h * h, h / l.tp, k["gemm_efficiency"])
+    products = product_seconds(cluster, k, t, weights, h / l.tp, k["gemm_efficiency"])
     padded = -(-c.head_dim // 64) * 64                    # flash attention has kernels for 64 and 128
     attention = 6 * t * l.seq_len * c.num_attention_heads * padded / l.tp / (gpu.flops * ATTENTION_EFFICIENCY)
     memory = (t * k["elementwise_bytes"] * h / l.tp + ACCUMULATE_BYTES * (dense_layer(c, l) + bool(c.num_local_experts) * expert_layer(c, l))) / gpu.hbm
     some = products / 3 * repeated(c, l) * l.tp / weights                           # selective repeats products that tp made short
     again = {"none": 0, "selective": 0.25 * memory + some, "full": (products + attention + memory) / 3}[l.recompute]
-    seconds = dict(compute=products + attention + memory + again, tp=0.0, cp=0.0, ep=0.0)
+    seconds, forwards = dict(compute=products + attention + memory + again, tp=0.0, cp=0.0, ep=0.0), 1 if l.recompute == "none" else 2
     if l.tp > 1:                                          # two regions, in and out, forward and backward: 8 halves of an all-reduce
         speed, leaves = link(cluster, k, l.tp, 1)
-        halves = 8 if l.recompute == "none" else 11
+        halves = 5 + 3 * forwards
         seconds["tp"] = halves * (BF16 * t * h * (l.tp - 1) / l.tp / speed + leaves * (l.tp - 1) * k["hop"])
     if l.cp > 1:                                          # a hop of the ring is hidden behind attention with one block
         speed, _ = link(cluster, k, l.cp, l.tp)
         kv = 2 * t * c.num_key_value_heads * c.head_dim / kv_parts(c, l)
-        seconds["cp"] = exposed((2 * BF16 + FLOAT32) * (l.cp - 1) * kv / speed, attention)
+        seconds["cp"] = exposed((forwards * BF16 + BF16 + FLOAT32) * (l.cp - 1) * kv / speed, attention)
     if l.ep > 1:                                          # nothing to hide behind
         speed, leaves = link(cluster, k, l.ep, l.tp)
-        seconds["ep"] = 4 * BF16 * t * experts * h * (l.ep - 1) / l.ep / (min(speed, cluster.network * k["network_efficiency"]) if leaves else speed)
+        seconds["ep"] = 2 * (forwards + 1) * BF16 * t * experts * h * (l.ep - 1) / l.ep / (min(speed, cluster.network * k["network_efficiency"]) if leaves else speed)
     return seconds
 
 
@@ -149,16 +149,19 @@ def step_seconds(c, l, cluster, stages, k=TIME, nanotron=False):
 
 
 def data_parallel_seconds(c, l, cluster, stage, k, last, nanotron):
-    """Gradients are reduced behind the last micro-batch's backward; what ZeRO gathers; the update."""
-    held, ranks = parameters(c, l, stage), l.dp * l.cp
-    seconds = dict(dp=0.0, optimizer=held / (ranks if l.zero else 1) * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])
+    """Gradients are reduced behind the last micro-batch's backward; what ZeRO gathers; the update. Experts among those ranks that have the same."""
+    ranks, experts = l.dp * l.cp, stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
+    parts = [(parameters(c, l, stage) - experts, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]
+    updated = sum(held / (copies if l.zero else 1) for held, copies, _ in parts)
+    seconds = dict(dp=0.0, optimizer=updated * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])
     if ranks == 1:
         return seconds
-    speed, leaves = link(cluster, k, ranks, l.tp)
-    share = (ranks - 1) / ranks
-    reduce = FLOAT32 * held * share * (1 if l.zero else 2) / speed
+    links = [link(cluster, k, copies, stride) for _, copies, stride in parts]
+    leaves = links[0][1]
+    byte = sum(held * (copies - 1) / copies / speed for (held, copies, _), (speed, out) in zip(parts, links))    # of each parameter, once round
+    reduce = FLOAT32 * byte * (1 if l.zero else 2)
     if nanotron and l.zero == 0 and l.pp > 1 and leaves:
-        seconds["dp"] += FLOAT32 * held * share / (speed * k["unhidden_efficiency"] / k["network_efficiency"])
+        seconds["dp"] += FLOAT32 * byte * k["network_efficiency"] / k["unhidden_efficiency"]
     latency = k["gather_hop"] * ranks * (stage.layers + 2)                         # of a ring through all units
     if l.zero < 2:
         seconds["dp"] += exposed(reduce, k["overlap"] * last)
@@ -166,10 +169,10 @@ def data_parallel_seconds(c, l, cluster, stage, k, last, nanotron):
         seconds["dp"] += l.accumulation * exposed(reduce + latency, k["overlap"] * last)
     if l.zero in (1, 2):                                  # the new weights: NANOTRON tensor by tensor, OURS unit by unit behind the next forward
         slow = k["gather_efficiency"] / k["network_efficiency"] if leaves and nanotron else 1
-        gather = BF16 * held * share / (speed * slow)
+        gather = BF16 * byte / slow
         seconds["dp"] += gather + k["gather_hop"] * ranks * (6 * stage.layers + 2) if nanotron else exposed(gather + latency, k["overlap"] * last / 2)
     if l.zero == 3:                                       # gathered twice and reduced: behind forward too, as well as reducing behind backward goes
         gathers = 1 if l.pp > 1 else 2 * l.accumulation
-        moved = gathers * (BF16 * held * share / speed + latency) + l.accumulation * (reduce + latency)
+        moved = gathers * (BF16 * byte + latency) + l.accumulation * (reduce + latency)
         seconds["dp"] += exposed(moved, 1.5 * k["overlap"] * l.accumulation * last)
     return seconds

@@ -72,7 +72,7 @@ def train(args):
     metrics = Metrics(config, args, first)
     for step, micro_batches in enumerate(batches(tokens, mesh, args, first), first):
         lr = learning_rate(step, args)
-        with profiler.step(step), ledger(step, model, mesh, args), watch(model, optimizer, pipeline, mesh, args):
+        with profiler.step(step - first), ledger(step - first, model, mesh, args), watch(model, optimizer, pipeline, mesh, args):
             loss = pipeline.run(micro_batches)
             sum_gradients()
             sum_replicas(shards)

@@ -105,7 +105,7 @@ def timing_worker(rank, port, folder, results):
         the_mesh = the_mesh or mesh.start_mesh(args)
         model = train.build_model(config.load_config(args), args)
         optimizer.accumulate_gradients(model.parameters())
-        finish = data_parallel(model.parameters(), the_mesh, args)
+        finish = data_parallel(model.parameters(), the_mesh.get_group("dp"), args)
         contestants[name] = model, finish if name != "alone" else lambda: None, args
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
 

@@ -95,7 +95,8 @@ def cut_into_units(group, model, args):
         blocks = sum(halves, []) if group == "half" else [layers[i:i + int(group)] for i in range(0, len(layers), int(group))]
         units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
     for modules in units:
-        zero.Unit(modules, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"))
+        params = [param for module in modules for param in module.parameters()]
+        zero.Unit(modules, params, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"))
 
 
 def watch_all(out, runs):

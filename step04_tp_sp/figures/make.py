@@ -333,11 +333,11 @@ def kept_per_token(tp, sp, keep="again"):
     return SEEN["kept_by_a_layer", f"--tp {tp} --sp {sp}", keep]["bytes"] / 4 / TOKENS
 
 
-def kept_formula(tp, shape=TINY):
+def kept_formula(tp, shape=TINY, of_norms=6):
     """Numbers per token inside the regions, and outside with and without sp."""
     kv_heads = max(shape.num_key_value_heads / tp, 1)
     inside = (2 * shape.num_attention_heads / tp + 2 * kv_heads) * shape.head_dim + (shape.num_attention_heads + 4 * shape.intermediate_size) / tp
-    outside = 6 * shape.hidden_size + 2
+    outside = of_norms * shape.hidden_size + 2
     return inside, outside / tp, outside
 
 
@@ -457,14 +457,14 @@ def kept_picture():
     left.legend(frameon=False, fontsize=9)
     large = config.PRESETS["llama-70b"]
     gigabytes = lambda number: number * 2 * 4096 * large.num_hidden_layers / 1e9
-    inside, outside = [gigabytes(kept_formula(tp, large)[0]) for tp in TPS], {}
-    outside["off"], outside["on"] = ([gigabytes(kept_formula(tp, large)[part]) for tp in TPS] for part in (2, 1))
+    inside, outside = [gigabytes(kept_formula(tp, large, of_norms=4)[0]) for tp in TPS], {}
+    outside["off"], outside["on"] = ([gigabytes(kept_formula(tp, large, of_norms=4)[part]) for tp in TPS] for part in (2, 1))
     for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
         right.bar([x + shift for x in places], inside, 0.38, color="#bbbbbb", label="inside the regions" if sp == "off" else None)
         bars = right.bar([x + shift for x in places], outside[sp], 0.38, bottom=inside, color=color, label=f"outside, --sp {sp}")
         right.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(inside, outside[sp])], fontsize=9, padding=2)
     right.set_xticks(places, TPS)
-    right.set(xlabel="tp", ylabel="GB per rank, 80 layers", title="llama-70b, one sequence of 4,096, 2 bytes a number:\nformula only, nothing was run", ylim=(0, 140))
+    right.set(xlabel="tp", ylabel="GB per rank, 80 layers", title="llama-70b, one sequence of 4,096, 2 bytes a number, fused norms:\nformula only, nothing was run", ylim=(0, 140))
     right.title.set_fontsize(11)
     right.legend(frameon=False, fontsize=9)
     figure.tight_layout()

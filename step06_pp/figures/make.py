@@ -359,7 +359,7 @@ def against_table():
         ranks = watched(more if more != "--pp 4" or batch != 16 else "--pp 4 --schedule 1f1b", batch, micro_batch)
         dp = 4 if "--pp" not in more else 2 if "--pp 2" in more else 1
         most = lambda get: max(get(seen) for seen in ranks)
-        whole = f"{most(lambda seen: seen.get('whole', 0)) / 4 / P:.2f} P" if "zero 3" in more else "persist"
+        whole = f"{most(lambda seen: seen.get('whole', 0)) / P:.2f} P" if "zero 3" in more else "persist"
         cells = [most(lambda seen: wire(seen, name)) for name in ("all_gather", "reduce_scatter", "send")] + [most(lambda seen: wire(seen, "all_gather", "reduce_scatter", "send"))]
         rows.append(f"| `{more}` | {batch}, {micro_batch} | {batch // dp // micro_batch} | {most(lambda seen: seen['persistent']) / P:.2f} P | {whole} | "
                     + " | ".join(f"{n:,.0f}" for n in cells) + f" | {most(lambda seen: seen['peak']) / 2**20:.2f} MiB |")
