@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("config", "costs", "speed", "plan", "plan_page")        # a module comes after those that it imports
+MODULES = ("schedules", "config", "costs", "speed", "plan", "plan_page")        # a module comes after those that it imports
 GIVEN = ("refuse", "torch")                               # written by hand in plan_page.html, like Python's own functions
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Mod: "%", ast.Pow: "**", ast.Eq: "===", ast.NotEq: "!==", ast.Lt: "<", ast.LtE: "<=",
              ast.Gt: ">", ast.GtE: ">="}

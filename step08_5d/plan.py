@@ -18,6 +18,7 @@ import costs
 import speed
 from config import PRESETS, load_config, refuse
 from costs import GIB, Layout
+from schedules import least
 from speed import GPUS, NETWORKS, Cluster
 
 SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
@@ -52,8 +53,7 @@ def meshes(c, cluster, seq_len):
 
 def enough(c, l):
     """Whether the schedule has the layers and the micro-batches that it needs."""
-    least = {"interleaved": l.pp, "dualpipe": 2 * l.pp}.get(l.schedule, 1)
-    return l.accumulation >= least and c.num_hidden_layers >= l.pp * l.stages_per_rank
+    return l.accumulation >= least(l.schedule, l.pp) and c.num_hidden_layers >= l.pp * l.stages_per_rank
 
 
 def layouts(c, cluster, seq_len, sequences):

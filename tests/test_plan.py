@@ -234,6 +234,19 @@ def test_flops_follow_the_rule_of_six():
     assert costs.flops(c, Layout(), stage) == 4096 * (products + scores)
 
 
+def test_experts_are_reduced_among_their_copies():
+    """With dp 64 and ep 8 every eighth rank has the same experts: their rings leave the node with one network card each."""
+    c, cluster, k = config.PRESETS["mixtral-8x7b"], speed.Cluster(64), speed.TIME
+    l = Layout(dp=64, ep=8)
+    stage = costs.our_stages(c, l)[0]
+    experts = stage.layers * costs.expert_layer(c, l)
+    others = costs.parameters(c, l, stage) - experts
+    assert experts == 32 * 3 * 4096 * 14336 and abs(experts + others - 7.24e9) < 1e8
+    eight_cards, one_card = (cards * cluster.network * k["network_efficiency"] * 4 ** -k["congestion"] for cards in (8, 1))
+    expected = 4 * 2 * (others * 63 / 64 / min(eight_cards, cluster.gpu.nvlink * k["nvlink_efficiency"]) + experts * 7 / 8 / one_card)
+    assert speed.data_parallel_seconds(c, l, cluster, stage, k, 0, False)["dp"] == pytest.approx(expected, rel=2e-3)
+
+
 # ------------------------------------------------------------------------------------------- the search
 def test_all_layouts_of_1024_gpus():
     """A count, not a time: of these so many are looked at, one by one."""

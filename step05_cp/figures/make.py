@@ -4,7 +4,6 @@
 
 The ranks are the workers of tests/harness.py; some of what they measure, they measure as the tests do.
 """
-import math
 import os
 import re
 import sys
@@ -207,7 +206,7 @@ def kept(more, world):
 def kept_formula(cp=1, mode="zigzag", tp=1, sp="on"):
     """Bytes in float32."""
     tokens = BATCH * SEQ_LEN // cp
-    repeats = cp // math.gcd(cp, KV_HEADS // tp) if mode == "ulysses" else 1       # of kv heads that are fewer than the ranks
+    repeats = max(1, cp * tp / KV_HEADS) if mode == "ulysses" else 1               # of kv heads that are fewer than the ranks; for powers of two
     inside = 2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM * repeats + HEADS + 4 * MLP
     inside += HEADS * HEAD_DIM if mode == "ulysses" and cp > 1 else 0
     return 4 * tokens * (inside / tp + (6 * HIDDEN + 2) / (tp if sp == "on" else 1))
