@@ -33,9 +33,14 @@ def build_model(config, mesh, args):
         for layer in layers:
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    recompute(layers, args.recompute)
+    in_pieces = args.tp * args.cp > 1
+    # then not all of a layer can be compiled: its pieces are, inside of what is recomputed
+    for layer in layers if in_pieces else []:
+        layer.self_attn.core = torch.compiler.disable(layer.self_attn.core)        # for selective recomputation to see
+    recompute(layers, "none" if in_pieces else args.recompute)
     for layer in layers if args.compile else []:
         layer.forward = torch.compile(layer.forward)
+    recompute(layers, args.recompute if in_pieces else "none")
     if args.compile:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
     return model

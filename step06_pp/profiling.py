@@ -101,7 +101,7 @@ class Profiler:
         if args.profile:
             note_state(self.memory, model, optimizer)
         if args.profile and args.device == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
 
     @contextlib.contextmanager
     def step(self, step):

@@ -2,7 +2,8 @@
 
     make test                                                    # on a node of 8 GPUs they run with all the others
     NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=.../libnccl.so.2 python -m pytest tests/test_gpus.py       # several ranks share a GPU, with NCCL
-                                                                 # 2.30 or newer (torch 2.11 comes with 2.28)
+                                                                 # 2.30 or newer (torch 2.11 comes with 2.28); much faster after
+                                                                 # `nvidia-cuda-mps-control -d`: else processes take turns on a GPU
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
 
 In float64 a run is to equal that of one process to 1e-8, step for step, and its weights at the end, whatever nccl does
@@ -12,6 +13,7 @@ meanwhile: a buffer that is reused too early, or a wait that is missing, is not 
 import json
 import os
 import random
+import sys
 
 import cases
 import pytest
@@ -22,6 +24,8 @@ from test_step08 import ALL
 
 DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+SHARING = dict(NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="1") if SHARED else {}          # kernels that wait for each other must all fit on the GPU
+LIMIT = 3000 if SHARED else 300                           # seconds
 LARGE = dict(hidden_size=512, intermediate_size=768, head_dim=64, vocab_size=4096) if DEVICE == "cuda" else dict(hidden_size=64, intermediate_size=96, head_dim=8, vocab_size=64)
 DENSE = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, **LARGE)
 SHAPES = {"dense": DENSE, "moe": DENSE | dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)}
@@ -39,7 +43,7 @@ def need(ranks):
 @pytest.fixture(scope="module")
 def pool():
     visible = {} if VISIBLE is None else {"CUDA_VISIBLE_DEVICES": VISIBLE}
-    pool = Pool(8, **(visible or {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(GPUS)))} if DEVICE == "cuda" else {}))
+    pool = Pool(8, **SHARING, **(visible or {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(GPUS)))} if DEVICE == "cuda" else {}))
     yield pool
     pool.stop()
 
@@ -57,7 +61,7 @@ def one_process(pool, flags):
 
     def one(kind, dtype):
         if (kind, dtype) not in made:
-            made[kind, dtype] = pool.train("step08_5d", f"{flags[kind]} --micro_batch_size 6 --dtype {dtype}", timeout=300)
+            made[kind, dtype] = pool.train("step08_5d", f"{flags[kind]} --micro_batch_size 6 --dtype {dtype}", timeout=LIMIT)
         return made[kind, dtype]
     return one
 
@@ -65,7 +69,7 @@ def one_process(pool, flags):
 def assert_as_one_process(pool, flags, one_process, step, world, more, dtype, kind="dense"):
     need(world)
     one = one_process(kind, dtype)
-    trained = pool.train(step, f"{flags[kind]} --dtype {dtype} {more}", world=world, timeout=300)
+    trained = pool.train(step, f"{flags[kind]} --dtype {dtype} {more}", world=world, timeout=LIMIT)
     if dtype == "float64":
         assert_same_run(trained, one, 1e-8, more)
     else:
@@ -104,8 +108,8 @@ def test_profile_on_a_gpu(pool, flags, tmp_path):
 def test_peak_memory_is_the_dry_runs(pool, more):
     """Of a model so large that what kernels take for themselves is little beside it."""
     flags = f"--model llama-1b --seq_len 2048 --global_batch_size 4 --micro_batch_size 1 --lr 1e-4 {more}"
-    real = pool.train("step08_5d", f"{flags} --device cuda --steps 3", weights=False, timeout=300).lines[-1]["peak_memory_gib"]
-    code, output = run(["python", step_dir("step08_5d") / "train.py", "--dry_run", "1", *flags.split()], step_dir("step08_5d"), timeout=120)
+    real = pool.train("step08_5d", f"{flags} --device cuda --steps 3", weights=False, timeout=LIMIT).lines[-1]["peak_memory_gib"]
+    code, output = run([sys.executable, step_dir("step08_5d") / "train.py", "--dry_run", "1", *flags.split()], step_dir("step08_5d"), timeout=120)
     assert code == 0, output
     said = float(next(line for line in output.splitlines() if line.startswith("all ")).split()[2].replace(",", "")) / 1024
     assert abs(real / said - 1) < 0.05, f"{real:.2f} GiB, the dry run says {said:.2f}"
@@ -160,9 +164,9 @@ def test_compiled_on_many_ranks(pool, flags, one_process, compile):
 def test_a_checkpoint_goes_on_under_another_layout(pool, flags, one_process, tmp_path):
     need(8)
     saved, one = f"{flags['moe']} --dtype float64 --checkpoint {tmp_path} --save_every {STEPS // 2} --keep 9", one_process("moe", "float64")
-    pool.train("step08_5d", f"{saved} --tp 2 --pp 2 --ep 2 --zero 3 --micro_batch_size 3", world=8, weights=False, timeout=300)
+    pool.train("step08_5d", f"{saved} --tp 2 --pp 2 --ep 2 --zero 3 --micro_batch_size 3", world=8, weights=False, timeout=LIMIT)
     (tmp_path / f"step_{STEPS:08d}").rename(tmp_path / "not_the_newest")
-    trained = pool.train("step08_5d", f"{saved} --resume --ep 4 --zero 1 --micro_batch_size 3", world=4, timeout=300)
+    trained = pool.train("step08_5d", f"{saved} --resume --ep 4 --zero 1 --micro_batch_size 3", world=4, timeout=LIMIT)
     assert len(trained.lines) == STEPS - STEPS // 2
     for line, ours in zip(trained.lines, one.lines[STEPS // 2:]):
         assert relative(line["loss"], ours["loss"]) <= 1e-8 and line["step"] == ours["step"]

@@ -97,6 +97,26 @@ def test_compile(pool, flags, sp):
     assert_same_run(run, pool.train(BASELINE, f"{flags} --steps 3"), 1e-4, weights=False)
 
 
+def graphs_job(argv):
+    """How many graphs torch.compile makes."""
+    import torch._dynamo
+    import train
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train.main(argv)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_compile_with_recomputation(pool, flags, recompute):
+    """The pieces of a layer are compiled, not only the loss; and recomputed right."""
+    flags = f"{flags} --steps 3 --micro_batch_size 12"
+    assert min(pool.call(graphs_job, STEP, world=2, timeout=200, argv=f"{flags} --tp 2 --compile --recompute {recompute}".split())) > 3
+    run = pool.train(STEP, f"{flags} --tp 2 --compile --recompute {recompute}", world=2, timeout=200)
+    assert_same_run(run, pool.train(BASELINE, flags), 1e-4, weights=False)
+
+
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
     base = f"{flags} --dtype float64"
     pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)

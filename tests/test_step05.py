@@ -7,7 +7,7 @@ import torch
 from harness import Refused, assert_same_run
 from operations import assert_all_meet, recorded_job
 from test_step02 import ledger_rows, refused_job
-from test_step04 import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LONG, MLP, SHAPE, kept_job
+from test_step04 import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, LONG, MLP, SHAPE, graphs_job, kept_job
 
 STEP, BASELINE = "step05_cp", "step01_single_gpu"
 MODES = ["zigzag", "ring", "allgather", "ulysses"]
@@ -91,6 +91,14 @@ def test_bfloat16(pool, flags, mode):
 def test_compile(pool, flags, mode):
     run = pool.train(STEP, f"{flags} --steps 3 --micro_batch_size 12 --cp 2 --cp_mode {mode} --compile", world=2, timeout=200)
     assert_same_run(run, pool.train(BASELINE, f"{flags} --steps 3"), 1e-4, weights=False)
+
+
+@pytest.mark.slow
+def test_compile_with_recomputation(pool, flags):
+    base = f"{flags} --steps 3 --micro_batch_size 12"
+    argv = f"{base} --cp 2 --recompute full --compile"
+    assert min(pool.call(graphs_job, STEP, world=2, timeout=200, argv=argv.split())) > 2
+    assert_same_run(pool.train(STEP, argv, world=2, timeout=200), pool.train(BASELINE, base), 1e-4, weights=False)
 
 
 # ------------------------------------------------------------------------------------- attention in blocks is attention

@@ -8,7 +8,7 @@ from harness import Refused, assert_same_run
 from operations import assert_all_meet, recorded_job
 from steps import run, step_dir
 from test_step02 import ledger_rows, refused_job
-from test_step04 import HIDDEN, LONG, SHAPE
+from test_step04 import HIDDEN, LONG, SHAPE, graphs_job
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
@@ -135,6 +135,14 @@ def test_compile(pool, flags):
     base = f"{flags[3]} --steps 3 --micro_batch_size 6"
     trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile", world=2, timeout=200)
     assert_same_run(trained, pool.train(BASELINE, base), 1e-4, weights=False)
+
+
+@pytest.mark.slow
+def test_compile_with_recomputation(pool, flags):
+    base = f"{flags[3]} --steps 3 --micro_batch_size 6"
+    argv = f"{base} --pp 2 --schedule zerobubble --recompute full --compile"
+    assert min(pool.call(graphs_job, STEP, world=2, timeout=200, argv=argv.split())) > 2
+    assert_same_run(pool.train(STEP, argv, world=2, timeout=200), pool.train(BASELINE, base), 1e-4, weights=False)
 
 
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):

@@ -11,7 +11,7 @@ from operations import assert_all_meet, recorded_job
 from steps import run, step_dir
 from test_step02 import ledger_rows, refused_job
 from test_step03 import storage_bytes
-from test_step04 import HIDDEN, LONG, MLP, SHAPE
+from test_step04 import HIDDEN, LONG, MLP, SHAPE, graphs_job
 
 STEP, DENSE_BASELINE = "step07_ep", "step01_single_gpu"
 EXPERTS = 8
@@ -146,6 +146,14 @@ def test_bfloat16(pool, flags, more):
 def test_compile(pool, flags, one_process, world, more):
     trained = pool.train(STEP, f"{flags[2, 2]} --micro_batch_size 6 {more} --compile", world=world, timeout=200)     # torch 2.11 cannot in float64
     assert_same_run(trained, one_process((2, 2)), 1e-4, weights=False)
+
+
+@pytest.mark.slow
+def test_compile_with_recomputation(pool, flags, one_process):
+    base = f"{flags[2, 2]} --micro_batch_size 6"
+    argv = f"{base} --ep 2 --recompute full --compile"
+    assert min(pool.call(graphs_job, STEP, world=2, timeout=200, argv=argv.split())) > 2
+    assert_same_run(pool.train(STEP, argv, world=2, timeout=200), one_process((2, 2)), 1e-4, weights=False)
 
 
 # ------------------------------------------------------------------------------------- extreme routing

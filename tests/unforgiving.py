@@ -10,6 +10,7 @@ each operation that is started (async_op=True, isend, irecv) is given copies of 
 and wait() must come, or is_completed() have said yes.
 """
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -75,6 +76,7 @@ def caller():
 def started(name, under_way):
     operation, (out, given) = getattr(dist, name), OUT_AND_GIVEN[name]
 
+    @functools.wraps(operation)                           # torch.compile asks for its arguments
     def start(*args, **kwargs):
         if name not in ("isend", "irecv") and not kwargs.get("async_op"):
             return operation(*args, **kwargs)             # nobody can do anything before it is done

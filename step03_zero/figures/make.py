@@ -5,6 +5,7 @@
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
 """
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -111,7 +112,7 @@ def watch_all(out, runs):
 
 def watch(group, argv):
     """Runs the trainer; returns bytes that persist, what the ledger saw, and memory over the last step."""
-    seen, live, kept = {}, Watch(), {}
+    seen, live, kept, buffers = {}, Watch(), {}, set()
 
     class Keeping(profiling.Profiler):
         @contextlib.contextmanager
@@ -129,7 +130,7 @@ def watch(group, argv):
     def noted_grads(unit):
         make_grads(unit)
         live.note(unit.grads, "gradients")
-        seen["grads"] = max(seen.get("grads", 0), sum(u.grads.nbytes for u in unit.all if u.grads is not None))
+        buffers.add(live.numbers[unit.grads.untyped_storage()])
 
     def noted_gather(unit):
         gather(unit)
@@ -146,6 +147,8 @@ def watch(group, argv):
     with live:
         train.main(argv)
     zero.Unit.make_grads, zero.Unit.gather_if_released, train.zero_units, train.Profiler = make_grads, gather, cut, profiler
+    alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
+    seen["grads"] = max(alive)                            # those under way among them
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
     seen["peak"] = max(map(sum, seen["rows"]))
     return seen
