@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import huggingface
-from harness import Refused, assert_same_run, assert_same_tensors, distance, relative
+from harness import JobFailed, Refused, assert_same_run, assert_same_tensors, distance, relative
 from steps import step_dir
 
 STEP = "step01_single_gpu"
@@ -480,6 +481,7 @@ def bad_inputs(folder):
     np.save(folder / "floats.npy", np.zeros(1000))
     np.save(folder / "large.npy", np.full(1000, 256, dtype=np.uint16))
     (folder / "no.npy").write_text("not an array")
+    (folder / "nothing.npy").touch()
     (folder / "text.txt").write_text("some text")
     (folder / "empty").mkdir()
     write_config(folder / "gpt2", model_type="gpt2")
@@ -517,6 +519,7 @@ def bad_inputs(folder):
         f"--dataset {folder}/square.npy": "2-D array",
         f"--dataset {folder}/floats.npy": "float64",
         f"--dataset {folder}/no.npy": "not a file of tokens",
+        f"--dataset {folder}/nothing.npy": "not a file of tokens",
         f"--dataset {folder}/large.npy": "token 256, but the model's vocabulary is 256",
         "--attention flash": "--attention flash needs --device cuda",
         f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
@@ -532,6 +535,25 @@ def test_bad_input_is_refused_in_one_line(pool, tmp_path):
             pool.call(refused_job, STEP, argv=flags.split())
         lines = str(refused.value).strip().splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], f"{flags}: {lines}"
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer):
+    shutil.copytree(tokenizer, tmp_path / "endless")
+    settings = json.loads((tmp_path / "endless" / "tokenizer_config.json").read_text())
+    (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in settings.items() if key != "eos_token"}))
+    (tmp_path / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
+    (tmp_path / "text.txt").write_text("a b c")
+    with pytest.raises(Refused, match="it has no end-of-text token"):
+        pool.call(refused_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
+
+
+@pytest.mark.parametrize("wrong", [256, -1])
+def test_a_token_outside_the_vocabulary_ends_the_run_in_any_step(pool, tmp_path, wrong):
+    tokens = np.zeros(16 * 8 * 4, dtype=np.int32)
+    tokens[16 * 8 * 2 + 5] = wrong                        # of the third step
+    np.save(tmp_path / "tokens.npy", tokens)
+    with pytest.raises(JobFailed, match=f"tokens from {min(0, wrong)} to {max(0, wrong)} in step 2, the vocabulary is 256"):
+        pool.call(refused_job, STEP, argv=f"--dataset {tmp_path / 'tokens.npy'} --steps 3 --seq_len 16 --global_batch_size 8".split())
 
 
 def refused_job(argv):
