@@ -160,6 +160,8 @@ class Checkpoints:
             return 0
         with open(os.path.join(folder, "index.json")) as file:
             index = json.load(file)
+        if dist.get_rank() == 0 and index["steps"] >= self.args.steps:
+            print(f"{index['steps']} steps are done, of --steps {self.args.steps}: nothing is left to do", flush=True)
         layers, files = self.balance.config.num_hidden_layers, {}
         if len(index["biases"]) != layers:
             refuse(f"--resume: {folder} has {len(index['biases'])} layers, --model {self.args.model} {layers}")

@@ -436,6 +436,16 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
     assert message in str(refused.value).splitlines()[-1]
 
 
+def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_path):
+    shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
+    argv = f"{flags['moe']} --micro_batch_size 6 --ep 2 --checkpoint {tmp_path / 'c'} --resume --steps 8 --ledger --profile {tmp_path / 'profile'}"
+    pool.call(train_with_log_job, STEP, world=2, argv=argv.split())
+    assert "all_to_all" in pool.output
+    assert {f"trace_rank{rank}.json" for rank in range(2)} | {f"memory_rank{rank}.png" for rank in range(2)} < set(os.listdir(tmp_path / "profile"))
+    pool.call(train_with_log_job, STEP, world=2, argv=argv.split())
+    assert "8 steps are done, of --steps 8: nothing is left to do" in pool.output
+
+
 def test_a_run_of_its_own_leaves_other_checkpoints_alone(pool, flags, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
     there = sorted(os.listdir(tmp_path / "c"))
