@@ -2,8 +2,8 @@
 
     make test                                                    # on a node of 8 GPUs they run with all the others
     NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=.../libnccl.so.2 python -m pytest tests/test_gpus.py       # several ranks share a GPU, with NCCL
-                                                                 # 2.30 or newer (torch 2.11 comes with 2.28); much faster after
-                                                                 # `nvidia-cuda-mps-control -d`: else processes take turns on a GPU
+                                                                 # 2.30 or newer (torch 2.11 comes with 2.28); with
+                                                                 # `nvidia-cuda-mps-control -d` processes need not take turns on it
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
 
 In float64 a run is to equal that of one process to 1e-8, step for step, and its weights at the end, whatever nccl does
