@@ -6,6 +6,24 @@ import numpy as np
 # sizes that two, three or six ranks do not divide
 MODEL = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512)
+# and sizes that up to eight ranks can cut, though not into units of equal length: the shape of the layouts of layouts.py
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 41, 8, 4, 6, 56, 64
+SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
+EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)              # 40: the grouped products' kernel takes no 41
+
+
+def shape(name):
+    """dense-3: three layers; top2-3: with a mixture of experts, two per token; dense-3-kv1: with one key-value head."""
+    kind, layers, *more = name.split("-")
+    changes = SHAPE | dict(num_hidden_layers=int(layers))
+    if kind != "dense":
+        changes |= EXPERTS | dict(num_experts_per_tok=int(kind.removeprefix("top")))
+    for option in more:
+        key = {"kv": "num_key_value_heads", "heads": "num_attention_heads"}[option.rstrip("0123456789")]
+        changes[key] = int(option.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    return MODEL | changes
+
+
 FLAGS = "--seq_len 16 --global_batch_size 24 --steps 4 --lr 1e-2 --lr_schedule cosine --warmup 2 --grad_clip 0.5"
 
 

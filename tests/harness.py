@@ -5,8 +5,13 @@
 
 Each job sees what torchrun would give it (RANK, WORLD_SIZE, a store) and the modules of one step directory. A rank
 that fails reports its own traceback; a job that hangs is ended after `timeout` seconds and the workers replaced.
+
+A worker is forked from a process that has imported torch already, and takes no time to start. What was imported then is frozen:
+otherwise each gc.collect(), of which a job has two, would look through a million of torch's objects.
 """
+import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -24,6 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from steps import step_dir
+
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -36,8 +43,14 @@ class Refused(JobFailed):
 
 
 # ---------------------------------------------------------------------------------------------- inside a worker
-def worker(rank, pipe):
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter", "torch._refs",
+             "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
+
+
+def worker(rank, pipe, environment):
     import torch
+    os.environ.update(environment)
+    gc.freeze()
     torch.set_num_threads(1)
     local_rank = rank % (torch.cuda.device_count() or rank + 1)                     # more ranks than GPUs: they share
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
@@ -80,52 +93,54 @@ def step_modules(folder, kept):
         kept[folder] = {name: sys.modules.pop(name) for name in names if name in sys.modules}
 
 
-def train_job(argv, gradients_for_weights=False):
+def train_job(argv, optimizer="adamw"):
     import torch
     import train
     from unforgiving import unforgiving
-    adamw = torch.optim.AdamW
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()              # of the job before
-    try:
-        if gradients_for_weights:
-            torch.optim.AdamW = GradientsForWeights
-        with contextlib.nullcontext() if torch.cuda.is_available() else unforgiving():
-            train.main(argv)
-    finally:
-        torch.optim.AdamW = adamw
+    with contextlib.ExitStack() as replaced:
+        if optimizer == "sgd":
+            steps = int(argv[len(argv) - argv[::-1].index("--steps")])
+            replaced.enter_context(patch.object(torch.optim, "AdamW", lambda groups, **_: SummedGradients(groups, steps)))
+        if not torch.cuda.is_available():
+            replaced.enter_context(unforgiving())
+        train.main(argv)
 
 
-class GradientsForWeights:
-    """An 'optimizer' that overwrites each weight by its gradient: --save then writes the gradients, whole and by
-    name, whatever the layout was."""
+class SummedGradients:
+    """An 'optimizer' that goes down the gradient, and in the last step leaves the sum of all gradients where the weights are:
+    --save then writes those, whole and by name, whatever the layout was."""
 
-    def __init__(self, groups, **_):
-        self.param_groups, self.state = groups, {}
+    def __init__(self, groups, steps):
+        self.param_groups, self.state, self.left = groups, {}, steps
+        self.sums = {param: param.new_zeros(param.shape) for group in groups for param in group["params"]}
 
     def step(self):
         import torch
+        self.left -= 1
         with torch.no_grad():
             for group in self.param_groups:
                 for param in group["params"]:
-                    param.copy_(param.grad)
+                    self.sums[param] += param.grad
+                    param.copy_(param - group["lr"] * param.grad if self.left else self.sums[param])
 
 
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
     def __init__(self, size=16, **environment):
-        self.size, self.workers, self.environment = size, [], environment
+        self.size, self.workers, self.environment, self.made = size, [], environment, {}
 
     def start(self, world):
         """Workers are started when a job first needs so many."""
         assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         os.environ["OMP_NUM_THREADS"] = "1"
         for rank in range(len(self.workers), world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=worker, args=(rank, theirs), daemon=True)
-            with patch.dict(os.environ, self.environment):
-                process.start()
+            process = context.Process(target=worker, args=(rank, theirs, self.environment), daemon=True)
+            process.start()
             theirs.close()
             self.workers.append((process, ours))
 
@@ -138,7 +153,6 @@ class Pool:
 
     def call(self, function, step, world=1, timeout=60, **arguments):
         """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
-        from steps import step_dir
         from torch.distributed import TCPStore
         self.start(world)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # where its ranks find each other
@@ -177,23 +191,43 @@ class Pool:
             raise JobFailed(f"{what}: no answer from ranks {sorted(waiting.values())} within {timeout} s")
         return [answers[rank] for rank in range(world)]
 
-    def train(self, step, flags, world=1, timeout=120, weights=True, gradients=False):
-        """One run of train.py; gradients=True: its `weights` are the gradients of the last step."""
+    def train(self, step, flags, world=1, timeout=120, weights=True, optimizer="adamw", job=train_job):
+        """One run of train.py; optimizer="sgd": its `weights` are the sums of the gradients. `answers`: what the job returned on each rank."""
         from safetensors.torch import load_file
         folder = tempfile.mkdtemp()
         try:
             log, save = os.path.join(folder, "log.jsonl"), os.path.join(folder, "save")
-            argv = shlex.split(flags) + ["--log_file", log] + (["--save", save] if weights or gradients else [])
-            if gradients:
-                argv += ["--grad_clip", "0"]
-            self.call(train_job, step, world, timeout, argv=argv, gradients_for_weights=gradients)
+            argv = shlex.split(flags) + ["--log_file", log] + (["--save", save] if weights else [])
+            answers = self.call(job, step, world, timeout, argv=argv, optimizer=optimizer)
             with open(log) as file:
                 lines = [json.loads(line) for line in file]
-            tensors = load_file(os.path.join(save, "model.safetensors")) if weights or gradients else {}
+            tensors = load_file(os.path.join(save, "model.safetensors")) if weights else {}
         finally:
             shutil.rmtree(folder)
-        return SimpleNamespace(lines=lines, weights=tensors, output=self.output, losses=[line["loss"] for line in lines],
+        return SimpleNamespace(lines=lines, weights=tensors, output=self.output, answers=answers, losses=[line["loss"] for line in lines],
                                grad_norms=[line["grad_norm"] for line in lines])
+
+    def once(self, key, make):
+        """What make() returned when it was first asked for."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def folder(self):
+        """For what is made once, and is there as long as the pool."""
+        return Path(self.once("folder", tempfile.TemporaryDirectory).name)
+
+    def reference(self, step, flags, optimizer="adamw"):
+        """A run of one process, made once."""
+        return self.once((str(step_dir(step)), flags, optimizer), lambda: self.train(step, flags, optimizer=optimizer))
+
+
+@functools.cache
+def shared_pool():
+    """One for a process, however many times pytest is called in it."""
+    pool = Pool()
+    atexit.register(pool.stop)                            # Python itself would ask the workers to end, and step 8 does not when asked
+    return pool
 
 
 # ---------------------------------------------------------------------------------------------- comparing two runs

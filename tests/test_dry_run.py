@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 from harness import Refused
+from jobs import main_job
 from steps import clean_environment, run, step_dir
-from test_step02 import refused_job
 
 STEP = "step08_5d"
 SHAPE = "--device cpu --seq_len 64 --global_batch_size 16 --steps 2"
@@ -185,7 +185,7 @@ def test_prints_what_a_rank_would_take():
     ("--dry_run 8 --attention flash", "takes --attention sdpa")])
 def test_refused_in_one_line(pool, more, message):
     with pytest.raises(Refused, match=message) as refused:
-        pool.call(refused_job, STEP, argv=more.split())
+        pool.call(main_job, STEP, argv=more.split())
     assert len(str(refused.value).strip().splitlines()) == 1
 
 

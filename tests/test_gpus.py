@@ -19,8 +19,8 @@ import cases
 import pytest
 from conftest import GPUS, VISIBLE
 from harness import Pool, assert_same_run, relative
+from layouts import SCHEDULES, all_of_a_world
 from steps import NAMES, run, step_dir
-from test_step08 import ALL
 
 DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -31,7 +31,6 @@ DENSE = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, 
 SHAPES = {"dense": DENSE, "moe": DENSE | dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)}
 STEPS, SEQ_LEN = (30, 256) if DEVICE == "cuda" else (6, 32)       # many steps, so that races show
 FLAGS = f"--device {DEVICE} --seq_len {SEQ_LEN} --global_batch_size 24 --steps {STEPS} --lr 1e-3 --warmup 2 --grad_clip 0.5"
-SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
 BLOCK_MODES = ("zigzag", "ring", "allgather")             # of --cp_mode; their kernels on CUDA take bfloat16 only
 
 
@@ -129,7 +128,7 @@ LAYOUTS = [
 ]
 EXPERTS = [*((world, f"--ep {world} --micro_batch_size 3") for world in (2, 4, 8)), (8, "--ep 2 --tp 2 --zero 3 --micro_batch_size 3"),
            (8, "--ep 4 --pp 2 --schedule dualpipe --micro_batch_size 1")]
-MIXES = random.Random(4).sample([(kind, more) for kind, _, more in ALL if more.count(" 2 ") > 2], 8)
+MIXES = random.Random(4).sample([(kind, more) for kind, more in all_of_a_world(8) if more.count(" 2 ") > 2], 8)
 
 
 def precisions(more):

@@ -1,82 +1,57 @@
 """Step 2: every way of summing gradients over any number of ranks trains as one process does."""
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
-import pytest
-import torch
-
 import cases
-from harness import JobFailed, Refused, assert_same_run
-from steps import step_dir
+import layouts
+import pytest
+from harness import JobFailed
+from jobs import assert_refused, ledger_rows, main_job
+from observe import check
+from steps import clean_environment, run, step_dir
 
-STEP, BASELINE = "step02_dp", "step01_single_gpu"
+STEP = "step02_dp"
 MODES = ["naive", "overlap", "bucket --bucket_mb 0.02", "bucket"]
+slow = pytest.mark.slow
 
 
+@pytest.mark.parametrize("layout", layouts.every_layout(2))
+def test_layout(pool, layout):
+    check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", [layouts.Layout(STEP, dp, "dense-3", "adamw", f"--dtype float64 --recompute none --micro_batch_size 1 --dp_mode {mode}")
+                                    for dp in (6, 8) for mode in MODES], ids=str)
+def test_more_ranks(pool, layout):
+    check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("draw", range(3))
+def test_other_draws(pool, draw):
+    for layout in layouts.drawn(2, draw):
+        check(pool, layout)
+
+
+# ------------------------------------------------------------------------------------- what is sent, and when
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     return cases.make(tmp_path_factory.mktemp("case"))
 
 
-@pytest.fixture(scope="module")
-def baseline(pool, flags):
-    return pool.train(BASELINE, f"{flags} --micro_batch_size 4 --dtype float64")
-
-
-@pytest.fixture(scope="module")
-def gradients(pool, flags):
-    return pool.train(BASELINE, f"{flags} --micro_batch_size 4 --steps 1 --dtype float64", gradients=True)
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("mode", MODES)
-def test_trains_as_one_process(pool, flags, baseline, dp, mode):
-    run = pool.train(STEP, f"{flags} --micro_batch_size 1 --dtype float64 --dp_mode {mode}", world=dp)
-    assert max(run.grad_norms) > 0.5, "the test should clip"
-    assert_same_run(run, baseline, 1e-9, f"dp {dp}, {mode}")
-
-
-@pytest.mark.parametrize("dp, more", [(2, "--micro_batch_size 12"), (2, "--micro_batch_size 3 --recompute full"), (4, "--micro_batch_size 2 --recompute selective")])
-@pytest.mark.parametrize("mode", MODES)
-def test_with_accumulation_and_recomputation(pool, flags, baseline, dp, more, mode):
-    run = pool.train(STEP, f"{flags} {more} --dtype float64 --dp_mode {mode}", world=dp)
-    assert_same_run(run, baseline, 1e-9, f"dp {dp}, {mode}, {more}")
-
-
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
-@pytest.mark.parametrize("mode", MODES)
-def test_first_gradients(pool, flags, gradients, mode, dtype, tolerance):
-    run = pool.train(STEP, f"{flags} --micro_batch_size 2 --steps 1 --dtype {dtype} --dp_mode {mode}", world=3, gradients=True)
-    assert_same_run(run, gradients, tolerance, mode)
-
-
-def test_bfloat16_sums_in_float32(pool, flags):
-    run = pool.train(STEP, f"{flags} --micro_batch_size 1 --dtype bfloat16 --ledger", world=2, weights=False)
-    one = pool.train(BASELINE, f"{flags} --micro_batch_size 1 --dtype bfloat16", weights=False)
-    assert_same_run(run, one, 2e-2, weights=False)
-    assert ledger_rows(pool.train(STEP, f"{flags} --micro_batch_size 1 --dtype bfloat16 --ledger", world=2, weights=False).output)[
-        "dp", "all_reduce"][1] == 4 * PARAMETERS + 4
-
-
-# ------------------------------------------------------------------------------------- what is sent, and when
 PARAMETERS = 2 * 61 * 40 + 3 * (2 * 40 * 40 + 2 * 20 * 40 + 3 * 40 * 56 + 2 * 40) + 40
 
 
-def ledger_rows(output):
-    """{(dimension, collective): (calls, payload, formula)} of the table that --ledger prints."""
-    rows = re.findall(r"^(\w+) +(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", output, re.M)
-    assert rows, output
-    return {(dim, collective): tuple(int(n.replace(",", "")) for n in numbers) for dim, collective, *numbers in rows}
-
-
-@pytest.mark.parametrize("mode, calls", [("naive", 2 + 3 * 9 + 1), ("overlap", 2 + 3 * 9 + 1), ("bucket", 1), ("bucket --bucket_mb 0.02", None)])
-def test_ledger(pool, flags, mode, calls):
-    run = pool.train(STEP, f"{flags} --micro_batch_size 2 --dp_mode {mode} --ledger", world=4, weights=False)
-    rows = ledger_rows(run.output)
+@pytest.mark.parametrize("mode, calls", [("naive", 2 + 3 * 9 + 1), pytest.param("overlap", 2 + 3 * 9 + 1, marks=slow),
+                                         pytest.param("bucket", 1, marks=slow), ("bucket --bucket_mb 0.02", None)])
+def test_the_ledgers_table(pool, flags, mode, calls):
+    printed = pool.train(STEP, f"{flags} --steps 2 --micro_batch_size 2 --dp_mode {mode} --ledger", world=4, weights=False).output
+    rows = ledger_rows(printed)
     assert rows.keys() == {("dp", "all_reduce")}
     seen_calls, payload, formula, wire = rows["dp", "all_reduce"]
     assert payload == formula == 4 * PARAMETERS + 4                                # every gradient once, and the loss
@@ -133,53 +108,24 @@ def test_sends_are_hidden_behind_backward(pool, flags, mode):
         assert first_send > last_backward
 
 
-def layouts_match_job(argv):
-    import torch.distributed as dist
-
-    import ledger
-    import train
-    calls = []
-    original = ledger.Ledger.__torch_dispatch__
-
-    def recording(self, op, types, args=(), kwargs=None):
-        if op.namespace == "c10d":
-            calls.append((op._opname, tuple(getattr(args[0][0] if isinstance(args[0], list) else args[0], "shape", ()))))
-        return original(self, op, types, args, kwargs)
-    ledger.Ledger.__torch_dispatch__ = recording
-    try:
-        train.main(argv)
-    finally:
-        ledger.Ledger.__torch_dispatch__ = original
-    return calls
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_all_ranks_issue_the_same_operations_in_the_same_order(pool, flags, mode):
-    calls = pool.call(layouts_match_job, STEP, world=4, argv=f"{flags} --ledger --micro_batch_size 3 --steps 2 --dp_mode {mode}".split())
-    assert calls[0] and all(other == calls[0] for other in calls)
-
-
 # ------------------------------------------------------------------------------------- what can go wrong
-def refused_job(argv):
-    import train
-    train.main(argv)
-
-
 @pytest.mark.parametrize("world, more, message", [
     (2, "--dp 4", "dp(4) != world size (2)"),
     (1, "--dp 2", "dp(2) != world size (1)"),
     (3, "--global_batch_size 16", "global_batch_size 16 is not a multiple of dp(3); it could be 15 or 18"),
     (2, "--global_batch_size 12 --micro_batch_size 4", "12 / dp(2) = 6 is not a multiple of micro_batch_size 4; micro_batch_size could be 1, 2, 3, 6"),
     (2, "--bucket_mb 0", "--bucket_mb 0.0: must be positive"),
-    (2, "--dp_mode ring", "invalid choice: 'ring'"),
-    (2, "--dataset nowhere.npy", "no such file")])
-def test_bad_layouts_are_refused_by_rank_0_alone(pool, world, more, message):
-    with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, world=world, argv=more.split())
-    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+    (2, "--dp_mode ring", "invalid choice: 'ring'")])
+def test_bad_layouts_are_refused(pool, world, more, message):
+    assert_refused(pool, STEP, world, more, message)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("more, message", [("--dp 4", "dp(4) != world size (2)"), ("--dataset nowhere.npy", "no such file")])
+def test_rank_0_alone_says_so_and_all_end(pool, more, message):
+    assert_refused(pool, STEP, 2, more, message, job=main_job)
+
+
+@slow
 def test_torchrun_ends_at_once_on_bad_input():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--micro_batch_size", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -203,32 +149,33 @@ def late_job(argv):
         mesh.TIMEOUT, dist.all_reduce = before, all_reduce
 
 
+@slow
 def test_a_time_out_names_the_rank_and_the_operation(pool):
     with pytest.raises(JobFailed, match=r"rank 0 failed in data_parallel.py:\d+: dist.all_reduce\(param.main_grad"):
         pool.call(late_job, STEP, world=2, timeout=30, argv="--dp_mode naive --steps 1 --seq_len 16".split())
 
 
-@pytest.mark.slow
+@slow
 def test_a_killed_rank_takes_the_run_down():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--steps", "100000"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        while " 3/100000" not in run.stdout.readline():
-            assert run.poll() is None
-        ranks = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
+        while " 3/100000" not in process.stdout.readline():
+            assert process.poll() is None
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(ranks[-1]), signal.SIGKILL)
         killed = time.monotonic()
-        _, errors = run.communicate(timeout=60)
-        assert time.monotonic() - killed < 45 and run.returncode != 0
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 45 and process.returncode != 0
         assert "Signal 9 (SIGKILL)" in errors
     finally:
-        run.kill()
+        process.kill()
 
 
-@pytest.mark.slow
-def test_one_process_without_torchrun_and_copied_alone(tmp_path):
-    import shutil
+@slow
+def test_one_process_without_torchrun_and_copied_alone(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "alone/train.py", "--steps", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
+    status, output = run([clean_environment()["PYTHON"], "alone/train.py", "--steps", "2"], tmp_path, 120)
+    assert status == 0 and "step 2/2" in output, output

@@ -1,14 +1,38 @@
 """Step 3: every stage of ZeRO, whole or hybrid, trains as one process does and holds what the formula says."""
-import random
-
-import pytest
-import torch
+import json
 
 import cases
-from harness import Refused, assert_same_run
-from test_step02 import ledger_rows
+import layouts
+import pytest
+from harness import assert_same_run
+from jobs import assert_refused, storage_bytes, trained_parts
+from layouts import Layout
+from observe import check
 
 STEP, BASELINE = "step03_zero", "step01_single_gpu"
+EXACT = "--dtype float64 --recompute none"
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("layout", [*layouts.every_layout(3),
+    # slices of three on six ranks
+    pytest.param(Layout(STEP, 6, "dense-2", "adamw", f"{EXACT} --micro_batch_size 2 --zero 3 --zero_shard 3"), id="six ranks", marks=slow)])
+def test_layout(pool, layout):
+    check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", [Layout(STEP, dp, "dense-3", "adamw", f"{EXACT} --micro_batch_size 1 --zero {stage} --zero_shard {shard}")
+                                    for dp, shard in [(6, 6), (6, 2), (8, 8), (8, 2), (8, 4)] for stage in (1, 2, 3)], ids=str)
+def test_more_ranks(pool, layout):
+    check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("draw", range(3))
+def test_other_draws(pool, draw):
+    for layout in layouts.drawn(3, draw):
+        check(pool, layout)
 
 
 @pytest.fixture(scope="module")
@@ -16,78 +40,15 @@ def flags(tmp_path_factory):
     return cases.make(tmp_path_factory.mktemp("case"))
 
 
-@pytest.fixture(scope="module")
-def baseline(pool, flags):
-    return pool.train(BASELINE, f"{flags} --micro_batch_size 4 --dtype float64")
-
-
-@pytest.fixture(scope="module")
-def gradients(pool, flags):
-    return pool.train(BASELINE, f"{flags} --micro_batch_size 4 --steps 1 --dtype float64", gradients=True)
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_one_process(pool, flags, baseline, dp, stage):
-    micro_batch = {1: 8, 2: 4, 3: 8, 4: 2, 6: 2, 8: 3}[dp]                         # 3, 3, 1, 3, 2, 1 micro-batches
-    run = pool.train(STEP, f"{flags} --micro_batch_size {micro_batch} --dtype float64 --zero {stage}", world=dp)
-    assert_same_run(run, baseline, 1e-9, f"dp {dp}, zero {stage}")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("dp, shard", [(4, 2), (8, 2), (8, 4), (6, 3), (4, 1)])
-def test_hybrid_shards(pool, flags, baseline, stage, dp, shard):
-    run = pool.train(STEP, f"{flags} --micro_batch_size 1 --dtype float64 --zero {stage} --zero_shard {shard}", world=dp)
-    assert_same_run(run, baseline, 1e-9, f"dp {dp}, zero {stage}, zero_shard {shard}")
-
-
-def combinations(number, seed):
-    draw, drawn = random.Random(seed), []
-    for _ in range(number):
-        dp, stage = draw.choice([2, 3, 4, 6, 8]), draw.choice([0, 1, 2, 3])
-        shard = draw.choice([n for n in range(1, dp + 1) if dp % n == 0])
-        micro_batch = draw.choice([n for n in range(1, 24 // dp + 1) if 24 // dp % n == 0])
-        drawn.append((dp, f"--zero {stage} {f'--zero_shard {shard}' if stage else ''} --micro_batch_size {micro_batch} "
-                          f"--dp_mode {draw.choice(['naive', 'overlap', 'bucket'])} --bucket_mb {draw.choice([0.01, 25])} "
-                          f"--recompute {draw.choice(['none', 'selective', 'full'])}"))
-    return drawn
-
-
-@pytest.mark.parametrize("dp, more", combinations(12, seed=1))
-def test_random_combinations(pool, flags, baseline, dp, more):
-    assert_same_run(pool.train(STEP, f"{flags} --dtype float64 {more}", world=dp), baseline, 1e-9, f"dp {dp} {more}")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dp, more", combinations(150, seed=2))
-def test_many_random_combinations(pool, flags, baseline, dp, more):
-    assert_same_run(pool.train(STEP, f"{flags} --dtype float64 {more}", world=dp), baseline, 1e-9, f"dp {dp} {more}")
-
-
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
-@pytest.mark.parametrize("more", ["--zero 1", "--zero 2", "--zero 3", "--zero 3 --zero_shard 2"])
-def test_first_gradients(pool, flags, gradients, dtype, tolerance, more):
-    run = pool.train(STEP, f"{flags} --micro_batch_size 3 --steps 1 --dtype {dtype} {more}", world=4, gradients=True)
-    assert_same_run(run, gradients, tolerance, more)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bfloat16(pool, flags, stage):
-    """Weights are rounded alike; sums over ranks in float32 differ only in order."""
-    one = pool.train(BASELINE, f"{flags} --micro_batch_size 2 --dtype bfloat16")
-    run = pool.train(STEP, f"{flags} --micro_batch_size 2 --dtype bfloat16 --zero {stage}", world=3)
-    assert_same_run(run, one, 1e-2, weights=False)
-    assert run.weights["lm_head.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_compile(pool, tmp_path, stage):
     flags = cases.make(tmp_path, num_hidden_layers=2) + " --micro_batch_size 6 --steps 3"
-    run = pool.train(STEP, f"{flags} --zero {stage} --compile", world=2, timeout=200)
-    assert_same_run(run, pool.train(BASELINE, flags), 1e-4, weights=False)
+    trained = pool.train(STEP, f"{flags} --zero {stage} --compile", world=2, timeout=200)
+    assert_same_run(trained, pool.train(BASELINE, flags), 1e-4, weights=False)
 
 
+@slow
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
     """Several steps from the same checkpoint, whichever way the weights are cut."""
     base = f"{flags} --micro_batch_size 6 --dtype float64"
@@ -98,26 +59,9 @@ def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
 
 
 # ------------------------------------------------------------------------------------- memory
-def observed_job(argv, look):
-    """Runs training with `look(units, optimizer)` called on what zero() made, after the last step."""
-    import train
-    kept, make = {}, train.Optimizer
-    train.Optimizer = lambda shards, args: kept.setdefault("optimizer", make(shards, args))
-    build = train.build_model
-    train.build_model = lambda *args: kept.setdefault("model", build(*args))
-    try:
-        train.main(argv)
-    finally:
-        train.Optimizer, train.build_model = make, build
-    return globals()[look](**kept)
-
-
-def storage_bytes(tensors):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def persistent(model, optimizer):
+def persistent_job(argv):
     """Bytes alive between two steps, every storage once: weights, gradients, masters of their own, Adam's states."""
+    model, optimizer = trained_parts(argv)
     units = list(dict.fromkeys(p.unit for p in model.parameters()))
     weights = list(model.parameters()) + [unit.weight_slice for unit in units]
     grads = [unit.grad_slice for unit in units] + [unit.grads for unit in units if unit.grads is not None]
@@ -132,14 +76,16 @@ def unit_sizes():
     return [61 * 40] + 3 * [2 * 40 * 40 + 2 * 20 * 40 + 3 * 40 * 56 + 2 * 40] + [40 + 61 * 40]
 
 
-@pytest.mark.parametrize("dtype, weight, master, adam", [("float32", 4, 0, 8), ("bfloat16", 2, 4, 8)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("dp, shard", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("dtype, weight, master, adam, stage, dp, shard", [
+    ("bfloat16", 2, 4, 8, 3, 3, 3), ("float32", 4, 0, 8, 1, 3, 3),
+    *(pytest.param(*case, marks=slow) for case in [("float32", 4, 0, 8, 2, 3, 3), ("float32", 4, 0, 8, 3, 4, 2), ("bfloat16", 2, 4, 8, 1, 4, 2), ("bfloat16", 2, 4, 8, 2, 4, 2)])])
 def test_bytes_that_persist(pool, flags, dtype, weight, master, adam, stage, dp, shard):
     argv = f"{flags} --micro_batch_size 2 --steps 2 --dtype {dtype} --zero {stage} --zero_shard {shard}".split()
-    per_rank = pool.call(observed_job, STEP, world=dp, argv=argv, look="persistent")
+    per_rank = pool.call(persistent_job, STEP, world=dp, argv=argv)
     padded = sum(-(-size // shard) * shard for size in unit_sizes())
-    kept = lambda cut: padded // shard if cut else padded
+
+    def kept(cut):
+        return padded // shard if cut else padded
     grads = 4 * kept(stage >= 2)
     for rank, measured in enumerate(per_rank):
         # the padding at the end of the last slice has no master and no states
@@ -157,8 +103,7 @@ def residency_job(argv):
     import train
     import zero
     most, events, units = [0], [], []
-    gather, release, build = zero.Unit.gather, zero.Unit.release, train.build_model
-    step_done = [0]
+    gather, build = zero.Unit.gather, train.build_model
 
     def watched_gather(self):
         gather(self)
@@ -181,7 +126,7 @@ def residency_job(argv):
     return most[0], events
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=slow)])
 def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, recompute):
     flags = cases.make(tmp_path, num_hidden_layers=5)
     argv = f"{flags} --micro_batch_size 12 --steps 2 --zero 3 --recompute {recompute}".split()
@@ -204,18 +149,18 @@ def peaks_job(names):
     return bench_parallel.measure_memory(names, mesh.start_mesh(bench_parallel.parse("")[0]), steps=2)
 
 
-@pytest.mark.slow
+@slow
 def test_stage_3_needs_no_more_memory_than_fsdp2(pool):
-    for peaks in pool.call(peaks_job, STEP, world=2, names=["bucket", "zero 1", "zero 2", "zero 3", "FSDP2"]):
+    for peaks in pool.call(peaks_job, STEP, world=2, timeout=200, names=["bucket", "zero 1", "zero 2", "zero 3", "FSDP2"]):
         assert peaks["zero 3"] < peaks["FSDP2"], peaks
         assert peaks["zero 3"] < peaks["zero 2"] < peaks["zero 1"] < peaks["bucket"], peaks
 
 
 def profile_rows(folder, rank):
-    import json
     return json.loads((folder / f"memory_rank{rank}.json").read_text())["rows"]
 
 
+@slow
 def test_profile_sees_weights_come_and_go(pool, tmp_path):
     flags = cases.make(tmp_path, num_hidden_layers=5) + " --micro_batch_size 6 --steps 4 --zero 3"
     pool.train(STEP, f"{flags} --profile {tmp_path}", world=2, weights=False)
@@ -232,7 +177,6 @@ def test_profile_sees_weights_come_and_go(pool, tmp_path):
 
 def nothing_whole_job(argv):
     """The most bytes of whole weights at any time while the model is built."""
-    import checkpoint
     import train
     import zero
     most, alive, add = [0], {}, zero.Unit.add
@@ -254,43 +198,11 @@ def test_no_rank_ever_has_the_whole_model(pool, flags):
     assert max(pool.call(nothing_whole_job, STEP, world=2, argv=argv)) <= 4 * max(unit_sizes())
 
 
-# ------------------------------------------------------------------------------------- what is sent
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dp, shard", [(2, 2), (4, 2)])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_ledger(pool, flags, stage, dp, shard, micro_batches):
-    zero = f"--zero {stage}" + (f" --zero_shard {shard}" if stage else "")
-    run = pool.train(STEP, f"{flags} --micro_batch_size {24 // dp // micro_batches} --ledger {zero} --dtype bfloat16", world=dp, weights=False)
-    rows = {what: seen[1:3] for what, seen in ledger_rows(run.output).items()}
-    assert all(seen == formula for seen, formula in rows.values()), rows
-    sizes = [-(-size // shard) * shard for size in unit_sizes()]
-    P, again = sum(sizes), sum(sizes[1:-2])
-    name = "shard" if shard < dp else "dp"
-    if stage == 0:
-        assert rows == {("dp", "all_reduce"): (4 * sum(unit_sizes()) + 8,) * 2}
-    else:
-        gathered = P if stage < 3 else micro_batches * (P + again)
-        expected = {("dp", "all_reduce"): 8, (name, "all_gather"): 2 * gathered,
-                    (name, "reduce_scatter"): 4 * P * (1 if stage == 1 else micro_batches),
-                    **({("replicate", "all_reduce"): 4 * P // shard} if shard < dp else {})}
-        assert rows == {what: (payload, payload) for what, payload in expected.items()}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_all_ranks_issue_the_same_operations_in_the_same_order(pool, flags, stage):
-    from test_step02 import layouts_match_job
-    argv = f"{flags} --ledger --micro_batch_size 3 --steps 2 --zero {stage} --zero_shard 2".split()
-    calls = pool.call(layouts_match_job, STEP, world=4, argv=argv)
-    assert calls[0] and all(other == calls[0] for other in calls)
-
-
+# ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
     (4, "--zero 3 --zero_shard 3", "dp(4) is not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
     (2, "--zero 3 --zero_shard 0", "zero_shard could be 1, 2"),
     (2, "--zero 4", "invalid choice: 4"),
     (2, "--zero_shard 1", "--zero_shard needs --zero 1, 2 or 3")])
 def test_bad_layouts_are_refused(pool, world, more, message):
-    from test_step02 import refused_job
-    with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, world=world, argv=more.split())
-    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+    assert_refused(pool, STEP, world, more, message)

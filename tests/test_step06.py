@@ -1,107 +1,58 @@
 """Step 6: every schedule trains as one process does; the lists are complete, meet on the network, and cost what is said."""
-import random
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 
 import cases
+import layouts
 import pytest
-import torch
-from harness import Refused, assert_same_run
-from operations import assert_all_meet, recorded_job
+from harness import assert_same_run
+from jobs import assert_refused, compiled_job, ledger_rows
+from layouts import Layout
+from observe import check
 from steps import run, step_dir
-from test_step02 import ledger_rows, refused_job
-from test_step04 import HIDDEN, LONG, SHAPE, graphs_job
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
-LAYERS = (3, 5, 9)                                        # that two, four, eight stages do not divide
+EXACT = "--dtype float64 --recompute none"
+slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("case")
-    return {layers: cases.make(folder / str(layers), **SHAPE | dict(num_hidden_layers=layers)) for layers in LAYERS}
+def special(name, world, shape, more):
+    return pytest.param(Layout(STEP, world, shape, "adamw", f"{EXACT} {more}"), id=name, marks=slow)
 
 
-@pytest.fixture(scope="module")
-def baseline(pool, flags):
-    return {layers: pool.train(BASELINE, f"{flags[layers]} --micro_batch_size 6 --dtype float64") for layers in LAYERS}
-
-
-@pytest.fixture(scope="module")
-def gradients(pool, flags):
-    return pool.train(BASELINE, f"{flags[5]} --micro_batch_size 6 --steps 1 --dtype float64", gradients=True)
-
-
-def stages(schedule, pp):
-    return pp * (2 if schedule in ("interleaved", "dualpipe") else 1)
-
-
-def layers_for(schedule, pp):
-    return next(layers for layers in LAYERS if layers >= stages(schedule, pp))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("world, more", [
-    (1, "--pp 1 --micro_batch_size 8"), (2, "--pp 1 --micro_batch_size 3 --zero 3"), (2, "--pp 2 --micro_batch_size 4"), (4, "--pp 4 --micro_batch_size 3"),
-    pytest.param(2, "--pp 2 --micro_batch_size 1", marks=LONG), pytest.param(4, "--pp 2 --micro_batch_size 3 --dp_mode overlap", marks=LONG),
-    pytest.param(4, "--pp 2 --micro_batch_size 2 --zero 1", marks=LONG),
-    (4, "--pp 2 --micro_batch_size 3 --zero 2"), (4, "--pp 2 --micro_batch_size 3 --zero 3"), (4, "--pp 2 --tp 2 --micro_batch_size 6"),
-    (4, "--pp 2 --cp 2 --micro_batch_size 6 --recompute full"), (8, "--pp 2 --tp 2 --cp 2 --sp off --micro_batch_size 6 --recompute selective")])
-def test_trains_as_one_process(pool, flags, baseline, schedule, world, more):
-    layers = layers_for(schedule, int(more.split()[1]))
-    trained = pool.train(STEP, f"{flags[layers]} --dtype float64 --schedule {schedule} {more}", world=world)
-    assert_same_run(trained, baseline[layers], 1e-9, f"{more} --schedule {schedule}")
-
-
-@pytest.mark.parametrize("more", ["--schedule interleaved --stages_per_rank 3 --micro_batch_size 4", "--schedule afab --micro_batch_size 24",
-                                  "--schedule zerobubble --micro_batch_size 24", "--schedule 1f1b --micro_batch_size 24"])
-def test_few_micro_batches_and_many_stages(pool, flags, baseline, more):
-    assert_same_run(pool.train(STEP, f"{flags[9]} --dtype float64 --pp 2 {more}", world=2), baseline[9], 1e-9, more)
-
-
-@pytest.mark.slow
-def test_eight_stages(pool, flags, baseline):
-    for schedule in ("1f1b", "zerobubble"):
-        trained = pool.train(STEP, f"{flags[9]} --dtype float64 --pp 8 --micro_batch_size 3 --schedule {schedule}", world=8)
-        assert_same_run(trained, baseline[9], 1e-9, schedule)
-
-
-@LONG
-@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe"])
-def test_eight_ranks_of_two_stages(pool, tmp_path, schedule):
-    base = f"{cases.make(tmp_path, **SHAPE | dict(num_hidden_layers=17))} --dtype float64 --micro_batch_size 1 --steps 2"
-    assert_same_run(pool.train(STEP, f"{base} --pp 8 --schedule {schedule}", world=8), pool.train(BASELINE, base), 1e-9, schedule)
-
-
-def combinations(number, seed):
-    draw, drawn = random.Random(seed), []
-    while len(drawn) < number:
-        pp, schedule = draw.choice([2, 2, 4, 8]), draw.choice(SCHEDULES)
-        tp, cp = draw.choice([1, 1, 2, 4]), draw.choice([1, 1, 2])
-        if pp * tp * cp > 8 or stages(schedule, pp) > max(LAYERS):
-            continue
-        dp = draw.choice([n for n in (1, 2, 3, 4) if pp * tp * cp * n <= 8])
-        least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
-        fits = [n for n in range(1, 25) if 24 % (dp * n) == 0 and least <= 24 // dp // n <= (24 if tp * cp == 1 else 6)]
-        if not fits:
-            continue
-        stage = draw.choice([0, 1, 2, 3])
-        shard = draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])
-        drawn.append((pp * tp * cp * dp, draw.choice([n for n in LAYERS if n >= stages(schedule, pp)]),
-                      f"--pp {pp} --schedule {schedule} --tp {tp} --sp {draw.choice(['on', 'off'])} --cp {cp} --cp_mode {draw.choice(['zigzag', 'ring', 'allgather', 'ulysses'])} "
-                      f"--zero {stage} {f'--zero_shard {shard}' if stage else ''} --micro_batch_size {draw.choice(fits)} "
-                      f"--dp_mode {draw.choice(['naive', 'overlap', 'bucket'])} --recompute {draw.choice(['none', 'selective', 'full'])}"))
-    return drawn
-
-
-@pytest.mark.parametrize("world, layers, more", combinations(8, seed=1))
-def test_random_combinations(pool, flags, baseline, world, layers, more):
-    assert_same_run(pool.train(STEP, f"{flags[layers]} --dtype float64 {more}", world=world), baseline[layers], 1e-9, more)
+@pytest.mark.parametrize("layout", [*layouts.every_layout(6),
+    special("three stages each", 2, "dense-9", "--micro_batch_size 4 --pp 2 --schedule interleaved --stages_per_rank 3"),
+    special("no pipeline", 2, "dense-2", "--micro_batch_size 3 --zero 3 --schedule afab"),          # any schedule is then 1f1b
+    special("eight stages", 8, "dense-9", "--micro_batch_size 3 --pp 8 --schedule zerobubble"),
+    special("rounds of two lengths", 4, "dense-9", "--micro_batch_size 4 --pp 4 --schedule interleaved")])
+def test_layout(pool, layout):
+    check(pool, layout)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("world, layers, more", combinations(150, seed=2))
-def test_many_random_combinations(pool, flags, baseline, world, layers, more):
-    assert_same_run(pool.train(STEP, f"{flags[layers]} --dtype float64 {more}", world=world), baseline[layers], 1e-9, more)
+@pytest.mark.parametrize("layout", [Layout(STEP, 8, "dense-9", "adamw", f"{EXACT} --micro_batch_size {size} --pp {pp} --schedule {schedule} {more}") for size, pp, schedule, more in [
+    (3, 8, "1f1b", ""), (3, 8, "afab", ""), (1, 4, "interleaved", "--zero 2"), (1, 4, "dualpipe", "--zero 3"), (2, 4, "zerobubble", "--tp 2 --sp on --recompute full"),
+    (2, 4, "dualpipe", "--cp 2 --cp_mode zigzag --zero 1"), (1, 2, "1f1b", "--dp_mode overlap"), (2, 2, "zerobubble", "--tp 2 --sp off --zero 1")]], ids=str)
+def test_more_ranks(pool, layout):
+    check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("draw", range(3))
+def test_other_draws(pool, draw):
+    for layout in layouts.drawn(6, draw):
+        check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe"])
+def test_eight_ranks_of_two_stages(pool, tmp_path, schedule):
+    base = f"{cases.make(tmp_path, **cases.shape('dense-17'))} --dtype float64 --micro_batch_size 1 --steps 2"
+    assert_same_run(pool.train(STEP, f"{base} --pp 8 --schedule {schedule}", world=8), pool.train(BASELINE, base), 1e-9, schedule)
 
 
 @pytest.mark.sweep
@@ -109,42 +60,29 @@ def test_many_random_combinations(pool, flags, baseline, world, layers, more):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_number_of_micro_batches(pool, flags, schedule, pp):
     """From the least to 4 pp, not multiples of anything only."""
-    layers = layers_for(schedule, pp)
+    layers = 9 if pp == 4 else 5
     for count in range({"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1), 4 * pp + 1):
         base = f"{flags[layers]} --dtype float64 --global_batch_size {count} --micro_batch_size 1 --steps 2"
         trained = pool.train(STEP, f"{base} --pp {pp} --schedule {schedule}", world=pp)
         assert_same_run(trained, pool.train(BASELINE, base), 1e-9, f"{schedule}, {count} micro-batches")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_first_gradients(pool, flags, gradients, dtype, tolerance, schedule):
-    trained = pool.train(STEP, f"{flags[5]} --micro_batch_size 3 --steps 1 --dtype {dtype} --pp 2 --schedule {schedule}", world=2, gradients=True)
-    assert_same_run(trained, gradients, tolerance, schedule)
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("case")
+    return {layers: cases.make(folder / str(layers), **cases.shape(f"dense-{layers}")) for layers in (3, 5, 8, 9)}
 
 
-def test_bfloat16(pool, flags):
-    one = pool.train(BASELINE, f"{flags[5]} --micro_batch_size 6 --dtype bfloat16")
-    trained = pool.train(STEP, f"{flags[5]} --micro_batch_size 6 --dtype bfloat16 --pp 2 --schedule dualpipe", world=2)
-    assert_same_run(trained, one, 2e-2, weights=False)
-    assert trained.weights["lm_head.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_compile(pool, flags):
+@slow
+@pytest.mark.parametrize("more, graphs", [("", 1), ("--recompute full", 3)])
+def test_compile(pool, flags, more, graphs):
     base = f"{flags[3]} --steps 3 --micro_batch_size 6"
-    trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile", world=2, timeout=200)
+    trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile {more}", world=2, timeout=200, job=compiled_job)
+    assert min(trained.answers) >= graphs
     assert_same_run(trained, pool.train(BASELINE, base), 1e-4, weights=False)
 
 
-@pytest.mark.slow
-def test_compile_with_recomputation(pool, flags):
-    base = f"{flags[3]} --steps 3 --micro_batch_size 6"
-    argv = f"{base} --pp 2 --schedule zerobubble --recompute full --compile"
-    assert min(pool.call(graphs_job, STEP, world=2, timeout=200, argv=argv.split())) > 2
-    assert_same_run(pool.train(STEP, argv, world=2, timeout=200), pool.train(BASELINE, base), 1e-4, weights=False)
-
-
+@slow
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
     base = f"{flags[5]} --micro_batch_size 3 --dtype float64"
     pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
@@ -156,7 +94,6 @@ def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
 @pytest.fixture(scope="module")
 def schedules():
     """The module of that name, which belongs to no one step's job here."""
-    import importlib.util
     spec = importlib.util.spec_from_file_location("schedules", step_dir(STEP) / "schedules.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -319,13 +256,13 @@ def watched_job(argv):
 
 
 @pytest.fixture(scope="module")
-def watched(pool, tmp_path_factory):
+def watched(pool, flags):
     """A model whose stages are equal, but for a tiny embedding and head: {schedule: what watched_job saw on 4 ranks}."""
-    flags = cases.make(tmp_path_factory.mktemp("equal"), **SHAPE | dict(num_hidden_layers=8))
-    return {schedule: pool.call(watched_job, STEP, world=4, argv=f"{flags} --micro_batch_size 2 --steps 1 --pp 4 --schedule {schedule}".split())
+    return {schedule: pool.call(watched_job, STEP, world=4, argv=f"{flags[8]} --micro_batch_size 2 --steps 1 --pp 4 --schedule {schedule}".split())
             for schedule in SCHEDULES}
 
 
+@slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_follows_its_list(watched, schedule):
     for ran, listed, fired, _, left, _ in watched[schedule]:
@@ -335,11 +272,13 @@ def test_a_run_follows_its_list(watched, schedule):
     assert len(parameters) == len(set(parameters)) == 8 * 9 + 3
 
 
+@slow
 def test_nothing_is_computed_twice(watched):
     total = {schedule: sum(flops for _, _, _, flops, _, _ in ranks) for schedule, ranks in watched.items()}
     assert len(set(total.values())) == 1, total
 
 
+@slow
 def test_memory_follows_what_is_in_flight(watched, schedules):
     """Saved by forward passes, of 1f1b and the others against afab's 12 micro-batches, on the ranks without embedding or head."""
     lists = {name: schedules.make(name, 4, 12, 2) for name in SCHEDULES}
@@ -351,30 +290,7 @@ def test_memory_follows_what_is_in_flight(watched, schedules):
 
 
 # ------------------------------------------------------------------------------------- what is sent
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("world, more, part", [(2, "--pp 2", 1), (4, "--pp 2 --tp 2", 2), (4, "--pp 2 --tp 2 --sp off", 1), (4, "--pp 2 --cp 2", 2)])
-def test_ledger(pool, flags, schedule, world, more, part):
-    trained = pool.train(STEP, f"{flags[5]} --steps 2 --ledger --micro_batch_size 4 --dtype bfloat16 {more} --schedule {schedule}", world=world, weights=False)
-    rows = {what: numbers[1:3] for what, numbers in ledger_rows(trained.output).items()}
-    assert all(seen == formula for seen, formula in rows.values()), rows
-    borders = {"interleaved": 3, "dualpipe": 2}.get(schedule, 1)                   # of rank 0's stages with other ranks' stages
-    assert rows["pp", "send"][0] == borders * 24 * 16 * HIDDEN * 2 // part
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("world, more", [(4, "--pp 2 --tp 2 --recompute full"), (4, "--pp 2 --tp 2 --sp off --recompute selective"), (4, "--pp 2 --cp 2 --recompute selective")])
-def test_ledger_with_recomputation(pool, flags, schedule, world, more):
-    run = pool.train(STEP, f"{flags[5]} --steps 2 --ledger --dtype bfloat16 --micro_batch_size 4 --schedule {schedule} {more}", world=world, weights=False)
-    rows = {what: numbers[1:3] for what, numbers in ledger_rows(run.output).items()}
-    assert rows and all(seen == formula for seen, formula in rows.values()), rows
-
-
-@pytest.mark.parametrize("more", ["--pp 4 --schedule interleaved --micro_batch_size 2", "--pp 2 --tp 2 --schedule dualpipe --zero 3 --micro_batch_size 3",
-                                  "--pp 2 --cp 2 --schedule zerobubble --zero 1 --micro_batch_size 3"])
-def test_what_ranks_say_meets(pool, flags, more):
-    assert assert_all_meet(pool.call(recorded_job, STEP, world=8, argv=f"{flags[9]} --steps 2 {more}".split())) > 1
-
-
+@slow
 def test_zero_3_gathers_once_a_step(pool, flags):
     trained = pool.train(STEP, f"{flags[5]} --steps 2 --ledger --micro_batch_size 2 --pp 2 --zero 3", world=4, weights=False)
     calls, payload, formula, _ = ledger_rows(trained.output)["shard", "all_gather"]
@@ -393,30 +309,25 @@ def test_zero_3_gathers_once_a_step(pool, flags):
     (2, "--pp 0", "--pp 0: must be at least 1"),
     (2, "--pp 2 --schedule chimera", "invalid choice: 'chimera'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
-    with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, world=world, argv=f"{flags[5]} {more}".split())
-    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+    assert_refused(pool, STEP, world, f"{flags[5]} {more}", message)
 
 
+@slow
 def test_it_shows_a_schedule(tmp_path):
-    import sys
     status, output = run([sys.executable, step_dir(STEP) / "pipeline_parallel.py", "--schedule", "zerobubble", "--pp", "3", "--micro_batches", "4"], tmp_path, 60)
     assert status == 0, output
     assert "rank 2 |           F0   I0   F1   I1   F2   I2   W0   F3   I3   W1   W2   W3" in output
     assert (tmp_path / "schedule.png").stat().st_size > 1000
 
 
+@slow
 def test_profile_draws_what_ran(pool, flags, tmp_path):
     pool.train(STEP, f"{flags[3]} --steps 5 --micro_batch_size 6 --pp 2 --profile {tmp_path}", world=2, weights=False)
     assert (tmp_path / "pipeline.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@slow
 def test_copied_alone_it_runs(tmp_path):
-    import os
-    import shutil
-    import subprocess
-    import sys
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py", "--steps", "2", "--pp", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -10,107 +10,69 @@ import sys
 import time
 
 import cases
+import layouts
 import pytest
 import torch
 from harness import Refused, assert_same_run, assert_same_tensors, relative
-from operations import assert_all_meet, recorded_job
+from jobs import assert_refused, main_job
+from layouts import SCHEDULES, Layout, all_of_a_world, rest
+from observe import check
 from steps import run, step_dir
-from test_step02 import refused_job
-from test_step04 import LONG
-from test_step07 import MOE
 
 STEP = "step08_5d"
-SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
-SHAPES = {"dense": {key: value for key, value in MOE.items() if "experts" not in key} | dict(model_type="llama", num_hidden_layers=9), "moe": MOE | dict(num_hidden_layers=9)}
+SHAPES = {"dense": "dense-9", "moe": "top2-9"}
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("case")
-    return {kind: f"{cases.make(folder / kind, **shape)} --dtype float64" for kind, shape in SHAPES.items()}
+    return {kind: f"{cases.make(folder / kind, **cases.shape(shape))} --dtype float64" for kind, shape in SHAPES.items()}
 
 
 @pytest.fixture(scope="module")
 def one_process(pool, flags):
-    return {kind: pool.train(STEP, f"{flags[kind]} --micro_batch_size 6") for kind in SHAPES}
+    """{kind: the run that others are compared with}, made when first asked for."""
+    class Runs(dict):
+        def __missing__(self, kind):
+            return self.setdefault(kind, pool.train(STEP, f"{flags[kind]} --micro_batch_size 6"))
+    return Runs()
 
 
 # ------------------------------------------------------------------------------------- all layouts
-def layouts(world):
-    """Every valid (dp, tp, cp, pp, ep) of a world, of either model; all else drawn by a fixed seed."""
-    found, draw = [], random.Random(world)
-    sizes = [n for n in range(1, world + 1) if world % n == 0]
-    for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
-        if dp * tp * cp * pp != world:
-            continue
-        for ep in [n for n in (1, 2, 4, 8) if dp * cp % n == 0]:
-            found += [("moe", world, f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} --ep {ep} {rest(draw, dp, tp, cp, pp)}")]
-        found += [("dense", world, f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} {rest(draw, dp, tp, cp, pp)}")]
-    return found
+def of_kind(kind, world, more):
+    balance = "" if kind == "dense" else " --balance bias"
+    return Layout(STEP, world, SHAPES[kind], "adamw", f"--dtype float64 {more}{balance}")
 
 
-def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
-    stage = draw.choice([0, 1, 2, 3]) if stage is None else stage
-    shard = f"--zero_shard {draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])}" if stage and draw.random() < 0.3 else ""
-    schedule = schedule or draw.choice([name for name in SCHEDULES if name not in ("interleaved", "dualpipe") or pp <= 4])
-    least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
-    micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 % dp == 0 and 24 // dp % n == 0 and 24 // dp // n >= least])
-    mode = draw.choice(["zigzag", "ring", "allgather"] + ["ulysses"] * (8 // tp % cp == 0))
-    fits = cp * tp * 2 <= 16                              # an early and a late chunk, cut over tp, of 16 tokens
-    sp = draw.choice(["on", "off"]) if fits or mode in ("ring", "ulysses") and cp * tp <= 16 else "off"
-    return (f"--zero {stage} {shard} --schedule {schedule} --micro_batch_size {micro_batch} --cp_mode {mode} --sp {sp} "
-            f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} --dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
-
-
-def micro_batches(more):
-    words = more.split()
-    return 24 // int(words[words.index("--dp") + 1]) // int(words[words.index("--micro_batch_size") + 1])
-
-
-ALL = layouts(8)
-SHORT = [layout for layout in ALL if micro_batches(layout[2]) <= 8]                 # which are enough for every push
-
-
-def assert_as_one_process(pool, flags, one_process, kind, world, more):
-    assert_same_run(pool.train(STEP, f"{flags[kind]} {more}", world=world, timeout=240), one_process[kind], 1e-9, f"{kind} {more}")
-
-
-@pytest.mark.parametrize("kind, world, more", random.Random(1).sample(SHORT, 12))
-def test_trains_as_one_process(pool, flags, one_process, kind, world, more):
-    assert_as_one_process(pool, flags, one_process, kind, world, more)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind, world, more", ALL)
-def test_every_layout_of_eight_ranks(pool, flags, one_process, kind, world, more):
-    assert_as_one_process(pool, flags, one_process, kind, world, more)
-
-
-SIXTEEN = [("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.Random(i), 2, 2, 2, 2, stage, schedule))
+EIGHT = [of_kind(kind, 8, more) for kind, more in all_of_a_world(8)]
+SIXTEEN = [of_kind("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.Random(i), 2, 2, 2, 2, stage, schedule))
            for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4], [0, 1, 2, 3], SCHEDULES))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, world, more", [SIXTEEN[34], SIXTEEN[47]])
-def test_all_dimensions_at_once(pool, flags, one_process, kind, world, more):
-    assert_as_one_process(pool, flags, one_process, kind, world, more)
+@pytest.mark.parametrize("layout", [*layouts.every_layout(8),
+    pytest.param(SIXTEEN[34], id="sixteen ranks", marks=slow), pytest.param(random.Random(layouts.seed()).choice(SIXTEEN), id="sixteen ranks drawn", marks=slow)])
+def test_layout(pool, layout):
+    check(pool, layout)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind, world, more", SIXTEEN)
-def test_all_dimensions_at_once_in_every_way(pool, flags, one_process, kind, world, more):
-    assert_as_one_process(pool, flags, one_process, kind, world, more)
-
-
-@pytest.mark.parametrize("kind, world, more", random.Random(2).sample(SHORT, 3))
-def test_what_ranks_say_meets(pool, flags, kind, world, more):
-    assert assert_all_meet(pool.call(recorded_job, STEP, world=world, argv=f"{flags[kind]} --steps 2 {more}".split(), timeout=240)) > 0
+@pytest.mark.parametrize("layout", EIGHT, ids=str)
+def test_every_layout_of_eight_ranks(pool, layout):
+    check(pool, layout)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind, world, more", ALL)
-def test_what_ranks_say_meets_in_every_layout(pool, flags, kind, world, more):
-    assert assert_all_meet(pool.call(recorded_job, STEP, world=world, argv=f"{flags[kind]} --steps 2 {more}".split(), timeout=240)) > 0
+@pytest.mark.parametrize("layout", SIXTEEN, ids=str)
+def test_all_dimensions_at_once_in_every_way(pool, layout):
+    check(pool, layout)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("draw", range(5))
+def test_other_draws(pool, draw):
+    for layout in layouts.drawn(8, draw):
+        check(pool, layout)
 
 
 # ------------------------------------------------------------------------------------- stopped, and gone on with
@@ -146,7 +108,8 @@ def assert_goes_on(pool, flags, one_process, folder, tmp_path, world, more, kind
     assert_same_tensors(trained.weights, one.weights, 1e-9)
 
 
-@pytest.mark.parametrize("first, second", random.Random(3).sample(PAIRS, 9))
+@slow
+@pytest.mark.parametrize("first, second", random.Random(3).sample(PAIRS, 6))
 def test_goes_on_under_another_layout(pool, flags, one_process, saved, tmp_path, first, second):
     assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
 
@@ -157,7 +120,7 @@ def test_goes_on_from_any_layout_under_any_other(pool, flags, one_process, saved
     assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
 
 
-@pytest.mark.slow
+@slow
 def test_a_dense_model_goes_on_too(pool, flags, one_process, saved, tmp_path):
     folder = saved(8, "--tp 4 --zero 2 --micro_batch_size 6", "dense")
     assert_goes_on(pool, flags, one_process, folder, tmp_path, 8, "--tp 2 --pp 2 --zero 3 --micro_batch_size 6", "dense")
@@ -335,7 +298,7 @@ def end(process):
     process.wait()
 
 
-@pytest.mark.slow
+@slow
 def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
     base = f"{flags['dense']} --micro_batch_size 3 --steps 40"
     one = pool.train(STEP, f"{base} --micro_batch_size 6", weights=False)
@@ -380,7 +343,7 @@ def endless(pool, flags):
     return base, pool.train(STEP, f"{base} --micro_batch_size 6", weights=False, timeout=400)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_moment_it_can_go_on(pool, endless, tmp_path, seed):
     killed_at_random(pool, *endless, tmp_path, random.Random(seed))
@@ -392,7 +355,7 @@ def test_killed_at_fifty_moments_it_can_go_on(pool, endless, tmp_path, seed):
     killed_at_random(pool, *endless, tmp_path, random.Random(seed))
 
 
-@pytest.mark.slow
+@slow
 def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
     log = tmp_path / "log"
     process = start(tmp_path, torchrun() + f"{flags['dense']} --steps 300 --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --log_file {log}".split())
@@ -414,15 +377,14 @@ def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
     ("--checkpoint {here} --keep 0", "--keep 0: must be at least 1"),
     ("--checkpoint /proc/nowhere", "cannot write there")])
 def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
-    with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, world=2, argv=f"{flags['dense']} {more.format(here=tmp_path)}".split())
-    assert message in str(refused.value) and str(refused.value).count("\n") == 1
+    assert_refused(pool, STEP, 2, f"{flags['dense']} {more.format(here=tmp_path)}", message)
 
 
-def test_a_checkpoint_of_another_model_is_refused(pool, flags, saved, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(pool, saved, tmp_path):
+    dense = cases.make(tmp_path / "dense", **cases.shape("dense-9") | dict(hidden_size=40)) + " --dtype float64"
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
     with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, argv=f"{flags['dense']} --checkpoint {tmp_path / 'c'} --resume".split())
+        pool.call(main_job, STEP, argv=f"{dense} --checkpoint {tmp_path / 'c'} --resume".split())
     assert "has no model.layers.0.mlp" in str(refused.value)
 
 
@@ -432,7 +394,7 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
     base = f"--dtype float64 --micro_batch_size 6 --checkpoint {tmp_path / 'c'}"
     pool.train(STEP, f"{cases.make(tmp_path / 'small', **small)} {base}", weights=False)
     with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, argv=f"{cases.make(tmp_path / 'other', **small | shape)} {base} --resume".split())
+        pool.call(main_job, STEP, argv=f"{cases.make(tmp_path / 'other', **small | shape)} {base} --resume".split())
     assert message in str(refused.value).splitlines()[-1]
 
 
@@ -450,7 +412,7 @@ def test_a_run_of_its_own_leaves_other_checkpoints_alone(pool, flags, saved, tmp
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
     there = sorted(os.listdir(tmp_path / "c"))
     with pytest.raises(Refused) as refused:
-        pool.call(refused_job, STEP, world=2, argv=f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'}".split())
+        pool.call(main_job, STEP, world=2, argv=f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'}".split())
     assert f"{there[-1]} is in there already; --resume goes on from it" in str(refused.value)
     assert sorted(os.listdir(tmp_path / "c")) == there
 

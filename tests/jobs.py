@@ -1,0 +1,159 @@
+"""What tests run on ranks, and read of what they print; jobs of several test files. (harness.py and observe.py have training itself.)"""
+import gc
+import re
+import time
+
+from harness import train_job
+
+
+# ------------------------------------------------------------------------------------- refusals
+def main_job(argv):
+    import train
+    train.main(argv)
+
+
+def check_job(argv, world_size):
+    """All that comes before the start of a run, as rank 0 of so many: what is refused there, every rank refuses alike."""
+    import os
+    from unittest.mock import patch
+
+    import config
+    with patch.dict(os.environ, WORLD_SIZE=str(world_size), RANK="0"):
+        args = config.parse_args(argv)
+        config.check(args, config.load_config(args))
+
+
+def assert_refused(pool, step, world, flags, message, job=check_job):
+    """In one line, with status 2."""
+    import pytest
+    from harness import Refused
+    with pytest.raises(Refused) as refused:
+        if job is check_job:
+            pool.call(check_job, step, argv=flags.split(), world_size=world)
+        else:
+            pool.call(job, step, world=world, argv=flags.split())
+    assert message in str(refused.value) and str(refused.value).count("\n") == 1, refused.value
+
+
+# ------------------------------------------------------------------------------------- the ledger's table
+def ledger_rows(output):
+    """{(dimension, collective): (calls, payload, formula, wire)} of the table that --ledger prints."""
+    rows = re.findall(r"^(\w+) +(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", output, re.M)
+    assert rows, output
+    return {(dim, collective): tuple(int(n.replace(",", "")) for n in numbers) for dim, collective, *numbers in rows}
+
+
+# ------------------------------------------------------------------------------------- memory
+def storage_bytes(tensors):
+    """Every storage once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def trained_parts(argv):
+    """The model and the optimizer of a run, after its last step."""
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    import train
+    kept = SimpleNamespace()
+
+    def keep(name, make):
+        def made(*arguments):
+            setattr(kept, name, make(*arguments))
+            return getattr(kept, name)
+        return made
+    with patch.object(train, "Optimizer", keep("optimizer", train.Optimizer)), patch.object(train, "build_model", keep("model", train.build_model)):
+        train.main(argv)
+    return kept.model, kept.optimizer
+
+
+def kept_job(argv):
+    """Bytes of the storages that are alive between forward and backward of one micro-batch, parameters aside; and the bytes
+    of the parameters themselves."""
+    from unittest.mock import patch
+
+    import profiling
+    import torch
+    import train
+    measured = []
+
+    def measure(model, micro_batches, args):
+        inputs, positions, targets = micro_batches[0]
+        live = profiling.LiveStorages()
+        for param in model.parameters():
+            live.note(param, "parameters")
+        with live:
+            hidden = model.model(inputs, positions)
+        gc.collect()
+        time.sleep(0.3)                                   # gloo's threads let go of what they sent a little after the wait
+        measured.append(sum(size for _, number, size in live.events if live.kinds[number] != "parameters"))
+        measured.append(sum(param.nbytes for param in model.parameters()))
+        (model.lm_head(hidden, targets)).backward()
+        return torch.zeros(())
+    with patch.object(train, "forward_backward", measure):
+        train.main(argv)
+    return tuple(measured)
+
+
+def kept_by_a_layer(pool, tmp_path, step, world, flags):
+    """Numbers, in float32."""
+    import cases
+    kept = []
+    for layers in (2, 3):
+        base = cases.make(tmp_path / str(layers), **cases.shape(f"dense-{layers}"))
+        measured = pool.call(kept_job, step, world=world, argv=f"{base} --steps 1 --micro_batch_size 24 {flags}".split())
+        assert len(set(measured)) == 1
+        kept.append(measured[0][0])
+    return (kept[1] - kept[0]) / 4
+
+
+# ------------------------------------------------------------------------------------- torch.compile
+def compiled_job(argv, optimizer):
+    """Trains; returns how many graphs torch.compile made."""
+    import torch._dynamo
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train_job(argv, optimizer)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+# ------------------------------------------------------------------------------------- attention in blocks
+def attention_job(modes, seq_len, dtypes):
+    """{(mode, dtype): for the output and the three gradients the relative error of this rank's part}, and under "flash"
+    that of the flash kernel on the whole; the reference is the flash kernel in float64."""
+    from types import SimpleNamespace
+
+    import context_parallel
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    draw = torch.Generator().manual_seed(0)
+    q, out_grad = (torch.randn(1, seq_len, 8, 16, generator=draw, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(1, seq_len, 4, 16, generator=draw, dtype=torch.float64) for _ in range(2))
+
+    def run(core, dtype, rows):
+        mine = [t[:, rows].to(dtype).requires_grad_() for t in (q, k, v)]
+        out = core(*mine)
+        return out.detach(), *torch.autograd.grad(out, mine, out_grad[:, rows].to(dtype))
+
+    def whole(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    errors, every = {}, torch.arange(seq_len)
+    exact = run(whole, torch.float64, every) if mesh.get_rank() == 0 else [torch.empty_like(t) for t in (q, q, k, v)]
+    for tensor in exact:
+        dist.broadcast(tensor, 0)
+
+    def error(got, rows):
+        return [float((g.double() - e[:, rows]).norm() / e[:, rows].norm()) for g, e in zip(got, exact)]
+    for dtype in dtypes:
+        errors["flash", dtype] = error(run(whole, getattr(torch, dtype), every), every) if mesh.get_rank() == 0 else 4 * [0.0]
+        for mode in modes:
+            rows = context_parallel.local_positions(mesh, SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode))
+            group = mesh.get_group()
+            core = context_parallel.ulysses(whole, group) if mode == "ulysses" else context_parallel.in_blocks(mode, group)
+            errors[mode, dtype] = error(run(core, getattr(torch, dtype), rows), rows)
+    return errors

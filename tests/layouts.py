@@ -1,0 +1,292 @@
+"""Which layouts are tested, and what one run of each has to show.
+
+    python tests/layouts.py step05_cp                                            # the layouts of a step
+    python tests/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # repeats one of them
+
+A layout is a choice for every factor below. All choices together would be millions of runs. But almost every fault shows with the
+wrong pair of choices, whatever the others are: so it is enough that every pair of values occurs in some layout (a covering array), and
+every triple of ZeRO x tp x pp. A step's array covers the pairs of which one factor is its own, step 8's all. Only layouts in float64
+count for pairs that dtype is not part of, since only they are compared to 1e-9.
+
+Which layouts make up an array is drawn, by the commit (DRAW=number chooses another draw): one push covers what another does not.
+"""
+import itertools
+import os
+import random
+import subprocess
+import sys
+from typing import NamedTuple
+
+from steps import NAMES, ROOT, full_name
+
+#                      from step, values
+FACTORS = {"dtype":         (1, ["float64", "float32", "bfloat16"]),
+           "optimizer":     (1, ["adamw", "sgd"]),
+           "recompute":     (1, ["none", "selective", "full"]),
+           "micro_batches": (1, ["one", "few", "many"]),
+           "dp":            (2, [1, 2, 3, 4]),
+           "zero":          (3, [0, 1, 2, 3]),
+           "shard":         (3, ["all", "part"]),
+           "dp_mode":       (2, ["naive", "overlap", "bucket", "bucket --bucket_mb 0.02"]),
+           "tp":            (4, [1, 2, 4]),
+           "sp":            (4, ["on", "off"]),
+           "cp":            (5, [1, 2, 4]),
+           "cp_mode":       (5, ["zigzag", "ring", "allgather", "ulysses"]),
+           "pp":            (6, [1, 2, 4]),
+           "schedule":      (6, ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]),
+           "ep":            (7, [1, 2, 4]),
+           "experts":       (7, ["dense", "top1", "top2", "top4"]),
+           "balance":       (7, ["bias", "aux", "none"])}
+MESH = ("dp", "tp", "cp", "pp")
+# Four ranks, or eight that are cut in three ways: more show nothing that these do not.
+MESHES = [mesh for mesh in itertools.product(*(FACTORS[name][1] for name in MESH))
+          if (world := mesh[0] * mesh[1] * mesh[2] * mesh[3]) <= 4 or world == 8 and max(mesh) == 2]
+ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense"}           # what a step has not heard of
+
+
+class Layout(NamedTuple):
+    step: str
+    world: int
+    shape: str                                            # dense-3: of three layers; top2-3: and a mixture of experts, two per token
+    optimizer: str
+    flags: str
+
+    def __str__(self):
+        return f"{self.world} {self.shape} {self.optimizer} {self.flags}"
+
+    def flag(self, name, default=None):
+        words = self.flags.split()
+        return words[words.index(f"--{name}") + 1] if f"--{name}" in words else default
+
+    def number(self, name):
+        """A degree; dp is what is left of the world."""
+        if name == "dp":
+            return self.world // (self.number("tp") * self.number("cp") * self.number("pp"))
+        return int(self.flag(name, 0 if name == "zero" else 1))
+
+
+# ------------------------------------------------------------------------------------------- one row
+def factors(step):
+    return [name for name, (since, _) in FACTORS.items() if since <= step]
+
+
+def fits(row, mesh):
+    """Whether the values chosen so far go together with these degrees."""
+    dp, tp, cp, pp = mesh
+    chosen = row.get
+    return (all(chosen(name, degree) == degree for name, degree in zip(MESH, mesh))
+            and (tp > 1 or chosen("sp") is None) and (cp > 1 or chosen("cp_mode") is None) and (pp > 1 or chosen("schedule") is None)
+            and (dp * cp > 1 or chosen("dp_mode") is None and not chosen("zero"))
+            and (dp * cp == 4 or chosen("shard") != "part")
+            and dp * cp % chosen("ep", 1) == 0
+            and (chosen("micro_batches") != "one" or chosen("schedule") not in ("interleaved", "dualpipe")))
+
+
+def agree(row):
+    """Whether the values chosen so far go together, whatever the degrees are."""
+    chosen = row.get
+    return not (chosen("dp_mode") and (chosen("zero") or chosen("shard")) or chosen("shard") and not chosen("zero", 1)
+                or chosen("experts") == "dense" and (chosen("balance") or chosen("ep", 1) > 1)
+                or chosen("dtype") == "bfloat16" and chosen("optimizer") == "sgd")
+
+
+def meshes(row, step):
+    """The degrees that a row can have: those that it does not choose, and that the step has not heard of, are 1."""
+    row = row | {name: ALONE[name] for name in MESH if FACTORS[name][0] > step}
+    return [mesh for mesh in MESHES if agree(row) and fits(row, mesh)]
+
+
+def complete(row, step, draw):
+    """A row in which every factor that applies has a value; those given stay."""
+    row = row | dict(zip(MESH, draw.choice(meshes(row, step))))
+    for name in factors(step):
+        values = [value for value in FACTORS[name][1] if agree(row | {name: value}) and fits(row | {name: value}, [row[n] for n in MESH])]
+        if name not in row and values:
+            row[name] = draw.choice(values)
+    return {name: row[name] for name in factors(step) if name in row}
+
+
+def layout_of(row, step, draw):
+    full = ALONE | row
+    dp, tp, cp, pp, schedule = full["dp"], full["tp"], full["cp"], full["pp"], full.get("schedule")
+    stages = pp * (2 if schedule in ("interleaved", "dualpipe") else 1)
+    least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
+    counts = [n for n in range(1, 25) if 24 // dp % n == 0 and n >= least]
+    few, many = [n for n in counts if 1 < n < 5], [n for n in counts if n >= 5]
+    count = {"one": 1, "few": draw.choice(few or many), "many": many[0]}[row["micro_batches"]]
+    shard = [n for n in (1, 2) if dp * cp > n] if full.get("shard") == "part" else None
+    words = [f"--dtype {row['dtype']} --recompute {row['recompute']} --micro_batch_size {24 // dp // count}"]
+    words += [f"--dp_mode {full['dp_mode']}"] if "dp_mode" in full else []
+    words += [f"--zero {full['zero']}"] if full["zero"] else []
+    words += [f"--zero_shard {draw.choice(shard)}"] if shard else []
+    words += [f"--tp {tp} --sp {full['sp']}"] if tp > 1 else []
+    words += [f"--cp {cp} --cp_mode {full['cp_mode']}"] if cp > 1 else []
+    words += [f"--pp {pp} --schedule {schedule}"] if pp > 1 else []
+    words += [f"--ep {full['ep']}"] if full["ep"] > 1 else []
+    words += [f"--balance {full['balance']}"] if "balance" in full else []
+    shape = f"{full['experts']}-{ {1: 2, 2: 3, 4: 5, 8: 9}[stages]}"
+    return Layout(NAMES[step - 1], dp * tp * cp * pp, shape, row["optimizer"], " ".join(words))
+
+
+# ------------------------------------------------------------------------------------------- arrays
+def tuples_of(row, step):
+    """The pairs and triples of values that a row counts for."""
+    items = [(name, value) for name, value in row.items()]
+    exact = row["dtype"] == "float64"
+    pairs = {frozenset(pair) for pair in itertools.combinations(items, 2) if exact or any(name == "dtype" for name, _ in pair)}
+    triple = frozenset((name, row[name]) for name in ("zero", "tp", "pp") if name in row)
+    return pairs | ({triple} if exact and len(triple) == 3 else set())
+
+
+def wanted(step):
+    """The pairs that are possible, of which one factor is the step's own (in step 8: all), and the triples."""
+    found = set()
+    for a, b in itertools.combinations(factors(step), 2):
+        if step in (FACTORS[a][0], FACTORS[b][0], 8):
+            found |= {frozenset({(a, x), (b, y)}) for x in FACTORS[a][1] for y in FACTORS[b][1]}
+    if step >= 6 and step != 7:
+        found |= {frozenset(zip(("zero", "tp", "pp"), values)) for values in itertools.product(*(FACTORS[name][1] for name in ("zero", "tp", "pp")))}
+    return {values for values in found if meshes(dict(values), step)}
+
+
+def cost(row):
+    """About how long it takes: what all ranks compute, in layers and micro-batches, and what it takes to start."""
+    full = ALONE | row
+    layers = 1 + full["pp"] * (2 if full.get("schedule") in ("interleaved", "dualpipe") else 1)
+    passes = {"one": 1, "few": 3, "many": 6}[row["micro_batches"]] * {"none": 2, "full": 3, "selective": 4}[row["recompute"]]
+    return full["dp"] * full["tp"] * full["cp"] * (layers * passes + 20)
+
+
+def array(step, seed, rows=()):
+    """Rows that cover all that is wanted, after those given: greedily, each time the best of some drawn ones for the time it takes."""
+    draw, rows = random.Random(seed), list(rows)
+    missing = wanted(step)
+    for row in rows:
+        missing -= tuples_of(row, step)
+    while missing:
+        target = draw.choice(sorted(missing, key=lambda values: sorted(map(str, values))))
+        fixed = dict(target) if "dtype" in dict(target) else {**dict(target), "dtype": "float64"}
+        drawn = [complete(fixed, step, draw) for _ in range(40)]
+        best = max(drawn, key=lambda row: len(missing & tuples_of(row, step)) / cost(row))
+        missing -= tuples_of(best, step)
+        rows.append(best)
+    return rows
+
+
+def seed():
+    """DRAW, or else the commit."""
+    if "DRAW" in os.environ:
+        return int(os.environ["DRAW"])
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return int(head[:8] or "0", 16)
+
+
+def drawn(step, number=None):
+    """The layouts of a step's array but for the named ones."""
+    number = seed() if number is None else number
+    draw, named = random.Random(number), list(NAMED[step].values())
+    rows = array(step, number, [filled(row, step) for row in named])
+    return [layout_of(row, step, draw) for row in rows[len(named):]]
+
+
+# ------------------------------------------------------------------------------------------- those with a name
+USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", zero=0, shard="all", dp_mode="bucket", sp="on",
+             cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1, ep=1)
+# Those of `make test`: for each step and each of its dimensions one in which that is above 1. The breaks name some of them.
+QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
+             "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full")},
+         3: {"zero 1": dict(dp=2, zero=1),
+             "zero 2": dict(dp=3, zero=2, recompute="selective"),
+             "zero 3": dict(dp=2, zero=3, recompute="full"),
+             "hybrid": dict(dp=4, zero=2, shard="part", optimizer="sgd")},
+         4: {"sp on": dict(tp=2),
+             "sp off": dict(tp=2, dp=2, sp="off", zero=1, recompute="full")},
+         5: {"zigzag": dict(cp=4),
+             "ulysses": dict(cp=2, tp=2, cp_mode="ulysses", recompute="selective"),
+             "allgather": dict(cp=2, dp=2, cp_mode="allgather", zero=3)},
+         6: {"1f1b": dict(pp=2, dp=2, zero=2),
+             "zerobubble": dict(pp=2, tp=2, schedule="zerobubble"),
+             "dualpipe": dict(pp=2, cp=2, schedule="dualpipe", recompute="full")},
+         7: {"ep": dict(dp=2, ep=2, experts="top2", zero=1),
+             "ep and tp": dict(dp=2, ep=2, tp=2, experts="top2", balance="aux"),
+             "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
+         8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
+             "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full")}}
+# Those that breaks name besides, and what no factor says.
+NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
+             "gradients": dict(dp=3, dp_mode="bucket", optimizer="sgd")},
+         3: {"gradients": dict(dp=4, zero=3, optimizer="sgd", micro_batches="one")},
+         4: {"gradients": dict(tp=2, optimizer="sgd"),
+             "gradients, sp off": dict(tp=2, sp="off", optimizer="sgd")},
+         5: {f"gradients, {mode}": dict(cp=2, dp=2, cp_mode=mode, optimizer="sgd") for mode in ("zigzag", "ring", "allgather", "ulysses")},
+         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd") for schedule in ("afab", "1f1b", "interleaved", "zerobubble", "dualpipe")},
+         7: {"gradients, ep": dict(dp=4, ep=2, experts="top2", zero=2, optimizer="sgd"),
+             "gradients, ep and tp": dict(dp=2, tp=2, ep=2, experts="top2", optimizer="sgd"),
+             "four of eight": dict(dp=4, ep=4, experts="top4")},
+         8: {}}
+NAMED = {step: QUICK[step] | NAMED[step] for step in QUICK}
+
+
+def filled(row, step):
+    """A named row with the usual values of the factors that it does not mention."""
+    full = USUAL | row
+    kept = {name: full[name] for name in factors(step) if name in row or name in MESH}
+    for name in factors(step):
+        if name not in kept and agree(kept | {name: full[name]}) and fits(kept | {name: full[name]}, [full[name] for name in MESH]):
+            kept[name] = full[name]
+    return kept
+
+
+def named(step):
+    """{name: layout}"""
+    return {name: layout_of(filled(row, step), step, random.Random(0)) for name, row in NAMED[step].items()}
+
+
+def every_layout(step):
+    """What pytest is to run: those with a name, of which the quick ones are in `make test`, and those that this commit draws."""
+    import pytest
+    slow = pytest.mark.slow
+    return ([pytest.param(layout, id=name, marks=() if name in QUICK[step] else slow) for name, layout in named(step).items()]
+            + [pytest.param(layout, id=str(layout), marks=slow) for layout in drawn(step)])
+
+
+# ------------------------------------------------------------------------------------------- for the sweeps
+SCHEDULES = FACTORS["schedule"][1]
+
+
+def all_of_a_world(world):
+    """Every valid (dp, tp, cp, pp, ep) of a world, as (dense or moe, flags); all else drawn by a fixed seed."""
+    found, draw = [], random.Random(world)
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
+        if dp * tp * cp * pp != world:
+            continue
+        for ep in [n for n in (1, 2, 4, 8) if dp * cp % n == 0]:
+            found += [("moe", f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} --ep {ep} {rest(draw, dp, tp, cp, pp)}")]
+        found += [("dense", f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} {rest(draw, dp, tp, cp, pp)}")]
+    return found
+
+
+def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
+    stage = draw.choice([0, 1, 2, 3]) if stage is None else stage
+    shard = f"--zero_shard {draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])}" if stage and draw.random() < 0.3 else ""
+    schedule = schedule or draw.choice([name for name in SCHEDULES if name not in ("interleaved", "dualpipe") or pp <= 4])
+    least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
+    micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 % dp == 0 and 24 // dp % n == 0 and 24 // dp // n >= least])
+    mode = draw.choice(["zigzag", "ring", "allgather"] + ["ulysses"] * (8 // tp % cp == 0))
+    fits = cp * tp * 2 <= 16                              # an early and a late chunk, cut over tp, of 16 tokens
+    sp = draw.choice(["on", "off"]) if fits or mode in ("ring", "ulysses") and cp * tp <= 16 else "off"
+    return (f"--zero {stage} {shard} --schedule {schedule} --micro_batch_size {micro_batch} --cp_mode {mode} --sp {sp} "
+            f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} --dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
+
+
+if __name__ == "__main__":
+    step = full_name(sys.argv[1])
+    if len(sys.argv) == 2:
+        number = NAMES.index(step) + 1
+        print(*named(number).values(), *drawn(number), sep="\n")
+    else:
+        from harness import Pool
+        from observe import check
+        check(Pool(), Layout(step, int(sys.argv[2]), sys.argv[3], sys.argv[4], " ".join(sys.argv[5:])))
+        print("as one process")

@@ -1,0 +1,161 @@
+"""One run, all that it has to show.
+
+`check(pool, layout)` trains a layout once and compares: losses, gradient norms and weights with one process; what each rank sends in a
+step with the trainer's formula, and with one that is worked out here from the layout alone; the operations of all ranks with each
+other. Waits are watched meanwhile, since training is over the gloo of unforgiving.py.
+
+Where the layout's optimizer is sgd the weights that are saved at the end are the sums of all gradients: they would show a factor that
+AdamW hides. In float32 only those are compared; in bfloat16 losses and norms.
+"""
+import contextlib
+import math
+from unittest.mock import patch
+
+import cases
+from harness import assert_same_run, relative, train_job
+from operations import Recorder, assert_all_meet
+from steps import NAMES
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+
+
+# ------------------------------------------------------------------------------------------------ on every rank
+def observed_job(argv, optimizer):
+    """Trains; returns this rank's operations up to the end of the second step, and what that step sends: {(dimension, collective):
+    (seen, the trainer's formula)}."""
+    import ledger
+    import train
+    sent, recorder, until_then = {}, Recorder(), contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def on_every_rank(step, model, mesh, args):
+        if step != min(1, args.steps - 1):
+            yield
+            return
+        with ledger.Ledger(mesh) as seen:
+            yield
+        until_then.close()                                # what sees every operation takes its time
+        expected = ledger.Counter()
+        for group, collective, size in ledger.formula(model, mesh, args):
+            expected[seen.name(group), collective] += size
+        sent.update({what: (seen.payload[what], expected[what]) for what in seen.payload.keys() | expected.keys()})
+
+    with until_then, patch.object(train, "ledger", on_every_rank):
+        until_then.enter_context(recorder)
+        until_then.enter_context(patch("torch.distributed.batch_isend_irecv", recorder.batch_isend_irecv))
+        train_job(argv, optimizer)
+    return recorder.operations, sent
+
+
+# ------------------------------------------------------------------------------------------------ of all ranks
+def case(pool, shape):
+    """The flags of a run on a model of this shape, made once."""
+    return pool.once(("case", shape), lambda: cases.make(pool.folder() / shape, **cases.shape(shape)))
+
+
+def one_process(pool, layout):
+    """The run that a layout is compared with: of step 1, and where there are experts of step 7."""
+    dense, dtype, balance = layout.shape.startswith("dense"), layout.flag("dtype"), layout.flag("balance")
+    dtype = "float32" if dtype == "bfloat16" and not dense else dtype               # as the router of one process chooses in float32
+    flags = f"{case(pool, layout.shape)} --micro_batch_size 6 --dtype {dtype} {steps(layout)}" + (f" --balance {balance}" if balance else "")
+    return pool.reference(NAMES[0] if dense else NAMES[6], flags, layout.optimizer)
+
+
+def steps(layout):
+    """Four of AdamW; sums of gradients show in two what they have to. In float32 rounding may send a token to another expert, and all that
+    follows differs: there it is one."""
+    if layout.flag("dtype") == "float32" and not layout.shape.startswith("dense"):
+        return "--steps 1"
+    return "--steps 4" if layout.flag("dtype") == "float64" and layout.optimizer == "adamw" else "--steps 2"
+
+
+def check(pool, layout):
+    again = f"\nagain: python tests/layouts.py {layout.step} {layout}"
+    one = one_process(pool, layout)
+    run = pool.train(layout.step, f"{case(pool, layout.shape)} {layout.flags} {steps(layout)}", layout.world, job=observed_job, optimizer=layout.optimizer)
+    dtype = layout.flag("dtype")
+    compared = dtype == "float64" or dtype == "float32" and layout.optimizer == "sgd"
+    assert_same_run(run, one, TOLERANCE[dtype], again, weights=compared)
+    assert {str(tensor.dtype) for tensor in run.weights.values()} == {f"torch.{dtype}"}
+    if dtype != "bfloat16":
+        for line, reference in zip(run.lines, one.lines):
+            assert relative(line.get("balance") or 0, reference.get("balance") or 0) < 1e-12, f"other experts were chosen{again}"
+    operations, sent = zip(*run.answers)
+    assert_sent(layout, sent, again)
+    if layout.world > 1:
+        assert assert_all_meet(operations) > 0, again
+
+
+def assert_sent(layout, per_rank, again):
+    """To the byte, on each rank. Of what comes from experts back to their tokens a rank sends what it was sent: there the sum is exact."""
+    for what in {what for sent in per_rank for what in sent}:
+        of_ranks = [sent.get(what, (0, 0)) for sent in per_rank]
+        if what[1] == "all_to_all" and layout.number("ep") > 1:
+            of_ranks = [tuple(map(sum, zip(*of_ranks)))]
+        for rank, (seen, formula) in enumerate(of_ranks):
+            assert seen == formula, f"rank {rank} sends {seen:,} bytes by {what}, its formula says {formula:,}{again}"
+    for what, expected in by_hand(layout).items():
+        total = sum(sent.get(what, (0, 0))[0] for sent in per_rank)
+        assert total == expected, f"all ranks send {total:,} bytes by {what}, by hand {expected:,}{again}"
+
+
+# ------------------------------------------------------------------------------------------------ what is sent, by hand
+def by_hand(layout):
+    """{(dimension, collective): the bytes of one step, of all ranks together}, from the layout alone, where nothing is computed twice."""
+    model, dense = cases.shape(layout.shape), layout.shape.startswith("dense")
+    layers, hidden, heads, kv_heads = (model[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"))
+    q, kv = heads * model["head_dim"], kv_heads * model["head_dim"]
+    tp, cp, pp = layout.number("tp"), layout.number("cp"), layout.number("pp")
+    number = {"float64": 8, "float32": 4, "bfloat16": 2}[layout.flag("dtype")]
+    wide = max(4, number)                                 # of sums
+    tokens = 24 * 16
+    stream = tokens * hidden * number                     # [batch, seq, hidden] of the global batch
+    sent = {}
+    if layout.step in NAMES[1:3] and layout.world > 1:
+        block = hidden * (2 * q + 2 * kv + 3 * model["intermediate_size"] + 2)
+        sent |= data_by_hand(layout, [model["vocab_size"] * hidden, *[block] * layers, hidden + model["vocab_size"] * hidden], number, wide)
+    if layout.flag("recompute") != "none":
+        return sent
+    if tp > 1:                                            # of each layer's two regions: in, out, there and back; and the two ends
+        scalars = tp * 3 * tokens * wide                  # the loss
+        if layout.flag("sp") == "on":                     # and two inputs gathered again, but for the experts'
+            sent["tp", "all_gather"] = tp * ((6 if dense else 5) * layers + 2) * stream
+            sent["tp", "reduce_scatter"] = tp * (4 * layers + 2) * stream
+        elif dense and layout.world > tp:                 # where tp is all of the world it has other things to say
+            sent["tp", "all_reduce"] = tp * (4 * layers + 2) * stream + scalars
+        if layout.flag("sp") == "on" and dense and layout.world > tp and layout.number("zero") == 0 and pp == 1:
+            sent["tp", "all_reduce"] = scalars + layout.world * (2 * layers + 1) * hidden * wide           # and the norms
+        if tp > kv_heads and layout.number("zero") == 0 and pp == 1:
+            sent["kv_heads", "all_reduce"] = layout.world * 2 * layers * hidden * model["head_dim"] * wide
+    attention = layers * tokens
+    if layout.flag("cp_mode") in ("zigzag", "ring"):      # keys and values there, and with gradients, in sums, back
+        sent["cp", "send"] = attention * 2 * kv * ((cp - 1) * 2 * number + cp * wide)
+    if layout.flag("cp_mode") == "allgather":
+        sent["cp", "all_gather"] = cp * attention * 2 * kv * 2 * number
+        sent["cp", "reduce_scatter"] = cp * attention * 2 * kv * wide
+    if layout.flag("cp_mode") == "ulysses":               # q, k, v and what comes out; where kv heads are fewer than ranks, copies of them
+        copies = cp // math.gcd(kv_heads // tp, cp)
+        sent["cp", "all_to_all"] = attention * 2 * (2 * q + 2 * kv * copies) * number
+    if pp > 1:                                            # each border there and back; where sp is off all ranks of tp send the same
+        stages = pp * int(layout.flag("stages_per_rank", 2 if layout.flag("schedule") in ("interleaved", "dualpipe") else 1))
+        borders = stages - 1 - (layout.flag("schedule") == "dualpipe")             # there two neighbours are on one rank
+        sent["pp", "send"] = 2 * borders * stream * (tp if layout.flag("sp") == "off" else 1)
+    return sent
+
+
+def data_by_hand(layout, units, number, wide):
+    """Every gradient once, and the loss; with ZeRO in units that are padded, the weights once or for every use, and the norm."""
+    dp, zero, shard = layout.world, layout.number("zero"), int(layout.flag("zero_shard", layout.world))
+    numbers = 1 if layout.step == NAMES[1] else 2         # the loss; from step 3 on the norm's square too
+    if zero == 0:
+        return {("dp", "all_reduce"): dp * wide * (sum(units) + numbers)}
+    micro_batches = 24 // dp // int(layout.flag("micro_batch_size"))
+    sizes = [-(-size // shard) * shard for size in units]
+    gathers = sum(sizes) if zero < 3 else micro_batches * (sum(sizes) + sum(sizes[1:-2]))
+    name = "shard" if shard < dp else "dp"
+    sent = {("dp", "all_reduce"): dp * wide * numbers, (name, "all_gather"): dp * gathers * number,
+            (name, "reduce_scatter"): dp * wide * sum(sizes) * (1 if zero == 1 else micro_batches)}
+    if shard < dp:                                        # whoever has the same slice; all of them, if there is one slice
+        copies = ("replicate" if shard > 1 else "dp", "all_reduce")
+        sent[copies] = sent.get(copies, 0) + dp * wide * sum(sizes) // shard
+    return sent
