@@ -25,10 +25,10 @@ run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
 test: $(VENV)
-	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,--part quick tests)
+	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" tests)
 
 rest: $(VENV)
-	$(PYTHON) -m pytest -q --part rest tests
+	$(PYTHON) -m pytest -q -m "slow and not sweep" tests
 
 sweep: $(VENV)
 	$(PYTHON) -m pytest -q -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,tests)

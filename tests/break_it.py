@@ -1,21 +1,26 @@
-"""Applies each break to a copy of the repository and checks that the test which it names goes red.
+"""Applies each break to a copy of the step that it is a break of and checks that the test which it names goes red.
 
     python tests/break_it.py                    # all of tests/break_it/*.patch
     python tests/break_it.py step01_no_decay    # some
+    python tests/break_it.py --green            # first that all these tests pass (make test and make rest show that)
 
-A break is a patch; lines before it say which test goes red (all its cases are run) and what the loss curve shows:
+A break is a patch; lines before it say which test goes red, one case of one test, and what the loss curve shows:
 
-    test: tests/test_step01.py::test_decay_touches_matrices_only
+    test: tests/test_step03.py::test_layout[zero 1]
     loss: nothing to see
-    --- a/step01_single_gpu/optimizer.py
+    --- a/step03_zero/optimizer.py
+
+All is done in one process, by the same workers: EXERCISE, which puts a reader's folder in the place of a step, puts the copy there.
 """
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from steps import ROOT, copy_repository, run
+from steps import ROOT, full_name
 
 FOLDER = ROOT / "tests/break_it"
 NO_LESSON = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError")
@@ -31,30 +36,63 @@ def head(patch):
     return dict(line.split(": ", 1) for line in lines if line)
 
 
-def pytest(tests, copy):
-    return run([sys.executable, "-m", "pytest", *tests, "-x", "-q", "--tb=short", "-p", "no:cacheprovider"], copy, timeout=1800)
+class Verdict:
+    """What pytest says while it runs: how many tests passed, and how the first failed."""
+
+    def __init__(self):
+        self.passed, self.why, self.failed = 0, "", ""
+
+    def pytest_runtest_logreport(self, report):
+        self.passed += report.passed and report.when == "call"
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+            lines = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E  ")]
+            self.why = next(iter(lines), str(report.longrepr).splitlines()[-1])
+            self.lesson = not any(re.search(rf"\b{name}\b", line) for name in NO_LESSON for line in lines)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.why = "cannot be collected"
+
+    @property
+    def red(self):
+        """A test failed, which is more than that pytest did."""
+        return bool(self.failed) and self.lesson
 
 
-def red(status, output):
-    """Whether a test failed, which is more than that pytest did: (yes or no, why)."""
-    errors = [line[1:].strip() for line in output.splitlines() if line.startswith("E  ")] or output.splitlines()[-1:]
-    failed = status == 1 and re.search(r"^\d+ failed", output.splitlines()[-1])
-    lesson = not any(re.search(rf"\b{name}\b", line) for name in NO_LESSON for line in errors)
-    return bool(failed and lesson), errors[0]
-
-
-def break_once(patch, copy):
-    subprocess.run(["git", "apply", patch], cwd=copy, check=True)
-    verdict = red(*pytest([head(patch)["test"]], copy))
-    subprocess.run(["git", "apply", "-R", patch], cwd=copy, check=True)
+def run_tests(tests, exercise=None, *options):
+    """pytest in this process, with a folder in the place of a step."""
+    import pytest
+    verdict, printed = Verdict(), sys.stdout
+    os.environ["EXERCISE"] = "" if exercise is None else "{}={}".format(*exercise)
+    with open(os.devnull, "w") as sys.stdout:
+        try:
+            pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "-m", "not sweep", *options], plugins=[verdict])
+        finally:
+            sys.stdout = printed
+            del os.environ["EXERCISE"]
     return verdict
 
 
-def check_green(chosen, copy):
+def copy_of(step, folder):
+    """The step alone, without what is no code, in the folder."""
+    return shutil.copytree(ROOT / step, Path(folder) / step, ignore=shutil.ignore_patterns("__pycache__", "figures", "README.md"))
+
+
+def break_once(patch):
+    step = full_name(patch.stem[:6])
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of(step, folder)
+        subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={folder}", patch], cwd=folder, check=True)
+        return run_tests([ROOT / head(patch)["test"]], (step, copy))
+
+
+def check_green(chosen):
     """A test that is red anyway shows nothing."""
-    status, output = pytest(sorted({head(patch)["test"] for patch in chosen}), copy)
-    if status:
-        sys.exit(f"{output}\nerror: the tests must pass before anything is broken")
+    for test in sorted({head(patch)["test"] for patch in chosen}):
+        verdict = run_tests([ROOT / test])
+        if verdict.failed or not verdict.passed:
+            sys.exit(f"error: {test} must pass before anything is broken: {verdict.why or 'there is no such test'}")
 
 
 def choose(names):
@@ -66,15 +104,17 @@ def choose(names):
 
 
 def main():
-    chosen, survivors = choose(sys.argv[1:]), 0
-    with tempfile.TemporaryDirectory() as folder:
-        copy_repository(Path(folder))
-        check_green(chosen, folder)
-        print("| break | test | red | how it fails |\n|---|---|---|---|", flush=True)
-        for patch in chosen:
-            went_red, why = break_once(patch, folder)
-            survivors += not went_red
-            print(f"| {patch.stem} | {head(patch)['test']} | {'yes' if went_red else 'NO'} | {why[:150]} |", flush=True)
+    names = [name for name in sys.argv[1:] if name != "--green"]
+    chosen, survivors = choose(names), 0
+    os.chdir(ROOT / "tests")
+    if "--green" in sys.argv:
+        check_green(chosen)
+    print("| break | test | red | how it fails |\n|---|---|---|---|", flush=True)
+    for patch in chosen:
+        verdict = break_once(patch)
+        survivors += not verdict.red
+        why = verdict.why or ("" if verdict.passed else "there is no such test")
+        print(f"| {patch.stem} | {head(patch)['test']} | {'yes' if verdict.red else 'NO'} | {why[:150]} |", flush=True)
     sys.exit(f"error: {survivors} of {len(chosen)} breaks not seen by their tests" if survivors else 0)
 
 

@@ -76,6 +76,7 @@ def worker(rank, pipe, environment):
             param._post_accumulate_grad_hooks.clear()
         hooked.clear()
         gc.collect()
+        gc.freeze()                                       # what is left stays: modules, and what torch.compile has made
         if result[0] != "error":
             pipe.send((*result, output.getvalue()))
 

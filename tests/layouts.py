@@ -286,7 +286,7 @@ if __name__ == "__main__":
         number = NAMES.index(step) + 1
         print(*named(number).values(), *drawn(number), sep="\n")
     else:
-        from harness import Pool
+        from harness import shared_pool
         from observe import check
-        check(Pool(), Layout(step, int(sys.argv[2]), sys.argv[3], sys.argv[4], " ".join(sys.argv[5:])))
+        check(shared_pool(), Layout(step, int(sys.argv[2]), sys.argv[3], sys.argv[4], " ".join(sys.argv[5:])))
         print("as one process")

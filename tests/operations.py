@@ -1,17 +1,14 @@
-"""What each rank sends and receives over a whole run, and whether it all meets: nccl needs the same collectives in the
+"""What each rank sends and receives in a step, and whether it all meets: nccl needs the same collectives in the
 same order from all ranks of a group, and of every pair of ranks the sends in the order of the receives. And where ranks talk in several
 groups, none may wait for ever even if all that a rank has started ran one after the other, as a busy GPU is free to do."""
 import itertools
-from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Recorder(TorchDispatchMode):
+class Recorder:
     def __init__(self):
-        super().__init__()
         self.operations, self.batch = [], None
 
     def batch_isend_irecv(self, operations):
@@ -21,7 +18,8 @@ class Recorder(TorchDispatchMode):
         self.batch = None
         return works
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def note(self, op, args):
+        """To be told of every operation that torch dispatches."""
         if op.namespace == "c10d":
             import torch.distributed as dist
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
@@ -33,18 +31,10 @@ class Recorder(TorchDispatchMode):
             if op._opname == "alltoall_base_" and args[4]:                         # as many rows to each as there are
                 shapes, peer = None, (tuple(args[4]), tuple(args[3]))
             self.operations.append((group.group_name, ranks, op._opname, shapes, peer, self.batch))
-        return op(*args, **(kwargs or {}))
-
-
-def recorded_job(argv):
-    import train
-    with Recorder() as recorder, patch("torch.distributed.batch_isend_irecv", recorder.batch_isend_irecv):
-        train.main(argv)
-    return recorder.operations
 
 
 def assert_all_meet(per_rank):
-    """per_rank: what recorded_job returned on each rank. Returns the number of groups in which something was said."""
+    """per_rank: a Recorder's operations on each rank. Returns the number of groups in which something was said."""
     groups = {(name, ranks) for operations in per_rank for name, ranks, *_ in operations if len(ranks) > 1}
     for name, ranks in groups:
         said = {rank: [o[2:5] for o in per_rank[rank] if o[:2] == (name, ranks)] for rank in ranks}

@@ -12,9 +12,11 @@ import torch
 
 import huggingface
 from harness import JobFailed, Refused, assert_same_run, assert_same_tensors, distance, relative
+from jobs import main_job
 from steps import step_dir
 
 STEP = "step01_single_gpu"
+slow = pytest.mark.slow
 SMALL = dict(model_type="llama", vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
              num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
@@ -48,7 +50,7 @@ def initial(pool, small, tokens, tmp_path_factory):
 
 
 # ------------------------------------------------------------------------------------- as a newcomer runs it
-@pytest.mark.slow
+@slow
 def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
     out, log = tmp_path / "out", tmp_path / "log.jsonl"
     command = [sys.executable, step_dir(STEP) / "train.py", "--save", out, "--log_file", log]
@@ -67,17 +69,16 @@ def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
     assert len(text) == 54 and sum(chr(byte).isalpha() or byte == 32 for byte in text) > 40, text
 
 
-@pytest.mark.slow
+@slow
 def test_copied_alone_it_runs(tmp_path):
-    import shutil
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run([sys.executable, "alone/train.py", "--steps", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
 
 
 # ------------------------------------------------------------------------------------- against transformers
-@pytest.mark.parametrize("exact, tolerance", [(True, 1e-9), (False, 1e-5)])
-@pytest.mark.parametrize("recompute, micro_batch", [("none", 2), ("selective", 4), ("full", 1)])
+@pytest.mark.parametrize("recompute, micro_batch, exact, tolerance", [("selective", 4, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
+    ("none", 2, True, 1e-9), ("full", 1, True, 1e-9), ("none", 2, False, 1e-5)])])
 def test_trains_as_transformers(pool, small, tokens, initial, exact, tolerance, recompute, micro_batch):
     flags = f"{BATCH} --micro_batch_size {micro_batch} --recompute {recompute} --dtype float64 --steps 4 --grad_clip 0.5"
     run = pool.train(STEP, f"--model {small} --dataset {tokens} --init_from {initial} {flags}")
@@ -95,7 +96,7 @@ def test_logits_and_first_gradients_of_every_kind_of_config(pool, tokens, tmp_pa
     config = write_config(tmp_path / "model", num_key_value_heads=4, **rope)
     base = f"--model {config} --dataset {tokens} {BATCH} --seq_len 96 --dtype float64"
     pool.train(STEP, f"{base} --steps 0 --save {tmp_path / 'init'}", weights=False)
-    gradients = pool.train(STEP, f"{base} --steps 1", gradients=True)
+    gradients = pool.train(STEP, f"{base} --steps 1 --grad_clip 0", optimizer="sgd")
     model = huggingface.load(tmp_path / "init", torch.float64)
     inputs, targets = huggingface.batch(np.load(tokens), 0, 8, 96)
     logits = model(input_ids=inputs).logits
@@ -114,15 +115,15 @@ def logits_job(model, init, inputs):
 
 
 def test_float32_against_float64(pool, small, tokens):
-    flags = f"--model {small} --dataset {tokens} {BATCH} --steps 1"
-    single, double = (pool.train(STEP, f"{flags} --dtype {dtype}", gradients=True) for dtype in ("float32", "float64"))
+    flags = f"--model {small} --dataset {tokens} {BATCH} --steps 1 --grad_clip 0"
+    single, double = (pool.train(STEP, f"{flags} --dtype {dtype}", optimizer="sgd") for dtype in ("float32", "float64"))
     assert_same_run(single, double, 1e-4)
 
 
 # ------------------------------------------------------------------------------------- precision, accumulation, schedules
-@pytest.mark.slow
+@slow
 def test_bfloat16_follows_float32(pool):
-    flags = "--steps 50 --warmup 5 --lr 3e-3"
+    flags = "--steps 50 --warmup 5 --lr 6e-3 --seq_len 32 --global_batch_size 8 --micro_batch_size 8"
     single = pool.train(STEP, flags, weights=False, timeout=300)
     half = pool.train(STEP, f"{flags} --dtype bfloat16", weights=False, timeout=300)
     assert single.losses[-1] < 3.2
@@ -139,7 +140,7 @@ def test_bfloat16_small_updates_are_not_lost(pool):
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(pool):
-    runs = [pool.train(STEP, f"--dtype float64 --steps 1 --global_batch_size 8 --micro_batch_size {8 // n} --seq_len 32", gradients=True)
+    runs = [pool.train(STEP, f"--dtype float64 --steps 1 --grad_clip 0 --global_batch_size 8 --micro_batch_size {8 // n} --seq_len 32", optimizer="sgd")
             for n in (1, 2, 4, 8)]
     for run in runs[1:]:
         assert_same_run(run, runs[0], 1e-12)
@@ -177,7 +178,7 @@ def test_clipping_off(pool):
     assert clipped.grad_norms == pool.train(STEP, f"{flags} --grad_clip 0").grad_norms, "the norm is logged before clipping"
 
 
-@pytest.mark.slow
+@slow
 def test_compile_changes_nothing(pool, tmp_path, tokens):
     config = write_config(tmp_path / "one", num_hidden_layers=1)
     flags = f"--model {config} --dataset {tokens} --steps 2 --seq_len 32 --global_batch_size 2 --micro_batch_size 1 --recompute selective"
@@ -532,7 +533,7 @@ def bad_inputs(folder):
 def test_bad_input_is_refused_in_one_line(pool, tmp_path):
     for flags, message in bad_inputs(tmp_path).items():
         with pytest.raises(Refused) as refused:
-            pool.call(refused_job, STEP, argv=flags.split())
+            pool.call(main_job, STEP, argv=f"--steps 1 {flags}".split())
         lines = str(refused.value).strip().splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], f"{flags}: {lines}"
 
@@ -544,7 +545,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer
     (tmp_path / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text("a b c")
     with pytest.raises(Refused, match="it has no end-of-text token"):
-        pool.call(refused_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
+        pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
 
 
 @pytest.mark.parametrize("wrong", [256, -1])
@@ -553,20 +554,15 @@ def test_a_token_outside_the_vocabulary_ends_the_run_in_any_step(pool, tmp_path,
     tokens[16 * 8 * 2 + 5] = wrong                        # of the third step
     np.save(tmp_path / "tokens.npy", tokens)
     with pytest.raises(JobFailed, match=f"tokens from {min(0, wrong)} to {max(0, wrong)} in step 2, the vocabulary is 256"):
-        pool.call(refused_job, STEP, argv=f"--dataset {tmp_path / 'tokens.npy'} --steps 3 --seq_len 16 --global_batch_size 8".split())
-
-
-def refused_job(argv):
-    import train
-    train.main(argv + ["--steps", "1"] if "--steps" not in argv else argv)
+        pool.call(main_job, STEP, argv=f"--dataset {tmp_path / 'tokens.npy'} --steps 3 --seq_len 16 --global_batch_size 8".split())
 
 
 def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path, small, initial):
     with pytest.raises(Refused, match=r"is \[257, 64\], --model tiny has \[256, 64\]"):
-        pool.call(refused_job, STEP, argv=["--init_from", str(initial)])
+        pool.call(main_job, STEP, argv=["--init_from", str(initial)])
     deeper = write_config(tmp_path / "deeper", num_hidden_layers=4)
     with pytest.raises(Refused, match="has no model.layers.3"):
-        pool.call(refused_job, STEP, argv=["--model", str(deeper), "--init_from", str(initial)])
+        pool.call(main_job, STEP, argv=["--model", str(deeper), "--init_from", str(initial)])
 
 
 def test_exit_status_from_the_shell_is_2(tmp_path):

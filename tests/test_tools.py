@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import layouts
 import plot
 import pytest
 import torch
@@ -75,15 +76,19 @@ def test_make_exercise_refuses(small_repository, step, message):
 
 
 @pytest.mark.slow
-def test_the_parts_are_all_tests_and_none_twice(tmp_path):
+def test_the_parts_are_all_tests_and_none_twice():
     def collected(*options):
-        status, output = run([sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, "tests"], ROOT, timeout=120)
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, "tests"]
+        status, output = run(command, ROOT, timeout=120)
         assert status == 0, output
         return [line for line in output.splitlines() if "::" in line]
-    quick, rest, every = (collected("--part", part) for part in ("quick", "rest", "all"))
+    quick, rest, every = (collected(*options) for options in (("-m", "not slow and not sweep"), ("-m", "slow and not sweep"), ()))
     assert sorted(quick + rest) == sorted(every) and len(set(every)) == len(every)
-    of_step_8 = [name for name in quick if "test_step08.py::test_trains_as_one_process" in name]
-    assert len(of_step_8) == 1 and not any("test_compile[" in name for name in quick)
+    for step in range(2, 9):                              # each step, and each of its dimensions above 1
+        for name in layouts.QUICK[step]:
+            assert f"tests/test_step0{step}.py::test_layout[{name}]" in quick
+        dimensions = [name for name in (*layouts.MESH, "ep") if layouts.FACTORS[name][0] <= step]
+        assert all(any(row.get(name, 1) > 1 for row in layouts.QUICK[step].values()) for name in dimensions), step
 
 
 def test_make_sweep_runs_the_long_tests_and_no_others(small_repository):
@@ -113,11 +118,19 @@ def test_a_break_that_goes_red(small_repository):
 @pytest.mark.parametrize("test, line, message", [
     ("test_anything", "answer = 40", "| NO |"),                                    # stays green
     ("test_import", "import nowhere", "| NO | ModuleNotFoundError"),               # red, but for no lesson
-    ("test_gone", "answer = 40", "must pass before"),                              # no such test
-    ("test_long", "answer = 40", "must pass before")])                             # a test that is not run
+    ("test_gone", "answer = 40", "| NO | there is no such test"),
+    ("test_long", "answer = 40", "| NO | there is no such test")])                 # one that is not run
 def test_a_break_that_shows_nothing_is_seen(small_repository, test, line, message):
     status, output = break_it(small_repository, test, line)
     assert status == 1 and message in output, output
+
+
+def test_what_is_red_anyway_shows_nothing(small_repository):
+    (small_repository / "step02_dp/train.py").write_text("answer = 41\n")
+    patch = small_repository / "tests/break_it/step02_answer.patch"
+    patch.write_text(PATCH.format(test="test_answer", line="answer = 40").replace("-answer = 42", "-answer = 41"))
+    status, output = run([sys.executable, "tests/break_it.py", "--green"], small_repository, timeout=120)
+    assert status == 1 and "must pass before anything is broken: AssertionError: no answer" in output, output
 
 
 def test_an_unknown_break_is_refused(small_repository):
