@@ -35,7 +35,7 @@ sweep: $(VENV)
 
 diff:
 	@test -n "$(OLD)" -a -n "$(NEW)" || { echo "make diff STEP=N: needs steps N-1 and N; there are" step0* >&2; exit 2; }
-	@diff -ruN -x __pycache__ -x figures -x README.md $(OLD) $(NEW) || test $$? -eq 1
+	@diff -ruN -x __pycache__ -x figures -x planner -x README.md $(OLD) $(NEW) || test $$? -eq 1
 
 exercise:
 	@python3 tests/exercise.py $(STEP)

@@ -1,4 +1,4 @@
-"""Fits the constants of step08_5d/speed.py and measured.py to real runs: python tests/fit_plan.py [--out FILE | --tables]
+"""Fits the constants of step08_5d/planner's speed.py and measured.py to real runs: python tests/fit_plan.py [--out FILE | --tables]
 
 The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
 for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "step08_5d"))
+sys.path.insert(0, str(ROOT / "step08_5d/planner"))
 import measured
 
 DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"

@@ -84,7 +84,7 @@ def run_blocks(readme):
 
 
 def real_diff(old, new):
-    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", old, new]
+    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "planner", "-x", "README.md", old, new]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 

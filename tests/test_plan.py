@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,14 +19,15 @@ import pytest
 import fit_plan
 from fit_plan import DATA, NODES, ROOT
 
-STEP = ROOT / "step08_5d"
-sys.path.insert(0, str(STEP))
+STEP, PLANNER = ROOT / "step08_5d", ROOT / "step08_5d/planner"
+sys.path[:0] = [str(STEP), str(PLANNER)]
 import config
 import costs
 import measured
 import plan
 import schedules
 import speed
+import trainer
 from costs import Layout
 from pipeline_parallel import first_layers, my_stages
 
@@ -34,7 +36,25 @@ CONSTANTS = dict(time=speed.TIME, slack=1.0)
 
 
 def run(*flags):
-    return subprocess.run([sys.executable, STEP / "plan.py", *map(str, flags)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, PLANNER, *map(str, flags)], capture_output=True, text=True, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------- a folder of its own
+def test_it_runs_without_torch_wherever_the_step_is_copied_to(tmp_path):
+    shutil.copytree(STEP, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__", "figures"))
+    for words in (["--config", "tp=2"], ["--html", "plan.html", "--config", "tp=2"]):
+        done = subprocess.run([sys.executable, "-X", "importtime", "copy/planner", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+        assert done.returncode == 0 and {"plan", "costs", "trainer"} <= loaded, done.stderr
+        assert not {"torch", "numpy", "config", "schedules"} & loaded
+    assert (tmp_path / "plan.html").exists()
+
+
+def test_what_it_reads_of_the_trainer_is_the_trainers():
+    assert {name: vars(c) for name, c in trainer.PRESETS.items()} == {name: vars(c) for name, c in config.PRESETS.items()}
+    for schedule in plan.SCHEDULES:
+        assert trainer.least(schedule, 4) == schedules.least(schedule, 4)
+    assert sorted(plan.SCHEDULES) == sorted(schedules.SCHEDULES)
 
 
 # ------------------------------------------------------------------------------------------- the fit

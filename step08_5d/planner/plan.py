@@ -1,10 +1,10 @@
 """From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
 
-    python step08_5d/plan.py --model llama-70b --gpus 512 --gpu h100 --seq_len 4096 --global_batch_tokens 4e6
-    python step08_5d/plan.py --model llama-8b --gpus 64 --config dp=32,tp=2,zero=1,mbs=2          # explains this one
-    python step08_5d/plan.py --fit results.csv --constants mine.json                               # your cluster's constants
-    python step08_5d/plan.py --html plan.html                                                      # the same, as a page with sliders
-    python step08_5d/plan.py --predict runs.csv --out predicted.csv                                # of the benchmarked trainer
+    python step08_5d/planner --model llama-70b --gpus 512 --gpu h100 --seq_len 4096 --global_batch_tokens 4e6
+    python step08_5d/planner --model llama-8b --gpus 64 --config dp=32,tp=2,zero=1,mbs=2          # explains this one
+    python step08_5d/planner --fit results.csv --constants mine.json                               # your cluster's constants
+    python step08_5d/planner --html plan.html                                                      # the same, as a page with sliders
+    python step08_5d/planner --predict runs.csv --out predicted.csv                                # of the benchmarked trainer
 
 What a layout holds and sends is in costs.py, how fast it is in speed.py. Here all layouts are tried, the best are shown, and why.
 """
@@ -12,14 +12,12 @@ import argparse
 import dataclasses
 import json
 import math
-import signal
 
 import costs
 import speed
-from config import PRESETS, load_config, refuse
 from costs import GIB, Layout
-from schedules import least
 from speed import GPUS, NETWORKS, Cluster
+from trainer import PRESETS, least, load_config, refuse
 
 SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
 RECOMPUTE = ("none", "selective", "full")
@@ -309,17 +307,14 @@ def main(argv=None):
         l = parse_config(args.config, c, cluster, args.seq_len, sequences)
         shown = [evaluate(c, l, cluster, constants)]
     else:
-        candidates, looked_at = search(c, cluster, args.seq_len, sequences, constants)
         fewest = fewest_gpus(c, cluster, args.seq_len, constants["slack"])
-        print(f"{args.model}, {costs.model_parameters(c) / 1e9:.2f}B parameters, on {cluster.gpus:,} x {args.gpu}: "
-              + (f"{len(candidates):,} of {looked_at:,} layouts fit" if candidates else f"none of {looked_at:,} layouts fits and meets the batch") + f"; the fewest GPUs that hold it: {fewest:,}\n")
+        print(f"{args.model}, {costs.model_parameters(c) / 1e9:.2f}B parameters, on {cluster.gpus:,} x {args.gpu}; the fewest GPUs that hold it: {fewest:,}",
+              flush=True)                                 # the search takes seconds
+        candidates, looked_at = search(c, cluster, args.seq_len, sequences, constants)
+        print(f"{len(candidates):,} of {looked_at:,} layouts fit\n" if candidates else f"none of {looked_at:,} layouts fits and meets the batch\n")
         shown = best_per_mesh(c, candidates, cluster, constants["slack"])
         if not shown:
             return print("more GPUs, a shorter sequence, or another batch")
         print("\n".join(table(shown)), "\n")
     print("\n".join([*details(c, shown[0], cluster), "", *explain(c, shown[0], cluster, sequences, constants["slack"]), "", command(args.model, shown[0].layout, cluster)]))
 
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)         # plan.py | head
-    main()

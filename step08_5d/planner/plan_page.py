@@ -1,21 +1,19 @@
-"""The planner as a web page: python step08_5d/plan.py --html plan.html
+"""The planner as a web page: python step08_5d/planner --html plan.html
 
 One file that needs no network. What it shows is what `report` and `recommend` return, below; plan_page.html only draws it. These two,
-and whatever of plan.py, costs.py and config.py they call, are translated to JavaScript (javascript.py) when the page is made. So each
+and whatever of plan.py, costs.py and the trainer's config.py they call, are translated to JavaScript (javascript.py) when the page is made. So each
 formula is written once, in Python, and the page cannot fall behind it.
 """
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 import costs
 import plan
-from config import PRESETS, check_context_parallel, check_experts, check_pipeline, check_tensor_parallel, load_config, refuse
 from costs import BF16, FLOAT32, GIB, Layout
 from javascript import translate
 from speed import GPUS, NETWORKS, Cluster
+from trainer import PRESETS, check_context_parallel, check_experts, check_pipeline, check_tensor_parallel, load_config, refuse
 
 HERE = Path(__file__).resolve().parent
 
@@ -37,7 +35,7 @@ def layout_of(c, cluster, s):
     l = Layout(dp=dp, tp=s.tp, cp=s.cp, pp=s.pp, ep=s.ep, zero=s.zero, schedule=s.schedule if s.pp > 1 else "1f1b", micro_batch=s.micro_batch,
                accumulation=accumulation, seq_len=s.seq_len, recompute=s.recompute)
     args = SimpleNamespace(**l.__dict__, model=s.model, global_batch_size=dp * s.micro_batch * accumulation, micro_batch_size=s.micro_batch, stages_per_rank=None,
-                           sp="on", cp_mode="zigzag", device="cuda", dtype=getattr(torch, s.dtype), balance=None, init_from=None, save=None)
+                           sp="on", cp_mode="zigzag", device="cuda", dtype=s.dtype, balance=None, init_from=None, save=None)
     check_tensor_parallel(args, c)
     check_context_parallel(args, c)
     check_pipeline(args, c, accumulation)

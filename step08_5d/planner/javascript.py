@@ -8,8 +8,10 @@ import ast
 import json
 from pathlib import Path
 
+import trainer
+
 HERE = Path(__file__).resolve().parent
-MODULES = ("schedules", "config", "costs", "speed", "plan", "plan_page")        # a module comes after those that it imports
+MODULES = ("trainer", "costs", "speed", "plan", "plan_page")                   # a module comes after those that it imports
 GIVEN = ("refuse", "torch")                               # written by hand in plan_page.html, like Python's own functions
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Mod: "%", ast.Pow: "**", ast.Eq: "===", ast.NotEq: "!==", ast.Lt: "<", ast.LtE: "<=",
              ast.Gt: ">", ast.GtE: ">="}
@@ -18,7 +20,7 @@ PARAMETERS = {"sorted": ("iterable", "key", "reverse")}
 
 def translate(start, *roots):
     """Functions of the module `start`, and what they need of the others; each module is an object of its own."""
-    known = {name: definitions(ast.parse((HERE / f"{name}.py").read_text())) for name in MODULES}
+    known = {name: definitions(nodes(name)) for name in MODULES}
     needed, todo = {name: {} for name in MODULES}, [(start, root) for root in roots]
     while todo:
         module, name = todo.pop()
@@ -35,10 +37,17 @@ def translate(start, *roots):
     return "\n".join(Translator(signatures).module(name, [known[name][part] for part in known[name] if part in needed[name]], list(needed[name])) for name in MODULES)
 
 
-def definitions(tree):
+def nodes(name):
+    """A module from top to bottom; what the planner runs of the trainer's files is one of them."""
+    if name == "trainer":
+        return [node for path in trainer.FILES for node in trainer.definitions(path).body]
+    return ast.parse((HERE / f"{name}.py").read_text()).body
+
+
+def definitions(nodes):
     """{name: node} of a module: functions, classes, constants, and what it imports from the others."""
     found = {}
-    for node in tree.body:
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found[node.name] = node
         elif isinstance(node, ast.Assign):

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import costs
 import speed
-from config import load_config, refuse
 from costs import BF16, GIB, Layout, Stage
 from plan import evaluate, memory
 from speed import Cluster
+from trainer import load_config, refuse
 
 
 # ------------------------------------------------------------------------------------------- CSV files
