@@ -24,6 +24,7 @@ sys.path[:0] = [str(STEP), str(PLANNER)]
 import config
 import costs
 import measured
+import nanotron
 import plan
 import schedules
 import speed
@@ -65,12 +66,12 @@ def rows():
 
 @pytest.fixture(scope="module")
 def fitted(rows):
-    return fit_plan.fit_all(rows, start=(speed.TIME, measured.MEMORY))
+    return fit_plan.fit_all(rows, start=(nanotron.TIME, nanotron.MEMORY))
 
 
 def test_the_constants_are_those_that_the_fit_gives(fitted):
     assert fitted[2] == pytest.approx(speed.USABLE, rel=0.05)
-    for known, found in zip((speed.TIME, measured.MEMORY), fitted):
+    for known, found in zip((nanotron.TIME, nanotron.MEMORY), fitted):
         assert set(known) == set(found)
         assert {name: found[name] / known[name] for name in known} == pytest.approx(dict.fromkeys(known, 1.0), rel=0.05)
 
@@ -96,7 +97,7 @@ def test_the_tables_in_the_readme(rows):
 
 
 def test_empty_stages_are_seen(rows):
-    empty = [row for row in rows if measured.benchmark_run(row)[3] is None]
+    empty = [row for row in rows if nanotron.benchmark_run(row)[3] is None]
     assert len(empty) == 75 and {row["status"] for row in empty} == {"failed"}
 
 
@@ -264,7 +265,7 @@ def test_experts_are_reduced_among_their_copies():
     assert experts == 32 * 3 * 4096 * 14336 and abs(experts + others - 7.24e9) < 1e8
     eight_cards, one_card = (cards * cluster.network * k["network_efficiency"] * 4 ** -k["congestion"] for cards in (8, 1))
     expected = 4 * 2 * (others * 63 / 64 / min(eight_cards, cluster.gpu.nvlink * k["nvlink_efficiency"]) + experts * 7 / 8 / one_card)
-    assert speed.data_parallel_seconds(c, l, cluster, stage, k, 0, False)["dp"] == pytest.approx(expected, rel=2e-3)
+    assert speed.data_parallel_seconds(c, l, cluster, stage, k, 0)["dp"] == pytest.approx(expected, rel=2e-3)
 
 
 # ------------------------------------------------------------------------------------------- the search
@@ -323,11 +324,11 @@ def test_more_bandwidth_is_not_slower():
 def test_predict(tmp_path, rows):
     few, out = tmp_path / "in.csv", tmp_path / "out.csv"
     big = dict(model="80B", nodes=64, dp=8, tp=8, pp=8, zero=1, mbs=1, grad_acc=32)
-    measured.write_csv(few, [*rows[:5], big], measured.KEYS)
+    measured.write_csv(few, [*rows[:5], big], nanotron.KEYS)
     assert run("--predict", few, "--out", out).returncode == 0
     with open(out) as file:
         got = list(csv.DictReader(file))
-    assert list(got[0]) == [*measured.KEYS, *measured.PREDICTED] and len(got) == 6
+    assert list(got[0]) == [*nanotron.KEYS, *nanotron.PREDICTED] and len(got) == 6
     for row in got:
         assert 0 < float(row["pred_mem_gb"]) < 1000 and 0 < float(row["pred_tok_s_gpu"]) < 1e5 and row["pred_oom"] in "01"
     assert abs(float(got[0]["pred_tok_s_gpu"]) / float(rows[0]["tok_s_gpu"]) - 1) < 0.1
@@ -370,10 +371,10 @@ def test_refused(flags, capsys):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"), (dict(mbs=0), "at least 1")])
+    (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"), (dict(mbs=0), "at least 1"), (dict(zero=2), "zero 0 or 1")])
 def test_rows_that_are_refused(tmp_path, capsys, change, message):
     path = tmp_path / "in.csv"
-    measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], measured.KEYS)
+    measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], nanotron.KEYS)
     with pytest.raises(SystemExit) as stop:
         plan.main(["--predict", str(path), "--out", str(tmp_path / "out.csv")])
     said = capsys.readouterr().err

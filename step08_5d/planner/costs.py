@@ -2,7 +2,7 @@
 
 What persists, what is multiplied and what is sent is exact: tests compare it with --dry_run, number by number. So is what
 a layer keeps for backward; what comes and goes beside it is followed at the few moments at which it may be most.
-Speed is in speed.py, another trainer in measured.py.
+Speed is in speed.py, another trainer in nanotron.py.
 """
 import math
 from collections import defaultdict
@@ -107,8 +107,7 @@ def units(c, l, stage):
 
 
 def parameters(c, l, stage):
-    once = stage.embedding and stage.head and getattr(c, "tied", False)            # one matrix for both ends; this trainer has none such
-    return sum(size * count for size, _, count in units(c, l, stage)) - once * c.vocab_size * c.hidden_size // l.tp
+    return sum(size * count for size, _, count in units(c, l, stage))
 
 
 def model_parameters(c, active=False):

@@ -288,10 +288,11 @@ def parse_config(text, c, cluster, seq_len, sequences):
 
 
 def main(argv=None):
-    import measured                                       # which imports this file
+    import measured                                       # both import this file
+    import nanotron
     args = parse_args(argv)
     if args.predict:
-        return measured.predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
+        return nanotron.predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
     cluster = cluster_of(args)
     if args.fit:
         constants, runs = measured.fit_own(args.fit, cluster)
