@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import statistics
@@ -309,6 +310,14 @@ def test_what_is_printed():
         assert part in found.stdout
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full")
     assert said.returncode == 0 and "experts: ep 4 leaves 2 of 8 to a rank" in said.stdout
+
+
+def test_what_the_readme_shows():
+    readme = (PLANNER / "README.md").read_text()
+    words = re.search(r"^python step08_5d/planner (.*)$", readme, re.M)[1]
+    shown = re.search(r"<!-- measured: query -->\n```text\n(.*?)```\n<!-- end -->", readme, re.S)[1]
+    printed = [line.rstrip() for line in run(*words.split()).stdout.splitlines()]
+    assert shown.splitlines() == printed
 
 
 def test_more_bandwidth_is_not_slower():
