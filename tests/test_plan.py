@@ -24,6 +24,7 @@ STEP, PLANNER = ROOT / "step08_5d", ROOT / "step08_5d/planner"
 sys.path[:0] = [str(STEP), str(PLANNER)]
 import config
 import costs
+import explain
 import measured
 import nanotron
 import plan
@@ -187,7 +188,7 @@ def dry_runs_job(model, layouts):
     found = {}
     for i in range(int(os.environ["RANK"]), len(layouts), int(os.environ["WORLD_SIZE"])):
         l, _, _, rank = layouts[i]
-        words = shlex.split(plan.command(model, l, speed.Cluster(l.gpus)))
+        words = shlex.split(explain.command(model, l, speed.Cluster(l.gpus)))
 
         @contextlib.contextmanager
         def watch(model, optimizer, pipeline, mesh, args):
@@ -289,17 +290,17 @@ def test_no_layout_is_refused_by_the_trainer(monkeypatch):
     assert len(seen) > 500
     monkeypatch.setenv("WORLD_SIZE", "16")
     for l in seen[::37]:
-        words = shlex.split(plan.command("tiny-moe", l, cluster))
+        words = shlex.split(explain.command("tiny-moe", l, cluster))
         args = config.parse_args([*words[words.index("step08_5d/train.py") + 1:], "--device", "cpu"])
         config.check(args, c)
         assert args.dp * args.tp * args.cp * args.pp == 16 and args.ep == l.ep and args.zero == l.zero
 
 
 def test_commands():
-    one = plan.command("llama-8b", Layout(dp=4, tp=2), speed.Cluster(8))
+    one = explain.command("llama-8b", Layout(dp=4, tp=2), speed.Cluster(8))
     assert one == ("torchrun --standalone --nproc_per_node 8 step08_5d/train.py --model llama-8b --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 "
                    "--dp 4 --tp 2")
-    many = plan.command("llama-70b", Layout(dp=8, tp=8, pp=8), speed.Cluster(512))
+    many = explain.command("llama-70b", Layout(dp=8, tp=8, pp=8), speed.Cluster(512))
     assert many.startswith("srun --nodes 64 ") and "--nnodes 64 --nproc_per_node 8 " in many
 
 
@@ -371,21 +372,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_refused(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["--model", "llama-8b", *flags.format(data=DATA).split()] if "--model" not in flags else flags.split())
-    said = capsys.readouterr()
-    assert stop.value.code == 2 and said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and REFUSED[flags] in said.err
+def test_refused(flags):
+    said = run(*flags.format(data=DATA).split())
+    assert said.returncode == 2 and said.stdout == ""
+    assert said.stderr.startswith("error: ") and said.stderr.count("\n") == 1 and REFUSED[flags] in said.stderr
 
 
 @pytest.mark.parametrize("change, message", [
     (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"), (dict(mbs=0), "at least 1"), (dict(zero=2), "zero 0 or 1")])
-def test_rows_that_are_refused(tmp_path, capsys, change, message):
+def test_rows_that_are_refused(tmp_path, change, message):
     path = tmp_path / "in.csv"
     measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], nanotron.KEYS)
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["--predict", str(path), "--out", str(tmp_path / "out.csv")])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1 and "line 2" in said and message in said
+    done = run("--predict", path, "--out", tmp_path / "out.csv")
+    said = done.stderr
+    assert done.returncode == 2 and said.count("\n") == 1 and "line 2" in said and message in said
     assert not (tmp_path / "out.csv").exists()

@@ -14,6 +14,7 @@ import chromium
 from fit_plan import ROOT
 
 import costs
+import explain
 import javascript
 import plan
 import plan_page
@@ -66,10 +67,13 @@ def same(ours, theirs, where=""):
 
 
 # ------------------------------------------------------------------------------------------- without a browser
+def run(*words):
+    return subprocess.run([sys.executable, ROOT / "step08_5d/planner", *words], capture_output=True, text=True, timeout=120)
+
+
 def test_the_page_is_one_file(tmp_path):
     path = tmp_path / "plan.html"
-    words = ["--html", path, "--model", "llama-1b", "--config", "tp=2,mbs=4"]
-    done = subprocess.run([sys.executable, ROOT / "step08_5d/planner", *words], capture_output=True, text=True, timeout=120)
+    done = run("--html", path, "--model", "llama-1b", "--config", "tp=2,mbs=4")
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     start = json.loads(re.search(r"^const start = (.*);$", text, re.M)[1])
@@ -79,17 +83,16 @@ def test_the_page_is_one_file(tmp_path):
 
 
 def test_the_page_opens_at_the_best_layout(tmp_path):
-    plan.main(["--html", str(tmp_path / "plan.html"), "--gpus", "8", "--model", "llama-8b"])
+    assert run("--html", tmp_path / "plan.html", "--gpus", "8", "--model", "llama-8b").returncode == 0
     start = json.loads(re.search(r"^const start = (.*);$", (tmp_path / "plan.html").read_text(), re.M)[1])
     c, cluster = PRESETS["llama-8b"], speed.Cluster(8)
     best = plan.search(c, cluster, 4096, 4e6 / 4096, SETUP.constants)[0][0].layout
     assert all(start[name] == getattr(best, name) for name in ("zero", "tp", "cp", "pp", "ep", "micro_batch", "schedule", "recompute"))
 
 
-def test_a_page_that_cannot_be_written(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["--html", str(tmp_path / "nowhere/plan.html"), "--config", "tp=2"])
-    assert stop.value.code == 2 and "--html" in capsys.readouterr().err
+def test_a_page_that_cannot_be_written(tmp_path):
+    done = run("--html", tmp_path / "nowhere/plan.html", "--config", "tp=2")
+    assert done.returncode == 2 and done.stderr.startswith("error: --html ")
 
 
 @pytest.mark.parametrize("source", ["def f(x):\n    with x: pass", "def f(x):\n    return x @ x", "def f(x):\n    return sum(x, start=3)",
@@ -197,9 +200,9 @@ def test_what_is_shown_are_plans_own_numbers(opened, capsys):
         assert shown(opened, "#time .key li") == {name: f"{s:.3f} s" for name, s in best.seconds.items() if s > 0}
         mfu = best.tokens_per_s * costs.flops_per_token(c, l.seq_len) / cluster.gpu.flops
         assert shown(opened, "#numbers dd") == {"step": f"{step:.2f} s", "tokens/s/GPU": f"{best.tokens_per_s:,.0f}", "MFU": f"{mfu:.1%}"}
-        assert text(opened, "#command") == plan.command(state["model"], l, cluster)
+        assert text(opened, "#command") == explain.command(state["model"], l, cluster)
         said = opened.run("Array.from(document.querySelectorAll('#words > *'), one => one.textContent)")
-        assert said == [line.strip() for line in plan.explain(c, best, cluster, sequences)]
+        assert said == [line.strip() for line in explain.reasons(c, best, cluster, sequences)]
         widths = opened.run("Array.from(document.querySelectorAll('#memory .row'), row => sum(Array.from(row.children, one => parseFloat(one.style.width))))")
         ranks = [sum(costs.our_memory(c, l, rank, stage).values()) / costs.GIB for rank, stage in enumerate(costs.our_stages(c, l))]
         assert widths == pytest.approx([100 * size / (1.04 * max(cluster.gpu.memory, held)) for size in ranks], rel=1e-3)

@@ -1,8 +1,8 @@
 """What the planner takes from the trainer: its presets, how it reads a model's shape, what it refuses.
 
-All of it is written once, in config.py and schedules.py, one folder up. config.py imports torch, for the names
-of its types and to look for a GPU, and that import takes seconds. The planner needs neither. So the two files
-are run here without what they import of torch and of each other.
+All of it is written once, in config.py and schedules.py, one folder up. config.py imports torch, for the
+names of its types and to look for a GPU, and that import takes seconds. The planner needs neither, so the two
+files are run here without what they import of torch and of each other.
 """
 import ast
 from pathlib import Path
