@@ -8,10 +8,6 @@ PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
 
-# the folders of step STEP and of the one before it
-NEW = $(wildcard step0$(STEP)_*)
-OLD = $(wildcard step0$(shell expr "$(STEP)" - 1 2>/dev/null)_*)
-
 .PHONY: run test rest sweep diff exercise break plot carry figures bench
 .DEFAULT_GOAL := run
 
@@ -34,8 +30,7 @@ sweep: $(VENV)
 	$(PYTHON) -m pytest -q -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
 
 diff:
-	@test -n "$(OLD)" -a -n "$(NEW)" || { echo "make diff STEP=N: needs steps N-1 and N; there are" step0* >&2; exit 2; }
-	@diff -ruN -x __pycache__ -x figures -x README.md $(OLD) $(NEW) || test $$? -eq 1
+	@python3 tests/diff.py "$(STEP)" $(FILE)
 
 exercise:
 	@python3 tests/exercise.py $(STEP)

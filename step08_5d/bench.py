@@ -1,7 +1,7 @@
 """A sweep of the trainer over layouts, on whatever machine this is: which one is fastest, and what the others die of.
 
     python step08_5d/bench.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
-    python step08_5d/plan.py --fit results.csv --constants mine.json                     # the planner's constants, of this cluster
+    python step08_5d/planner --fit results.csv --constants mine.json                     # the planner's constants, of this cluster
 
 Every combination of the lists is tried that the trainer takes; what follows -- goes to it as it is. A run has processes, a
 time limit and a row of the CSV file of its own. Whatever a run leaves behind is killed, also what is left of a sweep that

@@ -1,4 +1,4 @@
-"""Fits the constants of step08_5d/speed.py and measured.py to real runs: python tests/fit_plan.py [--out FILE | --tables]
+"""Fits the constants of step08_5d/planner's speed.py and nanotron.py to real runs: python tests/fit_plan.py [--out FILE | --tables]
 
 The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
 for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "step08_5d"))
-import measured
+sys.path.insert(0, str(ROOT / "step08_5d/planner"))
+import nanotron
+import speed
+from measured import write_csv
 
 DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"
 NODES = (1, 2, 8, 32)
@@ -82,10 +84,10 @@ def fit(rows, priors, predict, observed, start=None, scale=0.08):
 def fit_all(rows, start=None):
     """(constants of time, constants of memory, GiB that can be used)"""
     runs = judged(rows)
-    prepared = {id(row): measured.benchmark_run(row) for row in rows}
-    seconds = fit(runs, TIME_PRIORS, lambda row, k: measured.benchmark_seconds(prepared[id(row)], k),
-                  lambda row: measured.BENCHMARK_BATCH * measured.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])), start and start[0])
-    memory = fit(runs, MEMORY_PRIORS, lambda row, k: measured.benchmark_memory(prepared[id(row)], k, rank=0), lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
+    prepared = {id(row): nanotron.benchmark_run(row) for row in rows}
+    seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], k),
+                  lambda row: nanotron.BENCHMARK_BATCH * nanotron.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])), start and start[0])
+    memory = fit(runs, MEMORY_PRIORS, lambda row, k: nanotron.benchmark_memory(prepared[id(row)], k, rank=0), lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
     return seconds, memory, usable(rows, prepared, memory)
 
 
@@ -93,15 +95,15 @@ def usable(rows, prepared, memory):
     """The limit that tells best which runs fail: the middle of those that are equally good."""
     failed = {}
     for row in rows:
-        failed.setdefault(measured.key(row), [row, True])[1] &= row["status"] != "ok"
-    needs = [(measured.benchmark_memory(prepared[id(row)], memory), bad) for row, bad in failed.values()]
+        failed.setdefault(nanotron.key(row), [row, True])[1] &= row["status"] != "ok"
+    needs = [(nanotron.benchmark_memory(prepared[id(row)], memory), bad) for row, bad in failed.values()]
     limits = [limit / 2 for limit in range(120, 160)]
     right = [sum((need > limit) == bad for need, bad in needs) for limit in limits]
     return statistics.median(limit for limit, count in zip(limits, right) if count == max(right))
 
 
 def predictions(rows, constants):
-    return [{**row, **measured.predict(row, *constants)} for row in rows]
+    return [{**row, **nanotron.predict(row, *constants)} for row in rows]
 
 
 def rounded(constants):
@@ -122,9 +124,11 @@ def main():
     if args.tables:
         return print("\n".join([*best_runs(rows), "", *changes(rows)]))
     whole = fit_all(rows)
-    for name, constants in zip(("TIME", "MEMORY"), whole):
-        print(f"{name} = {json.dumps(rounded(constants))}")
-    print(f"USABLE = {whole[2]}")
+    time, memory = map(rounded, whole[:2])
+    print("speed.py's TIME =", json.dumps({name: time[name] for name in speed.TIME}))
+    print("speed.py's USABLE =", whole[2])
+    print("nanotron.py's OWN_TIME =", json.dumps({name: time[name] for name in nanotron.OWN_TIME}))
+    print("nanotron.py's MEMORY =", json.dumps(memory))
     folds = leave_out(rows, whole)
     held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
     print(f"\n{'':<34}{'runs':>6}" + "".join(f"{name:>12}" for name in COLUMNS))
@@ -133,7 +137,7 @@ def main():
         result = score(some)
         print(f"{name:<34}{result['runs']:>6}" + "".join(f"{result[column]:>12.1%}" for column in COLUMNS))
     if args.out:
-        measured.write_csv(args.out, held_out, [*measured.KEYS, *measured.PREDICTED])
+        write_csv(args.out, held_out, [*nanotron.KEYS, *nanotron.PREDICTED])
 
 
 # ------------------------------------------------------------------------------------------- what the runs say themselves
@@ -166,8 +170,8 @@ def tokens_per_s(row):
 
 def paired(rows, before, after):
     """(runs, median ratio of speed, median ratio of memory): runs that `before` takes, and the same with what `after` changes in them."""
-    rows = {measured.key(row): row for row in rows if row["status"] == "ok" and row["code"] == "new"}
-    pairs = [(row, rows[measured.key({**row, **after(row)})]) for row in rows.values() if before(row) and measured.key({**row, **after(row)}) in rows]
+    rows = {nanotron.key(row): row for row in rows if row["status"] == "ok" and row["code"] == "new"}
+    pairs = [(row, rows[nanotron.key({**row, **after(row)})]) for row in rows.values() if before(row) and nanotron.key({**row, **after(row)}) in rows]
     return len(pairs), *(statistics.median(float(b[name]) / float(a[name]) for a, b in pairs) for name in ("tok_s_gpu", "mem_gb"))
 
 
@@ -199,7 +203,7 @@ def score(rows):
     """Errors of what ran; failures told apart; inside each (model, nodes) the order, and what the best-looking run loses on the best."""
     configurations = {}
     for row in rows:
-        configurations.setdefault(measured.key(row), []).append(row)
+        configurations.setdefault(nanotron.key(row), []).append(row)
     memory, speed, told, cells = [], [], [], {}
     for (model, nodes, *_), tries in configurations.items():
         ran = [row for row in tries if row["status"] == "ok"]

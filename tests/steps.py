@@ -12,7 +12,7 @@ NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
          "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
 
-# The files that a step changes or adds, relative to the step before it. README.md and figures/ are each step's own.
+# The files that a step changes or adds, relative to the step before it. README.md, figures/ and planner/ are each step's own.
 CHANGES = {
     "step01_single_gpu": set(),
     "step02_dp": {"mesh.py", "data_parallel.py", "ledger.py", "checkpoint.py", "config.py", "data.py", "metrics.py", "train.py"},
@@ -24,7 +24,7 @@ CHANGES = {
                   "config.py", "train.py"},
     "step07_ep": {"expert_parallel.py", "model.py", "pipeline_parallel.py", "tensor_parallel.py", "data_parallel.py", "zero.py", "ledger.py",
                   "checkpoint.py", "metrics.py", "config.py", "train.py"},
-    "step08_5d": {"resume.py", "dry_run.py", "plan.py", "costs.py", "speed.py", "measured.py", "bench.py", "plan_page.py", "plan_page.html", "javascript.py", "slurm.sh", "mesh.py", "zero.py", "data.py", "metrics.py", "config.py", "train.py"},
+    "step08_5d": {"resume.py", "dry_run.py", "bench.py", "slurm.sh", "mesh.py", "zero.py", "data.py", "metrics.py", "config.py", "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
@@ -51,7 +51,7 @@ def pairs():
 
 def in_diff(name):
     """Whether `make diff` shows a step's file."""
-    return not {"__pycache__", "figures", "README.md"} & set(Path(name).parts)
+    return not {"__pycache__", "figures", "planner", "README.md"} & set(Path(name).parts)
 
 
 def step_files(folder):

@@ -100,7 +100,7 @@ def test_the_real_trainer_and_the_planner(tmp_path):
     rows = rows_of(tmp_path)
     assert [(row["status"], row["dp"], row["tp"], row["grad_acc"]) for row in rows] == [("ok", "2", "1", "2"), ("ok", "1", "2", "4")], rows
     assert all(float(row["tok_s_gpu"]) > 0 and float(row["mem_gib"]) > 0.1 for row in rows)
-    status, output = run([sys.executable, step_dir("step08_5d") / "plan.py", "--model", "tiny", "--gpus", "8", "--fit", "results.csv", "--constants", "mine.json"], tmp_path, 120)
+    status, output = run([sys.executable, step_dir("step08_5d") / "planner", "--model", "tiny", "--gpus", "8", "--fit", "results.csv", "--constants", "mine.json"], tmp_path, 120)
     assert status == 0 and (tmp_path / "mine.json").exists(), output
 
 

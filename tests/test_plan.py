@@ -5,7 +5,9 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,14 +20,17 @@ import pytest
 import fit_plan
 from fit_plan import DATA, NODES, ROOT
 
-STEP = ROOT / "step08_5d"
-sys.path.insert(0, str(STEP))
+STEP, PLANNER = ROOT / "step08_5d", ROOT / "step08_5d/planner"
+sys.path[:0] = [str(STEP), str(PLANNER)]
 import config
 import costs
+import explain
 import measured
+import nanotron
 import plan
 import schedules
 import speed
+import trainer
 from costs import Layout
 from pipeline_parallel import first_layers, my_stages
 
@@ -34,7 +39,25 @@ CONSTANTS = dict(time=speed.TIME, slack=1.0)
 
 
 def run(*flags):
-    return subprocess.run([sys.executable, STEP / "plan.py", *map(str, flags)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, PLANNER, *map(str, flags)], capture_output=True, text=True, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------- a folder of its own
+def test_it_runs_without_torch_wherever_the_step_is_copied_to(tmp_path):
+    shutil.copytree(STEP, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__", "figures"))
+    for words in (["--config", "tp=2"], ["--html", "plan.html", "--config", "tp=2"]):
+        done = subprocess.run([sys.executable, "-X", "importtime", "copy/planner", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+        assert done.returncode == 0 and {"plan", "costs", "trainer"} <= loaded, done.stderr
+        assert not {"torch", "numpy", "config", "schedules"} & loaded
+    assert (tmp_path / "plan.html").exists()
+
+
+def test_what_it_reads_of_the_trainer_is_the_trainers():
+    assert {name: vars(c) for name, c in trainer.PRESETS.items()} == {name: vars(c) for name, c in config.PRESETS.items()}
+    for schedule in plan.SCHEDULES:
+        assert trainer.least(schedule, 4) == schedules.least(schedule, 4)
+    assert sorted(plan.SCHEDULES) == sorted(schedules.SCHEDULES)
 
 
 # ------------------------------------------------------------------------------------------- the fit
@@ -45,12 +68,12 @@ def rows():
 
 @pytest.fixture(scope="module")
 def fitted(rows):
-    return fit_plan.fit_all(rows, start=(speed.TIME, measured.MEMORY))
+    return fit_plan.fit_all(rows, start=(nanotron.TIME, nanotron.MEMORY))
 
 
 def test_the_constants_are_those_that_the_fit_gives(fitted):
     assert fitted[2] == pytest.approx(speed.USABLE, rel=0.05)
-    for known, found in zip((speed.TIME, measured.MEMORY), fitted):
+    for known, found in zip((nanotron.TIME, nanotron.MEMORY), fitted):
         assert set(known) == set(found)
         assert {name: found[name] / known[name] for name in known} == pytest.approx(dict.fromkeys(known, 1.0), rel=0.05)
 
@@ -76,7 +99,7 @@ def test_the_tables_in_the_readme(rows):
 
 
 def test_empty_stages_are_seen(rows):
-    empty = [row for row in rows if measured.benchmark_run(row)[3] is None]
+    empty = [row for row in rows if nanotron.benchmark_run(row)[3] is None]
     assert len(empty) == 75 and {row["status"] for row in empty} == {"failed"}
 
 
@@ -165,7 +188,7 @@ def dry_runs_job(model, layouts):
     found = {}
     for i in range(int(os.environ["RANK"]), len(layouts), int(os.environ["WORLD_SIZE"])):
         l, _, _, rank = layouts[i]
-        words = shlex.split(plan.command(model, l, speed.Cluster(l.gpus)))
+        words = shlex.split(explain.command(model, l, speed.Cluster(l.gpus)))
 
         @contextlib.contextmanager
         def watch(model, optimizer, pipeline, mesh, args):
@@ -244,7 +267,7 @@ def test_experts_are_reduced_among_their_copies():
     assert experts == 32 * 3 * 4096 * 14336 and abs(experts + others - 7.24e9) < 1e8
     eight_cards, one_card = (cards * cluster.network * k["network_efficiency"] * 4 ** -k["congestion"] for cards in (8, 1))
     expected = 4 * 2 * (others * 63 / 64 / min(eight_cards, cluster.gpu.nvlink * k["nvlink_efficiency"]) + experts * 7 / 8 / one_card)
-    assert speed.data_parallel_seconds(c, l, cluster, stage, k, 0, False)["dp"] == pytest.approx(expected, rel=2e-3)
+    assert speed.data_parallel_seconds(c, l, cluster, stage, k, 0)["dp"] == pytest.approx(expected, rel=2e-3)
 
 
 # ------------------------------------------------------------------------------------------- the search
@@ -267,17 +290,17 @@ def test_no_layout_is_refused_by_the_trainer(monkeypatch):
     assert len(seen) > 500
     monkeypatch.setenv("WORLD_SIZE", "16")
     for l in seen[::37]:
-        words = shlex.split(plan.command("tiny-moe", l, cluster))
+        words = shlex.split(explain.command("tiny-moe", l, cluster))
         args = config.parse_args([*words[words.index("step08_5d/train.py") + 1:], "--device", "cpu"])
         config.check(args, c)
         assert args.dp * args.tp * args.cp * args.pp == 16 and args.ep == l.ep and args.zero == l.zero
 
 
 def test_commands():
-    one = plan.command("llama-8b", Layout(dp=4, tp=2), speed.Cluster(8))
+    one = explain.command("llama-8b", Layout(dp=4, tp=2), speed.Cluster(8))
     assert one == ("torchrun --standalone --nproc_per_node 8 step08_5d/train.py --model llama-8b --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 "
                    "--dp 4 --tp 2")
-    many = plan.command("llama-70b", Layout(dp=8, tp=8, pp=8), speed.Cluster(512))
+    many = explain.command("llama-70b", Layout(dp=8, tp=8, pp=8), speed.Cluster(512))
     assert many.startswith("srun --nodes 64 ") and "--nnodes 64 --nproc_per_node 8 " in many
 
 
@@ -288,6 +311,14 @@ def test_what_is_printed():
         assert part in found.stdout
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full")
     assert said.returncode == 0 and "experts: ep 4 leaves 2 of 8 to a rank" in said.stdout
+
+
+def test_what_the_readme_shows():
+    readme = (PLANNER / "README.md").read_text()
+    words = re.search(r"^python step08_5d/planner (.*)$", readme, re.M)[1]
+    shown = re.search(r"<!-- measured: query -->\n```text\n(.*?)```\n<!-- end -->", readme, re.S)[1]
+    printed = [line.rstrip() for line in run(*words.split()).stdout.splitlines()]
+    assert shown.splitlines() == printed
 
 
 def test_more_bandwidth_is_not_slower():
@@ -303,11 +334,11 @@ def test_more_bandwidth_is_not_slower():
 def test_predict(tmp_path, rows):
     few, out = tmp_path / "in.csv", tmp_path / "out.csv"
     big = dict(model="80B", nodes=64, dp=8, tp=8, pp=8, zero=1, mbs=1, grad_acc=32)
-    measured.write_csv(few, [*rows[:5], big], measured.KEYS)
+    measured.write_csv(few, [*rows[:5], big], nanotron.KEYS)
     assert run("--predict", few, "--out", out).returncode == 0
     with open(out) as file:
         got = list(csv.DictReader(file))
-    assert list(got[0]) == [*measured.KEYS, *measured.PREDICTED] and len(got) == 6
+    assert list(got[0]) == [*nanotron.KEYS, *nanotron.PREDICTED] and len(got) == 6
     for row in got:
         assert 0 < float(row["pred_mem_gb"]) < 1000 and 0 < float(row["pred_tok_s_gpu"]) < 1e5 and row["pred_oom"] in "01"
     assert abs(float(got[0]["pred_tok_s_gpu"]) / float(rows[0]["tok_s_gpu"]) - 1) < 0.1
@@ -341,21 +372,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_refused(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["--model", "llama-8b", *flags.format(data=DATA).split()] if "--model" not in flags else flags.split())
-    said = capsys.readouterr()
-    assert stop.value.code == 2 and said.out == ""
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and REFUSED[flags] in said.err
+def test_refused(flags):
+    said = run(*flags.format(data=DATA).split())
+    assert said.returncode == 2 and said.stdout == ""
+    assert said.stderr.startswith("error: ") and said.stderr.count("\n") == 1 and REFUSED[flags] in said.stderr
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"), (dict(mbs=0), "at least 1")])
-def test_rows_that_are_refused(tmp_path, capsys, change, message):
+    (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"), (dict(mbs=0), "at least 1"), (dict(zero=2), "zero 0 or 1")])
+def test_rows_that_are_refused(tmp_path, change, message):
     path = tmp_path / "in.csv"
-    measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], measured.KEYS)
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["--predict", str(path), "--out", str(tmp_path / "out.csv")])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1 and "line 2" in said and message in said
+    measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], nanotron.KEYS)
+    done = run("--predict", path, "--out", tmp_path / "out.csv")
+    said = done.stderr
+    assert done.returncode == 2 and said.count("\n") == 1 and "line 2" in said and message in said
     assert not (tmp_path / "out.csv").exists()

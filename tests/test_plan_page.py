@@ -13,16 +13,17 @@ import pytest
 import chromium
 from fit_plan import ROOT
 
-import config
 import costs
+import explain
 import javascript
 import plan
 import plan_page
 import speed
+from trainer import PRESETS
 
 STATE = dict(model="llama-8b", gpu="h100", network="infiniband", gpus=64, seq_len=4096, tokens=2**22, dtype="bfloat16", zero=1, tp=2, cp=1, pp=2, ep=1,
              micro_batch=1, schedule="1f1b", recompute="none")
-SETUP = SimpleNamespace(models=config.PRESETS, gpus=speed.GPUS, networks=speed.NETWORKS, gpus_per_node=8, constants=dict(time=speed.TIME, slack=1.0))
+SETUP = SimpleNamespace(models=PRESETS, gpus=speed.GPUS, networks=speed.NETWORKS, gpus_per_node=8, constants=dict(time=speed.TIME, slack=1.0))
 needs_chromium = pytest.mark.skipif(not chromium.FOUND, reason=f"none of {', '.join(chromium.NAMES)} is installed: the page was not looked at")
 
 
@@ -41,8 +42,8 @@ def random_states(count, seed=1):
     powers = lambda most: 2 ** draw.choice(range(most + 1)) if draw.random() > 0.02 else 3
     degree = lambda most: draw.choice([1, powers(most)])
     for _ in range(count):
-        model = draw.choice(list(config.PRESETS))
-        experts = config.PRESETS[model].num_local_experts
+        model = draw.choice(list(PRESETS))
+        experts = PRESETS[model].num_local_experts
         yield dict(model=model, gpu=draw.choice(list(speed.GPUS)), network=draw.choice(list(speed.NETWORKS)), gpus=2 ** draw.choice(range(11)),
                    seq_len=draw.choice([2048, 4096, 8192, 65536, 4100]), tokens=draw.choice([4_000_000, 2**20, 2**24]),
                    dtype=draw.choice(["bfloat16"] * 7 + ["float32"]), zero=draw.choice(range(4)), tp=degree(4), cp=degree(3), pp=degree(3),
@@ -66,10 +67,13 @@ def same(ours, theirs, where=""):
 
 
 # ------------------------------------------------------------------------------------------- without a browser
+def run(*words):
+    return subprocess.run([sys.executable, ROOT / "step08_5d/planner", *words], capture_output=True, text=True, timeout=120)
+
+
 def test_the_page_is_one_file(tmp_path):
     path = tmp_path / "plan.html"
-    words = ["--html", path, "--model", "llama-1b", "--config", "tp=2,mbs=4"]
-    done = subprocess.run([sys.executable, ROOT / "step08_5d/plan.py", *words], capture_output=True, text=True, timeout=120)
+    done = run("--html", path, "--model", "llama-1b", "--config", "tp=2,mbs=4")
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     start = json.loads(re.search(r"^const start = (.*);$", text, re.M)[1])
@@ -79,17 +83,16 @@ def test_the_page_is_one_file(tmp_path):
 
 
 def test_the_page_opens_at_the_best_layout(tmp_path):
-    plan.main(["--html", str(tmp_path / "plan.html"), "--gpus", "8", "--model", "llama-8b"])
+    assert run("--html", tmp_path / "plan.html", "--gpus", "8", "--model", "llama-8b").returncode == 0
     start = json.loads(re.search(r"^const start = (.*);$", (tmp_path / "plan.html").read_text(), re.M)[1])
-    c, cluster = config.PRESETS["llama-8b"], speed.Cluster(8)
+    c, cluster = PRESETS["llama-8b"], speed.Cluster(8)
     best = plan.search(c, cluster, 4096, 4e6 / 4096, SETUP.constants)[0][0].layout
     assert all(start[name] == getattr(best, name) for name in ("zero", "tp", "cp", "pp", "ep", "micro_batch", "schedule", "recompute"))
 
 
-def test_a_page_that_cannot_be_written(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(["--html", str(tmp_path / "nowhere/plan.html"), "--config", "tp=2"])
-    assert stop.value.code == 2 and "--html" in capsys.readouterr().err
+def test_a_page_that_cannot_be_written(tmp_path):
+    done = run("--html", tmp_path / "nowhere/plan.html", "--config", "tp=2")
+    assert done.returncode == 2 and done.stderr.startswith("error: --html ")
 
 
 @pytest.mark.parametrize("source", ["def f(x):\n    with x: pass", "def f(x):\n    return x @ x", "def f(x):\n    return sum(x, start=3)",
@@ -102,7 +105,7 @@ def test_what_cannot_be_translated_is_refused(source):
 def test_a_closed_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, ROOT / "step08_5d/plan.py", "--config", "tp=2"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run([sys.executable, ROOT / "step08_5d/planner", "--config", "tp=2"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writing)
     assert done.stderr == ""
 
@@ -153,7 +156,7 @@ def test_the_formulas_are_the_same_in_javascript(opened, capsys):
             refused.append(ours["refused"])
         else:
             seen |= set(state.items())
-    kinds = dict(model=config.PRESETS, gpu=speed.GPUS, network=speed.NETWORKS, zero=range(4), schedule=plan.SCHEDULES, recompute=plan.RECOMPUTE,
+    kinds = dict(model=PRESETS, gpu=speed.GPUS, network=speed.NETWORKS, zero=range(4), schedule=plan.SCHEDULES, recompute=plan.RECOMPUTE,
                  tp=(1, 2, 4, 8, 16), cp=(1, 2, 4, 8), pp=(1, 2, 4, 8), ep=(1, 2, 4, 8), dtype=("bfloat16", "float32"))
     assert {(name, value) for name, values in kinds.items() for value in values} <= seen
     assert 100 < len(refused) < 300
@@ -179,7 +182,7 @@ def test_what_is_shown_are_plans_own_numbers(opened, capsys):
     for state in random_states(200, seed=2):
         if state["dtype"] == "float32" or "refused" in ask(plan_page.report, state, capsys):
             continue
-        c, cluster = config.PRESETS[state["model"]], speed.Cluster(state["gpus"], speed.GPUS[state["gpu"]], speed.NETWORKS[state["network"]])
+        c, cluster = PRESETS[state["model"]], speed.Cluster(state["gpus"], speed.GPUS[state["gpu"]], speed.NETWORKS[state["network"]])
         words = ",".join(f"{name}={state[key]}" for name, key in dict(tp="tp", cp="cp", pp="pp", ep="ep", zero="zero", mbs="micro_batch", recompute="recompute").items())
         words += f",schedule={state['schedule']}" if state["pp"] > 1 else ""
         sequences = max(1, state["tokens"] / state["seq_len"])
@@ -197,9 +200,9 @@ def test_what_is_shown_are_plans_own_numbers(opened, capsys):
         assert shown(opened, "#time .key li") == {name: f"{s:.3f} s" for name, s in best.seconds.items() if s > 0}
         mfu = best.tokens_per_s * costs.flops_per_token(c, l.seq_len) / cluster.gpu.flops
         assert shown(opened, "#numbers dd") == {"step": f"{step:.2f} s", "tokens/s/GPU": f"{best.tokens_per_s:,.0f}", "MFU": f"{mfu:.1%}"}
-        assert text(opened, "#command") == plan.command(state["model"], l, cluster)
+        assert text(opened, "#command") == explain.command(state["model"], l, cluster)
         said = opened.run("Array.from(document.querySelectorAll('#words > *'), one => one.textContent)")
-        assert said == [line.strip() for line in plan.explain(c, best, cluster, sequences)]
+        assert said == [line.strip() for line in explain.reasons(c, best, cluster, sequences)]
         widths = opened.run("Array.from(document.querySelectorAll('#memory .row'), row => sum(Array.from(row.children, one => parseFloat(one.style.width))))")
         ranks = [sum(costs.our_memory(c, l, rank, stage).values()) / costs.GIB for rank, stage in enumerate(costs.our_stages(c, l))]
         assert widths == pytest.approx([100 * size / (1.04 * max(cluster.gpu.memory, held)) for size in ranks], rel=1e-3)

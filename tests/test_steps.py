@@ -12,6 +12,7 @@ from steps import CHANGES, NAMES, ROOT, STEPS, pairs, repository_files, step_dir
 
 PACKAGES = {"torch", "transformers", "datasets", "flash_attn", "matplotlib",
             "numpy", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
+PLANNER = "step08_5d/planner"
 
 
 # ------------------------------------------------------------------------------- what differs is what is declared
@@ -35,8 +36,9 @@ def test_an_undeclared_difference_is_seen(two_folders):
     old, new = two_folders
     (old / "gone.py").write_text("x\n")
     (new / "fresh.py").write_text("x\n")
-    (new / "figures").mkdir()
-    (new / "figures/make.py").write_text("x\n")
+    for folder in ("figures", "planner"):
+        (new / folder).mkdir()
+        (new / folder / "make.py").write_text("x\n")
     (new / "README.md").write_text("x\n")
     declared = {"same.py", "changed.py"}
     assert undeclared(old, new, declared) == ["new/fresh.py differs from old and is not declared",
@@ -117,17 +119,18 @@ def imports(path):
             yield "." if node.level else node.module.split(".")[0]
 
 
-def foreign_imports(folder):
+def foreign_imports(folder, packages=PACKAGES):
     own = {name.removesuffix(".py") for name in step_files(folder)}
-    known = own | PACKAGES | sys.stdlib_module_names
+    known = own | packages | sys.stdlib_module_names
     return [f"{folder.name}/{name} imports {module}" for name in step_files(folder) if name.endswith(".py")
             for module in imports(folder / name) if module not in known]
 
 
 def test_steps_import_only_their_own_files_and_the_packages():
     assert [problem for step in STEPS for problem in foreign_imports(ROOT / step)] == []
-    reaching_out = [f"{step}/{name}" for step in STEPS for name in step_files(ROOT / step)
-                    if "sys.path" in (ROOT / step / name).read_text()]
+    assert foreign_imports(ROOT / PLANNER, packages=set()) == [] and "plan.py" in step_files(ROOT / PLANNER)
+    reaching_out = [f"{folder}/{name}" for folder in [*STEPS, PLANNER] for name in step_files(ROOT / folder)
+                    if "sys.path" in (ROOT / folder / name).read_text()]
     assert reaching_out == []
 
 
@@ -180,6 +183,8 @@ def three_steps(tmp_path):
         (tmp_path / step / "same.py").write_text("one\ntwo\n")
         (tmp_path / step / "old.py").write_text("old\n")
         (tmp_path / step / "README.md").write_text(step)
+        (tmp_path / step / "planner").mkdir()
+        (tmp_path / step / "planner/plan.py").write_text(step)
         (tmp_path / step / "train.py").write_text(TRAIN.replace("line 20\n", "line 20\n" + "added\n" * (number > 0)))
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
@@ -211,6 +216,7 @@ def test_carry_takes_a_change_through_all_later_steps(three_steps):
     edit(three_steps / THREE[0] / "train.py", "line 3\n", "line three\n")
     edit(three_steps / THREE[1] / "train.py", "line 10\n", "line ten\n")
     edit(three_steps / THREE[0] / "README.md", "step", "STEP")
+    edit(three_steps / THREE[0] / "planner/plan.py", "step", "STEP")
     (three_steps / THREE[0] / "new.py").write_text("new\n")
     (three_steps / THREE[0] / "old.py").unlink()
     before = texts(three_steps, "train.py")
@@ -221,7 +227,8 @@ def test_carry_takes_a_change_through_all_later_steps(three_steps):
     assert texts(three_steps, "same.py") == ["one\nTWO\n"] * 3
     assert texts(three_steps, "new.py") == ["new\n"] * 3
     assert texts(three_steps, "old.py") == [None] * 3
-    assert texts(three_steps, "README.md") == [THREE[0].replace("step", "STEP"), *THREE[1:]]
+    for name in ("README.md", "planner/plan.py"):
+        assert texts(three_steps, name) == [THREE[0].replace("step", "STEP"), *THREE[1:]]
     first, second, third = texts(three_steps, "train.py")
     assert "line three\n" in first and "line ten\n" not in first
     assert second == third and all(text in second for text in ("line three\n", "line ten\n", "line 20\nadded\nline 21\n"))

@@ -2,6 +2,8 @@
 import json
 import math
 import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 from harness import JobFailed
 from operations import assert_none_waits_for_ever
-from steps import NAMES, ROOT, clean_environment, copy_repository, run
+from readme import diff_size, real_diff
+from steps import CHANGES, NAMES, ROOT, clean_environment, copy_repository, pairs, run
 from unforgiving import unforgiving
 
 
@@ -23,7 +26,7 @@ def small_repository(tmp_path):
     """Two steps of one line each, a test for the second, and the real tools."""
     folder = tmp_path / "repository"
     (folder / "tests/break_it").mkdir(parents=True)
-    for name in ("Makefile", "tests/steps.py", "tests/exercise.py", "tests/break_it.py", "tests/pytest.ini"):
+    for name in ("Makefile", "tests/steps.py", "tests/diff.py", "tests/exercise.py", "tests/break_it.py", "tests/pytest.ini"):
         shutil.copy(ROOT / name, folder / name)
     for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
         (folder / step).mkdir()
@@ -46,13 +49,92 @@ def make(folder, *arguments, **environment):
 
 
 # --------------------------------------------------------------------------------------------------- make targets
-def test_make_diff(small_repository):
-    status, output = make(small_repository, "diff", "STEP=2")
-    assert status == 0 and [line for line in output.splitlines() if line[1:].startswith("answer")] == ["-answer = 41", "+answer = 42"]
-    assert "of step0" not in output                                                # the READMEs differ too
-    for step in ("STEP=1", "STEP=3", "STEP=", "STEP=x"):
-        status, output = make(small_repository, "diff", step)
-        assert status == 2 and "needs steps N-1 and N; there are step01_single_gpu step02_dp" in output, output
+@pytest.fixture
+def two_steps(small_repository):
+    """With a file of each kind: changed, unchanged, new, and what is no part of a step's diff."""
+    old, new = (small_repository / name for name in NAMES[:2])
+    for step in (old, new):
+        (step / "data.py").write_text(f"first = {step is new}\nsecond = 2\n")
+        (step / "model.py").write_text("layers = 8\n")
+        (step / "figures").mkdir()
+        (step / "figures/make.py").write_text(f"of {step.name}\n")
+    (new / "ledger.py").write_text("calls = 0\nbytes = 0\n")
+    (new / "planner").mkdir()
+    (new / "planner/plan.py").write_text("of step02\n")
+    return small_repository
+
+
+DIFF = """\
+step01_single_gpu -> step02_dp
+  train.py                +1 -1
+  data.py                 +1 -1
+  ledger.py               new, 2 lines
+
+--- step01_single_gpu/train.py
++++ step02_dp/train.py
+@@ -1 +1 @@
+-answer = 41
++answer = 42
+
+--- step01_single_gpu/data.py
++++ step02_dp/data.py
+@@ -1,2 +1,2 @@
+-first = False
++first = True
+ second = 2
+
+--- step01_single_gpu/ledger.py
++++ step02_dp/ledger.py
+@@ -0,0 +1,2 @@
++calls = 0
++bytes = 0
+"""
+
+
+def test_make_diff(two_steps):
+    assert make(two_steps, "diff", "STEP=2") == (0, DIFF)
+    assert make(two_steps, "diff", "STEP=2", "FILE=data.py") == (0, DIFF.split("\n\n")[2] + "\n")
+
+
+@pytest.mark.parametrize("words, message", [
+    *((words, "needs steps N-1 and N; there are step01_single_gpu step02_dp")
+      for words in ("STEP=0", "STEP=1", "STEP=3", "STEP=", "STEP=x")),
+    *((f"STEP=2 FILE={name}", f"FILE={name}: step 2 changes train.py, data.py, ledger.py")
+      for name in ("model.py", "gone.py", "planner/plan.py"))])
+def test_make_diff_refuses(two_steps, words, message):
+    status, output = make(two_steps, "diff", *words.split())
+    assert status == 2 and message in output and "Traceback" not in output, output
+    said = [line for line in output.splitlines() if not line.startswith("make: ***")]
+    assert len(said) == 1
+
+
+def test_make_diff_is_coloured_on_a_terminal_alone(two_steps):
+    terminal, inside = pty.openpty()
+    subprocess.run([sys.executable, "tests/diff.py", "2"], cwd=two_steps, stdout=inside, env=clean_environment(), check=True)
+    os.close(inside)
+    with open(terminal, "rb", buffering=0) as file:
+        shown = file.read(10_000).decode().replace("\r\n", "\n")
+    assert "\033[31m-answer = 41\033[0m\n\033[32m+answer = 42\033[0m\n" in shown
+    assert re.sub(r"\033\[\d+m", "", shown) == DIFF
+
+
+def test_make_diff_of_every_step_is_what_diff_says():
+    def hunks(text):
+        return sorted(line for line in text if re.match(r"[-+@ ]", line) and not re.match(r"---|\+\+\+|  \w", line))
+    for old, new in pairs():
+        status, output = run([sys.executable, ROOT / "tests/diff.py", new.name[4:6]], ROOT, timeout=60)
+        assert status == 0 and hunks(output.splitlines()) == hunks(real_diff(old, new))
+        shown = re.findall(r"^\+\+\+ \S+?/(\S+)$", output, re.M)
+        assert shown[0] == "train.py" and set(shown) == CHANGES[new.name]
+        assert shown == re.findall(r"^  (\S+) ", output.split("\n\n")[0], re.M)
+        added, removed = (sum(map(int, re.findall(rf"^  .* \{sign}(\d+)\b", output.split("\n\n")[0], re.M))) for sign in "+-")
+        assert f"+{added} -{removed}" == diff_size(old, new)[1]
+
+
+def test_make_diff_that_nobody_reads_to_the_end():
+    words = "make -s diff STEP=6 | head -1"
+    done = subprocess.run(words, shell=True, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("step05_cp -> step06_pp\n", "")
 
 
 def test_make_exercise(small_repository):

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+sys.path[:0] = [STEP, os.path.join(STEP, "planner")]
 
 import matplotlib
 matplotlib.use("Agg")

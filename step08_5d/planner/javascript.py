@@ -1,24 +1,29 @@
 """Python to JavaScript: functions, and all that they call in the files here, for the planner's page.
 
-It knows as much Python as those files use, and stops with the line at anything else. Python's own functions (sum, sorted, ...) are
-written by hand in plan_page.html. Lists and tuples are arrays, dicts and namespaces objects; a tuple as a key is "a,b"; generator
-expressions are made at once; integers are exact up to 2**53; what is divided with % must not be negative.
+It knows as much Python as those files use, and stops with the line at anything else. Python's own functions
+(sum, sorted, ...) are written by hand in plan_page.html. Lists and tuples are arrays, dicts and namespaces
+objects; a tuple as a key is "a,b"; generator expressions are made at once; integers are exact up to 2**53;
+what is divided with % must not be negative.
 """
 import ast
 import json
 from pathlib import Path
 
+import trainer
+
 HERE = Path(__file__).resolve().parent
-MODULES = ("schedules", "config", "costs", "speed", "plan", "plan_page")        # a module comes after those that it imports
-GIVEN = ("refuse", "torch")                               # written by hand in plan_page.html, like Python's own functions
-OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Mod: "%", ast.Pow: "**", ast.Eq: "===", ast.NotEq: "!==", ast.Lt: "<", ast.LtE: "<=",
-             ast.Gt: ">", ast.GtE: ">="}
+MODULES = ("trainer", "costs", "speed", "plan", "explain", "plan_page")     # each after those that it imports
+GIVEN = ("refuse", "torch")               # written by hand in plan_page.html, like Python's own functions
+OPERATORS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Mod: "%", ast.Pow: "**",
+    ast.Eq: "===", ast.NotEq: "!==", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 PARAMETERS = {"sorted": ("iterable", "key", "reverse")}
 
 
 def translate(start, *roots):
-    """Functions of the module `start`, and what they need of the others; each module is an object of its own."""
-    known = {name: definitions(ast.parse((HERE / f"{name}.py").read_text())) for name in MODULES}
+    """Functions of the module `start`, and what they need of the others; each module is an object of its
+    own."""
+    known = {name: definitions(nodes(name)) for name in MODULES}
     needed, todo = {name: {} for name in MODULES}, [(start, root) for root in roots]
     while todo:
         module, name = todo.pop()
@@ -28,24 +33,51 @@ def translate(start, *roots):
         if isinstance(node, ast.ImportFrom):
             todo += [(node.module, name)] * (node.module in MODULES)
             continue
-        todo += [(module, part.id) for part in ast.walk(node) if isinstance(part, ast.Name) and part.id in known[module]]
-        dotted = [(part.value.id, part.attr) for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name)]
-        todo += [(owner, attr) for owner, attr in dotted if owner in MODULES and attr in known[owner]]
-    signatures = {name: signature(node) for module in MODULES for name, node in needed[module].items() if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return "\n".join(Translator(signatures).module(name, [known[name][part] for part in known[name] if part in needed[name]], list(needed[name])) for name in MODULES)
+        todo += [(owner, name) for owner, name in mentioned(node, module) if name in known.get(owner, {})]
+    called = [node for nodes in needed.values() for node in nodes.values() if is_callable(node)]
+    translator = Translator({node.name: signature(node) for node in called})
+    parts = []
+    for name in MODULES:
+        in_order = [known[name][part] for part in known[name] if part in needed[name]]
+        parts.append(translator.module(name, in_order, list(needed[name])))
+    return "\n".join(parts)
 
 
-def definitions(tree):
+def mentioned(node, module):
+    """(module, name) of all that may be another function or constant: names, and attributes of names."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield module, part.id
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+            yield part.value.id, part.attr
+
+
+def nodes(name):
+    """A module from top to bottom; what the planner runs of the trainer's files is one of them."""
+    if name == "trainer":
+        return [node for path in trainer.FILES for node in trainer.definitions(path).body]
+    return ast.parse((HERE / f"{name}.py").read_text()).body
+
+
+def definitions(nodes):
     """{name: node} of a module: functions, classes, constants, and what it imports from the others."""
     found = {}
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    for node in nodes:
+        if is_callable(node):
             found[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {part.id: node for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+            found |= {name: node for target in node.targets for name in names_in(target)}
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             found |= {alias.name: node for alias in node.names}
     return found
+
+
+def is_callable(node):
+    return isinstance(node, (ast.FunctionDef, ast.ClassDef))
+
+
+def names_in(node):
+    return [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
 
 
 def signature(node):
@@ -56,7 +88,9 @@ def signature(node):
 
 
 def is_list(node):
-    return isinstance(node, (ast.List, ast.ListComp)) or isinstance(node, ast.BinOp) and (is_list(node.left) or is_list(node.right))
+    if isinstance(node, ast.BinOp):
+        return is_list(node.left) or is_list(node.right)
+    return isinstance(node, (ast.List, ast.ListComp))
 
 
 class Translator(ast.NodeVisitor):
@@ -75,7 +109,8 @@ class Translator(ast.NodeVisitor):
 
     def top(self, node, names):
         if isinstance(node, ast.ImportFrom):
-            return f"const {{{', '.join(part.name for part in node.names if part.name in names)}}} = {node.module};"
+            taken = ", ".join(part.name for part in node.names if part.name in names)
+            return f"const {{{taken}}} = {node.module};"
         return f"const {self.visit(node)}" if isinstance(node, ast.Assign) else self.visit(node)
 
     def each(self, nodes):
@@ -91,24 +126,34 @@ class Translator(ast.NodeVisitor):
 
     def function(self, node):
         args = [arg.arg for arg in node.args.args]
-        defaults = [""] * (len(args) - len(node.args.defaults)) + [f" = {self.visit(value)}" for value in node.args.defaults]
+        defaults = [f" = {self.visit(value)}" for value in node.args.defaults]
+        defaults = [""] * (len(args) - len(defaults)) + defaults
         return f"({', '.join(map(str.__add__, args, defaults))}) {self.block(node.body, self.declared(node))}"
 
     def declared(self, node):
         """Local names, but for those inside of comprehensions."""
-        skipped = {id(part) for loop in ast.walk(node) if isinstance(loop, ast.comprehension) for part in ast.walk(loop.target)}
-        names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store) and id(part) not in skipped]
-        names = [name for name in dict.fromkeys(names) if name not in [arg.arg for arg in node.args.args]]
+        parts = list(ast.walk(node))
+        loops = [part.target for part in parts if isinstance(part, ast.comprehension)]
+        skipped = {id(part) for target in loops for part in ast.walk(target)}
+        stored = [part for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+        names = dict.fromkeys(part.id for part in stored if id(part) not in skipped)
+        names = [name for name in names if name not in [arg.arg for arg in node.args.args]]
         return f"let {', '.join(names)};" if names else ""
 
     def visit_ClassDef(self, node):
         fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and field.value]
         usual = ", ".join(f"{field.target.id}: {self.visit(field.value)}" for field in fields)
-        getters = [f"get {part.name}() {self.block(part.body, 'const self = this; ' + self.declared(part))}" for part in node.body if isinstance(part, ast.FunctionDef)]
-        return f"class {node.name} {{\nconstructor(given) {{ Object.assign(this, {{{usual}}}, given); }}\n" + "\n".join(getters) + "\n}"
+        constructor = f"constructor(given) {{ Object.assign(this, {{{usual}}}, given); }}"
+        getters = [self.getter(part) for part in node.body if isinstance(part, ast.FunctionDef)]
+        return "\n".join([f"class {node.name} {{", constructor, *getters, "}"])
+
+    def getter(self, node):
+        return f"get {node.name}() {self.block(node.body, 'const self = this; ' + self.declared(node))}"
 
     def visit_Expr(self, node):
-        return f"/* {node.value.value} */" if isinstance(node.value, ast.Constant) else f"{self.visit(node.value)};"
+        if isinstance(node.value, ast.Constant):          # a docstring
+            return f"/* {node.value.value} */"
+        return f"{self.visit(node.value)};"
 
     def visit_Assign(self, node):
         return " = ".join(map(self.visit, [*node.targets, node.value])) + ";"
@@ -117,13 +162,16 @@ class Translator(ast.NodeVisitor):
         target, value = self.visit(node.target), self.visit(node.value)
         if is_list(node.value):
             return f"{target}.push(...{value});"
-        return f"Object.assign({target}, {value});" if isinstance(node.op, ast.BitOr) else f"{target} {OPERATORS[type(node.op)]}= {value};"
+        if isinstance(node.op, ast.BitOr):
+            return f"Object.assign({target}, {value});"
+        return f"{target} {OPERATORS[type(node.op)]}= {value};"
 
     def visit_Return(self, node):
         return f"return {self.visit(node.value) if node.value else ''};"
 
     def visit_If(self, node):
-        return f"if ({self.test(node.test)}) {self.block(node.body)}" + (f" else {self.block(node.orelse)}" if node.orelse else "")
+        otherwise = f" else {self.block(node.orelse)}" if node.orelse else ""
+        return f"if ({self.test(node.test)}) {self.block(node.body)}{otherwise}"
 
     def visit_While(self, node):
         return f"while ({self.test(node.test)}) {self.block(node.body)}"
@@ -153,30 +201,38 @@ class Translator(ast.NodeVisitor):
         return f"...list({self.visit(node.value)})"
 
     def visit_Dict(self, node):
-        return "({" + ", ".join(f"[{self.visit(k)}]: {self.visit(v)}" if k else f"...{self.visit(v)}" for k, v in zip(node.keys, node.values)) + "})"
+        keys = [f"[{self.visit(key)}]: " if key else "..." for key in node.keys]
+        return "({" + ", ".join(map(str.__add__, keys, map(self.visit, node.values))) + "})"
 
     def visit_JoinedStr(self, node):
-        empty = [] if isinstance(node.values[0], ast.Constant) else ['""']         # a sum is a string if it begins with one
+        empty = [] if isinstance(node.values[0], ast.Constant) else ['""']      # which makes the sum a string
         return "(" + " + ".join([*empty, *map(self.visit, node.values)]) + ")"
 
     def visit_FormattedValue(self, node):
-        return f"format({self.visit(node.value)}, {self.visit(node.format_spec)})" if node.format_spec else self.visit(node.value)
+        if node.format_spec:
+            return f"format({self.visit(node.value)}, {self.visit(node.format_spec)})"
+        return self.visit(node.value)
 
     def visit_BinOp(self, node):
         left, right = self.visit(node.left), self.visit(node.right)
         if is_list(node):
             return f"repeat({left}, {right})" if isinstance(node.op, ast.Mult) else f"[...{left}, ...{right}]"
-        return f"Math.floor({left} / {right})" if isinstance(node.op, ast.FloorDiv) else f"({left} {OPERATORS[type(node.op)]} {right})"
+        if isinstance(node.op, ast.FloorDiv):
+            return f"Math.floor({left} / {right})"
+        return f"({left} {OPERATORS[type(node.op)]} {right})"
 
     def visit_UnaryOp(self, node):
-        return f"(!{self.test(node.operand)})" if isinstance(node.op, ast.Not) else f"(-{self.visit(node.operand)})"
+        if isinstance(node.op, ast.Not):
+            return f"(!{self.test(node.operand)})"
+        return f"(-{self.visit(node.operand)})"
 
     def visit_Compare(self, node):
         values = list(map(self.visit, [node.left, *node.comparators]))
         return "(" + " && ".join(map(self.comparison, node.ops, values, values[1:])) + ")"
 
     def comparison(self, op, a, b):
-        special = {ast.In: f"contains({b}, {a})", ast.NotIn: f"!contains({b}, {a})", ast.Is: f"({a} ?? null) === {b}", ast.IsNot: f"({a} ?? null) !== {b}"}
+        special = {ast.In: f"contains({b}, {a})", ast.NotIn: f"!contains({b}, {a})",
+                   ast.Is: f"({a} ?? null) === {b}", ast.IsNot: f"({a} ?? null) !== {b}"}
         return special.get(type(op)) or f"{a} {OPERATORS[type(op)]} {b}"
 
     def visit_BoolOp(self, node):
@@ -185,7 +241,8 @@ class Translator(ast.NodeVisitor):
 
     def test(self, node):
         if isinstance(node, ast.BoolOp):
-            return "(" + (" && " if isinstance(node.op, ast.And) else " || ").join(map(self.test, node.values)) + ")"
+            word = " && " if isinstance(node.op, ast.And) else " || "
+            return "(" + word.join(map(self.test, node.values)) + ")"
         return self.visit(node) if isinstance(node, ast.Compare) else f"truth({self.visit(node)})"
 
     def visit_IfExp(self, node):
@@ -194,8 +251,12 @@ class Translator(ast.NodeVisitor):
     def visit_Subscript(self, node):
         value, index = self.visit(node.value), node.slice
         if isinstance(index, ast.Slice):
-            return f"{value}.slice({self.visit(index.lower) if index.lower else 0}{', ' + self.visit(index.upper) if index.upper else ''})"
-        return f"{value}.at({self.visit(index)})" if isinstance(index, ast.UnaryOp) else f"{value}[{self.visit(index)}]"
+            first = self.visit(index.lower) if index.lower else "0"
+            end = f", {self.visit(index.upper)}" if index.upper else ""
+            return f"{value}.slice({first}{end})"
+        if isinstance(index, ast.UnaryOp):                # from the end
+            return f"{value}.at({self.visit(index)})"
+        return f"{value}[{self.visit(index)}]"
 
     def visit_Lambda(self, node):
         return f"(({', '.join(arg.arg for arg in node.args.args)}) => {self.visit(node.body)})"
@@ -203,7 +264,10 @@ class Translator(ast.NodeVisitor):
     def loops(self, made, loops):
         target, steps = self.visit(loops[0].target), [f"list({self.visit(loops[0].iter)})"]
         steps += [f"filter(({target}) => {self.test(condition)})" for condition in loops[0].ifs]
-        return ".".join([*steps, f"flatMap(({target}) => {self.loops(made, loops[1:])})" if loops[1:] else f"map(({target}) => {made})"])
+        last = f"map(({target}) => {made})"
+        if loops[1:]:
+            last = f"flatMap(({target}) => {self.loops(made, loops[1:])})"
+        return ".".join([*steps, last])
 
     def visit_ListComp(self, node):
         return self.loops(self.visit(node.elt), node.generators)
@@ -211,7 +275,8 @@ class Translator(ast.NodeVisitor):
     visit_GeneratorExp = visit_ListComp
 
     def visit_DictComp(self, node):
-        return f"Object.fromEntries({self.loops(f'[{self.visit(node.key)}, {self.visit(node.value)}]', node.generators)})"
+        pair = f"[{self.visit(node.key)}, {self.visit(node.value)}]"
+        return f"Object.fromEntries({self.loops(pair, node.generators)})"
 
     def visit_Yield(self, node):
         return f"yield {self.visit(node.value)}"
@@ -221,10 +286,13 @@ class Translator(ast.NodeVisitor):
 
     def visit_Call(self, node):
         """Each argument in its place, or, of a class, under its name."""
-        function, args, named = node.func, list(map(self.visit, node.args)), {word.arg: self.visit(word.value) for word in node.keywords}
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        function, owner, name = node.func, "", getattr(node.func, "id", "")
+        if isinstance(function, ast.Attribute):
+            owner, name = self.visit(function.value), function.attr
+        args = list(map(self.visit, node.args))
+        named = {word.arg: self.visit(word.value) for word in node.keywords}
         if special := getattr(self, f"call_{name.strip('_')}", None):
-            return special(self.visit(function.value) if isinstance(function, ast.Attribute) else "", args, named)
+            return special(owner, args, named)
         is_class, names = self.signatures.get(name, (False, PARAMETERS.get(name, ())))
         if is_class:
             return f"new {self.visit(function)}({self.fields(dict(zip(names, args)) | named)})"
@@ -235,7 +303,8 @@ class Translator(ast.NodeVisitor):
         return f"{self.visit(function)}({', '.join(args)})"
 
     def fields(self, named):
-        return "{" + ", ".join(f"{name}: {value}" if name else f"...{value}" for name, value in named.items()) + "}"
+        pairs = [f"{name}: {value}" if name else f"...{value}" for name, value in named.items()]
+        return "{" + ", ".join(pairs) + "}"
 
     def call_dict(self, owner, args, named):
         return f"({{{', '.join(f'...{arg}' for arg in args)}{', ' * bool(args)}{self.fields(named)[1:-1]}}})"
@@ -253,7 +322,8 @@ class Translator(ast.NodeVisitor):
         return self.call_getattr(owner, [owner, *args], named)
 
     def call_max(self, owner, args, named, name="max"):
-        return f"{name}({', '.join(args) if len(args) == 1 else '[' + ', '.join(args) + ']'}, {named.get('key', 'undefined')})"
+        values = args[0] if len(args) == 1 else f"[{', '.join(args)}]"
+        return f"{name}({values}, {named.get('key', 'undefined')})"
 
     def call_min(self, owner, args, named):
         return self.call_max(owner, args, named, "min")

@@ -1,0 +1,372 @@
+"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, FLOPs, bytes on the wire.
+
+What persists, what is multiplied and what is sent is exact: tests compare it with --dry_run, number by
+number. So is what a layer keeps for backward; what comes and goes beside it is followed at the few moments at
+which it may be most.
+Speed is in speed.py, another trainer in nanotron.py.
+"""
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+GIB = 2**30
+BF16, FLOAT32, INT64 = 2, 4, 8                            # bytes of a number
+
+
+# ---------------------------------------------------------------------- layouts
+@dataclass(frozen=True)
+class Layout:
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    micro_batch: int = 1
+    accumulation: int = 1
+    seq_len: int = 4096
+    recompute: str = "none"
+
+    @property
+    def gpus(self):
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def tokens(self):
+        """Of a micro-batch, on a rank."""
+        return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def stages_per_rank(self):
+        return 2 if self.schedule in ("interleaved", "dualpipe") else 1
+
+
+class Stage(NamedTuple):
+    """What a rank of pp holds."""
+    layers: int
+    embedding: bool
+    head: bool
+    loss: bool
+    each: tuple = ()                                      # layers of each of its stages
+
+
+def layer_width(c):
+    """Parameters of a layer's matrices that a token meets, over hidden."""
+    attention = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+    return attention + 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
+
+
+def first_layers(c, stages):
+    """pipeline_parallel.py's, for which torch is needed."""
+    layers, ends = c.num_hidden_layers, c.vocab_size / layer_width(c)
+    even = [math.floor((layers + 2 * ends) * stage / stages - ends + 0.5) for stage in range(stages + 1)]
+    return [max(stage, min(layers - stages + stage, first)) for stage, first in enumerate(even)]
+
+
+def my_stages(l, rank):
+    """pipeline_parallel.py's, of a rank of pp."""
+    stages = l.pp * l.stages_per_rank
+    return [rank, stages - 1 - rank] if l.schedule == "dualpipe" else list(range(rank, stages, l.pp))
+
+
+def our_stages(c, l):
+    """What the ranks of pp hold, each with all its stages together."""
+    first = first_layers(c, l.pp * l.stages_per_rank)
+    last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
+    sizes = [[first[s + 1] - first[s] for s in mine] for mine in held]
+    return [Stage(sum(each), 0 in mine, last in mine, last in mine, each) for mine, each in zip(held, sizes)]
+
+
+# ---------------------------------------------------------------------- parameters on a rank
+def kv_parts(c, l):
+    return min(l.tp, c.num_key_value_heads)              # more ranks than heads: neighbours have the same one
+
+
+def block_tensors(c, l):
+    """(parameters, the ranks that must sum their gradients once more) of a block on a rank, without experts,
+    in their order."""
+    h = c.hidden_size
+    q = c.num_attention_heads * c.head_dim // l.tp
+    kv = c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    of_all = "tp" * (l.tp > 1)
+    same_heads = "kv_heads" * (l.tp > c.num_key_value_heads)
+    attention = [(h * q, ""), (h * kv, same_heads), (h * kv, same_heads), (q * h, "")]
+    router = [(c.num_local_experts * h, of_all)]
+    mlp = router if c.num_local_experts else [(h * c.intermediate_size // l.tp, "")] * 3
+    return [(h, of_all), *attention, (h, of_all), *mlp]
+
+
+def dense_layer(c, l):
+    """Parameters of a layer on a rank, without its experts."""
+    return sum(size for size, _ in block_tensors(c, l))
+
+
+def expert_layer(c, l):
+    return c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp
+
+
+def units(c, l, stage):
+    """What ZeRO cuts as one: (parameters, slices, how many of them)."""
+    ends, ranks = c.vocab_size * c.hidden_size // l.tp, l.dp * l.cp
+    first = [(ends, ranks, 1)] * stage.embedding
+    blocks = [(dense_layer(c, l), ranks, stage.layers)]
+    last = [(ends + c.hidden_size, ranks, 1)] * stage.head
+    experts = [(expert_layer(c, l), ranks // math.gcd(ranks, l.ep), stage.layers)] * bool(c.num_local_experts)
+    return [*first, *blocks, *last, *experts]
+
+
+def parameters(c, l, stage):
+    return sum(size * count for size, _, count in units(c, l, stage))
+
+
+def model_parameters(c, active=False):
+    """Of the whole model; active: those that a token meets."""
+    h, experts = c.hidden_size, c.num_experts_per_tok if active else c.num_local_experts
+    attention = 2 * h * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+    mlp = 3 * h * c.intermediate_size * max(1, experts) + h * c.num_local_experts
+    return 2 * c.vocab_size * h + c.num_hidden_layers * (attention + mlp + 2 * h) + h
+
+
+def flops_per_token(c, seq_len):
+    """As metrics.py: 6 per parameter, and attention's two products of [seq, seq]."""
+    scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
+    return 6 * model_parameters(c, active=True) + 12 * scores
+
+
+def flops(c, l, stage):
+    """Of a rank in a training step: matrix products, 6 per weight and token, and causal attention, which
+    makes its scores twice: 7 products of [seq, seq], halved. Recomputation repeats a part of forward."""
+    tokens, h = l.tokens * l.accumulation, c.hidden_size
+    scores = tokens * l.seq_len * c.num_attention_heads * c.head_dim // l.tp * stage.layers
+    layer = 6 * sum(product_widths(c, l)) + 2 * repeated(c, l)
+    weights = stage.layers * layer + stage.head * 6 * c.vocab_size // l.tp
+    return tokens * h * weights + (9 if l.recompute == "full" else 7) * scores
+
+
+def product_widths(c, l):
+    """Weights of a layer's matrix products that a token meets on a rank, over hidden: all but the last of
+    attention, that one; the same of the MLP."""
+    out = c.num_attention_heads * c.head_dim // l.tp
+    qkv = out + 2 * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    down = c.intermediate_size // l.tp * max(1, c.num_experts_per_tok)
+    return qkv, out, 2 * down + c.num_local_experts, down
+
+
+def repeated(c, l):
+    """Of these what recomputation multiplies with once more. The MLP's last product is read again only where
+    experts' are weighted."""
+    qkv, out, up, down = product_widths(c, l)
+    down = down * bool(c.num_local_experts)
+    if l.recompute == "none":
+        return 0
+    if l.recompute == "full":
+        return qkv + out + up + down
+    out_kept, down_kept = keeps_last_products(c, l)
+    return out * (not out_kept) + down * (not down_kept)
+
+
+def keeps_last_products(c, l):
+    """What --recompute selective keeps of attention's and of the MLP's: not where tp has them sum over less
+    than hidden (recompute.py)."""
+    heads = c.num_attention_heads * c.head_dim // l.tp
+    return heads >= c.hidden_size, c.intermediate_size // l.tp >= c.hidden_size
+
+
+# ---------------------------------------------------------------------- memory
+def our_memory(c, l, rank, stage, number=BF16, fused_norm=True):
+    """Bytes by kind, when they are most. The optimizer has a counter of 4 bytes for each tensor as well."""
+    master = 12 if number == BF16 else 8                  # float32 copy of the weights, two moments
+    held = units(c, l, stage)
+    plain = sum(size * count for size, _, count in held)
+    cut = sum(-(-size // ranks) * count for size, ranks, count in held)          # a slice of each, rounded up
+    padded = sum(-(-size // ranks) * ranks * count for size, ranks, count in held)
+    persists = dict(
+        weights=number * (cut if l.zero == 3 else padded if l.zero else plain),
+        gradients=FLOAT32 * (cut if l.zero >= 2 else padded if l.zero else plain),
+        optimizer=master * (cut if l.zero else plain))
+    most = max(moments(c, l, rank, stage, number, fused_norm), key=lambda moment: sum(moment.values()))
+    return {**persists, **most}
+
+
+def moments(c, l, rank, stage, number, fused_norm):
+    """What comes and goes, by kind, at the moments of a backward pass at which it may be most: the head's,
+    the first block's, the next one's, the embedding's."""
+    h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
+    block = dense + bool(c.num_local_experts) * expert_layer(c, l)
+    split, cut = l.schedule in ("zerobubble", "dualpipe"), FLOAT32 * (l.zero >= 2)
+    layer, whole = kept(c, l, number, fused_norm), kept(c, replace(l, recompute="none"), number, fused_norm)
+    stream = number * l.tokens * h / l.tp
+    output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # of a stage; and rotary tables
+    before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last one's input
+    # in an MLP's backward; what tp gathers and is to scatter there; a matrix's gradient
+    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * max(1, c.num_experts_per_tok)
+    inside += 2 * number * l.tokens * h * (l.tp > 1)
+    inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
+    # ZeRO-3: whole weights; in a pipeline all of them. From ZeRO-2 on whole gradients, of the unit in
+    # backward and of the one before it, which are under way. But where W is put off norms have theirs before
+    # it, so that all units with norms have some.
+    all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
+    at_head, in_block, at_start = 0, 0, 0
+    if l.zero == 3:
+        whole_units = block + ends, 2 * block, block
+        at_head, in_block, at_start = [all_weights or number * size for size in whole_units]
+    grads, others = cut * block, cut * dense * (stage.layers - 1) * split
+    last = ends if stage.embedding or stage.head and split else dense         # unit of the micro-batch before
+    last_micro_batch = cut * (l.accumulation > 1) * last
+    for layers, stages, delayed, at_end in in_backward(l, rank, stage):
+        alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
+        again = whole - layer if layers else 0         # a layer in backward has all its activations once more
+        if stage.head and layers and at_end:
+            buffers = at_head + last_micro_batch + (grads + others) * (delayed > 0)
+            yield dict(activations=alive, loss=loss_memory(c, l, number), buffers=buffers)
+        buffers = in_block + inside + grads + others + cut * stage.head * ends
+        yield dict(activations=alive + again, loss=0, buffers=buffers)
+        if layers and stage.layers > 1:
+            buffers = in_block + inside + grads + max(others, cut * dense)
+            yield dict(activations=alive + again - layer, loss=0, buffers=buffers)
+        if stage.embedding and stages:
+            buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
+            yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
+
+
+def in_flight(l, rank=0):
+    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment (step 6's README has the
+    table)."""
+    p, m, v = l.pp, l.accumulation, l.stages_per_rank
+    ahead = 2 * (p - 1 - rank) + (v - 1) * round_size(l) + 1
+    return {"afab": m, "1f1b": min(m, p - rank), "zerobubble": min(m, p),
+            "dualpipe": min(2 * m, 2 * p + 1) / 2, "interleaved": min(m * v, ahead) / v}[l.schedule]
+
+
+def round_size(l):
+    """Interleaved: micro-batches go through a rank's stages in rounds of so many."""
+    return -(-l.accumulation // max(1, l.accumulation // l.pp))
+
+
+def in_backward(l, rank, stage):
+    """(layers, stages) that wait for backward, layers that wait for W alone, times micro-batches, when either
+    is most; whether the head may be next."""
+    p, m, v, layers, most = l.pp, l.accumulation, l.stages_per_rank, stage.layers, in_flight(l, rank)
+    if l.schedule == "zerobubble":                        # W comes `rank` micro-batches after I
+        waiting, delayed = min(m, p - rank), min(m, rank + 1)
+        most_waiting = waiting * layers, waiting, (most - waiting) * layers, True
+        most_delayed = (most - delayed) * layers, most - delayed, delayed * layers, True
+        return [most_waiting, most_delayed]
+    if l.schedule == "dualpipe":                          # B is an I and its W; at the end W is put off
+        after = p - 1 - rank
+        at_end = after / 2 * layers, after, (rank + 1) / 2 * layers, False
+        after_one = (most - 0.5) * layers, 2 * most - 1, layers / 2, True
+        return [(most * layers, 2 * most, 0, True), after_one, at_end]
+    if l.schedule == "interleaved":           # which of the rank's stages it is that wait changes every round
+        size = round_size(l)
+        ahead, found = round(most * v), []
+        starts = [size * i for i in range(v + 1)]
+        for backwards in [*starts, *(size - ahead % size + start for start in starts)]:
+            forwards = min(ahead + backwards, m * v)
+            done = [of_stage(v - 1 - i, backwards, size, v) for i in range(v)]
+            waiting = [of_stage(i, forwards, size, v) - done[i] for i in range(v)]
+            waiting_layers = sum(n * count for n, count in zip(waiting, stage.each))
+            found.append((waiting_layers, sum(waiting), 0, backwards % (size * v) < size))
+        return found
+    return [(most * layers, most, 0, True)]
+
+
+def of_stage(i, done, size, v):
+    """Of so many forwards, in rounds of `size` through each of v stages, those of stage i."""
+    return done // (size * v) * size + min(size, max(0, done % (size * v) - i * size))
+
+
+def kept(c, l, number, fused_norm):
+    """Bytes that a layer keeps for backward of one micro-batch."""
+    q, kv = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
+    h, i, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
+    times = max(1, c.num_experts_per_tok)
+    if l.recompute == "full":
+        return l.tokens / l.tp * number * h
+    inside = number * (2 * q / l.tp + kv / kv_parts(c, l)) + FLOAT32 * heads / l.tp
+    if l.recompute == "selective":                # what products and attention made, of every hop of the ring
+        ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
+        out, down = keeps_last_products(c, l)
+        products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down
+        return l.tokens * (inside + ring + number * products)
+    norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
+    mlp = number * 4 * times * i / l.tp
+    if c.num_local_experts:        # the gathered input, each choice's row in and out, and the router's scores
+        mlp += number * h * (l.tp > 1) + number * 2 * times * h + FLOAT32 * c.num_local_experts
+    return l.tokens * (inside + mlp + (norms + 2 * h * number + 2 * FLOAT32) / l.tp)
+
+
+def noted(c, l, number):
+    """Bytes that a layer keeps from I to W: inputs and gradients of outputs of its products."""
+    q, kv, h = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim, c.hidden_size
+    attention = h / l.tp + 2 * q / l.tp + kv / kv_parts(c, l) + h
+    mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
+    return number * l.tokens * (attention + mlp * max(1, c.num_experts_per_tok))
+
+
+def loss_memory(c, l, number):
+    """loss.py's forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input.
+    Backward takes less."""
+    words, size = c.vocab_size // l.tp, number * l.tokens * c.hidden_size
+    chunk = min(l.tokens, max(1, 2**27 // words)) * words
+    copies = (l.tp == 1 and number == BF16) + (l.tokens * words > chunk)
+    logits = chunk * (2 * FLOAT32 + number * copies)
+    most = max(logits, number * words * c.hidden_size + 2 * chunk)
+    return FLOAT32 * words * c.hidden_size + most + size * (1 + (l.tp > 1))
+
+
+# ---------------------------------------------------------------------- on the wire
+def sent(c, l, rank=0, part=0, number=BF16):
+    """Payload bytes of one training step on a rank of pp, {(dimension, collective): bytes}, as the files' own
+    formulas; with ZeRO, of the rank that has this part. The few single numbers that all ranks sum are left
+    out; experts are taken to have as many tokens each."""
+    out, m, stage, mine = defaultdict(int), l.accumulation, our_stages(c, l)[rank], my_stages(l, rank)
+    tokens, layers, again = l.tokens * m, stage.layers, l.recompute != "none"
+    ends = stage.embedding + stage.head
+    head = [(c.hidden_size, "tp"), (c.vocab_size // l.tp * c.hidden_size, "")]
+    stream = number * tokens * c.hidden_size              # of all micro-batches, [batch, seq, hidden]
+    for size, ranks, count in units(c, l, stage):
+        padded = -(-size // ranks) * ranks
+        if l.zero == 0:
+            out["dp", "all_reduce"] += FLOAT32 * size * count
+        else:
+            # ZeRO-3 without a pipeline: every micro-batch, and in backward all blocks but the last once more
+            times, twice = (m, max(0, count - 1)) if l.zero == 3 and l.pp == 1 else (1, 0)
+            out["dp", "reduce_scatter"] += FLOAT32 * padded * count * (m if l.zero > 1 else 1)
+            out["dp", "all_gather"] += number * padded * (count + twice) * times
+    if l.tp > 1:                                      # attention's input is gathered again, and a dense MLP's
+        gathers = 4 + (1 if c.num_local_experts else 2)
+        out["tp", "all_gather"] += ((gathers + 2 * again) * layers + ends) * stream
+        out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
+        out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32
+        for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
+            for group in ("tp", "kv_heads"):
+                out[group, "all_reduce"] += FLOAT32 * count * summed(tensors, group, l, part)
+    if l.cp > 1:                            # zigzag: keys and values twice round, and their float32 gradients
+        kv = 2 * tokens * layers * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+        out["cp", "send"] += ((2 + again) * (l.cp - 1) * number + l.cp * FLOAT32) * kv
+    if l.pp > 1:
+        neighbours = [other for stage in mine for other in (stage - 1, stage + 1) if other not in mine]
+        borders = sum(0 <= other < l.pp * l.stages_per_rank for other in neighbours)
+        out["pp", "send"] += borders * stream // l.tp
+    counts = INT64 * layers * c.num_local_experts
+    if l.ep > 1:             # there and back, forward and backward, of all tokens' choices; and how many come
+        rows = layers * c.num_experts_per_tok * stream
+        out["ep", "all_to_all"] += (4 + 2 * again) * rows + (1 + again) * m * counts
+    out["dp", "all_reduce"] += counts                     # of each expert's tokens, for the balance
+    return {key: size for key, size in out.items() if size}
+
+
+def summed(tensors, group, l, part):
+    """How many parameters of a unit this group sums the gradients of: all, or, with ZeRO, those in a rank's
+    slice."""
+    sizes, ranks, part = [size for size, _ in tensors], l.dp * l.cp if l.zero else 1, part if l.zero else 0
+    cut = -(-sum(sizes) // ranks)
+    found = start = 0
+    for size, ranks_of in tensors:
+        inside = min(start + size, (part + 1) * cut) - max(start, part * cut)
+        found += max(0, inside) if ranks_of == group else 0
+        start += size
+    return found

@@ -1,0 +1,185 @@
+"""Another trainer, nanotron, to whose published runs the constants were fitted. What is its own is here.
+
+What it holds and how long it takes differ from this trainer's in a few named things. tests/fit_plan.py fits
+the constants to the runs in tests/data, and --predict predicts runs like those.
+"""
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import costs
+import speed
+from costs import BF16, FLOAT32, GIB, Layout, Stage
+from measured import read_csv, write_csv
+from speed import Cluster
+from trainer import refuse
+
+# Beside those of speed.py. [P] physics, [F] fudge, as there
+OWN_TIME = dict(
+    stall_hop=0.000281,              # [F] s, a step of a tp ring when pp crosses nodes
+    stall_node=5.65e-5,              # [F] s, the same, per rank of tp and node that its ring leaves for
+    stage=0.00526,                   # [F] s per micro-batch when pp crosses nodes
+    gather_efficiency=0.273,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
+    unhidden_efficiency=0.0689)     # [F] of the network: what it sums after the step without ZeRO and with pp
+TIME = {**speed.TIME, **OWN_TIME}
+MEMORY = dict(
+    parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4
+    bucket_bytes=1.63,               # [P] with dp: a bfloat16 copy of the gradients, 2
+    optimizer_bytes=12.6,            # [P] float32 master and two moments, 12
+    hidden_bytes=31.9,            # [F] kept per token, layer and hidden: inputs of norms, products, attention
+    mlp_bytes=5.77,                  # [P] per token, layer and intermediate: gate, up and product, 6
+    embedding_bytes=1.9,             # [P] per token and hidden on the first stage of several
+    logit_bytes=8.98,                # [P] per token and word: bfloat16 and float32 logits and a gradient, 10
+    old_logit_bytes=3.02,         # [P] with accumulation: logits of the micro-batch before are still there, 2
+    gathered=0.831,         # [P] of the two inputs per layer that tp gathers, kept whole without pp: 1 is all
+    gathered_pp=0.891,               # [F] the same in a pipeline, of all micro-batches in flight but two
+    base=0.23)                       # [F] GiB
+LARGEST_KEPT_TP = 16                 # [F] in groups of 32 nobody was seen to keep what tp gathers
+BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
+KEYS = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")
+PREDICTED = ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
+BENCHMARKED = {                      # layers, hidden, heads, intermediate, one matrix for both ends
+    "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True),
+    "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
+
+
+def key(row):
+    return row["model"], *(int(row[name]) for name in KEYS[1:])
+
+
+# ---------------------------------------------------------------------- what it holds
+def stages_of(c, l):
+    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts, so the
+    last ranks may get nothing."""
+    blocks = [("layers", costs.layer_width(c))] * c.num_hidden_layers
+    blocks += [("norm", 0), ("head", c.vocab_size), ("cast", 0), ("loss", 0)]
+    whole = sum(size for _, size in blocks)
+    so_far, stages = 0, [defaultdict(int, embedding=1)]
+    for name, size in blocks:
+        stages[-1][name] += 1
+        so_far += size
+        if so_far > whole * len(stages) / l.pp and len(stages) < l.pp:
+            stages.append(defaultdict(int))
+    if len(stages) < l.pp or not stages[-1]:
+        return None
+    return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"]), bool(s["loss"])) for s in stages]
+
+
+def parameters(c, l, stage):
+    """Of a rank. The smaller models have one matrix for both ends."""
+    once = stage.embedding and stage.head and c.tied
+    return costs.parameters(c, l, stage) - once * c.vocab_size * c.hidden_size // l.tp
+
+
+def kept_of_gathered(l, flight, k):
+    """Of the two inputs of a layer that tp gathers: how many micro-batches' are kept whole."""
+    if not 1 < l.tp <= LARGEST_KEPT_TP:
+        return 0
+    return k["gathered"] if l.pp == 1 else k["gathered_pp"] * max(0, flight - 2)
+
+
+def memory_of(c, l, rank, stage, k=MEMORY):
+    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the fitted
+    constants."""
+    held, copies, flight = parameters(c, l, stage), l.dp if l.zero else 1, costs.in_flight(l, rank)
+    layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp
+    layer += 2 * BF16 * kept_of_gathered(l, flight, k) * c.hidden_size
+    logits = k["logit_bytes"] + k["old_logit_bytes"] * (l.accumulation > 1)
+    first = k["embedding_bytes"] * stage.embedding * (l.pp > 1)
+    return dict(
+        weights=BF16 * held,
+        gradients=(k["parameter_bytes"] - BF16 + k["bucket_bytes"] * (l.dp > 1)) * held,
+        optimizer=k["optimizer_bytes"] * held / copies,
+        activations=stage.layers * l.tokens * layer,
+        loss=stage.head * logits * l.tokens * c.vocab_size / l.tp,
+        buffers=k["base"] * GIB + first * flight * l.tokens * c.hidden_size / l.tp)
+
+
+# ---------------------------------------------------------------------- how long it takes
+def step_seconds(c, l, cluster, stages, k):
+    """As speed.py's; but when pp crosses nodes its ranks wait for longer than the messages take."""
+    launch, wait = speed.launch_seconds(l, k), 0
+    if l.pp > 1 and cluster.nodes > 1:
+        nodes = max(0, l.tp / cluster.gpus_per_node - 1)
+        launch += 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * nodes)
+        wait = k["stage"]
+    host = [stage.layers * launch + wait for stage in stages]
+    seconds, last = speed.pipeline_seconds(c, l, cluster, stages, k, host)
+    seconds |= data_parallel_seconds(c, l, cluster, stages[0], k, last)
+    return speed.with_jitter(seconds, cluster, k)
+
+
+def data_parallel_seconds(c, l, cluster, stage, k, last):
+    """As speed.py's with ZeRO 0 or 1, the only ones it has. But its ZeRO gathers weights tensor by tensor
+    with nothing to hide behind, and without ZeRO and with pp across nodes it sums gradients when all else is
+    done."""
+    held = parameters(c, l, stage)
+    updated = held / (l.dp if l.zero else 1)
+    seconds = dict(dp=0.0, optimizer=updated * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])
+    if l.dp == 1:
+        return seconds
+    _, leaves = speed.link(cluster, k, l.dp, l.tp)
+    byte = speed.ring_seconds(cluster, k, held, l.dp, l.tp)
+    if l.zero == 0 and l.pp > 1 and leaves:
+        seconds["dp"] += FLOAT32 * byte * k["network_efficiency"] / k["unhidden_efficiency"]
+    seconds["dp"] += speed.exposed(FLOAT32 * byte * (1 if l.zero else 2), k["overlap"] * last)
+    if l.zero:
+        slow = k["gather_efficiency"] / k["network_efficiency"] if leaves else 1
+        seconds["dp"] += BF16 * byte / slow + k["gather_hop"] * l.dp * (6 * stage.layers + 2)
+    return seconds
+
+
+# ---------------------------------------------------------------------- its benchmark's runs
+def benchmark_run(row):
+    """(model, layout, cluster, stages or None) of a row of the file."""
+    layers, hidden, heads, intermediate, tied = BENCHMARKED[row["model"]]
+    c = SimpleNamespace(
+        vocab_size=131072, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads,
+        num_local_experts=0, num_experts_per_tok=0, tied=tied)
+    dp, tp, pp, zero, mbs, acc = (int(row[name]) for name in KEYS[2:])
+    l = Layout(dp=dp, tp=tp, pp=pp, zero=zero, micro_batch=mbs, accumulation=acc, seq_len=BENCHMARK_SEQ)
+    return c, l, Cluster(8 * int(row["nodes"])), stages_of(c, l)
+
+
+def benchmark_seconds(run, constants=TIME):
+    c, l, cluster, stages = run
+    return sum(step_seconds(c, l, cluster, stages or costs.our_stages(c, l), constants).values())
+
+
+def benchmark_memory(run, constants=MEMORY, rank=None):
+    """GiB of a rank, or of the one that needs most; infinite where a stage would be empty."""
+    c, l, _, stages = run
+    if not stages:
+        return math.inf
+    ranks = range(l.pp) if rank is None else [rank]
+    return max(sum(memory_of(c, l, r, stages[r], constants).values()) for r in ranks) / GIB
+
+
+def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
+    run = c, l, cluster, stages = benchmark_run(row)
+    tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len
+    first = run if stages else (c, l, cluster, costs.our_stages(c, l))
+    return dict(pred_mem_gb=round(benchmark_memory(first, memory, rank=0), 3),
+                pred_tok_s_gpu=round(tokens / benchmark_seconds(run, time) / cluster.gpus, 3),
+                pred_oom=int(benchmark_memory(run, memory) > usable))
+
+
+def predict_file(path, out):
+    rows = read_csv("--predict", path, KEYS)
+    for number, row in enumerate(rows, 2):
+        check(row, f"--predict {path}, line {number}")
+        row.update(predict(row))
+    write_csv(out, rows, list(rows[0]))
+
+
+def check(row, where):
+    try:
+        _, nodes, dp, tp, pp, zero, *batch = key(row)
+    except ValueError:
+        refuse(f"{where}: {', '.join(KEYS[1:])} must be whole numbers")
+    if row["model"] not in BENCHMARKED or min(nodes, dp, tp, pp, *batch) < 1 or zero not in (0, 1):
+        models = ", ".join(BENCHMARKED)
+        refuse(f"{where}: model must be one of {models}, zero 0 or 1, and all other numbers at least 1")
+    if dp * tp * pp != 8 * nodes:
+        refuse(f"{where}: dp({dp}) x tp({tp}) x pp({pp}) = {dp * tp * pp} != 8 x nodes({nodes})")
