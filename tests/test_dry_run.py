@@ -73,7 +73,7 @@ def dry_job(argv):
 
 
 # ---------------------------------------------------------------------------------------------- against reality
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 8) else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
 def test_says_what_is_seen_in_a_real_run(pool, layout):
     dry = pool.call(dry_job, STEP, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
     for last_try in (False, False, True):                 # gloo's threads may let go of a tensor late, so that more is seen than there is
@@ -95,6 +95,7 @@ def same_memory(said, seen):
             sum(said.peak.values()) == pytest.approx(sum(seen.peak.values()), rel=0.05))
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_products(pool):
     """Of every token: six per weight of a matrix, and attention's seven products (two forward, five in backward), of which
     a causal kernel makes half."""
@@ -104,6 +105,7 @@ def test_flops_are_those_of_the_products(pool):
     assert seen.flops == 6 * weights * tokens + layers * 7 * 2 * tokens * seq * hidden // 2
 
 
+@pytest.mark.slow
 def test_norms_keep_less_with_the_kernels_of_cuda(pool):
     """CUDA's one kernel keeps its input; on the CPU that is a float32 copy, and the quotient is kept beside it."""
     argv = "--dtype bfloat16 --seq_len 64 --global_batch_size 2".split()
@@ -141,7 +143,7 @@ def waits_job(argv):
     return set(map(str, asked))
 
 
-@pytest.mark.parametrize("layout", [*ALONE, *LAYOUTS])
+@pytest.mark.parametrize("layout", [*ALONE, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS)])
 def test_the_host_waits_only_for_the_counts_of_rows(pool, layout):
     """The log comes after the step. In it a GPU has always something to do, but for all-to-alls, whose buffers the host has to make."""
     ranks = 1 if layout in ALONE else 8

@@ -78,6 +78,7 @@ def test_the_constants_are_those_that_the_fit_gives(fitted):
         assert {name: found[name] / known[name] for name in known} == pytest.approx(dict.fromkeys(known, 1.0), rel=0.05)
 
 
+@pytest.mark.slow
 def test_each_number_of_nodes_is_predicted_by_the_others(rows, fitted):
     folds, held_out = fit_plan.leave_out(rows, fitted), []
     for nodes in NODES:
@@ -271,6 +272,7 @@ def test_experts_are_reduced_among_their_copies():
 
 
 # ------------------------------------------------------------------------------------------- the search
+@pytest.mark.slow
 def test_all_layouts_of_1024_gpus():
     """A count, not a time: of these so many are looked at, one by one."""
     c, cluster = config.PRESETS["llama-8b"], speed.Cluster(1024)

@@ -130,6 +130,7 @@ def test_bfloat16_follows_float32(pool):
     assert relative(np.mean(half.losses[-5:]), np.mean(single.losses[-5:])) < 0.02
 
 
+@slow
 def test_bfloat16_small_updates_are_not_lost(pool):
     """Updates of 1e-5 vanish in bfloat16 weights near 0.1; the float32 masters add them up."""
     flags = "--steps 40 --lr 1e-5 --lr_schedule constant --warmup 0 --grad_clip 0 --seq_len 32 --global_batch_size 2 --weight_decay 0"
@@ -295,6 +296,7 @@ def test_activation_bytes_of_a_layer(pool, dtype, mode):
     assert abs(measured / formula - 1) < 0.05, (measured, formula)
 
 
+@slow
 def test_profile_writes_a_trace_and_a_memory_picture(pool, tmp_path):
     pool.train(STEP, f"--steps 6 --seq_len 32 --global_batch_size 4 --profile {tmp_path}", weights=False)
     trace = json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
@@ -366,7 +368,7 @@ DOCUMENTS = ["the cat sat on a mat", "the dog ran", "a cat and a dog"]
 IDS = [2, 3, 4, 5, 6, 7, 0, 2, 9, 10, 0, 6, 3, 8, 6, 9, 0]
 
 
-@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ["txt", pytest.param("jsonl", marks=slow), pytest.param("parquet", marks=slow)])
 def test_texts_are_tokenized_once_and_parted_by_the_end_token(pool, tmp_path, tokenizer, monkeypatch, ending):
     import datasets
     path = tmp_path / f"documents.{ending}"

@@ -8,6 +8,7 @@ import sys
 import cases
 import layouts
 import pytest
+import torch
 from harness import assert_same_run
 from jobs import assert_refused, compiled_job, ledger_rows
 from layouts import Layout

@@ -136,6 +136,7 @@ def test_bfloat16_goes_on_to_the_bit(pool, flags, tmp_path):
     assert all(torch.equal(again.weights[name], whole.weights[name]) for name in whole.weights)
 
 
+@slow
 def test_the_names_are_those_of_the_hugging_face_checkpoint(pool, flags, saved):
     from safetensors import safe_open
     folder = saved(*SAVED[1]) / "step_00000002"
@@ -155,6 +156,7 @@ def test_the_names_are_those_of_the_hugging_face_checkpoint(pool, flags, saved):
     assert max(sizes) < 1.5 * min(sizes), sizes           # and all ranks write
 
 
+@slow
 def test_the_newest_are_kept_and_the_log_goes_on(pool, flags, tmp_path):
     log, base = tmp_path / "log", f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --save_every 1 --keep 2"
     pool.call(train_with_log_job, STEP, world=2, argv=f"{base} --log_file {log}".split())
@@ -209,7 +211,7 @@ def saving_job(argv):
     return peaks
 
 
-@pytest.mark.parametrize("more", ["--zero 3", "--zero 1", "--tp 2 --zero 2"])
+@pytest.mark.parametrize("more", ["--zero 3", pytest.param("--zero 1", marks=slow), pytest.param("--tp 2 --zero 2", marks=slow)])
 def test_saving_takes_no_more_memory_than_a_block(pool, flags, tmp_path, more):
     for peaks in pool.call(saving_job, STEP, world=4, argv=f"{flags['dense']} --steps 2 --micro_batch_size 3 --checkpoint {tmp_path} {more}".split()):
         # the block, this rank's slice of it twice, and the block before it, which gloo lets go of a moment later; of 9 blocks
@@ -255,9 +257,9 @@ def told_to_end_job(argv, rank, at):
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("more", ["--zero 1 --micro_batch_size 6", "--tp 2 --ep 2 --micro_batch_size 6"])
+@pytest.mark.parametrize("more", ["--zero 1 --micro_batch_size 6", pytest.param("--tp 2 --ep 2 --micro_batch_size 6", marks=slow)])
 def test_told_to_end_it_saves_and_ends(pool, flags, one_process, tmp_path, more):
-    pool.call(told_to_end_job, STEP, world=4, argv=f"{flags['moe']} {more} --checkpoint {tmp_path / 'c'}".split(), rank=2, at=1)
+    pool.call(told_to_end_job, STEP, world=4, timeout=40, argv=f"{flags['moe']} {more} --checkpoint {tmp_path / 'c'}".split(), rank=2, at=1)
     assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
     assert os.listdir(tmp_path / "c") == ["step_00000002"]
     assert_goes_on(pool, flags, one_process, tmp_path / "c", tmp_path, *RESUMED[0])
@@ -398,6 +400,7 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
     assert message in str(refused.value).splitlines()[-1]
 
 
+@slow
 def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
     argv = f"{flags['moe']} --micro_batch_size 6 --ep 2 --checkpoint {tmp_path / 'c'} --resume --steps 8 --ledger --profile {tmp_path / 'profile'}"
@@ -423,6 +426,7 @@ def test_nothing_to_resume_is_a_beginning(pool, flags, one_process, tmp_path):
     assert_same_run(trained, one_process["moe"], 1e-9)
 
 
+@slow
 def test_copied_alone_it_runs(tmp_path):
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
     status, output = run([sys.executable, "alone/train.py", "--steps", "2"], tmp_path, 120)
