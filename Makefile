@@ -1,5 +1,5 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make exercise STEP=4 | make plot LOGS="a.jsonl b.jsonl"
-# make rest | make sweep | make break | make carry | make figures | make bench
+# make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or older than requirements.txt.
 # PYTHON=python make test uses one of your own instead.
@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
 
-.PHONY: run test rest sweep diff exercise break plot carry figures bench
+.PHONY: run test rest sweep diff exercise break mutate plot carry figures bench
 .DEFAULT_GOAL := run
 
 .venv/requirements.txt: requirements.txt
@@ -37,6 +37,9 @@ exercise:
 
 break: $(VENV)
 	$(PYTHON) tests/break_it.py
+
+mutate: $(VENV)
+	$(PYTHON) tests/mutate.py $(FLAGS)
 
 plot: $(VENV)
 	@test -n "$(LOGS)" || { echo 'make plot LOGS="a.jsonl b.jsonl"' >&2; exit 2; }

@@ -29,7 +29,7 @@ def test_more_ranks(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize("draw", layouts.DRAWS)
 def test_other_draws(pool, draw):
     for layout in layouts.drawn(3, draw):
         check(pool, layout)

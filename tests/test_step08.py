@@ -69,7 +69,7 @@ def test_all_dimensions_at_once_in_every_way(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("draw", range(5))
+@pytest.mark.parametrize("draw", layouts.DRAWS)
 def test_other_draws(pool, draw):
     for layout in layouts.drawn(8, draw):
         check(pool, layout)

@@ -23,10 +23,8 @@ from matplotlib.colors import ListedColormap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
-import test_step05 as tests
 from harness import Pool
-from test_step02 import ledger_rows
-from test_step04 import kept_job
+from jobs import attention_job, kept_job, ledger_rows
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
 COLORS = ["#4878a8", "#d9a441", "#6aa56e", "#c8605a"]
@@ -257,7 +255,7 @@ def alive_table():
 
 
 def accuracy_table():
-    per_rank = call(tests.attention_job, 8, modes=MODES, seq_len=8192, dtypes=["float64", "float32", "bfloat16"])
+    per_rank = call(attention_job, 8, modes=MODES, seq_len=8192, dtypes=["float64", "float32", "bfloat16"])
     worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
     rows = ["| | float64: output | gradients | float32: output | gradients | bfloat16: output | gradients |", "|---|---|---|---|---|---|---|"]
     for mode in ("flash", *MODES):
