@@ -76,7 +76,6 @@ def worker(rank, pipe, environment):
             param._post_accumulate_grad_hooks.clear()
         hooked.clear()
         gc.collect()
-        gc.freeze()                                       # what is left stays: modules, and what torch.compile has made
         if result[0] != "error":
             pipe.send((*result, output.getvalue()))
 
@@ -200,6 +199,8 @@ class Pool:
             log, save = os.path.join(folder, "log.jsonl"), os.path.join(folder, "save")
             argv = shlex.split(flags) + ["--log_file", log] + (["--save", save] if weights else [])
             answers = self.call(job, step, world, timeout, argv=argv, optimizer=optimizer)
+            if "--compile" in argv:
+                self.stop()                               # what torch.compile leaves behind makes each gc.collect() slow
             with open(log) as file:
                 lines = [json.loads(line) for line in file]
             tensors = load_file(os.path.join(save, "model.safetensors")) if weights else {}

@@ -144,12 +144,12 @@ def tuples_of(row, step):
 
 
 def wanted(step):
-    """The pairs that are possible, of which one factor is the step's own (in step 8: all), and the triples."""
+    """The pairs that are possible, of which one factor is the step's own; in step 8 all, and the triples."""
     found = set()
     for a, b in itertools.combinations(factors(step), 2):
         if step in (FACTORS[a][0], FACTORS[b][0], 8):
             found |= {frozenset({(a, x), (b, y)}) for x in FACTORS[a][1] for y in FACTORS[b][1]}
-    if step >= 6 and step != 7:
+    if step == 8:
         found |= {frozenset(zip(("zero", "tp", "pp"), values)) for values in itertools.product(*(FACTORS[name][1] for name in ("zero", "tp", "pp")))}
     return {values for values in found if meshes(dict(values), step)}
 
