@@ -134,7 +134,8 @@ class Pool:
     def start(self, world):
         """Workers are started when a job first needs so many."""
         assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
-        context = multiprocessing.get_context("forkserver")
+        on_gpus = "CUDA_VISIBLE_DEVICES" in self.environment                       # CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         os.environ["OMP_NUM_THREADS"] = "1"
         for rank in range(len(self.workers), world):

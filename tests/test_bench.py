@@ -104,7 +104,8 @@ def test_the_real_trainer_and_the_planner(tmp_path):
     assert status == 0 and (tmp_path / "mine.json").exists(), output
 
 
-@pytest.mark.parametrize("more, message", [("--tp 3", "takes none of these"), ("--steps 2", "at least 3"), ("--tp many", "invalid int value")])
+@pytest.mark.parametrize("more, message", [("--tp 3", "takes none of these"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+    ("--steps 2", "at least 3"), ("--tp many", "invalid int value")])])
 def test_bad_input_is_refused(tmp_path, more, message):
     status, output = bench(tmp_path, *more.split())
     assert status == 2 and message in output and "Traceback" not in output, output

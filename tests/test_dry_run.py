@@ -161,6 +161,7 @@ def dry_run(flags, timeout=300):
     return output, {kind: [float(value.replace(",", "")) for value in values if value] for kind, *values in rows}
 
 
+@pytest.mark.slow
 def test_prints_what_a_rank_would_take():
     output, memory = dry_run("--dry_run 8 --dry_run_rank 7 --tp 2 --pp 2 --micro_batch_size 2 --zero 1")
     assert "dry run of rank 7 of 8: pp 1 of 2, dp 1 of 2, cp 0 of 1, tp 1 of 2" in output

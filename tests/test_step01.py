@@ -567,6 +567,7 @@ def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path, small, initial
         pool.call(main_job, STEP, argv=["--model", str(deeper), "--init_from", str(initial)])
 
 
+@slow
 def test_exit_status_from_the_shell_is_2(tmp_path):
     done = subprocess.run([sys.executable, step_dir(STEP) / "train.py", "--micro_batch_size", "3"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout

@@ -149,7 +149,7 @@ def test_a_list_that_waits_for_itself_is_seen(schedules):
         schedules.simulate(lists)
 
 
-@pytest.mark.parametrize("F, I, W", [(1, 1, 1), (5, 4, 3), (7, 7, 2), (4, 4, 4), (2, 3, 5), (3, 5, 1)])
+@pytest.mark.parametrize("F, I, W", [(5, 4, 3), *(pytest.param(*case, marks=slow) for case in [(1, 1, 1), (7, 7, 2), (4, 4, 4), (2, 3, 5), (3, 5, 1)])])
 def test_bubbles(schedules, F, I, W):
     """F, I, W of a rank's whole share, but of one stage for dualpipe."""
     for name, p, m, v in every_case():

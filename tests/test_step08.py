@@ -211,7 +211,8 @@ def saving_job(argv):
     return peaks
 
 
-@pytest.mark.parametrize("more", ["--zero 3", pytest.param("--zero 1", marks=slow), pytest.param("--tp 2 --zero 2", marks=slow)])
+@slow
+@pytest.mark.parametrize("more", ["--zero 3", "--zero 1", "--tp 2 --zero 2"])
 def test_saving_takes_no_more_memory_than_a_block(pool, flags, tmp_path, more):
     for peaks in pool.call(saving_job, STEP, world=4, argv=f"{flags['dense']} --steps 2 --micro_batch_size 3 --checkpoint {tmp_path} {more}".split()):
         # the block, this rank's slice of it twice, and the block before it, which gloo lets go of a moment later; of 9 blocks
