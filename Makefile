@@ -1,5 +1,5 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make exercise STEP=4 | make plot LOGS="a.jsonl b.jsonl"
-# make rest | make sweep | make break | make mutate | make carry | make figures | make bench
+# make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or older than requirements.txt.
 # PYTHON=python make test uses one of your own instead.
@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
 
-.PHONY: run test rest sweep diff exercise break mutate plot carry figures bench
+.PHONY: run test lint rest sweep diff exercise break mutate plot carry figures bench
 .DEFAULT_GOAL := run
 
 .venv/requirements.txt: requirements.txt
@@ -22,6 +22,10 @@ run: $(VENV)
 
 test: $(VENV)
 	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" tests)
+
+lint: $(VENV)
+	@$(PYTHON) -m pip install -q ruff==0.17.6
+	$(PYTHON) -m ruff check --no-cache .
 
 rest: $(VENV)
 	$(PYTHON) -m pytest -q -m "slow and not sweep" tests

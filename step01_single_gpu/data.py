@@ -1,5 +1,6 @@
 """Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t, on nothing else."""
 import fcntl
+import functools
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,10 @@ def load_tokens(args, vocab_size):
     if sequences < 1:
         refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = {args.seq_len + 1}")
     args.vocab_size, first = vocab_size, tokens[:args.global_batch_size * args.seq_len + 1]
-    if first.max() >= vocab_size:
-        refuse(f"--dataset {args.dataset}: token {first.max()}, but the model's vocabulary is {vocab_size}; "
-               f"take a --model whose config.json has a vocab_size above {first.max()}")
+    wrong = first.min() if first.min() < 0 else first.max()
+    if not 0 <= wrong < vocab_size:
+        refuse(f"--dataset {args.dataset}: token {wrong}, but the model's vocabulary is {vocab_size}; "
+               f"a --model takes tokens from 0 up to its config.json's vocab_size")
     return tokens
 
 
@@ -32,7 +34,7 @@ def open_token_file(path):
     if not os.path.isfile(path):
         refuse(f"--dataset {path}: no such file")
     try:
-        tokens = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
+        tokens = np.lib.format.open_memmap(path, "r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
     except (ValueError, EOFError) as error:
         refuse(f"--dataset {path}: not a file of tokens ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -48,7 +50,7 @@ def tokenized(args):
     from transformers import AutoTokenizer
     os.makedirs(config.HF_DATASETS_CACHE, exist_ok=True)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
     except Exception as error:
         refuse(f"--tokenizer {args.tokenizer}: not to be had ({type(error).__name__})")
     if tokenizer.eos_token_id is None:
@@ -57,12 +59,17 @@ def tokenized(args):
         fcntl.flock(lock, fcntl.LOCK_EX)                  # of several processes one tokenizes, the others wait and read
         try:
             if os.path.isfile(args.dataset):
-                kind = {".txt": "text", ".jsonl": "json"}.get(os.path.splitext(args.dataset)[1]) or args.dataset.rsplit(".")[-1]
+                ending = os.path.splitext(args.dataset)[1].lower()[1:]
+                kind = {"txt": "text", "md": "text", "jsonl": "json"}.get(ending, ending)
                 documents = load_dataset(kind, data_files=args.dataset, split="train")
             else:
                 documents = load_dataset(args.dataset, split="train")
         except Exception as error:
-            refuse(f"--dataset {args.dataset}: no such file, and not to be had from the hub ({type(error).__name__})")
+            missing = not os.path.exists(args.dataset)
+            what = "no such file, and not to be had from the hub" if missing else "no text, json or parquet file"
+            refuse(f"--dataset {args.dataset}: {what} ({type(error).__name__})")
+        if not len(documents):
+            refuse(f"--dataset {args.dataset}: there is no document in it")
         column = "text" if "text" in documents.column_names else documents.column_names[0]
         key = f"{documents._fingerprint} {column} {tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
         path = os.path.join(config.HF_DATASETS_CACHE, hashlib.sha256(key.encode()).hexdigest()[:16] + ".npy")
@@ -73,6 +80,8 @@ def tokenized(args):
 
 def write_tokens(documents, column, tokenizer, path):
     def encode(batch):
+        if not all(isinstance(text, str) for text in batch[column]):
+            refuse(f"--dataset: not every document has a text in the column {column!r}")
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
         return {"tokens": [row + [tokenizer.eos_token_id] for row in rows]}
     rows = documents.map(encode, batched=True, remove_columns=documents.column_names, desc="tokenizing")
@@ -87,13 +96,13 @@ def write_tokens(documents, column, tokenizer, path):
     os.replace(path + ".part", path)                      # a name that exists is a file that is whole
 
 
-def micro_batches(tokens, step, args):
-    """Step t's part of the data as a list of (inputs, positions, targets)."""
+def micro_batches(tokens, args, step):
+    """What is computed here in a step, as a list of (inputs, positions, targets)."""
     wanted = np.arange(step * args.global_batch_size, (step + 1) * args.global_batch_size)
     start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
     if batch.min() < 0 or batch.max() >= args.vocab_size:
-        raise RuntimeError(f"--dataset {args.dataset}: tokens from {batch.min()} to {batch.max()} in step {step}, the vocabulary is {args.vocab_size}")
+        raise OSError(f"--dataset {args.dataset}: tokens from {batch.min()} to {batch.max()} in step {step}, the vocabulary is {args.vocab_size}")
     batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
     positions = torch.arange(args.seq_len)
     pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # memory that the device can read by itself
@@ -103,9 +112,10 @@ def micro_batches(tokens, step, args):
 
 def batches(tokens, args):
     """Each step's micro-batches; a thread reads those of step t + 1 while step t is computed."""
+    read = functools.partial(micro_batches, tokens, args)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = pool.submit(micro_batches, tokens, 0, args)
+        ahead = pool.submit(read, 0)
         for step in range(args.steps):
-            batch, ahead = ahead.result(), pool.submit(micro_batches, tokens, step + 1, args)
+            batch, ahead = ahead.result(), pool.submit(read, step + 1)
             # not in that thread, whose CUDA device is the first one, whichever this process has chosen
             yield [tuple(t.to(args.device, non_blocking=True) for t in micro_batch) for micro_batch in batch]

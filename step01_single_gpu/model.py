@@ -4,6 +4,7 @@ Nothing here knows how many devices there are:
 - a Linear's width is read from its weight, so half the weight is half the heads,
 - positions come in with the tokens, so a part of a sequence is as good as the whole,
 - layers are addressed by their global index, and the embedding and the head may be None,
+- what Attention and MLP begin with, `project`, and the core of attention are methods of their own,
 so whoever cuts the model up does it from outside.
 """
 import math
@@ -17,8 +18,8 @@ from loss import LMHead
 
 def rotary_tables(positions, config, dtype):
     """cos and sin of position x frequency, [seq, 1, head_dim], in float32 or better."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device) / config.head_dim
-    frequency = config.rope_theta ** -exponent                                      # [head_dim / 2]
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
+    frequency = config.rope_theta ** -(even / config.head_dim)                      # [head_dim / 2]
     if config.rope_scaling:
         frequency = llama3_scaling(frequency, **config.rope_scaling)
     angle = positions.double().unsqueeze(-1) * frequency                            # [seq, head_dim / 2]
@@ -28,18 +29,18 @@ def rotary_tables(positions, config, dtype):
 
 
 def llama3_scaling(frequency, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
-    """Llama 3.1's longer context: slow waves are slowed by `factor`, fast ones kept, those between interpolated."""
+    """Llama 3.1's longer context: slow waves are slowed by `factor`, fast ones kept, others in between."""
     turns = original_max_position_embeddings * frequency / (2 * math.pi)           # in the original context
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return frequency * (keep + (1 - keep) / factor)
 
 
-def rotate(x, cos, sin):                                                           # [batch, seq, heads, head_dim]
+def rotate(x, cos, sin):                                                       # [batch, seq, heads, head_dim]
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
 
 
-def sdpa(q, k, v):                                                                 # [batch, seq, heads, head_dim]
+def sdpa(q, k, v):                                                             # [batch, seq, heads, head_dim]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -54,9 +55,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
         self.core = sdpa
 
+    def project(self, x):
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x, cos, sin):                                                # [batch, seq, hidden]
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)               # [batch, seq, heads, head_dim]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
+        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)           # [batch, seq, heads, head_dim]
         return self.o_proj(out.flatten(-2))
 
 
@@ -67,8 +71,12 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
+    def project(self, x):
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -92,7 +100,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_hidden_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x, positions):                                               # tokens, or what a Block made
+    def forward(self, x, positions):                                            # tokens, or what a Block made
         x = x if self.embed_tokens is None else self.embed_tokens(x)
         cos, sin = rotary_tables(positions, self.config, x.dtype)
         for layer in self.layers.values():
@@ -107,4 +115,4 @@ class Llama(nn.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x, positions, targets=None):                                 # [batch, seq]
-        return self.lm_head(self.model(x, positions), targets)                     # the summed loss, or the logits
+        return self.lm_head(self.model(x, positions), targets)                # the summed loss, or the logits

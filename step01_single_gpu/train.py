@@ -1,34 +1,30 @@
 """Train a Llama on one device.
 
     python step01_single_gpu/train.py
-    python step01_single_gpu/train.py --help
+    python train.py --help
 """
 import torch
 
 from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from data import batches, load_tokens
+from ending import ends_well
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, accumulate_gradients, learning_rate
 from profiling import Profiler
-from recompute import recompute
+from recompute import recompute_and_compile
 
 
 def build_model(config, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
     materialize(model, config, args)
-    layers = model.model.layers.values()
     if args.attention == "flash":
         from flash_attn import flash_attn_func
-        for layer in layers:
+        for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    recompute(layers, args.recompute)
-    for layer in layers if args.compile else []:
-        layer.forward = torch.compile(layer.forward)
-    if args.compile:
-        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
+    recompute_and_compile(model, args)
     return model
 
 
@@ -42,6 +38,7 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
+@ends_well()
 def main(argv=None):
     args = parse_args(argv)
     config = load_config(args)
@@ -51,7 +48,7 @@ def main(argv=None):
     accumulate_gradients(model.parameters())
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(config, args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in enumerate(batches(tokens, args)):
         lr = learning_rate(step, args)
         with profiler.step(step):

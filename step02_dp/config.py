@@ -3,16 +3,20 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 
+MOST = 10**8                                              # of anything that is counted
 
-def refuse(message):
+
+def refuse(message, status=2):
     """Bad input: rank 0 says what is wrong in one line, every rank exits with status 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    end = SystemExit(status)
+    end.message = message                                 # if rank 0 does not see what is wrong, it is told
+    raise end
 
 
 def parse_args(argv=None):
@@ -46,6 +50,11 @@ def parse_args(argv=None):
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")
     args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if value == "":
+            refuse(f"--{name} is empty")
+        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nan is not, either
+            refuse(f"--{name} {value}: must be a number below {MOST:,}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -89,7 +98,8 @@ PRESETS = {
 def local_folder(flag, name):
     """A directory as it is; a hub id downloaded to the Hugging Face cache."""
     if os.path.isdir(name):
-        return name
+        beside = os.path.join(name, ".new_model")         # whole, when whoever saved there was killed (checkpoint.py)
+        return beside if os.path.isdir(beside) else name
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
@@ -106,9 +116,10 @@ def load_config(args):
         refuse(f"--model {args.model}: no config.json there; the presets are {', '.join(PRESETS)}")
     try:
         with open(path) as file:
-            return from_hugging_face(json.load(file), args.model)
-    except (ValueError, KeyError) as error:
+            config = from_hugging_face(json.load(file), args.model)
+    except Exception as error:                            # a file may hold anything
         refuse(f"--model {args.model}: not a config.json of a Llama ({type(error).__name__}: {error})")
+    return check_config(config, args.model)
 
 
 def from_hugging_face(raw, name):
@@ -132,6 +143,17 @@ def from_hugging_face(raw, name):
         rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         initializer_range=raw.get("initializer_range", 0.02))
+
+
+def check_config(config, name):
+    """Sizes are whole numbers above 0, all else is a number above 0; or it is what it is if the file does not say."""
+    kinds, usual = ({field.name: getattr(field, what) for field in fields(config)} for what in ("type", "default"))
+    for key, value in {**asdict(config), **(config.rope_scaling or {})}.items():
+        types, most = ([int], MOST) if kinds.get(key) is int else ([int, float], float("inf"))
+        fits = type(value) in types and 0 < value < most and (key != "head_dim" or value % 2 == 0)
+        if key != "rope_scaling" and value != usual.get(key, key) and not fits:
+            refuse(f"--model {name}: {key} is {value!r}; a size is a whole number below {MOST:,}, head_dim an even one, all are above 0")
+    return config
 
 
 def to_hugging_face(config, dtype):
@@ -185,13 +207,21 @@ def check_outputs(args):
         for folder in filter(None, (args.save, args.profile)):
             os.makedirs(folder, exist_ok=True)
         if args.log_file:
+            check_log(args.log_file)
             open(args.log_file, "a").close()
     except OSError as error:
         refuse(f"--save, --profile or --log_file: cannot write there ({error})")
 
 
+def check_log(name):
+    """A log is begun anew, nothing else is overwritten."""
+    for line in open(name, errors="replace") if os.path.isfile(name) else ():
+        if not line.startswith('{"step": '):
+            refuse(f"--log_file {name}: is there and is no log of a run; take another name")
+
+
 def divisors(n):
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    return ", ".join(str(d) for d in range(1, min(n, 10000) + 1) if n % d == 0)
 
 
 def multiples(n, near):

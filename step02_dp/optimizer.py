@@ -1,8 +1,9 @@
 """AdamW in float32 over weights of any precision, gradients added up in float32, the learning rate.
 
-In bfloat16 an update of a thousandth of a weight rounds to nothing, and so does a small gradient added to a large
-sum. So the sum over micro-batches is kept in float32 (`param.main_grad`), the optimizer updates a float32 copy of
-the weights (the master), and the bfloat16 weights that the model computes with are that copy, rounded.
+In bfloat16 an update of a thousandth of a weight rounds to nothing, and so does a small gradient added to a
+large sum. So the sum over micro-batches is kept in float32 (`param.main_grad`), the optimizer updates a
+float32 copy of the weights (the master), and the bfloat16 weights that the model computes with are that copy,
+rounded.
 """
 import math
 
@@ -10,7 +11,7 @@ import torch
 
 
 def accumulate_gradients(params):
-    """Gives each parameter a main_grad, to which every backward pass adds and after which it drops its own grad."""
+    """Gives each parameter a main_grad, to which every backward pass adds in place of param.grad."""
     for param in params:
         param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
         param.register_post_accumulate_grad_hook(add_to_main_grad)
@@ -44,7 +45,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def clip(self):
-        """Scales all gradients together so that their norm is at most grad_clip; returns the norm before that."""
+        """Scales all gradients so that their norm together is at most grad_clip; returns the norm before."""
         square = torch.stack(torch._foreach_norm(self.grads)).square().sum()
         norm = square.sqrt()
         if self.grad_clip:

@@ -1,4 +1,5 @@
-"""--profile: what the device does (a trace) and what its memory holds (a picture), observed over the first steps.
+"""--profile: what the device does (a trace) and what its memory holds (a picture), observed over the first
+steps.
 
     trace_rank0.json     one training step; open it in https://ui.perfetto.dev or chrome://tracing
     memory_rank0.png     bytes alive over the first four steps, by kind; memory_rank0.json has the numbers
@@ -14,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441", "activations": "#c8605a", "rest": "#a9a9a9"}
+KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441",
+         "activations": "#c8605a", "rest": "#a9a9a9"}
 MEMORY_STEPS, TRACED_STEP = 4, 4
 
 
@@ -27,6 +29,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.events, self.kinds, self.numbers = [], [], weakref.WeakKeyDictionary()
+        self.resized = {}                # {storage that is given back and taken again (step 3): its size now}
 
     def note(self, tensor, kind):
         storage = tensor.untyped_storage()
@@ -35,11 +38,20 @@ class LiveStorages(TorchDispatchMode):
             self.numbers[storage] = number
             self.kinds.append(kind)
             self.events.append((time.perf_counter(), number, size))
-            weakref.finalize(storage, lambda: self.events.append((time.perf_counter(), number, -size))).atexit = False
+            end = weakref.finalize(storage, lambda: self.events.append((time.perf_counter(), number, -size)))
+            end.atexit = False
         elif kind in ("parameters", "optimizer states", "gradients"):
             self.kinds[self.numbers[storage]] = kind
 
+    def note_resized(self, tensor, kind):
+        self.note(tensor, kind)
+        self.resized.setdefault(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        for storage, size in self.resized.items():        # no operation tells
+            if storage.nbytes() != size:
+                self.events.append((time.perf_counter(), self.numbers[storage], storage.nbytes() - size))
+                self.resized[storage] = storage.nbytes()
         result = op(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):          # under no_grad: backward, the loss, the optimizer
@@ -57,7 +69,7 @@ class LiveStorages(TorchDispatchMode):
 
 def note_state(memory, model, optimizer):
     for param in (*model.parameters(), *optimizer.params):
-        memory.note(param, "parameters")
+        memory.note_resized(param, "parameters")
     for grad in optimizer.grads:
         memory.note(grad, "gradients")
     for master, state in zip(optimizer.masters, map(optimizer.adamw.state.get, optimizer.masters)):
@@ -73,12 +85,15 @@ def draw(rows, path):
     import matplotlib.pyplot as plt
     seconds, *bytes_of_kind = zip(*rows)
     figure, axes = plt.subplots(figsize=(11, 4.5))
-    axes.stackplot(seconds, [[b / 2**20 for b in kind] for kind in bytes_of_kind], labels=KINDS, colors=KINDS.values(), step="post")
+    mebibytes = [[b / 2**20 for b in kind] for kind in bytes_of_kind]
+    axes.stackplot(seconds, mebibytes, labels=KINDS, colors=KINDS.values(), step="post")
     total = [sum(row[1:]) / 2**20 for row in rows]
     peak = max(range(len(rows)), key=total.__getitem__)
     axes.plot(seconds[peak], total[peak], "kv")
-    axes.annotate(f"peak {total[peak]:,.1f} MiB", (seconds[peak], total[peak]), (0, 6), textcoords="offset points", ha="center")
-    axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive", xlim=(0, seconds[-1]), ylim=(0, 1.15 * total[peak]),
+    axes.annotate(f"peak {total[peak]:,.1f} MiB", (seconds[peak], total[peak]), (0, 6),
+                  textcoords="offset points", ha="center")
+    axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive",
+             xlim=(0, seconds[-1]), ylim=(0, 1.15 * total[peak]),
              title=f"Memory over the first {MEMORY_STEPS} training steps")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(path, dpi=130, bbox_inches="tight")
@@ -105,7 +120,7 @@ class Profiler:
                 tools.enter_context(torch.profiler.profile(record_shapes=True, on_trace_ready=write_trace))
             yield
         if self.args.profile and step < MEMORY_STEPS:
-            note_state(self.memory, self.model, self.optimizer)                    # AdamW makes its states in step 0
+            note_state(self.memory, self.model, self.optimizer)             # AdamW makes its states in step 0
         if self.args.profile and step == min(MEMORY_STEPS, self.args.steps) - 1:
             self.write_memory()
 

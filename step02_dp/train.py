@@ -1,7 +1,7 @@
 """Train a Llama on several devices, each with the whole model and a part of the batch.
 
     torchrun --standalone --nproc_per_node 4 step02_dp/train.py
-    python step02_dp/train.py --help
+    python train.py --help
 """
 import torch
 import torch.distributed as dist
@@ -11,28 +11,23 @@ from config import check, load_config, parse_args
 from data import batches, load_tokens
 from data_parallel import data_parallel
 from ledger import ledger
-from mesh import ends_well, start_mesh
+from mesh import agree, ends_well, start_mesh
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, accumulate_gradients, learning_rate
 from profiling import Profiler
-from recompute import recompute
+from recompute import recompute_and_compile
 
 
 def build_model(config, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
     materialize(model, config, args)
-    layers = model.model.layers.values()
     if args.attention == "flash":
         from flash_attn import flash_attn_func
-        for layer in layers:
+        for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    recompute(layers, args.recompute)
-    for layer in layers if args.compile else []:
-        layer.forward = torch.compile(layer.forward)
-    if args.compile:
-        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
+    recompute_and_compile(model, args)
     return model
 
 
@@ -54,11 +49,12 @@ def main(argv=None):
     tokens = load_tokens(args, config.vocab_size)
     mesh = start_mesh(args)
     model = build_model(config, args)
+    agree("weights")                                      # that every rank could read its own
     accumulate_gradients(model.parameters())
     sum_gradients = data_parallel(model.parameters(), mesh.get_group("dp"), args)
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(config, args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in enumerate(batches(tokens, mesh, args)):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):

@@ -1,11 +1,15 @@
 """One line per step: loss, gradient norm, tokens per second, share of the GPU's peak (MFU), peak memory."""
 import json
+import math
+import os
 import resource
 import sys
 import time
 
 import torch
 import torch.distributed as dist
+
+from config import refuse
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "B200": 2250e12}   # dense bfloat16
 
@@ -32,33 +36,54 @@ def peak_flops(device):
 def peak_memory_gib(device):
     """On CUDA the most the allocator gave out, on the CPU the most the process ever had resident."""
     if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+        return torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30)
+
+
+def print_start(model, config, args):
+    """Before the first step, by rank 0: how the ranks lie, what a step is, what this rank has of the model."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp", "ep") if name in vars(args)}
+    micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
+    parameters = sum(param.numel() for param in model.parameters())
+    if degrees:
+        print(" x ".join(f"{name} {degree}" for name, degree in degrees.items() if name != "ep")
+              + (f", ep {degrees['ep']}" if degrees.get("ep", 1) > 1 else ""))
+    print(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} tokens; "
+          f"{parameters:,} parameters in {len(model.model.layers)} of {config.num_hidden_layers} layers", flush=True)
 
 
 class Metrics:
-    def __init__(self, config, args):
-        self.args, self.devices = args, dist.get_world_size()
+    def __init__(self, model, config, args):
+        print_start(model, config, args)
+        self.args, self.devices = args, int(os.environ.get("WORLD_SIZE", 1))
         self.flops_per_token, self.peak_flops = flops_per_token(config, args.seq_len), peak_flops(args.device)
-        self.file = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
+        self.file = open(args.log_file, "wb", buffering=0) if args.log_file and dist.get_rank() == 0 else None
         self.start = time.perf_counter()
 
     def log(self, step, loss, grad_norm, lr):
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            refuse(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped, nothing saved", status=3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len
         speed = tokens / seconds
         mfu = speed / self.devices * self.flops_per_token / self.peak_flops if self.peak_flops else None
-        memory = torch.tensor(peak_memory_gib(self.args.device), device=self.args.device)
+        memory = peak_memory_gib(self.args.device)
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         if dist.get_rank() != 0:
             return
-        memory = memory.item()
         print(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
               f"lr {lr:.2e}  {speed:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "") + f"  {memory:.2f} GiB", flush=True)
-        if self.file:
-            self.file.write(json.dumps(dict(
-                step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens, tokens_per_s=speed,
-                tokens_per_s_per_device=speed / self.devices, mfu=mfu, peak_memory_gib=memory)) + "\n")
-            self.file.flush()
+        self.write(dict(
+            step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens, tokens_per_s=speed,
+            tokens_per_s_per_device=speed / self.devices, mfu=mfu, peak_memory_gib=float(memory)))
+
+    def write(self, line):
+        try:
+            self.file and self.file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:                          # a log is not worth a run
+            print(f"--log_file {self.args.log_file} ends here: {error}", flush=True)
+            self.file = None

@@ -1,11 +1,13 @@
-"""Activation recomputation: keep less of the forward pass, and compute the rest again in backward."""
+"""--recompute: keep less of the forward pass, and compute the rest again in backward. And --compile."""
 import functools
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def keep_products(hidden, ctx, op, *args, **kwargs):
-    """selective: what matrix products and attention made is kept; norms, rotary and SwiGLU are cheap to repeat.
+    """selective: what matrix products and attention made is kept; norms, rotary and SwiGLU are cheap to
+    repeat.
 
     And so is a product that sums over few columns: for as much memory it saves less work.
     """
@@ -14,10 +16,19 @@ def keep_products(hidden, ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute(layers, mode):
-    """full: of each layer only the input is kept, and its forward runs again just before its backward."""
-    for layer in layers if mode != "none" else []:
+def recompute(layer, mode):
+    if mode == "full":                    # only the layer's input is kept; forward runs again before backward
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        if mode == "selective":
-            keep = functools.partial(keep_products, layer.self_attn.q_proj.in_features)
-            layer.forward.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+    elif mode == "selective":
+        policy = functools.partial(keep_products, layer.self_attn.q_proj.in_features)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+
+
+def recompute_and_compile(model, args):
+    for layer in model.model.layers.values():
+        recompute(layer, args.recompute)
+        if args.compile:                                  # the layer as a whole, what it does again included
+            layer.forward = torch.compile(layer.forward)
+    if args.compile:
+        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)

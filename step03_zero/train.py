@@ -1,7 +1,7 @@
 """Train a Llama on several devices, each with a part of the batch, and of the model what it needs just then.
 
     torchrun --standalone --nproc_per_node 4 step03_zero/train.py --zero 3
-    python step03_zero/train.py --help
+    python train.py --help
 """
 import torch
 import torch.distributed as dist
@@ -10,30 +10,27 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from data import batches, load_tokens
 from ledger import ledger
-from mesh import ends_well, start_mesh
+from mesh import agree, ends_well, start_mesh
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
+from placement import place
 from profiling import Profiler
-from recompute import recompute
-from zero import wait_for_weights, zero, zero_units
+from recompute import recompute_and_compile
+from zero import Zero, zero_units
 
 
-def build_model(config, args):
+def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
+    place(model, mesh)
     zero_units(model, args)
     materialize(model, config, args)
-    layers = model.model.layers.values()
     if args.attention == "flash":
         from flash_attn import flash_attn_func
-        for layer in layers:
+        for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    recompute(layers, args.recompute)
-    for layer in layers if args.compile else []:
-        layer.forward = torch.compile(layer.forward)
-    if args.compile:
-        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
+    recompute_and_compile(model, args)
     return model
 
 
@@ -54,22 +51,23 @@ def main(argv=None):
     check(args, config)
     tokens = load_tokens(args, config.vocab_size)
     mesh = start_mesh(args)
-    model = build_model(config, args)
-    shards, sum_gradients, gather_weights = zero(model, mesh, args)
-    optimizer = Optimizer(shards, args)
+    model = build_model(config, mesh, args)
+    agree("weights")                                      # that every rank could read its own
+    zero = Zero(model, args)
+    optimizer = Optimizer(zero.params, args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(config, args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in enumerate(batches(tokens, mesh, args)):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
             loss = forward_backward(model, micro_batches, args)
-            sum_gradients()
+            zero.sum_gradients()
             dist.all_reduce(loss)
             grad_norm = optimizer.clip()
             optimizer.step(lr)
-            gather_weights()
+            zero.gather_weights()
         metrics.log(step, loss, grad_norm, lr)
-    wait_for_weights(model)
+    zero.wait()
     if args.save:
         save_checkpoint(model, config, args)
 

@@ -4,16 +4,20 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 
+MOST = 10**8                                              # of anything that is counted
 
-def refuse(message):
+
+def refuse(message, status=2):
     """Bad input: rank 0 says what is wrong in one line, every rank exits with status 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    end = SystemExit(status)
+    end.message = message                                 # if rank 0 does not see what is wrong, it is told
+    raise end
 
 
 def parse_args(argv=None):
@@ -40,10 +44,10 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
     add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp, with --zero 0")
-    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket, with --zero 0")
-    add("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="cut over dp: 1 optimizer states, 2 gradients, 3 weights")
-    add("--zero_shard", type=int, help="cut into so many slices, with replicas across (hybrid); all of dp if not given")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp")
+    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
+    add("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="ZeRO: cut 1 optimizer states, 2 gradients, 3 weights")
+    add("--zero_shard", type=int, help="cut into so many slices, with replicas across (hybrid); into all if not given")
     add("--tp", type=int, default=1, help="tensor-parallel ranks: each has a part of every matrix")
     add("--sp", choices=["on", "off"], default="on", help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
@@ -51,6 +55,11 @@ def parse_args(argv=None):
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")
     args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if value == "":
+            refuse(f"--{name} is empty")
+        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nan is not, either
+            refuse(f"--{name} {value}: must be a number below {MOST:,}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -94,7 +103,8 @@ PRESETS = {
 def local_folder(flag, name):
     """A directory as it is; a hub id downloaded to the Hugging Face cache."""
     if os.path.isdir(name):
-        return name
+        beside = os.path.join(name, ".new_model")         # whole, when whoever saved there was killed (checkpoint.py)
+        return beside if os.path.isdir(beside) else name
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
@@ -111,9 +121,10 @@ def load_config(args):
         refuse(f"--model {args.model}: no config.json there; the presets are {', '.join(PRESETS)}")
     try:
         with open(path) as file:
-            return from_hugging_face(json.load(file), args.model)
-    except (ValueError, KeyError) as error:
+            config = from_hugging_face(json.load(file), args.model)
+    except Exception as error:                            # a file may hold anything
         refuse(f"--model {args.model}: not a config.json of a Llama ({type(error).__name__}: {error})")
+    return check_config(config, args.model)
 
 
 def from_hugging_face(raw, name):
@@ -137,6 +148,17 @@ def from_hugging_face(raw, name):
         rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         initializer_range=raw.get("initializer_range", 0.02))
+
+
+def check_config(config, name):
+    """Sizes are whole numbers above 0, all else is a number above 0; or it is what it is if the file does not say."""
+    kinds, usual = ({field.name: getattr(field, what) for field in fields(config)} for what in ("type", "default"))
+    for key, value in {**asdict(config), **(config.rope_scaling or {})}.items():
+        types, most = ([int], MOST) if kinds.get(key) is int else ([int, float], float("inf"))
+        fits = type(value) in types and 0 < value < most and (key != "head_dim" or value % 2 == 0)
+        if key != "rope_scaling" and value != usual.get(key, key) and not fits:
+            refuse(f"--model {name}: {key} is {value!r}; a size is a whole number below {MOST:,}, head_dim an even one, all are above 0")
+    return config
 
 
 def to_hugging_face(config, dtype):
@@ -168,9 +190,11 @@ def check(args, config):
         refuse(f"--bucket_mb {args.bucket_mb}: must be positive")
     if args.zero == 0 and args.zero_shard is not None:
         refuse("--zero_shard needs --zero 1, 2 or 3")
-    args.zero_shard = args.dp if args.zero_shard is None else args.zero_shard
-    if args.zero_shard < 1 or args.dp % args.zero_shard:
-        refuse(f"dp({args.dp}) is not a multiple of zero_shard({args.zero_shard}); zero_shard could be {divisors(args.dp)}")
+    ranks = args.dp
+    args.zero_shard = ranks if args.zero_shard is None else args.zero_shard
+    if args.zero_shard < 1 or ranks % args.zero_shard:
+        refuse(f"{ranks} ranks with other data are not a multiple of zero_shard({args.zero_shard}); "
+               f"zero_shard could be {divisors(ranks)}")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
         refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
@@ -192,7 +216,7 @@ def check(args, config):
 
 
 def check_tensor_parallel(args, config):
-    tp, heads, kv_heads = args.tp, config.num_attention_heads, config.num_key_value_heads
+    tp, kv_heads = args.tp, config.num_key_value_heads
     if tp < 1:
         refuse(f"--tp {tp}: must be at least 1")
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
@@ -207,7 +231,7 @@ def check_tensor_parallel(args, config):
 
 def tp_that_would_do(c):
     common = math.gcd(c.num_attention_heads, c.intermediate_size, c.vocab_size)
-    fits = [n for n in range(1, common + 1) if common % n == 0 and (c.num_key_value_heads % n == 0 or n % c.num_key_value_heads == 0)]
+    fits = [n for n in range(1, min(common, 10000) + 1) if common % n == 0 and (c.num_key_value_heads % n == 0 or n % c.num_key_value_heads == 0)]
     return ", ".join(map(str, fits))
 
 
@@ -217,13 +241,21 @@ def check_outputs(args):
         for folder in filter(None, (args.save, args.profile)):
             os.makedirs(folder, exist_ok=True)
         if args.log_file:
+            check_log(args.log_file)
             open(args.log_file, "a").close()
     except OSError as error:
         refuse(f"--save, --profile or --log_file: cannot write there ({error})")
 
 
+def check_log(name):
+    """A log is begun anew, nothing else is overwritten."""
+    for line in open(name, errors="replace") if os.path.isfile(name) else ():
+        if not line.startswith('{"step": '):
+            refuse(f"--log_file {name}: is there and is no log of a run; take another name")
+
+
 def divisors(n):
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    return ", ".join(str(d) for d in range(1, min(n, 10000) + 1) if n % d == 0)
 
 
 def multiples(n, near):

@@ -1,28 +1,40 @@
-"""Tensor and sequence parallelism: each rank of tp has a part of every matrix, and does its part of every product.
+"""Tensor and sequence parallelism: each rank of tp has a part of every matrix, and does its part of every
+product.
 
-Attention is cut by heads, the MLP by its inner dimension, embedding and head by the vocabulary. Inside such a region a
-rank works alone, on the whole sequence. At its borders the ranks talk, and --sp only changes what they say:
+    in the model                              becomes                 of its weight a rank has   and makes
+    q_proj k_proj v_proj, gate_proj up_proj   ColumnParallelLinear    some rows, dimension 0     some outputs
+    o_proj, down_proj                         RowParallelLinear       some columns, dimension 1  terms of sums
+    embed_tokens                              VocabParallelEmbedding  some rows, dimension 0     some tokens
+    lm_head                                   VocabParallelHead       some rows, dimension 0     some logits
+    the norms                                 stay                    all
 
-                     entering a region, f                leaving it, g
-    --sp off         identity   / all-reduce             all-reduce     / identity          (forward / backward)
-    --sp on          all-gather / reduce-scatter         reduce-scatter / all-gather
+(torch keeps the weight of a linear as [outputs, inputs]; the field speaks of columns because on paper it is x
+@ W.) Attention is cut by heads, the MLP by its inner dimension. Inside such a region, from a column-parallel
+to a row-parallel linear, a rank works alone, on the whole sequence. At its borders the ranks communicate, and
+--sp only changes how:
 
-f and g are conjugate: what the one does forward the other does backward. With --sp on a rank has, outside the regions,
-one part of the sequence: [batch, seq/tp, hidden].
+                                      entering a region, f              leaving it, g
+    --sp off     identity   / all-reduce           all-reduce     / identity        (forward / backward)
+    --sp on      all-gather / reduce-scatter       reduce-scatter / all-gather
+
+f and g are conjugate: what the one does forward the other does backward. With --sp on a rank has, outside the
+regions, one part of the sequence: [batch, seq/tp, hidden].
 """
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import zero
+from ledger import formulas
+from loss import LMHead
+from model import MLP, Attention
+from parts import Part
 
 
-# ------------------------------------------------------------------------------------------- what is said at the borders
-# Each starts a collective and returns a function that waits for its result, so `gather(x, group)()` does not overlap with
-# anything. What torch.compile compiles begins and ends at these borders: when a collective starts is decided here.
+# ------------------------------------------------------------------------------------ at the borders: f and g
+# Each starts a collective and returns a function that waits for its result, so `gather(x, group)()` does not
+# overlap with anything. What torch.compile compiles begins and ends at these borders: when a collective
+# starts is decided here.
 
 def identity(x, group):
     return lambda: x.view_as(x)
@@ -44,12 +56,12 @@ def all_gather(x, group):                                                       
 
     def result():
         work.wait()
-        return parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)           # [batch, seq, hidden]
+        return parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)     # [batch, seq, hidden]
     return result
 
 
 def reduce_scatter(x, group):                                                      # [batch, seq, hidden]
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)       # [tp * batch, seq/tp, hidden]
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)    # [tp * batch, seq/tp, hidden]
     mine = torch.empty_like(parts[:len(x)])
     work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=True)
 
@@ -85,10 +97,129 @@ class Leave(torch.autograd.Function):
         return ctx.gather(grad, ctx.group)(), None, None, None
 
 
-class EnterLinears(torch.autograd.Function):
-    """f and the products that come first in the region, in one, so as to keep the input as it came and not as gathered.
+enter = torch.compiler.disable(lambda x, border: Enter.apply(x, *border))    # a border: gather, reduce, group
+leave = torch.compiler.disable(lambda x, border: Leave.apply(x, *border))
 
-    Backward gathers it once more, while it computes the input's gradient; and reduces that, while it computes the weights'.
+
+# ------------------------------------------------------------------------------------------- the modules
+class ColumnParallelLinear(nn.Linear):
+    def __init__(self, whole, parts, border):
+        super().__init__(whole.in_features, whole.out_features // parts, bias=False)
+        self.border = border
+
+    def forward(self, x):                       # (in training `project_together` does it for several at once)
+        return F.linear(enter(x, self.border), self.weight)
+
+
+class RowParallelLinear(nn.Linear):
+    def __init__(self, whole, parts, border):
+        super().__init__(whole.in_features // parts, whole.out_features, bias=False)
+        self.border = border
+
+    def forward(self, x):
+        return leave(F.linear(x, self.weight), self.border)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    def __init__(self, whole, parts, border):
+        super().__init__(whole.num_embeddings // parts, whole.embedding_dim)
+        self.border = border
+
+    def forward(self, tokens):
+        _, _, group = self.border
+        tokens = tokens - group.rank() * len(self.weight)
+        mine = (tokens >= 0) & (tokens < len(self.weight))
+        vectors = F.embedding(tokens.where(mine, 0), self.weight)
+        vectors = vectors * mine.unsqueeze(-1)            # zero, but for one rank
+        return leave(vectors, self.border)
+
+
+class VocabParallelHead(LMHead):
+    def __init__(self, whole, parts, border):
+        super().__init__(whole.in_features, whole.out_features // parts)
+        _, _, group = self.border = border
+        self.cross_entropy = vocabulary_parallel_cross_entropy(group)
+
+    def forward(self, hidden, targets=None):
+        return super().forward(enter(hidden, self.border), targets)
+
+
+def vocabulary_parallel_cross_entropy(group):
+    def cross_entropy(logits, targets):                                         # [tokens, vocab/tp], [tokens]
+        """As in loss.py. On the wire, of each token: the largest logit, the sum, and the target's logit."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)
+        mine = (target >= 0) & (target < logits.shape[1])
+        target = target.where(mine, 0)
+        largest = logits.amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        logits = logits - largest
+        sums = torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * mine), dim=-1)
+        dist.all_reduce(sums, group=group)                                         # [tokens, 2]
+        log_sum, target_logit = sums[:, :1].log(), sums[:, 1:]
+        gradient = (logits - log_sum).exp_()
+        return (log_sum - target_logit).sum(), gradient.scatter_add_(-1, target, -mine.type_as(gradient))
+    return cross_entropy
+
+
+# --------------------------------------------------------------------------- exchanged for those of the model
+PARALLEL = {                                              # and the dimension along which the weight is cut
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (ColumnParallelLinear, 0)),
+    **dict.fromkeys(("o_proj", "down_proj"), (RowParallelLinear, 1)),
+    "embed_tokens": (VocabParallelEmbedding, 0), "lm_head": (VocabParallelHead, 0)}
+
+
+def tensor_parallel(model, config, mesh, args):
+    """Cuts a model that is still on the meta device, and notes on every parameter which part a rank has."""
+    if args.tp == 1:
+        return
+    group, rank, border = mesh.get_group("tp"), mesh.get_local_rank("tp"), border_of(mesh, args)
+    kv_parts, kv_group = min(args.tp, config.num_key_value_heads), None
+    if kv_parts < args.tp:                                # fewer heads than ranks: neighbours share one
+        kv_group, _ = dist.new_subgroups(args.tp // kv_parts, group_desc="kv_heads")
+    for name, module in list(model.named_modules()):
+        kind = name.split(".")[-1]
+        if kind in PARALLEL:
+            parallel, dim = PARALLEL[kind]
+            parts = kv_parts if kind in ("k_proj", "v_proj") else args.tp
+            placement = module.weight.placement
+            part = rank * parts // args.tp                # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
+            placement.parts.append(Part(group, dim, parts, part))
+            placement.replicas //= parts
+            if kind in ("k_proj", "v_proj"):
+                placement.sum_over = kv_group             # each rank's queries add to the gradient
+            with torch.device("meta"):
+                module = parallel(module, parts, border)
+            module.weight.placement = placement
+            model.set_submodule(name, module)
+        elif isinstance(module, nn.RMSNorm) and args.sp == "on":
+            module.weight.placement.sum_over = group      # each rank's part of the sequence adds to it
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.project = project_together([module.q_proj, module.k_proj, module.v_proj])
+        if isinstance(module, MLP):
+            module.project = project_together([module.gate_proj, module.up_proj])
+
+
+def border_of(mesh, args):
+    gather, reduce = (all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)
+    return gather, reduce, mesh.get_group("tp")
+
+
+# ------------------------------------------------------------------- second layer: f once for several linears
+def project_together(linears):
+    """The linears that a region begins with have the same input: it is gathered once for all of them."""
+    border = linears[0].border
+    weights = lambda: [linear.weight for linear in linears]
+    return torch.compiler.disable(lambda x: EnterLinears.apply(x, *border, *weights()))
+
+
+class EnterLinears(torch.autograd.Function):
+    """f and the products that come first in the region, in one, so as to keep the input as it came and not as
+    gathered.
+
+    Backward gathers it once more, while it computes the input's gradient; and reduces that, while it computes
+    the weights'.
     """
 
     @staticmethod
@@ -108,150 +239,39 @@ class EnterLinears(torch.autograd.Function):
         return reduced(), None, None, None, *grad_weights
 
 
-# ------------------------------------------------------------------------------------------- put around the model
-def tensor_parallel(model, config, mesh, args):
-    """Cuts a model that is still on the meta device, and puts hooks at the borders of its regions."""
-    cut_parameters(model, config, mesh, args)
-    if args.tp == 1:
-        return
-    group, decoder = mesh.get_group("tp"), model.model
-    gather, reduce = (all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)
-    border = gather, reduce, group
-
-    @torch.compiler.disable
-    def leave(module, inputs, output):
-        return Leave.apply(output, *border)
-
-    for layer in decoder.layers.values():
-        attention, mlp = layer.self_attn, layer.mlp
-        enter_linears(attention, (attention.q_proj, attention.k_proj, attention.v_proj), border)
-        enter_linears(mlp, (mlp.gate_proj, mlp.up_proj), border)
-        attention.register_forward_hook(leave)
-        mlp.register_forward_hook(leave)
-    decoder.embed_tokens.forward = vocabulary_parallel_embedding(decoder.embed_tokens, group)
-    decoder.embed_tokens.register_forward_hook(leave)
-    model.lm_head.register_forward_pre_hook(lambda module, inputs: (Enter.apply(inputs[0], *border), *inputs[1:]))
-    model.lm_head.cross_entropy = vocabulary_parallel_cross_entropy(group)
-
-
-def enter_linears(region, linears, border):
-    """As the region is entered the products of its first linears are made; each of them then only hands out its own."""
-    products = {}
-
-    @torch.compiler.disable
-    def enter(module, inputs):
-        weights = [linear.weight for linear in linears]
-        products.update(enumerate(EnterLinears.apply(inputs[0], *border, *weights)))
-    region.register_forward_pre_hook(enter)
-    for i, linear in enumerate(linears):
-        linear.forward = lambda x, i=i: products.pop(i)   # of x, the part of the region's input, it is made already
-
-
-def vocabulary_parallel_embedding(embedding, group):
-    def forward(tokens):
-        tokens = tokens - group.rank() * len(embedding.weight)
-        mine = (tokens >= 0) & (tokens < len(embedding.weight))
-        return F.embedding(tokens.where(mine, 0), embedding.weight) * mine.unsqueeze(-1)      # zero, but for one rank
-    return forward
-
-
-def vocabulary_parallel_cross_entropy(group):
-    def cross_entropy(logits, targets):                                            # [tokens, vocab/tp], [tokens]
-        """As in loss.py. On the wire are three numbers per token: the largest logit, the sum, and the target's logit."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)
-        mine = (target >= 0) & (target < logits.shape[1])
-        target = target.where(mine, 0)
-        largest = logits.amax(-1, keepdim=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        logits = logits - largest
-        sums = torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * mine), dim=-1)
-        dist.all_reduce(sums, group=group)                                         # [tokens, 2]
-        log_sum, target_logit = sums[:, :1].log(), sums[:, 1:]
-        gradient = (logits - log_sum).exp_()
-        return (log_sum - target_logit).sum(), gradient.scatter_add_(-1, target, -mine.type_as(gradient))
-    return cross_entropy
-
-
 # ------------------------------------------------------------------------------------------- the parameters
-class Shard(NamedTuple):
-    """A parameter is part `index` of `parts`, cut along its dimension `dim` over the ranks of a group."""
-    over: dist.ProcessGroup
-    dim: int
-    parts: int
-    index: int
-
-
-def cut_parameters(model, config, mesh, args):
-    """Leaves each rank its part, and notes on it what loading, saving and the gradient norm have to know."""
-    kv_parts = min(args.tp, config.num_key_value_heads)   # fewer heads than ranks: neighbours have the same one
-    kv_group = dist.new_subgroups(args.tp // kv_parts, group_desc="kv_heads")[0] if kv_parts < args.tp else None
-    rank, group = mesh.get_local_rank("tp"), mesh.get_group("tp")
-    for name, param in list(model.named_parameters()):
-        module, leaf = name.rsplit(".", 1)
-        kind, dim, parts, sum_over = module.split(".")[-1], 0, args.tp, None       # column-parallel, if none of the below
-        if kind in ("o_proj", "down_proj"):
-            dim = 1                                       # row-parallel
-        elif kind in ("k_proj", "v_proj"):
-            parts, sum_over = kv_parts, kv_group
-        elif kind.endswith("norm"):
-            parts, sum_over = 1, group if args.sp == "on" and args.tp > 1 else None
-        param = nn.Parameter(param.chunk(parts, dim)[0])
-        param.shards = [Shard(group, dim, parts, rank * parts // args.tp)]          # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
-        param.replicas = dist.get_world_size() // parts
-        param.sum_over = sum_over                         # these ranks have a share of the gradient each
-        setattr(model.get_submodule(module), leaf, param)
-
-
-def sum_replicas(params):
-    """Once a step: a norm saw its rank's part of the sequence only, a shared key-value head its rank's queries."""
+def sum_partial_gradients(params):
+    """Once a step: a norm saw a part of the sequence only, a shared key-value head one rank's queries."""
     for param in params:
-        if param.sum_over:
-            dist.all_reduce(param.main_grad, group=param.sum_over)
-
-
-def my_part(param):
-    """The index of this rank's part in the whole parameter."""
-    index = [slice(None)] * param.dim()
-    for shard in param.shards:
-        size = param.shape[shard.dim]
-        index[shard.dim] = slice(shard.index * size, (shard.index + 1) * size)
-    return tuple(index)
-
-
-def whole_shape(param):
-    shape = list(param.shape)
-    for shard in param.shards:
-        shape[shard.dim] *= shard.parts
-    return shape
-
-
-def whole(param):
-    """A parameter's value, for saving: the opposite of my_part."""
-    value = zero.whole(param)
-    for shard in param.shards:
-        parts = [torch.empty_like(value) for _ in range(shard.over.size())]
-        dist.all_gather(parts, value.contiguous(), group=shard.over)
-        value = torch.cat(parts[::len(parts) // shard.parts], dim=shard.dim)       # of neighbours with the same part, one
-    return value
+        if param.placement.sum_over:
+            dist.all_reduce(param.main_grad, group=param.placement.sum_over)
 
 
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes)."""
-    sent, group = zero.formula(model, mesh, args), mesh.get_group("tp")
     if args.tp == 1:
-        return sent
-    layers, tokens = len(model.model.layers), args.global_batch_size // args.dp * args.seq_len
-    stream = tokens * model.model.config.hidden_size * args.dtype.itemsize               # [batch, seq, hidden]
-    sent.append((group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype, torch.float32).itemsize))
+        return []
+    group, decoder = mesh.get_group("tp"), model.model
+    tokens = args.global_batch_size // args.dp * args.seq_len
+    stream = tokens * decoder.config.hidden_size * args.dtype.itemsize             # [batch, seq, hidden]
+    ends = (decoder.embed_tokens is not None) + (model.lm_head is not None)        # one border each
     again = args.recompute != "none"                      # forward, but for the layer's end
+    borders = (4 + again) * len(decoder.layers) + ends    # of a layer two regions, in and out, there and back
+    sent = []
     if args.sp == "off":
-        sent.append((group, "all_reduce", ((4 + again) * layers + 2) * stream))
-    else:                                                 # a layer's 2 regions: enter, leave, twice each, and gather again
-        sent.append((group, "all_gather", ((6 + 2 * again) * layers + 2) * stream))
-        sent.append((group, "reduce_scatter", ((4 + again) * layers + 2) * stream))
+        sent.append((group, "all_reduce", borders * stream))
+    else:
+        gathered_again = sum(isinstance(module, (Attention, MLP)) for module in decoder.modules())
+        sent.append((group, "reduce_scatter", borders * stream))
+        sent.append((group, "all_gather", (borders + gathered_again + again * len(decoder.layers)) * stream))
+    if model.lm_head is not None:                         # the cross-entropy's three numbers
+        wide = torch.promote_types(args.dtype, torch.float32)
+        sent.append((group, "all_reduce", 3 * tokens * wide.itemsize))
     held = list(model.parameters())
     if args.zero:
         held = [piece for unit in dict.fromkeys(param.unit for param in held) for piece in unit.pieces()]
-    sent += [(param.sum_over, "all_reduce", param.main_grad.nbytes) for param in held if param.sum_over]
+    sent += [(p.placement.sum_over, "all_reduce", p.main_grad.nbytes) for p in held if p.placement.sum_over]
     return sent
+
+
+formulas.append(formula)

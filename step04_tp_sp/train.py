@@ -1,7 +1,7 @@
 """Train a Llama on several devices, each with a part of the batch and of every matrix.
 
     torchrun --standalone --nproc_per_node 4 step04_tp_sp/train.py --tp 2
-    python step04_tp_sp/train.py --help
+    python train.py --help
 """
 import torch
 import torch.distributed as dist
@@ -10,37 +10,29 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from data import batches, load_tokens
 from ledger import ledger
-from mesh import ends_well, start_mesh
+from mesh import agree, ends_well, start_mesh
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
+from placement import place
 from profiling import Profiler
-from recompute import recompute
-from tensor_parallel import sum_replicas, tensor_parallel
-from zero import wait_for_weights, zero, zero_units
+from recompute import recompute_and_compile
+from tensor_parallel import sum_partial_gradients, tensor_parallel
+from zero import Zero, zero_units
 
 
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
+    place(model, mesh)
     tensor_parallel(model, config, mesh, args)
     zero_units(model, args)
     materialize(model, config, args)
-    layers = model.model.layers.values()
     if args.attention == "flash":
         from flash_attn import flash_attn_func
-        for layer in layers:
+        for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    in_pieces = args.tp > 1
-    # then not all of a layer can be compiled: its pieces are, inside of what is recomputed
-    for layer in layers if in_pieces else []:
-        layer.self_attn.core = torch.compiler.disable(layer.self_attn.core)        # for selective recomputation to see
-    recompute(layers, "none" if in_pieces else args.recompute)
-    for layer in layers if args.compile else []:
-        layer.forward = torch.compile(layer.forward)
-    recompute(layers, args.recompute if in_pieces else "none")
-    if args.compile:
-        model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)
+    recompute_and_compile(model, args, in_pieces=args.tp > 1)
     return model
 
 
@@ -62,22 +54,23 @@ def main(argv=None):
     tokens = load_tokens(args, config.vocab_size)
     mesh = start_mesh(args)
     model = build_model(config, mesh, args)
-    shards, sum_gradients, gather_weights = zero(model, mesh, args)
-    optimizer = Optimizer(shards, args)
+    agree("weights")                                      # that every rank could read its own
+    zero = Zero(model, args)
+    optimizer = Optimizer(zero.params, args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(config, args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in enumerate(batches(tokens, mesh, args)):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
             loss = forward_backward(model, micro_batches, args)
-            sum_gradients()
-            sum_replicas(shards)
+            zero.sum_gradients()
+            sum_partial_gradients(zero.params)
             dist.all_reduce(loss)
             grad_norm = optimizer.clip()
             optimizer.step(lr)
-            gather_weights()
+            zero.gather_weights()
         metrics.log(step, loss, grad_norm, lr)
-    wait_for_weights(model)
+    zero.wait()
     if args.save:
         save_checkpoint(model, config, args)
 

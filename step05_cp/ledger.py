@@ -1,10 +1,11 @@
 """--ledger: what one training step sends, seen as it is sent, beside what the formula says.
 
-Every collective, wherever it is called from (forward, backward, a hook, the optimizer), is an operation of the c10d
-library, and a TorchDispatchMode sees every operation. Nothing has to be wrapped or told.
+Every collective, wherever it is called from (forward, backward, a hook, the optimizer), is an operation of
+the c10d library, and a TorchDispatchMode sees every operation. Nothing has to be wrapped or told.
 
-Payload is what a call moves seen from one rank: the tensor that is reduced or exchanged, the whole of what is gathered
-or scattered. On the wire a ring moves of it, per rank: 2 (n-1)/n for an all-reduce, (n-1)/n for the others.
+Payload is what a call moves seen from one rank: the tensor that is reduced or exchanged, the whole of what is
+gathered or scattered. On the wire a ring moves of it, per rank: 2 (n-1)/n for an all-reduce, (n-1)/n for the
+others.
 """
 import contextlib
 from collections import Counter
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from context_parallel import formula
+from mesh import dimensions
 
-#                       c10d's name         ours              which argument is the payload, wire bytes per payload byte
+formulas = []                             # every technique adds its own: (model, mesh, args) -> what it sends
+
+#                       c10d's name         ours              argument with the payload, wire per payload
 COLLECTIVES = {"allreduce_":           ("all_reduce",     0, lambda n: 2 * (n - 1) / n),
                "_allgather_base_":     ("all_gather",     0, lambda n: (n - 1) / n),
                "_reduce_scatter_base_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
@@ -28,9 +31,8 @@ COLLECTIVES = {"allreduce_":           ("all_reduce",     0, lambda n: 2 * (n - 
 class Ledger(TorchDispatchMode):
     def __init__(self, mesh):
         super().__init__()
-        dimensions = {mesh.get_group(name).group_name: name for name in ("dp_cp", *mesh.mesh_dim_names)}
-        self.names = {dist.group.WORLD.group_name: "world", **dimensions}
-        self.calls, self.payload, self.wire = Counter(), Counter(), Counter()      # by (dimension, collective)
+        self.names = {dist.group.WORLD.group_name: "world", **dimensions(mesh)}
+        self.calls, self.payload, self.wire = Counter(), Counter(), Counter()     # by (dimension, collective)
 
     def name(self, group):
         return self.names.get(group.group_name, group.group_desc.removeprefix("mesh_"))
@@ -38,13 +40,20 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "c10d" and op._opname in COLLECTIVES:
             collective, payload, on_the_wire = COLLECTIVES[op._opname]
-            group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
+            group = group_of(args)
             what = self.name(group), collective
             size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
             self.calls[what] += 1
             self.payload[what] += size
             self.wire[what] += size * on_the_wire(group.size())
+            if collective == "all_to_all" and args[4]:    # uneven: all is sent but what stays here
+                self.wire[what] += size * (1 / group.size() - args[4][group.rank()] / max(1, sum(args[4])))
         return op(*args, **(kwargs or {}))
+
+
+def group_of(args):
+    objects = [a for a in args if isinstance(a, torch.ScriptObject)]
+    return next(dist.ProcessGroup.unbox(a) for a in objects if a._type().name() == "ProcessGroup")
 
 
 @contextlib.contextmanager
@@ -63,6 +72,14 @@ def ledger(step, model, mesh, args):
 
 
 def print_table(seen, expected):
-    print(f"{'dimension':<10}{'collective':<16}{'calls':>7}{'payload bytes':>16}{'formula':>16}{'on the wire':>16}")
+    print(f"{'dimension':<10}{'collective':<16}{'calls':>7}"
+          f"{'payload bytes':>16}{'formula':>16}{'on the wire':>16}")
     for what in sorted(seen.calls.keys() | expected.keys()):
-        print(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}{seen.payload[what]:>16,}{expected[what]:>16,}{seen.wire[what]:>16,.0f}")
+        print(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}"
+              f"{seen.payload[what]:>16,}{expected[what]:>16,}{seen.wire[what]:>16,.0f}")
+
+
+def formula(model, mesh, args):
+    """What one training step sends, as (group, collective, payload bytes): all techniques, and the loss."""
+    loss = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
+    return [loss, *(sent for technique in formulas for sent in technique(model, mesh, args))]

@@ -1,12 +1,13 @@
 """The output projection and the cross-entropy in one, a chunk of tokens at a time.
 
-With a vocabulary of 128K the logits of one sequence of 8,192 tokens are 4 GiB in float32, and their gradient as much
-again. Here a chunk's logits become its loss and its gradients at once and are dropped, so neither ever exists whole.
+With a vocabulary of 128K the logits of one sequence of 8,192 tokens are 4 GiB in float32, and their gradient
+as much again. Here a chunk's logits become its loss and its gradients at once and are dropped, so neither
+ever exists whole.
 """
 import torch
 from torch import nn
 
-CHUNK = 2**27                                                                      # logits that exist at a time
+CHUNK = 2**27                                                                    # logits that exist at a time
 
 
 def cross_entropy(logits, targets):                                                # [tokens, vocab], [tokens]
@@ -22,7 +23,7 @@ class ChunkedLoss(torch.autograd.Function):
     """Forward computes the loss and the gradients of both inputs; backward has only to scale them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, cross_entropy):                      # [tokens, hidden], [vocab, hidden]
+    def forward(ctx, hidden, weight, targets, cross_entropy):              # [tokens, hidden], [vocab, hidden]
         loss, grad_hidden = 0, torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         size = max(1, CHUNK // weight.shape[0])
@@ -38,6 +39,8 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_hidden, grad_weight = ctx.saved_tensors
+        if torch._C._autograd._get_current_graph_task_keep_graph():                # there may be a second backward
+            grad_hidden, grad_weight = grad_hidden.clone(), grad_weight.clone()
         return grad_hidden.mul_(grad_loss), grad_weight.mul_(grad_loss).type_as(grad_hidden), None, None
 
 
@@ -46,7 +49,7 @@ class LMHead(nn.Linear):
         super().__init__(hidden_size, vocab_size, bias=False)
         self.cross_entropy = cross_entropy
 
-    def forward(self, hidden, targets=None):                                       # [batch, seq, hidden], [batch, seq]
+    def forward(self, hidden, targets=None):                              # [batch, seq, hidden], [batch, seq]
         if targets is None:
             return super().forward(hidden)
         return ChunkedLoss.apply(hidden.flatten(0, -2), self.weight, targets.flatten(), self.cross_entropy)

@@ -4,6 +4,7 @@ Nothing here knows how many devices there are:
 - a Linear's width is read from its weight, so half the weight is half the heads,
 - positions come in with the tokens, so a part of a sequence is as good as the whole,
 - layers are addressed by their global index, and the embedding and the head may be None,
+- what Attention and MLP begin with, `project`, and the core of attention are methods of their own,
 so whoever cuts the model up does it from outside.
 """
 import math
@@ -13,12 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from loss import LMHead
+from moe import MoE
 
 
 def rotary_tables(positions, config, dtype):
     """cos and sin of position x frequency, [seq, 1, head_dim], in float32 or better."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device) / config.head_dim
-    frequency = config.rope_theta ** -exponent                                      # [head_dim / 2]
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
+    frequency = config.rope_theta ** -(even / config.head_dim)                      # [head_dim / 2]
     if config.rope_scaling:
         frequency = llama3_scaling(frequency, **config.rope_scaling)
     angle = positions.double().unsqueeze(-1) * frequency                            # [seq, head_dim / 2]
@@ -28,18 +30,18 @@ def rotary_tables(positions, config, dtype):
 
 
 def llama3_scaling(frequency, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
-    """Llama 3.1's longer context: slow waves are slowed by `factor`, fast ones kept, those between interpolated."""
+    """Llama 3.1's longer context: slow waves are slowed by `factor`, fast ones kept, others in between."""
     turns = original_max_position_embeddings * frequency / (2 * math.pi)           # in the original context
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return frequency * (keep + (1 - keep) / factor)
 
 
-def rotate(x, cos, sin):                                                           # [batch, seq, heads, head_dim]
+def rotate(x, cos, sin):                                                       # [batch, seq, heads, head_dim]
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
 
 
-def sdpa(q, k, v):                                                                 # [batch, seq, heads, head_dim]
+def sdpa(q, k, v):                                                             # [batch, seq, heads, head_dim]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -54,9 +56,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
         self.core = sdpa
 
+    def project(self, x):
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x, cos, sin):                                                # [batch, seq, hidden]
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)               # [batch, seq, heads, head_dim]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
+        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)           # [batch, seq, heads, head_dim]
         return self.o_proj(out.flatten(-2))
 
 
@@ -67,61 +72,12 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
+    def project(self, x):
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class GroupedLinear(nn.Module):
-    """One linear per expert, with their weights in one tensor; in a checkpoint each expert has its own."""
-
-    def __init__(self, experts, in_features, out_features):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
-
-    def forward(self, x, counts):                                                  # rows sorted by expert, and how many each has
-        return grouped_product(x, self.weight, counts)
-
-
-def kernel_takes(weight):
-    return weight.dtype == torch.bfloat16 and all(width % 8 == 0 for width in weight.shape[1:])       # rows of 16 bytes
-
-
-def grouped_product(x, weight, counts):                                            # [rows, in], [experts, out, in], [experts]
-    if kernel_takes(weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])
-
-
-class Experts(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        experts, hidden, intermediate = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.w1 = GroupedLinear(experts, hidden, intermediate)
-        self.w2 = GroupedLinear(experts, intermediate, hidden)
-        self.w3 = GroupedLinear(experts, hidden, intermediate)
-
-    def forward(self, x, counts):
-        return self.w2(F.silu(self.w1(x, counts)) * self.w3(x, counts), counts)
-
-
-class MoE(nn.Module):
-    """Each token goes to the top_k experts that the router scores highest. No expert is ever full, no token dropped."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
-        self.experts = Experts(config)
-        self.choose = lambda logits: logits.topk(config.num_experts_per_tok).indices
-
-    def forward(self, x):                                                          # [batch, seq, hidden]
-        logits = self.gate(x).to(torch.promote_types(x.dtype, torch.float32))      # [batch, seq, experts]
-        expert = self.choose(logits)                                               # [batch, seq, top_k]
-        share = logits.gather(-1, expert).softmax(-1).type_as(x)
-        order = expert.flatten().argsort(stable=True)                              # of (token, choice), by expert
-        counts = F.one_hot(expert, logits.shape[-1]).sum((0, 1, 2))                # of each expert
-        out = self.experts(x.flatten(0, 1)[order // expert.shape[-1]], counts)     # [tokens * top_k, hidden]
-        out = out[order.argsort()].view(*expert.shape, -1)                         # [batch, seq, top_k, hidden]
-        return (out * share.unsqueeze(-1)).sum(-2)
+        gate, up = self.project(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -145,7 +101,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_hidden_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x, positions):                                               # tokens, or what a Block made
+    def forward(self, x, positions):                                            # tokens, or what a Block made
         x = x if self.embed_tokens is None else self.embed_tokens(x)
         cos, sin = rotary_tables(positions, self.config, x.dtype)
         for layer in self.layers.values():
@@ -160,4 +116,4 @@ class Llama(nn.Module):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
 
     def forward(self, x, positions, targets=None):                                 # [batch, seq]
-        return self.lm_head(self.model(x, positions), targets)                     # the summed loss, or the logits
+        return self.lm_head(self.model(x, positions), targets)                # the summed loss, or the logits

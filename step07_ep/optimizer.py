@@ -1,8 +1,9 @@
 """AdamW in float32 over weights of any precision, gradients added up in float32, the learning rate.
 
-In bfloat16 an update of a thousandth of a weight rounds to nothing, and so does a small gradient added to a large
-sum. So the sum over micro-batches is kept in float32 (`param.main_grad`), the optimizer updates a float32 copy of
-the weights (the master), and the bfloat16 weights that the model computes with are that copy, rounded.
+In bfloat16 an update of a thousandth of a weight rounds to nothing, and so does a small gradient added to a
+large sum. So the sum over micro-batches is kept in float32 (`param.main_grad`), the optimizer updates a
+float32 copy of the weights (the master), and the bfloat16 weights that the model computes with are that copy,
+rounded.
 """
 import math
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 
 def accumulate_gradients(params):
-    """Gives each parameter a main_grad, to which every backward pass adds and after which it drops its own grad."""
+    """Gives each parameter a main_grad, to which every backward pass adds in place of param.grad."""
     for param in params:
         param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
         param.register_post_accumulate_grad_hook(add_to_main_grad)
@@ -37,18 +38,18 @@ class Optimizer:
         # in float32 and float64 `to` copies nothing: the master is the parameter's own memory
         self.masters = [param.detach().to(param.main_grad.dtype) for param in self.params]
         self.grads = [param.main_grad for param in self.params]
-        replicas = [getattr(param, "replicas", dist.get_world_size()) for param in self.params]
-        self.replicas = torch.tensor(replicas, device=args.device)
+        self.replicas = torch.tensor([param.placement.replicas for param in self.params], device=args.device)
         for master, grad in zip(self.masters, self.grads):
             master.grad = grad
-        decay = [m for m, p in zip(self.masters, self.params) if p.dim() >= 2]
-        no_decay = [m for m, p in zip(self.masters, self.params) if p.dim() < 2]   # the norms
+        decay = [m for m, p in zip(self.masters, self.params) if p.placement.decays]
+        no_decay = [m for m, p in zip(self.masters, self.params) if not p.placement.decays]
         groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=no_decay, weight_decay=0.0)]
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def clip(self):
-        """Scales all gradients together so that their norm is at most grad_clip; returns the norm before that."""
-        # a rank adds its share of every gradient that others have as well, so that the sum over ranks counts each once
+        """Scales all gradients so that their norm together is at most grad_clip; returns the norm before."""
+        # a rank adds its share of every gradient that others have as well, so that the sum over ranks counts
+        # each once
         square = (torch.stack(torch._foreach_norm(self.grads)).square() / self.replicas).sum()
         dist.all_reduce(square)
         norm = square.sqrt()

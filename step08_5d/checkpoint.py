@@ -1,7 +1,10 @@
 """Weights in and out: drawn from (seed, name), or read from a Hugging Face checkpoint, or written as one."""
+import contextlib
 import hashlib
 import json
 import os
+import re
+import shutil
 
 import torch
 import torch.distributed as dist
@@ -10,37 +13,27 @@ from torch import nn
 
 from config import local_folder, refuse, to_hugging_face
 from model import Llama
+from moe import on_disk
+from parts import my_part, whole_shape
 from pipeline_parallel import whole
-from tensor_parallel import my_part, whole_shape
 
 SHARD_BYTES = 5 * 10**9                                   # a file of a checkpoint holds at most this much
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def materialize(model, config, args):
     """Turns a model on the meta device into a real one, parameter by parameter."""
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
-        weights = [initial_weight(*one, config, args) if saved is None else read_weight(*one, saved, args) for one in on_disk(name, meta)]
-        weight = torch.stack(weights) if meta.dim() == 3 else weights[0]
+        weights = [initial_weight(*one, config, args) if saved is None else read_weight(*one, saved, args)
+                   for one in on_disk(name, meta)]
+        weight = torch.stack(weights) if ".experts." in name else weights[0]
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
-        param.__dict__.update(meta.__dict__)              # what was noted on the parameter stays noted
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, param)
+        param.placement = meta.placement
         if args.zero:
-            param.unit.add(param)
-
-
-def on_disk(name, param):
-    """What a parameter is in a Mixtral's checkpoint: (name, tensor), one for each expert that it has."""
-    if ".mlp.gate." in name or ".mlp.experts." in name:
-        name = name.replace(".mlp.", ".block_sparse_moe.")
-    if param.dim() < 3:
-        return [(name, param)]
-    experts, first = [], sum(shard.index * len(param) for shard in getattr(param, "shards", []) if shard.dim == 0)
-    for i, one in enumerate(param.unbind(), start=first):
-        one.shards = [shard._replace(dim=shard.dim - 1) for shard in getattr(param, "shards", []) if shard.dim > 0]
-        experts.append((name.replace(".experts.", f".experts.{i}."), one))
-    return experts
+            meta.unit.add(param)
 
 
 def initial_weight(name, meta, config, args):
@@ -61,7 +54,7 @@ def open_checkpoint(name):
         refuse(f"--init_from {name}: no .safetensors file there")
     try:
         opened = [safe_open(os.path.join(folder, file), framework="pt") for file in files]
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         refuse(f"--init_from {name}: a damaged .safetensors file ({error})")
     saved = {key: file for file in opened for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
@@ -87,19 +80,58 @@ def save_checkpoint(model, config, mesh, args):
         params = dict(Llama(config).named_parameters())
     shapes = {name: param.shape for name, param in params.items()}
     files = split_into_files(shapes, args.dtype.itemsize)
-    for file, names in files.items():
-        with create(args.save, file) as out:
-            out.write(header({disk: one.shape for name in names for disk, one in on_disk(name, params[name])}, args.dtype))
-            for name in names:
-                weight = whole(model, name, shapes[name], mesh, args)
-                out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
-    with create(args.save, "config.json") as out:
-        out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(s.numel() for s in shapes.values()) * args.dtype.itemsize},
-                 "weight_map": {disk: file for file, names in files.items() for name in names for disk, _ in on_disk(name, params[name])}}
-        with create(args.save, "model.safetensors.index.json") as out:
-            out.write(json.dumps(index, indent=2).encode())
+    with replacing(args.save) if dist.get_rank() == 0 else contextlib.nullcontext() as folder:
+        for file, names in files.items():
+            with create(folder, file) as out:
+                out.write(header({disk: one.shape for name in names for disk, one in on_disk(name, params[name])}, args.dtype))
+                for name in names:
+                    weight = whole(model, name, shapes[name], mesh, args)
+                    if not weight.isfinite().all():
+                        refuse(f"--save {args.save}: {name} is not finite, nothing saved", status=3)
+                    out.write(weight.cpu().contiguous().view(torch.uint8).numpy().data)
+        with create(folder, "config.json") as out:
+            out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(s.numel() for s in shapes.values()) * args.dtype.itemsize},
+                     "weight_map": {disk: file for file, names in files.items() for name in names
+                                    for disk, _ in on_disk(name, params[name])}}
+            with create(folder, "model.safetensors.index.json") as out:
+                out.write(json.dumps(index, indent=2).encode())
+
+
+@contextlib.contextmanager
+def replacing(folder):
+    """A new folder, in which a model is written. When it is whole it takes the place of the one in `folder`."""
+    new = os.path.join(folder, ".new_model")
+    try:
+        shutil.rmtree(new + ".tmp", ignore_errors=True)   # these two of a run that was killed
+        put_in_place(new, folder)
+        os.makedirs(new + ".tmp")
+        yield new + ".tmp"
+        os.rename(new + ".tmp", new)                      # from now on this one is read (local_folder)
+        put_in_place(new, folder)
+    except OSError as error:
+        refuse(f"--save {folder}: {error}; the model that was there is not lost")
+    finally:
+        shutil.rmtree(new + ".tmp", ignore_errors=True)
+
+
+def put_in_place(new, folder):
+    """File by file, with all of them in `new` to the end. Files of others stay."""
+    names, link = os.listdir(new) if os.path.isdir(new) else [], os.path.join(folder, ".new_model.link")
+    for name in filter(WEIGHTS.fullmatch, set(os.listdir(folder)) - set(names) if names else ()):
+        os.remove(os.path.join(folder, name))             # of the old model
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(link)
+        try:
+            os.link(os.path.join(new, name), link)
+        except OSError:                                   # not every file system has links
+            shutil.copyfile(os.path.join(new, name), link)
+        os.replace(link, os.path.join(folder, name))
+    if names:
+        os.rename(new, new + ".tmp")                      # half deleted it must not look whole
+        shutil.rmtree(new + ".tmp")
 
 
 def create(folder, file):

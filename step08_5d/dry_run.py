@@ -40,19 +40,20 @@ def dry_run(args):
     replacements = {
         "torch.distributed.init_process_group": lambda *_, **__: init_process_group(
             "fake", rank=args.dry_run_rank, world_size=args.dry_run, store=FakeStore()),
-        "mesh.meeting_place": dict,
         "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's says it is not, ever
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None,         # AdamW does not know the meta device
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
         "checkpoint.initial_weight": lambda name, meta, config, args: torch.empty(meta.shape, device="meta"),
         "metrics.Metrics.log": lambda *_: None,
+        "metrics.print_start": lambda *_: None,
         "model.sdpa": flash_attention}
     if args.device == "cuda":
         replacements["torch.nn.functional.rms_norm"] = lambda x, shape, weight, eps: FusedNorm.apply(x, weight)
         replacements["torch.distributed.reduce_scatter_tensor"] = keeping_its_input(dist.reduce_scatter_tensor)
     args.device, args.steps, args.dataset = "meta", 1, "none.npy"
-    os.environ["WORLD_SIZE"] = str(args.dry_run)
     with contextlib.ExitStack() as replaced:
+        replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(args.dry_run)))
+        os.environ.pop("MASTER_ADDR", None)               # no other rank is there to agree with
         for name, instead in replacements.items():
             replaced.enter_context(patch(name, instead))
         replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))

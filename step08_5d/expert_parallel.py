@@ -1,14 +1,16 @@
-"""Expert parallelism: each rank of ep has some of the experts of every layer; tokens travel to theirs and back.
+"""Expert parallelism: each rank of ep has some of the experts of every layer; tokens travel to theirs and
+back.
 
-ep is folded into dp x cp: its ranks have different tokens anyway, and all other parameters do not notice. A rank sorts
-its tokens by expert, tells the others how many they will get, sends them (all-to-all, as many to each as there are),
-computes what it was sent, and sends the results back.
+ep is folded into dp x cp: its ranks have different tokens anyway, and all other parameters do not notice. A
+rank sorts its tokens by expert, tells the others how many they will get, sends them (all-to-all, as many to
+each as there are), computes what it was sent, and sends the results back.
 
-Without a counterweight the router soon sends most tokens to few experts. --balance says what is done about it:
+Without a counterweight the router soon sends most tokens to few experts. --balance says what is done about
+it:
 
-    bias    for choosing only, a bias is added to each expert's score. After every step it is lowered for those that had
-            more tokens than the mean, raised for those that had fewer
-    aux     an auxiliary loss: its gradient lowers the scores of experts with many tokens, in each sequence apart
+    bias    for choosing only, a bias is added to each expert's score. After every step it is lowered for
+            those that had more tokens than the mean, raised for those that had fewer
+    aux     an auxiliary loss: its gradient lowers the scores of experts with many tokens in a sequence
 """
 import functools
 
@@ -18,35 +20,61 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import pipeline_parallel
-from model import MoE
-from tensor_parallel import Shard
+from ledger import formulas
+from moe import Experts, MoE
+from parts import Part
+from tensor_parallel import border_of, enter, leave
 
 BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
 
 
 def expert_parallel(model, config, mesh, args):
-    """Leaves this rank its experts, of a model on the meta device, and sends tokens to where their experts are."""
-    for param in model.parameters():
-        param.copies = mesh.get_group("dp_cp")            # who has the same parameter, and other tokens
+    """Leaves this rank its experts, of a model on the meta device, and sends tokens to where experts are."""
     sizes = (args.pp, args.dp * args.cp // args.ep, args.ep, args.tp)
     expert_mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "expert_dp", "ep", "tp"))
     group, copies = expert_mesh.get_group("ep"), expert_mesh.get_group("expert_dp")
-    for moe in moe_layers(model):
-        for linear in moe.experts.children():
-            whole = linear.weight
-            linear.weight = nn.Parameter(whole.chunk(args.ep)[group.rank()])
-            linear.weight.shards = [*whole.shards, Shard(group, 0, args.ep, group.rank())]
-            linear.weight.replicas, linear.weight.sum_over, linear.weight.copies = whole.replicas // args.ep, whole.sum_over, copies
-        if args.ep > 1:
-            dispatch(moe.experts, group)
+    for layer in model.model.layers.values():
+        if isinstance(layer.mlp, MoE):
+            if args.tp > 1:
+                layer.mlp = TensorParallelMoE(layer.mlp, mesh, args)
+            experts = layer.mlp.experts
+            for linear in experts.children():
+                cut(linear, Part(group, 0, args.ep, group.rank()))
+                linear.weight.placement.copies = copies
+            if args.ep > 1:
+                layer.mlp.experts = ExpertParallel(experts, group)
+
+
+def cut(linear, part):
+    whole = linear.weight
+    linear.weight = nn.Parameter(whole.chunk(part.parts, part.dim)[0])
+    linear.weight.placement = whole.placement
+    linear.weight.placement.parts.append(part)
+    linear.weight.placement.replicas //= part.parts
 
 
 def moe_layers(model):
     return [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]
 
 
-# ------------------------------------------------------------------------------------------- tokens to experts and back
+# ------------------------------------------------------------------------------------------ in a region of tp
+class TensorParallelMoE(MoE):
+    """Every expert is cut as the MLP is. All ranks of tp see the whole sequence, and so choose alike."""
+
+    def __init__(self, whole, mesh, args):
+        nn.Module.__init__(self)
+        self.gate, self.experts, self.choose = whole.gate, whole.experts, whole.choose
+        self.border = border_of(mesh, args)
+        group = mesh.get_group("tp")
+        for linear, dim in ((self.experts.w1, 1), (self.experts.w3, 1), (self.experts.w2, 2)):
+            cut(linear, Part(group, dim, args.tp, group.rank()))
+        self.gate.weight.placement.sum_over = group       # each rank has a part of what every expert makes
+
+    def forward(self, x):
+        return leave(super().forward(enter(x, self.border)), self.border)
+
+
+# --------------------------------------------------------------------------------- tokens to experts and back
 class AllToAll(torch.autograd.Function):
     """Sends rows to each rank, as many as `sent` says; backward sends their gradients back."""
 
@@ -62,24 +90,30 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def dispatch(experts, group):
-    """Has experts(rows sorted by expert, how many each) computed where the experts are."""
-    compute, ranks = experts.forward, group.size()
+class ExpertParallel(Experts):
+    """Takes rows sorted by expert, and how many each has; has them computed where the experts are."""
 
-    def forward(x, counts):                                                        # [rows, hidden], [experts]
+    def __init__(self, whole, group):
+        nn.Module.__init__(self)
+        self.w1, self.w2, self.w3, self.group = whole.w1, whole.w2, whole.w3, group
+
+    @torch.compiler.disable                               # its sizes come out of the data
+    def forward(self, x, counts):                                                  # [rows, hidden], [experts]
+        group, ranks = self.group, self.group.size()
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
-        theirs = theirs.view(ranks, -1)                                            # [ranks, experts/ep]: what comes to mine
-        sent, received = torch.stack((counts.view(ranks, -1), theirs)).sum(-1).tolist()       # the host waits for these
-        x = AllToAll.apply(x, sent, received, group)                               # by rank, and of each by expert
-        expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks).repeat_interleave(theirs.flatten(), output_size=sum(received))
+        theirs = theirs.view(ranks, -1)                              # [ranks, experts/ep]: what comes to mine
+        both = torch.stack((counts.view(ranks, -1), theirs)).sum(-1)
+        sent, received = both.tolist()                    # the host waits for these
+        x = AllToAll.apply(x, sent, received, group)                          # by rank, and of each by expert
+        expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks)
+        expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(received))        # of each row
         order = expert.argsort(stable=True)
-        out = compute(x[order], theirs.sum(0))
+        out = super().forward(x[order], theirs.sum(0))
         return AllToAll.apply(out[order.argsort()], received, sent, group)
-    experts.forward = torch.compiler.disable(forward)     # its sizes come out of the data
 
 
-# ------------------------------------------------------------------------------------------- as many tokens for each
+# ------------------------------------------------------------------------------------ as many tokens for each
 class Balance:
     """Chooses the experts, counts the tokens of each over the global batch, and evens them out."""
 
@@ -96,19 +130,22 @@ class Balance:
         top_k, experts = self.config.num_experts_per_tok, self.config.num_local_experts
         scores = logits.detach().softmax(-1)
         expert = (scores + self.bias[i]).topk(top_k).indices
-        chosen = F.one_hot(expert, experts).sum((1, 2))                            # [batch, experts]: of each sequence
-        self.counts[i] += chosen.sum(0)                   # with recomputation twice, which changes no comparison
+        chosen = F.one_hot(expert, experts).sum((1, 2))                   # [batch, experts]: of each sequence
+        self.counts[i] += chosen.sum(0)                # with recomputation twice, which changes no comparison
         if self.args.balance == "aux" and logits.requires_grad:
             dist.all_reduce(chosen, group=self.cp)
-            # the loss is the sum over experts of (share of the choices) x (mean score) x experts; each rank of tp adds a part
-            scale = AUX_WEIGHT * experts / (top_k * self.args.seq_len ** 2 * self.args.global_batch_size * self.args.tp)
+            # the loss is the sum over experts of (share of the choices) x (mean score) x experts; each rank
+            # of tp adds a part
+            tokens = self.args.seq_len * self.args.global_batch_size
+            scale = AUX_WEIGHT * experts / (top_k * self.args.seq_len * tokens * self.args.tp)
             of_scores = scale * chosen.unsqueeze(1).type_as(scores)
-            of_logits = scores * (of_scores - (scores * of_scores).sum(-1, keepdim=True))     # through the softmax
+            through_softmax = of_scores - (scores * of_scores).sum(-1, keepdim=True)
+            of_logits = scores * through_softmax
             logits.register_hook(lambda grad: grad + of_logits)
         return expert
 
     def update(self):
-        """After every step. Returns the largest over the mean number of tokens of an expert, the mean of all layers."""
+        """After every step. Returns the largest over the mean tokens of an expert, the mean of all layers."""
         if not self.layers:
             return None
         dist.all_reduce(self.counts, group=self.tokens)
@@ -122,18 +159,26 @@ class Balance:
 
 
 def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes). Back from the experts
-    comes what was sent there; a rank sends back what it was sent, which is as much if all experts have as many tokens."""
-    sent, layers, config = pipeline_parallel.formula(model, mesh, args), len(moe_layers(model)), model.model.config
+    """What one training step sends, as (group, collective, payload bytes). Back from the experts comes what
+    was sent there; a rank sends back what it was sent, which is as much if all experts have as many
+    tokens."""
+    layers, config = moe_layers(model), model.model.config
     if not layers:
-        return sent
-    sequences, tokens = args.global_batch_size // args.dp, args.global_batch_size // args.dp * args.seq_len // args.cp
-    counts, forwards = layers * config.num_local_experts * torch.int64.itemsize, 1 if args.recompute == "none" else 2
+        return []
+    sequences = args.global_batch_size // args.dp
+    tokens = sequences * args.seq_len // args.cp
+    forwards = 1 if args.recompute == "none" else 2
+    counts = len(layers) * config.num_local_experts * torch.int64.itemsize
+    number = torch.float64.itemsize
+    sent = [(mesh.get_group("dp_cp"), "all_reduce", counts), (dist.group.WORLD, "all_reduce", number)]
     if args.ep > 1:
-        group = moe_layers(model)[0].experts.w1.weight.shards[-1].over
-        rows = layers * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize
-        sent += [(group, "all_to_all", 2 * (forwards + 1) * rows),             # there and back, forward and backward
+        group = layers[0].experts.group
+        rows = len(layers) * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize
+        sent += [(group, "all_to_all", 2 * (forwards + 1) * rows),      # there and back, forward and backward
                  (group, "all_to_all", forwards * sequences // args.micro_batch_size * counts)]
     if args.balance == "aux":
         sent.append((mesh.get_group("cp"), "all_reduce", forwards * sequences * counts))
-    return [*sent, (mesh.get_group("dp_cp"), "all_reduce", counts), (dist.group.WORLD, "all_reduce", torch.float64.itemsize)]
+    return sent
+
+
+formulas.append(formula)

@@ -1,6 +1,5 @@
 """One process per device: starting them, their mesh, and ending in a way that says what happened."""
 import contextlib
-import datetime
 import gc
 import os
 import sys
@@ -10,42 +9,64 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.rendezvous import rendezvous
+
+import ending
+from agreement import TIMEOUT, agree, alone, meeting_place, said, tell
 
 # torch 2.13 renames two collectives; 2.11 has the old names only
-warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated")
-TIMEOUT = datetime.timedelta(minutes=10)                  # a collective that takes longer than this is stuck
+warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated")
 
 
 def start_mesh(args):
-    """Joins the processes that torchrun started (or this one alone) and names the dimensions they are laid out in."""
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.update({key: value for key, value in alone.items() if key not in os.environ})
+    """Joins the processes that torchrun started (or this one alone) and names the dimensions they lie in."""
+    agree("start")
+    store, rank, world_size = meeting_place()
+    if alone():                                           # gloo listens to this machine only
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT, **meeting_place())
-    mesh = init_device_mesh(args.device, (args.pp, args.dp, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
+    sizes = (args.pp, args.dp, args.cp, args.tp)
+    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
     mesh["dp", "cp"]._flatten("dp_cp")                    # the ranks with the same weights and other tokens
     return mesh
 
 
-def meeting_place():
-    """Of the ranks: torchrun's store. After a restart it still has what the attempt before left in it, so each has a part of its own."""
-    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dict(store=dist.PrefixStore(attempt, store), rank=rank, world_size=world_size)
+def dimensions(mesh):
+    """{name of a process group: the dimension of the mesh along which its ranks lie}"""
+    return {mesh.get_group(name).group_name: name for name in ("dp_cp", *mesh.mesh_dim_names)}
+
+
+def check_started():
+    """The four variables that torchrun sets."""
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    there = world_size == "1" or {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not there or not (rank + world_size).isdecimal() or int(rank) >= int(world_size):
+        print(f"error: RANK {rank} of WORLD_SIZE {world_size}: torchrun sets these, MASTER_ADDR and MASTER_PORT; "
+              "leave out all of them, or start with torchrun", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 @contextlib.contextmanager
 def ends_well():
-    """Around main: a collective that fails is reported with the rank and the line that waited; at the end all is let go."""
+    """Around main: a collective that fails is reported with rank and line; at the end all is let go."""
+    check_started()
     try:
-        yield
+        with ending.ends_well():
+            yield
+    except SystemExit as end:
+        if hasattr(end, "message") and not alone():
+            tell(end.message)
+        raise
     except RuntimeError as error:
+        if said():
+            sys.exit(2)                                   # another rank is gone, and why has been said
         here = os.path.dirname(os.path.abspath(__file__))
         frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) == here]
         place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
-        print(f"rank {os.environ.get('RANK', '0')} failed in {place}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        message = str(error).splitlines()[0]
+        print(f"rank {os.environ.get('RANK', '0')} failed in {place}: {message}", file=sys.stderr, flush=True)
         raise
     dist.destroy_process_group()
     gc.collect()                                          # gloo's threads must not outlive the interpreter

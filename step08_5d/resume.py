@@ -1,95 +1,101 @@
 """--checkpoint DIR --save_every N --keep K --resume: a run that was stopped, or killed, goes on, also under another layout.
 
     DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes of weights in full precision, and of Adam's averages
-    DIR/step_00000200/index.json                 the step, the balance biases, shapes, and which file has which box of which tensor
+    DIR/step_00000200/index.json                 the step, the balance biases, shapes, which file has which box of which tensor,
+                                                 each file's digest, and of what model and what data the run is
 
 Names are those of the Hugging Face checkpoint, and a box says where in the whole tensor it begins. So nothing in a
 checkpoint depends on how many ranks wrote it: whoever reads takes what overlaps with its own part. There is no random
 state to keep: initial weights follow from seed and name, step t's data from t, and nothing else is drawn.
 
-A folder is written as step_00000200.tmp and renamed when all ranks are done: under its final name it is whole.
+A folder is written as step_00000200.tmp and renamed when all ranks are done: under its final name it is whole (folders.py).
 """
-import contextlib
+import hashlib
 import json
 import math
 import os
 import shutil
 import signal
-import sys
 from collections import defaultdict
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from checkpoint import header, on_disk
+from agreement import agree
+from checkpoint import header
 from config import refuse
-from tensor_parallel import my_part, whole_shape
+from folders import create, damage, file_of, lock, newest, older, own, read_index
+from moe import on_disk
+from parts import my_part, whole_shape
 from zero import Unit
 
 KINDS = {"weight": "", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}         # and the ends of their names
+NO_MATTER = ("initializer_range", "max_position_embeddings")                       # of a model's config, to a run that goes on
 
 
 class Checkpoints:
-    def __init__(self, model, optimizer, balance, mesh, args):
+    def __init__(self, model, optimizer, balance, tokens, mesh, args):
         self.model, self.optimizer, self.balance, self.args = model, optimizer, balance, args
-        self.pp, self.writer, self.told_to_end = mesh.get_group("pp"), None, False
+        self.pp, self.writer = mesh.get_group("pp"), None
+        self.facts, self.signals = facts(balance.config, tokens, args), hear_signals() if args.checkpoint else []
         self.boxes = {param: boxes(name, param) for name, param in model.named_parameters()}
         pieces = defaultdict(list)                        # of a ZeRO unit, or a parameter: what this rank optimizes of it
         for i, piece in enumerate(optimizer.params):
             pieces[getattr(piece, "unit", piece)].append(i)
         units = dict.fromkeys(getattr(param, "unit", param) for param in model.parameters())
         self.blocks = {unit: pieces[unit] for unit in units}
-        if args.checkpoint:
-            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "told_to_end", True))      # Slurm's, before it kills
 
     @torch.no_grad()
-    def after(self, step, loss, grad_norm):
-        """After every step: stops at a loss that is none, saves if it is time. True: it is the end, as a signal said."""
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            newest = newest_checkpoint(self.args.checkpoint)
-            stop(f"step {step + 1}: loss {float(loss)}, gradient norm {float(grad_norm)}: stopped, nothing saved"
-                 + (f"; the newest checkpoint is {newest}" if newest else ""))
+    def after(self, step):
+        """After every step: saves if it is time. True: it is the end, as a signal said."""
         if not self.args.checkpoint:
             return False
-        told = torch.tensor(float(self.told_to_end), device=self.args.device)
-        dist.all_reduce(told)                             # one rank may have heard the signal before another
+        told = torch.tensor(float(max(self.signals, default=0)), device=self.args.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)       # one rank may have heard the signal before another
         if told or (step + 1) % self.args.save_every == 0 or step + 1 == self.args.steps:
             self.save(step + 1)
         if told and dist.get_rank() == 0:
-            print(f"told to end (SIGTERM) after step {step + 1}; --resume goes on from there", flush=True)
+            print(f"told to end ({signal.Signals(int(told)).name}) after step {step + 1}; --resume goes on from there", flush=True)
         return bool(told)
 
     # ---------------------------------------------------------------------------------------- saving
     def save(self, steps):
         folder, rank = os.path.join(self.args.checkpoint, f"step_{steps:08d}"), dist.get_rank()
         if rank == 0:
-            shutil.rmtree(folder + ".tmp", ignore_errors=True)
+            for left in own(self.args.checkpoint, "[.]tmp"):                       # by a run that was killed
+                shutil.rmtree(left)
             os.makedirs(folder + ".tmp")
         self.writer = self.writer or self.share_out()     # its exchange is the barrier that others wait in
         dist.barrier()
-        with create(folder + ".tmp", f"rank_{rank:05d}.safetensors") as out:
+        with create(folder + ".tmp", file_of(rank)) as out:
             shapes = {name + end: shape for unit in self.blocks for end in KINDS.values() for _, _, name, shape in self.mine(unit)}
             out.write(header(shapes, self.optimizer.masters[0].dtype))
             for unit in self.blocks:
                 for kind in KINDS:
                     self.write(unit, kind, out)
-        biases = self.all_biases()
-        dist.barrier()                                    # all have written
+        biases, every = self.all_biases(), [None] * dist.get_world_size()
+        dist.all_gather_object(every, (out.digest.hexdigest(), out.finite))        # all have written
+        if not all(finite for _, finite in every):
+            refuse(f"step {steps}: some weights are not finite any more: stopped, nothing saved{newest(self.args)}", status=3)
         if rank == 0:
+            digests = {file_of(writer): digest for writer, (digest, _) in enumerate(every)}
             where = defaultdict(list)
             for (name, begin), writer in self.writer.items():
-                where[name].append((f"rank_{writer:05d}.safetensors", begin))
+                where[name].append((file_of(writer), begin))
+            index = dict(steps=steps, biases=biases, shapes=self.shapes, boxes=where, digests=digests, facts=self.facts)
             with create(folder + ".tmp", "index.json") as out:
-                out.write(json.dumps(dict(steps=steps, biases=biases, shapes=self.shapes, boxes=where)).encode())
+                out.write(json.dumps(index).encode())
             os.rename(folder + ".tmp", folder)
             self.forget_old_ones()
 
     def write(self, unit, kind, out):
         whole = self.gather(unit, kind)                   # no other block is whole
         for param, expert, *_ in self.mine(unit):
-            value = whole[param][expert] if param.dim() == 3 else whole[param]
+            value = in_files(self.boxes[param], whole[param])[expert]
+            out.finite = out.finite and bool(value.isfinite().all())
             out.write(value.cpu().contiguous().view(torch.uint8).numpy().data)
 
     def share_out(self):
@@ -140,48 +146,80 @@ class Checkpoints:
         return [int(layer) for layer in self.model.model.layers][:len(self.balance.bias)]
 
     def forget_old_ones(self):
-        for folder in sorted(whole_checkpoints(self.args.checkpoint))[:-self.args.keep]:
+        for folder in own(self.args.checkpoint)[:-self.args.keep]:
             os.rename(folder, folder + ".tmp")            # half deleted it must not look whole
-        for name in os.listdir(self.args.checkpoint):
-            if name.endswith(".tmp"):
-                shutil.rmtree(os.path.join(self.args.checkpoint, name))
+            shutil.rmtree(folder + ".tmp")
 
     # ---------------------------------------------------------------------------------------- going on
     @torch.no_grad()
     def load(self):
         """The number of steps that are done already; weights and optimizer are as they were then."""
-        folder = newest_checkpoint(self.args.checkpoint) if self.args.resume else None
+        if not self.args.checkpoint:
+            return 0
+        self.lock = lock(self.args.checkpoint, self) if dist.get_rank() == 0 else None
+        folder, newer = self.choose()
+        index, problem = read_index(folder) if folder else (None, None)
+        agree("checkpoint", folder or f"no checkpoint in {self.args.checkpoint}")
         if dist.get_rank() == 0 and self.args.resume:
             print(f"resuming from {folder}" if folder else f"--resume: nothing in {self.args.checkpoint} yet, starting at the beginning", flush=True)
-        if not folder:
-            if there := not self.args.resume and newest_checkpoint(self.args.checkpoint):
-                refuse(f"--checkpoint {self.args.checkpoint}: {os.path.basename(there)} is in there already; --resume goes on from it, "
-                       "a run of its own takes another directory")
-            return 0
-        with open(os.path.join(folder, "index.json")) as file:
-            index = json.load(file)
-        if dist.get_rank() == 0 and index["steps"] >= self.args.steps:
-            print(f"{index['steps']} steps are done, of --steps {self.args.steps}: nothing is left to do", flush=True)
-        layers, files = self.balance.config.num_hidden_layers, {}
-        if len(index["biases"]) != layers:
-            refuse(f"--resume: {folder} has {len(index['biases'])} layers, --model {self.args.model} {layers}")
-        for unit in self.blocks:
-            for kind, end in KINDS.items():
-                self.scatter(unit, kind, {param: self.read(param, end, index, folder, files) for param in params_of(unit)})
+        if folder:
+            problem = problem or damage(folder, index, dist.get_rank(), dist.get_world_size()) or self.read_all(index, folder)
+            if problem:
+                refuse(f"--resume: {folder} is damaged: {problem}; " + older(folder))
+            agree("resumed", f"{folder} with index {hashlib.sha256(json.dumps(index).encode()).hexdigest()[:16]}")
+        for path in newer if dist.get_rank() == 0 else []:
+            os.rename(path, path + ".aside")              # it would be taken for the newest of this run
+        return index["steps"] if folder else 0
+
+    def choose(self):
+        """The checkpoint to go on from, and those that are newer."""
+        there, wanted = own(self.args.checkpoint), self.args.resume
+        if there and not wanted:
+            refuse(f"--checkpoint {self.args.checkpoint}: {os.path.basename(there[-1])} is in there already; --resume goes on from it, "
+                   "a run of its own takes another directory")
+        if wanted in (None, "newest"):
+            return (there[-1] if there else None), []
+        path = os.path.join(self.args.checkpoint, wanted)
+        if path not in there:
+            names = ", ".join(map(os.path.basename, there))
+            refuse(f"--resume {wanted}: not in {self.args.checkpoint}; there are {names or 'none'}")
+        return path, there[there.index(path) + 1:]
+
+    def read_all(self, index, folder):
+        """What is wrong with it, if anything is."""
+        files, steps = {}, index["steps"]
+        if dist.get_rank() == 0 and steps >= self.args.steps:
+            print(f"{steps} steps are done, of --steps {self.args.steps}: nothing is left to do", flush=True)
+        try:
+            self.check(index, folder)
+            for unit in self.blocks:
+                for kind, end in KINDS.items():
+                    self.scatter(unit, kind, {param: self.read(param, end, index, folder, files) for param in params_of(unit)})
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
         for i, (param, master) in enumerate(zip(self.optimizer.params, self.optimizer.masters)):
-            self.state(i)["step"].fill_(index["steps"])
+            self.state(i)["step"].fill_(steps)
             param.data.copy_(master)
         self.balance.bias.copy_(torch.tensor(index["biases"])[self.my_layers()])
-        return index["steps"]
 
-    def read(self, param, end, index, folder, files):
-        """This rank's part of a tensor, from all boxes that overlap with it."""
-        part = torch.empty(param.shape, dtype=self.optimizer.masters[0].dtype)
-        for (name, begin, shape, whole), into in zip(self.boxes[param], part.unbind() if part.dim() == 3 else [part]):
+    def check(self, index, folder):
+        """Whether it is of this model and of this data."""
+        layers = self.balance.config.num_hidden_layers
+        if len(index["biases"]) != layers:
+            refuse(f"--resume: {folder} has {len(index['biases'])} layers, --model {self.args.model} {layers}")
+        for name, _, _, whole in (box for of_param in self.boxes.values() for box in of_param):
             if name not in index["boxes"]:
                 refuse(f"--resume: {folder} has no {name}; is it a run of --model {self.args.model}?")
             if index["shapes"][name] != list(whole):
                 refuse(f"--resume: {name} is {index['shapes'][name]} in {folder}, {list(whole)} in --model {self.args.model}")
+        for name, value in self.facts.items():
+            if index["facts"].get(name) != value:
+                refuse(f"--resume: {folder} is of a run with {name} {index['facts'].get(name)}, this one has {value}")
+
+    def read(self, param, end, index, folder, files):
+        """This rank's part of a tensor, from all boxes that overlap with it."""
+        part = torch.full(param.shape, math.nan, dtype=self.optimizer.masters[0].dtype)
+        for (name, begin, shape, _), into in zip(self.boxes[param], in_files(self.boxes[param], part)):
             for file, box in index["boxes"][name]:
                 if file not in files:
                     files[file] = safe_open(os.path.join(folder, file), framework="pt")
@@ -191,6 +229,8 @@ class Checkpoints:
                 if all(l < h for l, h in zip(low, high)):
                     to, of = (tuple(slice(l - o, h - o) for l, h, o in zip(low, high, origin)) for origin in (begin, box))
                     into[to] = stored[of]
+            if into.isnan().any():                        # nothing that is not finite is ever saved
+                raise ValueError(f"the boxes do not cover {name + end}")
         return part
 
     def scatter(self, unit, kind, parts):
@@ -208,31 +248,35 @@ def params_of(unit):
     return unit.params if isinstance(unit, Unit) else [unit]
 
 
+def in_files(boxes, tensor):
+    """A parameter's tensor as the files have it: of experts one by one."""
+    return tensor.unbind() if ".experts." in boxes[0][0] else [tensor]
+
+
 def boxes(name, param):
     """[(name on disk, where this rank's part begins in the whole tensor, its shape, the whole's)], one for each expert."""
     meta = torch.empty_like(param, device="meta")         # ZeRO may have taken the memory away
-    meta.shards = param.shards
+    meta.placement = param.placement
     return [(name, tuple(part.start or 0 for part in my_part(one)), one.shape, tuple(whole_shape(one))) for name, one in on_disk(name, meta)]
 
 
-@contextlib.contextmanager
-def create(folder, name):
-    """A file that is on the disk when it is closed."""
-    with open(os.path.join(folder, name), "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def facts(config, tokens, args):
+    """What decides the numbers of a run, or where in the data it is, and what must not change under it."""
+    sample = hashlib.sha256(tokens[::len(tokens) // 1000 + 1].astype("int64").tobytes()).hexdigest()[:16]
+    model = {name: value for name, value in asdict(config).items() if name not in NO_MATTER}
+    balance = args.balance if config.num_local_experts else None
+    data = dict(seq_len=args.seq_len, global_batch_size=args.global_batch_size, data=f"{len(tokens)} tokens, {sample}")
+    return dict(**data, balance=balance, **model)
 
 
-def whole_checkpoints(folder):
-    return [entry.path for entry in os.scandir(folder) if entry.name.startswith("step_") and not entry.name.endswith(".tmp")] if os.path.isdir(folder) else []
+def hear_signals():
+    """The list in which what tells the run to end is noted: Slurm (SIGTERM), a terminal that is closed, Ctrl-C (only once)."""
+    heard = []
 
-
-def newest_checkpoint(folder):
-    return max(whole_checkpoints(folder), default=None) if folder else None
-
-
-def stop(message):
-    if dist.get_rank() == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(3)
+    def hear(number, frame):
+        heard.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:              # nohup's
+            signal.signal(number, hear)
+    return heard

@@ -1,6 +1,6 @@
 """The layer of experts of step 7 with grouped products and with a loop over the experts: python tests/bench_experts.py
 
-Forward and backward of model.MoE, one process, one thread, random tokens; rounds of the two alternate, and the number
+Forward and backward of moe.MoE, one process, one thread, random tokens; rounds of the two alternate, and the number
 to read is the median of the ratios within a round.
 """
 import argparse
@@ -35,22 +35,23 @@ def seconds(layer, x):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     args = parser.parse_args()
     sys.path.insert(0, str(step_dir("step07_ep")))
     import config
-    import model
+    import moe
     torch.manual_seed(0)
     torch.set_num_threads(1)
     shape = config.ModelConfig(256, HIDDEN, INTERMEDIATE, 1, 8, 8, 64, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K)
     for dtype in (torch.bfloat16, torch.float32):
-        layer = model.MoE(shape).to(dtype)
+        layer = moe.MoE(shape).to(dtype)
         for param in layer.parameters():
             torch.nn.init.normal_(param, std=0.05)
-        x, ratios, own = torch.randn(1, TOKENS, HIDDEN, dtype=dtype, requires_grad=True), [], []
+        x, ratios, own = torch.randn(1, args.tokens, HIDDEN, dtype=dtype, requires_grad=True), [], []
         for i in range(args.rounds + 1):
             taken = {}
             for product in (grouped, loop)[::1 if i % 2 else -1]:
-                model.grouped_product = product
+                moe.grouped_product = product
                 taken[product] = seconds(layer, x)
             ratios.append(taken[loop] / taken[grouped])
             own.append(taken[grouped])

@@ -52,11 +52,12 @@ RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4             
 SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
              num_key_value_heads=4, head_dim=32)
 MOE = dict(intermediate_size=344, num_local_experts=8, num_experts_per_tok=2)
+SHORT = dict(vocab_size=256, hidden_size=32, intermediate_size=64, head_dim=4)     # shows that it works, and no speed
 
 
 def build_model(args, shape, mesh):
     import train
-    return train.build_model(shape, *([mesh] if hasattr(train, "tensor_parallel") else []), args)
+    return train.build_model(shape, *([mesh] if hasattr(train, "Zero") else []), args)
 
 
 def whole_model():
@@ -97,21 +98,20 @@ def one_rank(args, shape, mesh):
 def ours(args, shape, mesh):
     import optimizer
     import train
-    import zero
     model = build_model(args, shape, mesh)
     forward_backward = forward_and_backward(model, shape, mesh, args)
-    shards, sum_gradients, gather_weights = zero.zero(model, mesh, args)
-    adamw = optimizer.Optimizer(shards, args)
-    sum_replicas = getattr(train, "sum_replicas", lambda shards: None)             # from step 4 on
+    zero = train.Zero(model, args)
+    adamw = optimizer.Optimizer(zero.params, args)
+    sum_partial_gradients = getattr(train, "sum_partial_gradients", lambda params: None)       # from step 4 on
 
     def turn(batches):
         for rows in batches:
             loss = forward_backward(mine(rows, mesh, args))
-            sum_gradients()
-            sum_replicas(shards)
+            zero.sum_gradients()
+            sum_partial_gradients(zero.params)
             adamw.step(LR)
-            gather_weights()
-        zero.wait_for_weights(model)
+            zero.gather_weights()
+        zero.wait()
         return loss
     return turn
 
@@ -495,6 +495,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="some of the contestants")
+    parser.add_argument("--short", action="store_true", help="a tiny model: every contestant still has to run")
     parser.add_argument("--write", action="store_true", help="put the ratios into the README of the step, where it has a place for them")
     args = parser.parse_args()
     if "RANK" not in os.environ:
@@ -510,6 +511,7 @@ def main():
     torch.set_num_threads(1)
     step, flags, contestants, rows = TABLES[args.table]
     SHAPE.update(MOE if args.table == "expert" else {})
+    SHAPE.update(SHORT if args.short else {})
     folder = step_dir(args.step or step)
     sys.path.insert(0, str(folder))
     import mesh

@@ -54,6 +54,11 @@ class Chromium:
         self.call("Page.navigate", url=f"file://{path}#{state}")
         self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
 
+    def visit(self, url):
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete' && location.protocol !== 'about:'")
+
     def wait(self, condition, seconds=60):
         end = time.monotonic() + seconds
         while not self.run(condition):
@@ -69,11 +74,12 @@ class Chromium:
             code = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "Enter": 13, "End": 35, "Home": 36}[key]
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
-    def complaints(self):
-        """Errors, warnings, and what was fetched beside the file itself."""
+    def complaints(self, ours="file:"):
+        """Errors, warnings, and what was fetched beside what is ours."""
         found = [e["params"] for e in self.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")]
+        found = [one for one in found if not one.get("entry", {}).get("url", "").endswith("/answer")]          # a request that was refused
         asked = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-        return found + [url for url in asked if not url.startswith(("file:", "blob:", "data:", "about:"))]
+        return found + [url for url in asked if not url.startswith((ours, "blob:", "data:", "about:"))]
 
     def stop(self):
         self.session = {}

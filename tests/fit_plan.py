@@ -9,7 +9,10 @@ both: what the runs do not determine stays where it was. The loss is robust (Cau
 import argparse
 import csv
 import json
+import math
+import re
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,19 +20,25 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "step08_5d/planner"))
+import explain
+import models
 import nanotron
+import plan
+import published
 import speed
+import trust
 from measured import write_csv
 
 DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"
+PUBLISHED = ROOT / "tests/data/published_speeds.csv"
 NODES = (1, 2, 8, 32)
 
 # name: (value, factor that it may well be off by)
 TIME_PRIORS = dict(
-    gemm_efficiency=(0.6, 1.35), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2), loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35),
+    gemm_efficiency=(0.65, 1.2), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2), loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35),
     nvlink_efficiency=(0.82, 1.35), network_efficiency=(0.9, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2),
     stage=(3e-3, 2), fill_launch=(1 / 3, 1.5), overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5), unhidden_efficiency=(0.08, 1.5),
-    optimizer_bytes=(80, 1.2), jitter=(0.01, 1.8), step=(0.04, 1.6))
+    optimizer_bytes=(80, 1.2), jitter=(0.02, 1.5), step=(0.04, 1.6))
 MEMORY_PRIORS = dict(
     parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6), optimizer_bytes=(12, 1.1), hidden_bytes=(34, 1.5), mlp_bytes=(5, 1.5), embedding_bytes=(4, 2.7),
     logit_bytes=(10, 1.35), old_logit_bytes=(2, 2), gathered=(0.8, 1.5), gathered_pp=(0.6, 1.5), base=(0.3, 1.6))
@@ -117,12 +126,15 @@ def leave_out(rows, start):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", action="store_true", help="print what the runs say themselves, as in step08_5d/README.md, and fit nothing")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the READMEs that take no fit")
     parser.add_argument("--out", help="write the predictions of each number of nodes by the others' constants to this CSV file")
+    parser.add_argument("--readme", action="store_true", help="write the tables of the planner's README, all of them")
     args = parser.parse_args()
     rows = load()
+    if args.readme:
+        return write_readme(rows)
     if args.tables:
-        return print("\n".join([*best_runs(rows), "", *changes(rows)]))
+        return print("\n".join([*best_runs(rows), "", *changes(rows), "", *published_table(), "", *plans()]))
     whole = fit_all(rows)
     time, memory = map(rounded, whole[:2])
     print("speed.py's TIME =", json.dumps({name: time[name] for name in speed.TIME}))
@@ -131,13 +143,106 @@ def main():
     print("nanotron.py's MEMORY =", json.dumps(memory))
     folds = leave_out(rows, whole)
     held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
-    print(f"\n{'':<34}{'runs':>6}" + "".join(f"{name:>12}" for name in COLUMNS))
-    for name, some in [("fitted to all, judged on all", predictions(rows, whole)), *((f"without {n} nodes, judged on them", [r for r in held_out if int(r["nodes"]) == n]) for n in NODES),
-                       ("the four together", held_out)]:
-        result = score(some)
-        print(f"{name:<34}{result['runs']:>6}" + "".join(f"{result[column]:>12.1%}" for column in COLUMNS))
+    print("\ntrust.py's MEASURED =", {kind: tuple(round(x, 2) for x in middle(errors(held_out, kind))) for kind in trust.MEASURED})
+    print("\n".join(["", *held_out_table(rows, whole, held_out), "", *published_table()]))
     if args.out:
         write_csv(args.out, held_out, [*nanotron.KEYS, *nanotron.PREDICTED])
+
+
+# ------------------------------------------------------------------------------------------- the tables of the planner's README
+README = ROOT / "step08_5d/planner/README.md"
+FENCED = "```text\n{}\n```"
+
+
+def readme_tables(rows, which=("query", "published", "held out", "plans")):
+    """{name of a marked place: what belongs there}"""
+    found = {}
+    if "query" in which:
+        words = re.search(r"^python step08_5d/planner (.*)$", README.read_text(), re.M)[1]
+        printed = subprocess.run([sys.executable, README.parent, *words.split()], capture_output=True, text=True, check=True).stdout
+        found["query"] = FENCED.format("\n".join(line.rstrip() for line in printed.splitlines()))
+    if "published" in which:
+        found["published"] = "\n".join(published_table())
+    if "held out" in which:
+        whole = fit_all(rows, start=(nanotron.TIME, nanotron.MEMORY))
+        folds = leave_out(rows, whole)
+        held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
+        found["held out"] = "\n".join(held_out_table(rows, whole, held_out))
+    if "plans" in which:
+        found["plans"] = "\n".join(plans())
+    return found
+
+
+def between(text, name):
+    return re.search(place(name), text, re.S)[2]
+
+
+def place(name):
+    return rf"(<!-- measured: {name} -->\n)(.*?)(<!-- end -->)"
+
+
+def write_readme(rows):
+    text = README.read_text()
+    for name, content in readme_tables(rows).items():
+        text = re.sub(place(name), lambda found: f"{found[1]}{content}\n{found[3]}", text, flags=re.S)
+    README.write_text(text)
+
+
+def held_out_table(rows, whole, held_out):
+    yield "| | runs | memory, median | mean | out of memory told right | throughput, median | mean | rank correlation | loss of its choice, mean | worst |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    clear = [row for row in held_out if row["code"] == "new" or row["status"] != "ok"]
+    for name, some in [("fitted to all, judged on all", predictions(rows, whole)),
+                       *((f"without {nodes} nodes, judged on them", [row for row in held_out if int(row["nodes"]) == nodes]) for nodes in NODES),
+                       ("the four together", held_out), ("of clear age alone", clear)]:
+        result = score(some)
+        yield f"| {name} | {result['runs']} | " + " | ".join(f"{result[column]:.1%}" for column in COLUMNS) + " |"
+
+
+def published_table():
+    yield "| run | tokens/s/GPU, published | predicted | off by | interval | what was assumed |"
+    yield "|---|---|---|---|---|---|"
+    for row in load_published():
+        said, seen = published.predict(row), published.measured(row)
+        name = f"{row['model']}, {int(row['gpus']):,} H100, {row['precision']}{', compiled' if row['compile'] == 'yes' else ''}{', ' + row['schedule'] if row['schedule'] else ''}"
+        yield (f"| {name} | {seen:,.0f} | {said['pred_tok_s_gpu']:,.0f} | {said['pred_tok_s_gpu'] / seen - 1:+.0%} | "
+               f"{said['pred_low']:,.0f} to {said['pred_high']:,.0f} | {said['assumed']} |")
+
+
+def plans():
+    """What the planner recommends, on H100, for a batch of 1,024 sequences of 4,096."""
+    sizes = (8, 64, 512, 2048)
+    yield "| model | " + " | ".join(f"{gpus:,} GPUs" for gpus in sizes) + " |"
+    yield "|---|" + "---|" * len(sizes)
+    constants = dict(time=speed.TIME, slack=1.0)
+    for model in ("llama-1b", "llama-8b", "llama-70b", "llama-405b", "mixtral-8x7b"):
+        c = models.PRESETS[model]
+        yield f"| `{model}` | " + " | ".join(recommended(c, speed.Cluster(gpus), constants) for gpus in sizes) + " |"
+
+
+def recommended(c, cluster, constants):
+    best = plan.Search(c, cluster, 4096, 1024, constants).best(1)
+    if not best:
+        return f"none: at least {plan.fewest_gpus(c, cluster, 4096, 1.0)} GPUs"
+    mfu = next(iter(explain.mfus(c, best[0], cluster).values()))
+    return f"{explain.name_of(best[0].layout)}: {mfu:.0%}, {best[0].held:.1f} GiB, {trust.provenance(c, best[0].layout, cluster)}"
+
+
+# ------------------------------------------------------------------------------------------- how far off a prediction is
+def load_published():
+    with open(PUBLISHED) as file:
+        return list(csv.DictReader(file))
+
+
+def errors(rows, kind):
+    """Logarithms of measured over predicted, the smallest first, of one of trust.py's kinds of layouts. A failed run has no speed."""
+    found = [math.log(float(row["tok_s_gpu"]) / row["pred_tok_s_gpu"]) for row in judged(rows) if trust.kind_of(int(row["tp"]), int(row["pp"])) == kind]
+    return sorted(found)
+
+
+def middle(errors):
+    """The ends of the middle four fifths."""
+    return errors[len(errors) // 10], errors[len(errors) * 9 // 10]
 
 
 # ------------------------------------------------------------------------------------------- what the runs say themselves

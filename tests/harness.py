@@ -43,6 +43,7 @@ class Refused(JobFailed):
 
 
 # ---------------------------------------------------------------------------------------------- inside a worker
+PATIENCE = int(os.environ.get("PATIENCE", 300))           # seconds after which a job hangs: no test is about how long it takes
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter", "torch._refs",
              "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 
@@ -152,7 +153,7 @@ class Pool:
             pipe.close()
         self.workers = []
 
-    def call(self, function, step, world=1, timeout=60, **arguments):
+    def call(self, function, step, world=1, timeout=PATIENCE, **arguments):
         """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
         from torch.distributed import TCPStore
         self.start(world)
@@ -192,7 +193,7 @@ class Pool:
             raise JobFailed(f"{what}: no answer from ranks {sorted(waiting.values())} within {timeout} s")
         return [answers[rank] for rank in range(world)]
 
-    def train(self, step, flags, world=1, timeout=120, weights=True, optimizer="adamw", job=train_job):
+    def train(self, step, flags, world=1, timeout=PATIENCE, weights=True, optimizer="adamw", job=train_job):
         """One run of train.py; optimizer="sgd": its `weights` are the sums of the gradients. `answers`: what the job returned on each rank."""
         from safetensors.torch import load_file
         folder = tempfile.mkdtemp()

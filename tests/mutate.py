@@ -14,9 +14,10 @@ import ast
 import csv
 import os
 import random
-import sys
 import tempfile
 import time
+
+os.environ.setdefault("PATIENCE", "60")                   # a mutant that hangs is caught, and shall not cost five minutes
 
 import layouts
 from break_it import copy_of, run_tests
@@ -24,7 +25,7 @@ from steps import ROOT, step_dir
 
 STEP = "step08_5d"
 FILES = ["data_parallel.py", "zero.py", "tensor_parallel.py", "context_parallel.py", "pipeline_parallel.py", "schedules.py",
-         "expert_parallel.py", "resume.py"]
+         "expert_parallel.py", "moe.py", "parts.py", "resume.py"]
 ONLY_SHOWS = {"main", "draw", "text", "__str__"}
 RESULTS = ROOT / "out/mutants.csv"
 TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,

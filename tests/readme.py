@@ -26,7 +26,7 @@ Block = namedtuple("Block", "line language directive text")
 
 def blocks(text):
     """All fenced blocks, with the line they start at."""
-    found, opened, directive = [], None, ""
+    found, opened, directive, body = [], None, "", []
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
         if opened and stripped == "```":

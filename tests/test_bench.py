@@ -1,4 +1,4 @@
-"""bench.py of step 8: a sweep that survives what it measures."""
+"""bench.py of step 8: a sweep that survives what it measures. And of each tests/bench*.py that every contestant still runs."""
 import csv
 import os
 import signal
@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from steps import clean_environment, run, step_dir
+from bench_parallel import TABLES
+from steps import ROOT, clean_environment, run, step_dir
 
 BENCH = step_dir("step08_5d") / "bench.py"
 # a trainer with a fault for every taste; --seed says which
@@ -109,3 +110,24 @@ def test_the_real_trainer_and_the_planner(tmp_path):
 def test_bad_input_is_refused(tmp_path, more, message):
     status, output = bench(tmp_path, *more.split())
     assert status == 2 and message in output and "Traceback" not in output, output
+
+
+# ------------------------------------------------------------------------------------------- tests/bench*.py
+ONE_ROUND = {"bench_step01": ["--rounds 1"], "bench_experts": ["--rounds 1 --tokens 64"], "bench_collectives": ["--sizes 2"], "bench_plan": [""],
+             "bench_gpu": ["--device cpu --models tiny --seq_len 32 --batch 2 --steps 6"],
+             "bench_parallel": [f"--table {table} --short --rounds 1 --steps 1" for table in TABLES]}
+
+
+def test_every_bench_is_known():
+    assert {path.stem for path in (ROOT / "tests").glob("bench*.py")} == set(ONE_ROUND)
+
+
+@pytest.mark.parametrize("bench, flags", [
+    pytest.param(bench, flags, marks=pytest.mark.sweep if bench == "bench_gpu" else pytest.mark.slow)              # which compiles 12 models
+    for bench, every in ONE_ROUND.items() for flags in every])
+def test_every_contestant_runs_a_short_round(tmp_path, bench, flags):
+    status, output = run([sys.executable, ROOT / "tests" / f"{bench}.py", *flags.split()], tmp_path, 1800)
+    assert status == 0 and "Error" not in output, output[-3000:]
+    if bench == "bench_parallel":
+        contestants = TABLES[flags.split()[1]][2]
+        assert [name for name in contestants if name not in output] == [], output

@@ -287,7 +287,7 @@ def activation_bytes_job(dtype, mode, seq_len, batch):
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activation_bytes_of_a_layer(pool, dtype, mode):
-    seq_len, batch, h, kv, i, heads, tokens = 128, 2, 128, 64, 192, 8, 256
+    seq_len, batch, h, kv, i, tokens = 128, 2, 128, 64, 192, 256
     measured = pool.call(activation_bytes_job, STEP, dtype=dtype, mode=mode, seq_len=seq_len, batch=batch)[0]
     e = 4 if dtype == "float32" else 2
     formula = {"none": 16 * h + e * (4 * h + 2 * kv + 4 * i),                      # a norm keeps two float32 copies
@@ -316,7 +316,7 @@ def batches_job(argv, steps, vocab=1 << 16):
     import data
     args = config.parse_args(argv)
     tokens = data.load_tokens(args, vocab)
-    return [[tuple(t.clone() for t in micro) for micro in data.micro_batches(tokens, step, args)] for step in range(steps)]
+    return [[tuple(t.clone() for t in micro) for micro in data.micro_batches(tokens, args, step)] for step in range(steps)]
 
 
 def copies_job(argv):
@@ -402,7 +402,7 @@ def read_ahead_job():
     import config
     import data
     asked, micro_batches = [], data.micro_batches
-    data.micro_batches = lambda tokens, step, args: asked.append(step) or []
+    data.micro_batches = lambda tokens, args, step: asked.append(step) or []
     seen = []
     for step, _ in enumerate(data.batches(None, config.parse_args(["--steps", "3"]))):
         time.sleep(0.2)                                   # a training step

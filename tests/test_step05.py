@@ -139,7 +139,7 @@ def test_a_long_sequence(pool):
     (2, "--cp 0", "--cp 0: must be at least 1"),
     (3, "--cp 2", "dp(1) x cp(2) x tp(1) != world size (3); cp x tp could be 1, 3, with --dp left out"),
     (8, "--cp 8 --tp 8 --cp_mode ring", "seq_len 16 is not a multiple of 64"),
-    (4, "--cp 4 --zero 3 --zero_shard 3", "dp(1) x cp(4) is not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
+    (4, "--cp 4 --zero 3 --zero_shard 3", "4 ranks with other data are not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
     (16, "--cp 16 --cp_mode ulysses", "num_attention_heads 8 / tp(1) = 8 is not a multiple of cp(16); with --cp_mode ulysses cp could be 1, 2, 4, 8"),
     (2, "--cp 2 --cp_mode helix", "invalid choice: 'helix'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):

@@ -241,7 +241,7 @@ def watched_job(argv):
         with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = step(self, micro_batches)
         seen.update(ran=[tuple(event.action) for event in self.events], listed=[tuple(what) for kind, what, _ in self.program if kind == "compute"],
-                    flops=flops.get_total_flops(), left=len(self.noted) + len(self.kept) + len(self.delayed) + len(self.ready) + len(self.coming))
+                    flops=flops.get_total_flops(), left=len(self.queue) + len(self.kept) + len(self.delayed) + len(self.ready) + len(self.coming))
         return loss
 
     def made(model, *rest):
@@ -315,7 +315,8 @@ def test_bad_layouts_are_refused(pool, flags, world, more, message):
 
 @slow
 def test_it_shows_a_schedule(tmp_path):
-    status, output = run([sys.executable, step_dir(STEP) / "pipeline_parallel.py", "--schedule", "zerobubble", "--pp", "3", "--micro_batches", "4"], tmp_path, 60)
+    command = [sys.executable, step_dir(STEP) / "schedules.py", "--schedule", "zerobubble", "--pp", "3", "--micro_batches", "4"]
+    status, output = run(command, tmp_path, 300)
     assert status == 0, output
     assert "rank 2 |           F0   I0   F1   I1   F2   I2   W0   F3   I3   W1   W2   W3" in output
     assert (tmp_path / "schedule.png").stat().st_size > 1000

@@ -185,7 +185,7 @@ def test_grouped_products_against_a_loop(pool, dtype, tolerance):
 
 
 def grouped_job(dtype):
-    import model
+    import moe
     from harness import distance
     draw, worst = torch.Generator().manual_seed(0), {}
     counts = torch.tensor([5, 0, 17, 1, 0, 9])
@@ -199,7 +199,7 @@ def grouped_job(dtype):
         leaves = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
         y = product(*leaves, counts)
         return [y.detach(), *torch.autograd.grad(y, leaves, up.to(dtype))]
-    for name, product in dict(kernel=kernel, trainer=model.grouped_product).items():
+    for name, product in dict(kernel=kernel, trainer=moe.grouped_product).items():
         worst[name] = max(distance(a, b) for a, b in zip(of(product, dtype), of(loop, torch.float64)))
     return worst
 

@@ -179,7 +179,7 @@ def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp
     torn = shutil.copytree(folder / "step_00000002", folder / "step_00000003.tmp")
     (torn / "index.json").unlink()
     assert_goes_on(pool, flags, one_process, folder, tmp_path, *RESUMED[0])
-    assert not torn.name in os.listdir(tmp_path / "copy"), "what a killed run left behind is cleared away"
+    assert torn.name not in os.listdir(tmp_path / "copy"), "what a killed run left behind is cleared away"
 
 
 def saving_job(argv):
@@ -237,7 +237,7 @@ def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_pa
     argv = f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path} --save_every 1 --keep 9".split()
     assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
     assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
-    assert f"error: step 3: loss nan, gradient norm" in pool.output and f"the newest checkpoint is {tmp_path}/step_00000002" in pool.output
+    assert "error: step 3: loss nan, gradient norm" in pool.output and f"the newest checkpoint is {tmp_path}/step_00000002" in pool.output
     assert "Traceback" not in pool.output
 
 

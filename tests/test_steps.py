@@ -58,6 +58,23 @@ def two_folders(tmp_path):
     return old, new
 
 
+LIMITS = {"step02_dp": 60, "step03_zero": 60, "step04_tp_sp": 75, "step05_cp": 60, "step06_pp": 100, "step07_ep": 110, "step08_5d": 60}
+
+
+def test_a_step_changes_few_lines_outside_its_new_files():
+    for old, new in pairs():
+        added, removed = (sum(of_file[i] for of_file in line_counts(old, new)) for i in (0, 1))
+        assert added + removed <= LIMITS[new.name], f"{new.name}: +{added} -{removed}"
+        assert len((new / "train.py").read_text().splitlines()) < 110
+
+
+def line_counts(old, new):
+    """The lines added to and removed from each file that both steps have."""
+    for name in set(step_files(old)) & set(step_files(new)):
+        lines = subprocess.run(["diff", "-U0", old / name, new / name], capture_output=True, text=True).stdout.splitlines()[2:]
+        yield sum(line.startswith("+") for line in lines), sum(line.startswith("-") for line in lines)
+
+
 # ------------------------------------------------------------------------------------ no noise in what differs
 def essence(line):
     """A line without its spaces and without its comment; of a comment the words; '' where there is nothing to read."""

@@ -157,15 +157,29 @@ def test_make_exercise_refuses(small_repository, step, message):
     assert status == 2 and message in output and not (small_repository / "exercise").exists()
 
 
+COLLECT = """
+import pytest
+
+class Parts:                                              # as the Makefile's -m expressions cut them
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            slow, sweep = (item.get_closest_marker(name) is not None for name in ("slow", "sweep"))
+            print(f"collected {item.nodeid} of", "sweep" if sweep else "rest" if slow else "quick")
+
+raise SystemExit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "tests"], plugins=[Parts()]))
+"""
+
+
 @pytest.mark.slow
 def test_the_parts_are_all_tests_and_none_twice():
-    def collected(*options):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, "tests"]
-        status, output = run(command, ROOT, timeout=120)
-        assert status == 0, output
-        return [line for line in output.splitlines() if "::" in line]
-    quick, rest, every = (collected(*options) for options in (("-m", "not slow and not sweep"), ("-m", "slow and not sweep"), ()))
-    assert sorted(quick + rest) == sorted(every) and len(set(every)) == len(every)
+    status, output = run([sys.executable, "-c", COLLECT], ROOT, timeout=300)
+    assert status == 0, output
+    every = [line.removeprefix("collected ").rsplit(" of ", 1) for line in output.splitlines() if line.startswith("collected ")]
+    quick, rest, swept = ([name for name, part in every if part == wanted] for wanted in ("quick", "rest", "sweep"))
+    assert quick and rest and swept
+    makefile = (ROOT / "Makefile").read_text()
+    assert '-m "not slow and not sweep"' in makefile and '-m "slow and not sweep"' in makefile and "-m sweep" in makefile
+    assert len(set(name for name, _ in every)) == len(every)
     for step in range(2, 9):                              # each step, and each of its dimensions above 1
         for name in layouts.QUICK[step]:
             assert any(line.endswith(f"test_step0{step}.py::test_layout[{name}]") for line in quick), name

@@ -26,7 +26,7 @@ import config
 import mesh
 import optimizer
 import train
-from data_parallel import data_parallel, flat_buckets
+from data_parallel import data_parallel, make_buckets
 
 # 7.9M parameters: 31.6 MB of float32 gradients in 75 tensors
 SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
@@ -105,8 +105,8 @@ def timing_worker(rank, port, folder, results):
         the_mesh = the_mesh or mesh.start_mesh(args)
         model = train.build_model(config.load_config(args), args)
         optimizer.accumulate_gradients(model.parameters())
-        finish = data_parallel(model.parameters(), the_mesh.get_group("dp"), args)
-        contestants[name] = model, finish if name != "alone" else lambda: None, args
+        sum_gradients = data_parallel(model.parameters(), the_mesh.get_group("dp"), args)
+        contestants[name] = model, sum_gradients if name != "alone" else lambda: None, args
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
 
     def timed(what, compute, finish):
@@ -150,7 +150,7 @@ def timing_tables(folder):
     for mb in BUCKETS:
         model = train.build_model(config.load_config(args), args)
         optimizer.accumulate_gradients(model.parameters())
-        sizes.append(f"| {mb} | {len(flat_buckets(list(model.parameters()), mb * 2**20))} | {ms[128, mb][1]:.1f} ms |")
+        sizes.append(f"| {mb} | {len(make_buckets(list(model.parameters()), mb * 2**20))} | {ms[128, mb][1]:.1f} ms |")
     return dict(modes=modes, buckets=sizes)
 
 

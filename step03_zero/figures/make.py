@@ -85,7 +85,7 @@ def bytes_of(tensors):
 
 
 def cut_into_units(group, model, args):
-    """zero.zero_units with other units: half a block, so many blocks, or the whole model."""
+    """zero.zero_units with other units, for stage 3: half a block, so many blocks, or the whole model."""
     mesh = zero.init_device_mesh(args.device, (1, args.dp), mesh_dim_names=("replicate", "shard"))
     decoder = model.model
     layers = list(decoder.layers.values())
@@ -97,7 +97,7 @@ def cut_into_units(group, model, args):
         units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
     for modules in units:
         params = [param for module in modules for param in module.parameters()]
-        zero.Unit(modules, params, args.zero, mesh.get_group("shard"), mesh.get_group("replicate"))
+        zero.Unit3(modules, params, mesh.get_group("shard"), mesh.get_group("replicate"), args)
 
 
 def watch_all(out, runs):
@@ -125,10 +125,10 @@ def watch(group, argv):
             kept["first"] = len(live.events)
             yield
             kept["last"] = len(live.events)
-    make_grads, gather, cut, profiler = zero.Unit.make_grads, zero.Unit.gather_if_released, zero.zero_units, train.Profiler
+    add, gather, cut, profiler = zero.Unit2.add_gradient, zero.Unit3.gather_if_released, zero.zero_units, train.Profiler
 
-    def noted_grads(unit):
-        make_grads(unit)
+    def noted_add(unit, param):
+        add(unit, param)
         live.note(unit.grads, "gradients")
         buffers.add(live.numbers[unit.grads.untyped_storage()])
 
@@ -139,14 +139,14 @@ def watch(group, argv):
     def noted_units(model, args):
         cut_into_units(group, model, args) if group != "1" else cut(model, args)
         zero.Unit.all = units_of(model)
-    zero.Unit.make_grads, zero.Unit.gather_if_released = noted_grads, noted_gather
+    zero.Unit2.add_gradient, zero.Unit3.gather_if_released = noted_add, noted_gather
     ledger.print_table = lambda sent, formula: seen.update(
         calls={" ".join(key): n for key, n in sent.calls.items()}, wire={" ".join(key): n for key, n in sent.wire.items()},
         payload={" ".join(key): n for key, n in sent.payload.items()}, formula={" ".join(key): n for key, n in formula.items()})
     train.Profiler, train.zero_units = Keeping, noted_units
     with live:
         train.main(argv)
-    zero.Unit.make_grads, zero.Unit.gather_if_released, train.zero_units, train.Profiler = make_grads, gather, cut, profiler
+    zero.Unit2.add_gradient, zero.Unit3.gather_if_released, train.zero_units, train.Profiler = add, gather, cut, profiler
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
     seen["grads"] = max(alive)                            # those under way among them
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]

@@ -32,7 +32,7 @@ import profiling
 import recompute
 import tensor_parallel
 import train
-import zero
+from zero import Zero
 
 TINY = config.PRESETS["tiny"]
 SEQ_LEN, MICRO_BATCH = 32, 2
@@ -81,30 +81,33 @@ def set_up(flags, layers=TINY.num_hidden_layers):
     config.check(args, shape)
     mesh = init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     model = train.build_model(shape, mesh, args)
-    shards, sum_gradients, _ = zero.zero(model, mesh, args)
+    zero = Zero(model, args)
     micro_batches = next(iter(data.batches(data.load_tokens(args, shape.vocab_size), mesh, args)))
-    return args, mesh, model, shards, sum_gradients, micro_batches
+    return args, mesh, model, zero, micro_batches
 
 
-def keep_the_gathered_input(region, linears, border):
-    """In place of tensor_parallel.enter_linears: the linears compute, and so keep what they are given, gathered."""
-    region.register_forward_pre_hook(lambda module, inputs: (tensor_parallel.Enter.apply(inputs[0], *border), *inputs[1:]))
+def keep_the_gathered_input(linears):
+    """In place of tensor_parallel.project_together: plain products, which keep what they are given, gathered."""
+    def project(x):
+        x = tensor_parallel.enter(x, linears[0].border)
+        return tuple(torch.nn.functional.linear(x, linear.weight) for linear in linears)
+    return project
 
 
 def per_layer(measure, flags, keep):
     """What a model with one layer more has more."""
-    enter_linears, keep_products = tensor_parallel.enter_linears, recompute.keep_products
+    project_together, keep_products = tensor_parallel.project_together, recompute.keep_products
     if keep == "gathered":
-        tensor_parallel.enter_linears = keep_the_gathered_input
+        tensor_parallel.project_together = keep_the_gathered_input
     if keep == "every product":
         recompute.keep_products = lambda hidden, *call, **named: keep_products(0, *call, **named)
     two, three = (measure(*set_up(flags, layers)) for layers in (2, 3))
-    tensor_parallel.enter_linears, recompute.keep_products = enter_linears, keep_products
+    tensor_parallel.project_together, recompute.keep_products = project_together, keep_products
     return {what: three[what] - two.get(what, 0) for what in three}
 
 
 def sent_by_a_layer(flags, keep):
-    def measure(args, mesh, model, shards, sum_gradients, micro_batches):
+    def measure(args, mesh, model, zero, micro_batches):
         with ledger.Ledger(mesh) as sent:
             train.forward_backward(model, micro_batches, args)
         return {f"{what} {collective}": n for what, counts in (("calls", sent.calls), ("payload", sent.payload), ("wire", sent.wire))
@@ -114,7 +117,7 @@ def sent_by_a_layer(flags, keep):
 
 def kept_by_a_layer(flags, keep):
     """Bytes that are alive between forward and backward, parameters aside; and the number of parameters."""
-    def measure(args, mesh, model, shards, sum_gradients, micro_batches):
+    def measure(args, mesh, model, zero, micro_batches):
         live = profiling.LiveStorages()
         for param in model.parameters():
             live.note(param, "parameters")
@@ -129,12 +132,12 @@ def kept_by_a_layer(flags, keep):
 
 
 def summed_once_a_step(flags):
-    """Payload of sum_replicas by group, of every rank."""
-    args, mesh, model, shards, sum_gradients, micro_batches = set_up(flags)
+    """Payload of sum_partial_gradients by group, of every rank."""
+    args, mesh, model, zero, micro_batches = set_up(flags)
     train.forward_backward(model, micro_batches, args)
-    sum_gradients()
+    zero.sum_gradients()
     with ledger.Ledger(mesh) as sent:
-        train.sum_replicas(shards)
+        train.sum_partial_gradients(zero.params)
     mine = {group: (sent.calls[group, collective], n) for (group, collective), n in sent.payload.items()}
     return gather_objects(mine)
 
@@ -143,9 +146,9 @@ def heads_of_ranks(flags):
     args, mesh, model, *_ = set_up(flags)
     attention = model.model.layers["0"].self_attn
     def heads(linear):
-        count, index = len(linear.weight) // attention.head_dim, linear.weight.shards[0].index
+        count, index = len(linear.weight) // attention.head_dim, linear.weight.placement.parts[0].index
         return list(range(index * count, (index + 1) * count))
-    shared = attention.k_proj.weight.sum_over
+    shared = attention.k_proj.weight.placement.sum_over
     return gather_objects((heads(attention.q_proj), heads(attention.k_proj), dist.get_process_group_ranks(shared) if shared else []))
 
 
@@ -153,6 +156,9 @@ def gather_objects(mine):
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return everybody
+
+
+PARTIAL_SUMS = ("embedding's rows", "o_proj's product", "down_proj's product")     # what leaves a region
 
 
 class Events(ledger.Ledger):
@@ -176,7 +182,7 @@ class Events(ledger.Ledger):
 
 def walk(flags):
     """One forward and backward: at each place the shape, and whether ranks have the same there; the collectives on each way."""
-    args, mesh, model, _, _, micro_batches = set_up(flags, 1)
+    args, mesh, model, _, micro_batches = set_up(flags, 1)
     events, decoder, head = Events(mesh), model.model, model.lm_head
     layer = decoder.layers["0"]
 
@@ -185,12 +191,30 @@ def walk(flags):
 
     def before(place, module):
         module.register_forward_pre_hook(lambda module, inputs: events.note(place, inputs[0]))
-    embed, core, cross_entropy = decoder.embed_tokens.forward, layer.self_attn.core, head.cross_entropy
 
-    def noted_embedding(tokens):
-        output = embed(tokens)
-        events.note("embedding's rows", output)
-        return output
+    def first_product(place, region):
+        project = region.project
+
+        def noted_project(x):
+            products = project(x)
+            events.note(place, products[0])
+            return products
+        region.project = noted_project
+
+    def noted_leave(x, border):                           # in the order of forward
+        events.note(next(partial_sums), x)
+        return leave(x, border)
+
+    def noted_enter(x, border):                           # the regions enter in `project`, only the head enters here
+        events.note("head's input", gathered := enter(x, border))
+        return gathered
+    enter, leave, partial_sums = tensor_parallel.enter, tensor_parallel.leave, iter(PARTIAL_SUMS)
+    tensor_parallel.enter, tensor_parallel.leave = noted_enter, noted_leave
+    if args.tp == 1:                                      # then there are no borders
+        before("head's input", head)
+        for place, module in zip(PARTIAL_SUMS, (decoder.embed_tokens, layer.self_attn.o_proj, layer.mlp.down_proj)):
+            after(place, module)
+    core, cross_entropy = layer.self_attn.core, head.cross_entropy
 
     def noted_core(*qkv):
         output = core(*qkv)
@@ -200,27 +224,25 @@ def walk(flags):
     def noted_cross_entropy(logits, targets):
         events.note("logits", logits)
         return cross_entropy(logits, targets)
-    decoder.embed_tokens.forward, layer.self_attn.core, head.cross_entropy = noted_embedding, noted_core, noted_cross_entropy
+    layer.self_attn.core, head.cross_entropy = noted_core, noted_cross_entropy
     after("residual stream", decoder.embed_tokens)
     after("norm", layer.input_layernorm)
-    after("q", layer.self_attn.q_proj)
-    after("o_proj's product", layer.self_attn.o_proj)
+    first_product("q", layer.self_attn)
     after("attention's output", layer.self_attn)
     before("residual stream, 2", layer.post_attention_layernorm)
     after("norm, 2", layer.post_attention_layernorm)
-    after("gate", layer.mlp.gate_proj)
+    first_product("gate", layer.mlp)
     before("silu(gate) · up", layer.mlp.down_proj)
-    after("down_proj's product", layer.mlp.down_proj)
     after("MLP's output", layer.mlp)
     after("residual stream, 3", layer)
     after("last norm", decoder.norm)
-    before("head's input", head)
     with events:
         inputs, positions, targets = micro_batches[0]
         events.note("tokens", inputs)
         loss = model(inputs, positions, targets)
         events.note("loss", loss)
         loss.backward()
+    tensor_parallel.enter, tensor_parallel.leave = enter, leave
     places = {}
     for place, tensor in events.tensors.items():
         others = gather_objects(tensor)

@@ -78,25 +78,26 @@ def run_all_here(out, runs):
 def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks = {}, []
-    kept = dict(Pipeline=train.Pipeline, Profiler=train.Profiler, ledger=train.ledger, wait_for_weights=train.wait_for_weights, Metrics=train.Metrics,
+    kept = dict(Pipeline=train.Pipeline, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero, Metrics=train.Metrics,
                 zero_units=train.zero_units)
 
-    def finish(model):                                    # the last thing before the processes part
-        kept["wait_for_weights"](model)
-        ranks.extend([None] * dist.get_world_size())
-        dist.all_gather_object(ranks, seen)
+    class Finishing(zero.Zero):
+        def wait(self):                                   # the last thing before the processes part
+            super().wait()
+            ranks.extend([None] * dist.get_world_size())
+            dist.all_gather_object(ranks, seen)
 
     class Quiet(metrics.Metrics):
         def log(self, step, loss, grad_norm, lr):
             seen.update(loss=float(loss), grad_norm=float(grad_norm))
-    train.wait_for_weights, train.Metrics = finish, Quiet
-    gather = zero.Unit.gather_if_released
+    train.Zero, train.Metrics = Finishing, Quiet
+    gather = zero.Unit3.gather_if_released
     if kind == "watch":
         watch(seen)
     elif kind.startswith("sleep"):
         train.Pipeline = sleeping(seen, *map(float, kind.split()[1:]))
     train.main(argv)
-    zero.Unit.gather_if_released = gather
+    zero.Unit3.gather_if_released = gather
     for name, value in kept.items():
         setattr(train, name, value)
     return ranks
@@ -189,12 +190,12 @@ def watch(seen):
         with ledger.Ledger(mesh) as sent:
             yield
         expected = {}
-        for group, collective, size in pipeline_parallel.formula(model, mesh, args):
+        for group, collective, size in ledger.formula(model, mesh, args):
             key = f"{sent.name(group)} {collective}"
             expected[key] = expected.get(key, 0) + size
         of = lambda counter: {" ".join(key): n for key, n in counter.items()}
         seen.update(calls=of(sent.calls), payload=of(sent.payload), wire=of(sent.wire), formula={key: n for key, n in expected.items() if n})
-    gather = zero.Unit.gather_if_released
+    gather = zero.Unit3.gather_if_released
 
     def noted_gather(unit):
         gather(unit)
@@ -204,7 +205,7 @@ def watch(seen):
         cut(model, args)
         Watched.units = units_of(model)
     cut = zero.zero_units
-    zero.Unit.gather_if_released = noted_gather
+    zero.Unit3.gather_if_released = noted_gather
     train.Pipeline, train.Profiler, train.ledger, train.zero_units = Watched, Keeping, noted_ledger, noted_units
 
 

@@ -28,6 +28,7 @@ import expert_parallel
 import ledger
 import metrics
 import model
+import moe
 import profiling
 import train
 
@@ -80,15 +81,20 @@ def run_all_here(out, runs):
 def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks, balances, batches = {}, [], [], []
-    kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, wait_for_weights=train.wait_for_weights, Metrics=train.Metrics, Balance=train.Balance)
-    compute = model.Experts.forward
+    kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero, Metrics=train.Metrics, Balance=train.Balance)
+    compute = moe.Experts.forward
 
-    def finish(of):                                       # the last thing before the processes part
-        kept["wait_for_weights"](of)
-        if kind == "balance":
-            seen["without_bias"] = without_bias(of, balances[0], batches[-10:])
-        ranks.extend([None] * dist.get_world_size())
-        dist.all_gather_object(ranks, seen)
+    class Finishing(train.Zero):
+        def __init__(self, of, args):
+            super().__init__(of, args)
+            self.of = of
+
+        def wait(self):                                   # the last thing before the processes part
+            super().wait()
+            if kind == "balance":
+                seen["without_bias"] = without_bias(self.of, balances[0], batches[-10:])
+            ranks.extend([None] * dist.get_world_size())
+            dist.all_gather_object(ranks, seen)
 
     class Quiet(metrics.Metrics):
         def log(self, step, loss, grad_norm, lr, balance):
@@ -114,11 +120,11 @@ def one_run(kind, argv):
         for micro_batches in kept["batches"](*arguments):
             batches.append(micro_batches)
             yield micro_batches
-    train.wait_for_weights, train.Metrics, train.Balance, train.batches = finish, Quiet, Noting, noted_batches
+    train.Zero, train.Metrics, train.Balance, train.batches = Finishing, Quiet, Noting, noted_batches
     if kind in ("watch", "forced"):
         watch(seen)
     train.main(argv)
-    model.Experts.forward = compute
+    moe.Experts.forward = compute
     for name, value in kept.items():
         setattr(train, name, value)
     return ranks
@@ -181,12 +187,12 @@ class Ledger(ledger.Ledger):
 
 def watch(seen):
     """Sees of the last training step the bytes sent, the bytes alive, and the rows that the experts of this rank had."""
-    live, compute, rows = profiling.LiveStorages(), model.Experts.forward, []
+    live, compute, rows = profiling.LiveStorages(), moe.Experts.forward, []
 
     def counted(experts, x, counts):
         rows.append(len(x))
         return compute(experts, x, counts)
-    model.Experts.forward = counted
+    moe.Experts.forward = counted
 
     class Keeping(profiling.Profiler):
         @contextlib.contextmanager
@@ -213,7 +219,7 @@ def watch(seen):
         with Ledger(mesh) as sent:
             yield
         expected = {}
-        for group, collective, size in expert_parallel.formula(of, mesh, args):
+        for group, collective, size in ledger.formula(of, mesh, args):
             key = f"{sent.name(group)} {collective}"
             expected[key] = expected.get(key, 0) + size
         names = lambda counter: {" ".join(key): n for key, n in counter.items()}
@@ -337,7 +343,7 @@ def kept_table():
     for top_k in (0, 1, 2, 4):
         shape = config.ModelConfig(256, HIDDEN, INTERMEDIATE if top_k else 2 * INTERMEDIATE, 1, 8, 4, 8, num_local_experts=EXPERTS, num_experts_per_tok=top_k)
         torch.manual_seed(0)
-        layer, saved = model.MoE(shape) if top_k else model.MLP(shape), {}
+        layer, saved = moe.MoE(shape) if top_k else model.MLP(shape), {}
         for param in layer.parameters():
             torch.nn.init.normal_(param, std=0.1)
         weights = {param.untyped_storage()._cdata for param in layer.parameters()}

@@ -25,16 +25,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import config
-import costs
 import dry_run
 import ledger
 import metrics
 import model
-import plan
-import speed
 import torch
 import train
-from expert_parallel import formula
 from pipeline_parallel import first_layers
 from profiling import KINDS
 
@@ -71,7 +67,7 @@ def seen_in(argv):
         with dry_run.observe(model, optimizer, pipeline, mesh) as seen:
             yield
         expected = Counter()
-        for group, collective, size in formula(model, mesh, args):
+        for group, collective, size in ledger.formula(model, mesh, args):
             expected[seen.sent.name(group), collective] += size
         experts = [my_experts(layer.mlp) for layer in model.model.layers.values() if hasattr(layer.mlp, "experts")]
         kept.append(SimpleNamespace(**vars(seen), expected=expected, by_phase=by_phase(seen.sent.sends, pipeline.events), layers=[int(i) for i in model.model.layers],
@@ -84,7 +80,7 @@ def seen_in(argv):
 
 def my_experts(moe):
     weight = moe.experts.w1.weight
-    first = sum(shard.index * len(weight) for shard in getattr(weight, "shards", []) if shard.dim == 0)
+    first = sum(part.index * len(weight) for part in weight.placement.parts if part.dim == 0)
     return list(range(first, first + len(weight)))
 
 
@@ -288,28 +284,10 @@ def checkpoint_tables():
 
 # ------------------------------------------------------------------------------------------------ choosing a layout
 def choice_tables():
-    """What measured runs say, and what the planner would do."""
+    """What measured runs say."""
     runs = subprocess.run([sys.executable, os.path.join(STEP, "../tests/fit_plan.py"), "--tables"], check=True, capture_output=True, text=True).stdout
-    best, changes = runs.strip().split("\n\n")
-    rows = ["| model | " + " | ".join(f"{gpus:,} GPUs" for gpus in CLUSTERS) + " |", "|---|" + "---|" * len(CLUSTERS)]
-    for name in ("llama-1b", "llama-8b", "llama-70b", "llama-405b", "mixtral-8x7b"):
-        rows.append(f"| `{name}` | " + " | ".join(planned(config.PRESETS[name], gpus) for gpus in CLUSTERS) + " |")
-    return {"best runs": best.splitlines(), "changes": changes.splitlines(), "plans": rows}
-
-
-CLUSTERS = (8, 64, 512, 2048)
-
-
-def planned(c, gpus):
-    cluster = speed.Cluster(gpus)
-    found, _ = plan.search(c, cluster, 4096, 1024, dict(time=speed.TIME, slack=1.0))
-    if not found:
-        return f"none: at least {plan.fewest_gpus(c, cluster, 4096, 1.0)} GPUs"
-    l = found[0].layout
-    mfu = found[0].tokens_per_s * costs.flops_per_token(c, 4096) / cluster.gpu.flops
-    words = [f"{name} {getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep") if getattr(l, name) > 1] + [f"ZeRO-{l.zero}"] * (l.zero > 0)
-    words += [l.schedule] * (l.pp > 1) + [l.recompute] * (l.recompute != "none") + [f"{l.micro_batch} x {l.accumulation}"]
-    return f"{', '.join(words)}: {mfu:.0%}"
+    best, changes, *_ = runs.strip().split("\n\n")
+    return {"best runs": best.splitlines(), "changes": changes.splitlines()}
 
 
 def put_into_readme(tables):

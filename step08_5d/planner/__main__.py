@@ -1,56 +1,89 @@
 """From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
 
-    python step08_5d/planner --model llama-70b --gpus 512 --seq_len 4096 --global_batch_tokens 4e6
+    python step08_5d/planner --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
     python step08_5d/planner --gpus 64 --config dp=32,tp=2,zero=1,mbs=2      # explains this one
-    python step08_5d/planner --html plan.html                                # as a page with sliders
+    python step08_5d/planner --serve                                         # a page with sliders
+    python step08_5d/planner --html plan.html                                # the answer as a page to keep
+    python step08_5d/planner --json                                          # the same for programs
     python step08_5d/planner --fit results.csv --constants mine.json         # your cluster's constants
-    python step08_5d/planner --predict runs.csv --out predicted.csv          # of nanotron
+    python step08_5d/planner --predict runs.csv --out predicted.csv          # of other trainers
 """
 import argparse
 import json
 import math
+import re
 import signal
+import sys
 
-import costs
+import explain
 import measured
+import models
 import nanotron
-import plan_page
-from explain import command, details, reasons, table
-from plan import best_per_mesh, evaluate, fewest_gpus, parse_config, search
-from speed import GPUS, NETWORKS, Cluster
-from trainer import PRESETS, load_config, refuse
+import plan
+import serve
+from plan import Search, evaluate, parse_config
+from speed import GPUS, NETWORKS, Cluster, at_power
+from trainer import Refused, refuse
 
 OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
                 nvlink="bytes per second inside a node")
+MOST_GPUS, MOST_SEQ_LEN, MOST_TOKENS = 2**17, 2**24, 2**36
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def count(text):
+    """4k is 4,096 and 4M 4,194,304: lengths and batches are powers of two."""
+    plain = text.strip().lower().replace(",", "").replace("_", "")
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmg]?)", plain)
+    try:
+        value = float(found[1]) * UNITS[found[2]]
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; 4096, 4k, 4e6 and 4M are") from None
+    return value
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False,
+    parser = argparse.ArgumentParser(prog="planner", description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = refuse
     add = parser.add_argument
     add("--model", default="llama-8b",
-        help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
-    add("--gpus", type=int, default=8)
+        help=f"one of {', '.join(models.PRESETS)}; or a directory or hub id with a config.json")
+    add("--gpus", type=count, default=8)
     add("--gpu", choices=GPUS, default="h100")
     add("--network", default="infiniband",
         help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
-    add("--gpus_per_node", type=int, default=8)
+    add("--gpus_per_node", type=count, default=8)
     for name, what in OF_A_GPU.items():
         add(f"--{name}", type=float, help=f"{what}, in place of --gpu's")
-    add("--seq_len", type=int, default=4096)
-    add("--global_batch_tokens", type=float, default=4e6)
+    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's 700")
+    add("--seq_len", type=count, default=4096, help="tokens; 4k is 4,096")
+    add("--global_batch_tokens", type=count, default=4e6, help="4M is 4,194,304")
     add("--config", help="explain this one: "
-        "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,mbs=..,acc=..,recompute=..")
+        "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
+    add("--steps", type=int, default=1000, help="of the command that is printed")
+    add("--lr", type=float, default=3e-4, help="of the command that is printed")
+    add("--json", action="store_true", help="print the answer for programs")
     add("--constants", help="a file that --fit wrote, or is to write")
     add("--fit", help="a CSV file of bench.py: fit the constants to this cluster")
-    add("--html", help="write a page to this file that needs no network, and opens at this configuration")
-    add("--predict", help="a CSV file of runs of the benchmarked trainer")
+    add("--serve", action="store_true", help="a page with sliders, for a browser on this machine")
+    add("--port", type=int, default=8008, help="of --serve; 0: any that is free")
+    add("--html", help="write the answer to this file, as a page that needs nothing")
+    add("--predict", help="a CSV file of runs of other trainers")
     add("--out", help="where --predict writes")
     args = parser.parse_args()
-    for name in ("gpus", "gpus_per_node", "seq_len", "global_batch_tokens", *OF_A_GPU):
+    sizes = ("gpus", "gpus_per_node", "seq_len", "global_batch_tokens", "power", "steps", "lr")
+    for name in (*sizes, *OF_A_GPU):
         if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             refuse(f"--{name} {getattr(args, name)}: must be positive")
+    for name, most in dict(gpus=MOST_GPUS, gpus_per_node=MOST_GPUS, seq_len=MOST_SEQ_LEN).items():
+        if getattr(args, name) != int(getattr(args, name)) or getattr(args, name) > most:
+            refuse(f"--{name} {getattr(args, name)}: must be a whole number up to {most:,}")
+        setattr(args, name, int(getattr(args, name)))
+    if args.global_batch_tokens > MOST_TOKENS:
+        refuse(f"--global_batch_tokens {args.global_batch_tokens:,.0f}: at most {MOST_TOKENS:,}")
+    if not 0 <= args.port < 2**16:
+        refuse(f"--port {args.port}: 0 to {2**16 - 1}")
     return args
 
 
@@ -64,7 +97,8 @@ def cluster_of(args):
         refuse(f"--network {args.network}: {', '.join(NETWORKS)}, or bytes per second per GPU")
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
-    return Cluster(args.gpus, GPUS[args.gpu]._replace(**own), network, args.gpus_per_node)
+    gpu = GPUS[args.gpu]._replace(**own)
+    return Cluster(args.gpus, at_power(gpu, args.power) if args.power else gpu, network, args.gpus_per_node)
 
 
 def main():
@@ -74,42 +108,48 @@ def main():
     cluster = cluster_of(args)
     if args.fit:
         return fit(args, cluster)
-    c, constants = load_config(args), measured.load_constants(args.constants)
+    c, constants = models.load(args.model), measured.load_constants(args.constants)
+    question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
+                              max(1, args.global_batch_tokens / args.seq_len), constants, args.steps, args.lr)
+    if args.serve:
+        return serve.run(question, args.config, args.port)
     if args.html:
-        return plan_page.write(args.html, args, cluster, constants)
-    sequences = max(1, args.global_batch_tokens / args.seq_len)
+        return serve.write(question, args.config, args.html)
+    batch = plan.batch_near(question.sequences, cluster.gpus)
     if args.config:
-        l = parse_config(args.config, c, cluster, args.seq_len, sequences)
-        return show(args.model, c, evaluate(c, l, cluster, constants), cluster, sequences, constants)
-    fewest = fewest_gpus(c, cluster, args.seq_len, constants["slack"])
-    billions = costs.model_parameters(c) / 1e9
-    print(f"{args.model}, {billions:.2f}B parameters, on {cluster.gpus:,} x {args.gpu}; "
-          f"the fewest GPUs that hold it: {fewest:,}", flush=True)     # the search takes seconds
-    candidates, looked_at = search(c, cluster, args.seq_len, sequences, constants)
-    if candidates:
-        print(f"{len(candidates):,} of {looked_at:,} layouts fit\n")
-    else:
-        print(f"none of {looked_at:,} layouts fits and meets the batch\n")
-    best = best_per_mesh(c, candidates, cluster, constants["slack"])
+        one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch), cluster, constants)
+        if args.json:
+            return print(json.dumps(explain.as_json(question, one), indent=1))
+        return print("\n".join(explain.one_in_detail(question, one)))
+    if not args.json:
+        for line in explain.heading(question, batch):     # the search takes seconds
+            print(line, flush=True)
+    search = Search(c, cluster, args.seq_len, batch, constants)
+    best = search.best()
+    if args.json:
+        return print(json.dumps([explain.as_json(question, one) for one in best], indent=1))
     if not best:
-        return print("more GPUs, a shorter sequence, or another batch")
-    print("\n".join(table(best)), "\n")
-    show(args.model, c, best[0], cluster, sequences, constants)
+        return print(f"none of {len(search.ordered):,} layouts fits: more GPUs, a shorter sequence, or a "
+                     "smaller batch")
+    print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
+    print("\n".join(explain.table(c, best, cluster)), "\n")
+    print("\n".join(explain.the_best_in_detail(question, best, search, batch)))
 
 
 def fit(args, cluster):
+    path = args.constants or refuse("--fit needs --constants FILE to write to")
+    measured.check_writable("--constants", path)          # better now than after the fit
     constants, runs = measured.fit_own(args.fit, cluster)
-    with open(args.constants or refuse("--fit needs --constants FILE to write to"), "w") as file:
-        json.dump(constants, file, indent=1)
-    print(f"fitted to {runs} runs: {args.constants}")
-
-
-def show(model, c, one, cluster, sequences, constants):
-    """A layout in detail."""
-    why = reasons(c, one, cluster, sequences, constants["slack"])
-    print("\n".join([*details(c, one, cluster), "", *why, "", command(model, one.layout, cluster)]))
+    measured.write_text("--constants", path, json.dumps(constants, indent=1))
+    print(f"fitted to {runs} runs: {path}")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)         # python step08_5d/planner | head
-    main()
+    try:
+        main()
+    except Refused as refused:
+        print(f"error: {' '.join(str(refused).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

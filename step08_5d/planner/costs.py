@@ -7,7 +7,6 @@ Speed is in speed.py, another trainer in nanotron.py.
 """
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 GIB = 2**30
@@ -15,8 +14,7 @@ BF16, FLOAT32, INT64 = 2, 4, 8                            # bytes of a number
 
 
 # ---------------------------------------------------------------------- layouts
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     dp: int = 1
     tp: int = 1
     cp: int = 1
@@ -28,6 +26,7 @@ class Layout:
     accumulation: int = 1
     seq_len: int = 4096
     recompute: str = "none"
+    virtual: int = 2                                      # stages of a rank, where they are interleaved
 
     @property
     def gpus(self):
@@ -40,7 +39,7 @@ class Layout:
 
     @property
     def stages_per_rank(self):
-        return 2 if self.schedule in ("interleaved", "dualpipe") else 1
+        return dict(interleaved=self.virtual, dualpipe=2).get(self.schedule, 1)
 
 
 class Stage(NamedTuple):
@@ -93,6 +92,8 @@ def block_tensors(c, l):
     of_all = "tp" * (l.tp > 1)
     same_heads = "kv_heads" * (l.tp > c.num_key_value_heads)
     attention = [(h * q, ""), (h * kv, same_heads), (h * kv, same_heads), (q * h, "")]
+    attention += [(q, ""), (kv, same_heads), (kv, same_heads)] * c.attention_bias
+    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm
     router = [(c.num_local_experts * h, of_all)]
     mlp = router if c.num_local_experts else [(h * c.intermediate_size // l.tp, "")] * 3
     return [(h, of_all), *attention, (h, of_all), *mlp]
@@ -126,13 +127,18 @@ def model_parameters(c, active=False):
     h, experts = c.hidden_size, c.num_experts_per_tok if active else c.num_local_experts
     attention = 2 * h * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
     mlp = 3 * h * c.intermediate_size * max(1, experts) + h * c.num_local_experts
-    return 2 * c.vocab_size * h + c.num_hidden_layers * (attention + mlp + 2 * h) + h
+    vectors = 2 * h + c.attention_bias * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    vectors += 2 * c.head_dim * c.qk_norm
+    return 2 * c.vocab_size * h + c.num_hidden_layers * (attention + mlp + vectors) + h
 
 
-def flops_per_token(c, seq_len):
-    """As metrics.py: 6 per parameter, and attention's two products of [seq, seq]."""
+def flops_per_token(c, seq_len, causal=False, embedding=True):
+    """6 per parameter that a token meets, and attention's two products of [seq, seq], forward and backward.
+    metrics.py counts all of attention, and the embedding, which multiplies nothing; causal: the half that a
+    causal kernel makes."""
+    met = model_parameters(c, active=True) - (0 if embedding else c.vocab_size * c.hidden_size)
     scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
-    return 6 * model_parameters(c, active=True) + 12 * scores
+    return 6 * met + (6 if causal else 12) * scores
 
 
 def flops(c, l, stage):
@@ -176,18 +182,22 @@ def keeps_last_products(c, l):
 
 # ---------------------------------------------------------------------- memory
 def our_memory(c, l, rank, stage, number=BF16, fused_norm=True):
-    """Bytes by kind, when they are most. The optimizer has a counter of 4 bytes for each tensor as well."""
+    """Bytes by kind, when they are most."""
+    most = max(moments(c, l, rank, stage, number, fused_norm), key=lambda moment: sum(moment.values()))
+    return {**persistent(c, l, stage, number), **most}
+
+
+def persistent(c, l, stage, number=BF16):
+    """Bytes by kind. The optimizer has a counter of 4 bytes for each tensor as well."""
     master = 12 if number == BF16 else 8                  # float32 copy of the weights, two moments
     held = units(c, l, stage)
     plain = sum(size * count for size, _, count in held)
     cut = sum(-(-size // ranks) * count for size, ranks, count in held)          # a slice of each, rounded up
     padded = sum(-(-size // ranks) * ranks * count for size, ranks, count in held)
-    persists = dict(
+    return dict(
         weights=number * (cut if l.zero == 3 else padded if l.zero else plain),
         gradients=FLOAT32 * (cut if l.zero >= 2 else padded if l.zero else plain),
         optimizer=master * (cut if l.zero else plain))
-    most = max(moments(c, l, rank, stage, number, fused_norm), key=lambda moment: sum(moment.values()))
-    return {**persists, **most}
 
 
 def moments(c, l, rank, stage, number, fused_norm):
@@ -196,7 +206,7 @@ def moments(c, l, rank, stage, number, fused_norm):
     h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
     block = dense + bool(c.num_local_experts) * expert_layer(c, l)
     split, cut = l.schedule in ("zerobubble", "dualpipe"), FLOAT32 * (l.zero >= 2)
-    layer, whole = kept(c, l, number, fused_norm), kept(c, replace(l, recompute="none"), number, fused_norm)
+    layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
     stream = number * l.tokens * h / l.tp
     output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # of a stage; and rotary tables
     before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last one's input
@@ -226,9 +236,12 @@ def moments(c, l, rank, stage, number, fused_norm):
         if layers and stage.layers > 1:
             buffers = in_block + inside + grads + max(others, cut * dense)
             yield dict(activations=alive + again - layer, loss=0, buffers=buffers)
+        buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
         if stage.embedding and stages:
-            buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
+        if stage.embedding and delayed and l.schedule == "zerobubble":
+            # the I whose W these wait for ends so; `dense` is its unit
+            yield dict(activations=alive, loss=0, buffers=buffers - grads)
 
 
 def in_flight(l, rank=0):

@@ -1,139 +1,322 @@
-"""A layout in words: the playbook's three questions with its answers, tables, the command to train it."""
-import dataclasses
+"""A layout in words, all of it computed: what each knob does, why the second is not the first, what the step
+is spent on, and where the playbook says otherwise.
+"""
+import math
+import shlex
 
 import costs
-from costs import Layout
-from plan import limit, memory
+import measured
+import trust
+from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, impossible, limit, memory_of_ranks
+from speed import KINDS
 
-COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "recompute")
+COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
-WHY = dict(
-    tp="tp speaks twice in each half of a layer with nothing to hide behind: the price of the memory that it "
-       "cuts.",
-    bubble="The bubble is (pp - 1)/m of the work: more micro-batches, fewer stages, or a schedule with a "
-           "smaller one.",
-    dp="What dp and ZeRO send takes longer than the work that it hides behind: fewer ranks of dp with a part "
-       "of the model each (tp, pp), or, below ZeRO-2, more accumulation.",
-    launch="The GPU waits for Python: its pieces of work are too small. Larger micro-batches, less tp, or "
-           "--compile.",
-    pp="Messages between stages: fewer stages.",
-    cp="The ring is slower than attention with one block: less cp.",
-    ep="Tokens travel to their experts and back: keep tp x ep inside a node.",
-    optimizer="Every rank updates much: ZeRO cuts it over dp.",
-    other="The step is so short that its fixed costs count.")
 
 
-# ---------------------------------------------------------------------- why
-def reasons(c, best, cluster, sequences, slack=1.0):
-    """The three questions, line by line."""
-    held, room = sum(best.memory.values()), limit(cluster)
-    yield "1. Fit in memory"
-    yield f"   {how_it_fits(c, best.layout, held, room, slack)}"
-    yield from (f"   Rule: {line}." for line in rules(c, best.layout, cluster, held <= room))
-    yield "2. Reach the batch"
-    yield f"   {how_the_batch_is_made(best.layout, sequences)}"
-    yield f"   {what_twice_the_micro_batch_needs(c, best.layout, room, slack)}"
-    yield "3. Be fast"
-    yield from (f"   {line}" for line in where_the_time_goes(best.seconds))
+# ---------------------------------------------------------------------- a table of layouts
+def schedule_of(l):
+    if l.pp == 1:
+        return "-"
+    return f"{l.schedule} {l.virtual}" if l.schedule == "interleaved" else l.schedule
 
 
-def how_it_fits(c, l, held, room, slack):
-    alone = sum(memory(c, Layout(seq_len=l.seq_len), slack).values())
-    cut = [f"{name} {getattr(l, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(l, name) > 1]
-    cut += [f"ZeRO-{l.zero}"] * (l.zero > 0)
-    end = "." if held <= room else ": it DOES NOT FIT."
-    return (f"One GPU would hold {alone:,.0f} GiB for one sequence and has {room:.0f} to give. "
-            f"{', '.join(cut) or 'Nothing'} cuts that to {held:.1f}{end}")
-
-
-def rules(c, l, cluster, fits):
-    """The playbook's rules, by scale, and what this layout makes of them."""
-    billions, gpus = costs.model_parameters(c) / 1e9, cluster.gpus
-    if gpus <= cluster.gpus_per_node:
-        yield "one node: every link is fast, so the least that fits; ZeRO first, then tp"
-    elif gpus < 128:
-        yield "some nodes (16 to 64 GPUs): tp inside a node or ZeRO across nodes, and dp for the rest"
-    elif gpus < 1024:
-        yield ("hundreds of GPUs (128 to 512): dp alone has too few tokens per rank to hide its traffic; "
-               "dp with tp or pp")
-    else:
-        yield "1,024 GPUs and more: tp inside a node, pp between nodes, dp with ZeRO-1 or 2 for the rest"
-    said = "GPU-rich: no recomputation is needed" if fits else "GPU-poor: recompute, or cut more"
-    if l.recompute != "none":
-        said = "GPU-poor: recomputation pays for what does not fit"
-    yield (f"{said} ({billions:,.1f}B parameters on {gpus:,} GPUs, "
-           f"{18 * billions / gpus:,.1f} GB of states per GPU if all is cut)")
-    if l.cp > 1:
-        left = l.seq_len // l.cp
-        yield f"long sequences: cp {l.cp} leaves {left:,} of {l.seq_len:,} tokens to a rank"
-    if l.ep > 1:
-        left = c.num_local_experts // l.ep
-        yield f"experts: ep {l.ep} leaves {left} of {c.num_local_experts} to a rank"
-
-
-def how_the_batch_is_made(l, sequences):
+def row_of(l):
     batch = l.dp * l.micro_batch * l.accumulation
-    return (f"{sequences:,.0f} sequences wanted: {l.dp} ranks of dp x micro-batches of {l.micro_batch} x "
-            f"{l.accumulation} accumulated = {batch:,} ({batch * l.seq_len:,} tokens).")
+    return (l.dp, l.tp, l.cp, l.pp, l.ep, l.zero, schedule_of(l), l.micro_batch, l.accumulation, batch,
+            l.recompute)
 
 
-def what_twice_the_micro_batch_needs(c, l, room, slack):
-    half = l.accumulation // 2
-    larger = dataclasses.replace(l, micro_batch=2 * l.micro_batch, accumulation=max(1, half))
-    need = sum(memory(c, larger, slack).values())
-    said = f"Twice the micro-batch would need {need:.1f} GiB"
-    if need > room:
-        return f"{said}: too much."
-    if l.accumulation == 1:
-        return f"{said}, and there is no accumulation to trade for it."
-    return f"{said}, which fits; but {half} micro-batches are fewer to fill a pipeline with or to overlap."
-
-
-def where_the_time_goes(seconds):
-    step = sum(seconds.values())
-    lost = sorted(((s, name) for name, s in seconds.items() if name != "compute" and s > 0), reverse=True)
-    most = ", ".join(f"{name} {s / step:.0%}" for s, name in lost[:3])
-    yield f"{seconds['compute'] / step:.0%} of the step is compute; most of the rest: {most}."
-    counts = lost and lost[0][0] >= 0.05 * step
-    yield WHY[lost[0][1]] if counts else "Nothing else takes a twentieth of it."
-
-
-# ---------------------------------------------------------------------- numbers
 def cells(values):
-    return "".join(f"{value:>{12 if len(name) > 5 else 6}}" for name, value in zip(COLUMNS, values))
+    return "".join(f"{value:>{15 if name == 'schedule' else 11 if name == 'recompute' else 6}}"
+                   for name, value in zip(COLUMNS, values))
 
 
-def table(candidates):
-    yield cells(COLUMNS) + f"{'GiB':>8}{'step, s':>9}{'tokens/s/GPU':>14}"
+def table(c, candidates, cluster):
+    yield cells(COLUMNS) + f"{'GiB':>7}{'step, s':>9}{'tokens/s/GPU':>14}{'four of five':>17}  known by"
     for one in candidates:
-        l, held, step = one.layout, sum(one.memory.values()), sum(one.seconds.values())
-        schedule = l.schedule if l.pp > 1 else "-"
-        mesh = (l.dp, l.tp, l.cp, l.pp, l.ep, l.zero, schedule, l.micro_batch, l.accumulation, l.recompute)
-        yield cells(mesh) + f"{held:>8.1f}{step:>9.2f}{one.tokens_per_s:>14,.0f}"
+        low, high = trust.interval(c, one.layout, cluster, one.tokens_per_s)
+        between = f"{low:,.0f} to {high:,.0f}"
+        numbers = f"{one.held:>7.1f}{one.step:>9.2f}{one.tokens_per_s:>14,.0f}{between:>17}"
+        yield cells(row_of(one.layout)) + numbers + f"  {trust.provenance(c, one.layout, cluster)}"
+
+
+def name_of(l):
+    """In a few words."""
+    cut = [f"{name} {getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep") if getattr(l, name) > 1]
+    cut += [f"ZeRO-{l.zero}"] * (l.zero > 0) + [schedule_of(l)] * (l.pp > 1)
+    cut += [f"recompute {l.recompute}"] * (l.recompute != "none")
+    return ", ".join([*cut, f"{l.micro_batch} x {l.accumulation}"])
+
+
+# ---------------------------------------------------------------------- one layout
+def mfus(c, one, cluster):
+    """In each convention. metrics.py, and so the trainer's log, has the first."""
+    flops = {(causal, embedding): costs.flops_per_token(c, one.layout.seq_len, causal, embedding)
+             for causal in (False, True) for embedding in (True, False)}
+    names = {False: "all of attention", True: "causal half"}
+    ends = {True: "embedding counted", False: "embedding not counted"}
+    return {f"{names[causal]}, {ends[embedding]}": one.tokens_per_s * flop / cluster.gpu.flops
+            for (causal, embedding), flop in flops.items()}
 
 
 def details(c, one, cluster):
-    l, held, step = one.layout, sum(one.memory.values()), sum(one.seconds.values())
-    mfu = one.tokens_per_s * costs.flops_per_token(c, l.seq_len) / cluster.gpu.flops
+    l, found = one.layout, mfus(c, one, cluster)
     kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
-    parts = "  ".join(f"{name} {s:.3f}" for name, s in one.seconds.items() if s > 0.0005)
+    verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
+    yield f"memory of the fullest GPU, GiB: {kinds}"
+    yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
+           f"for what this may be off by: {verdict}")
     sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
-    yield f"memory, GiB      {kinds}  = {held:.1f} of {limit(cluster):.0f}"
-    yield f"step, {step:.2f} s".ljust(17) + parts
-    yield f"sent, GB payload {sent or 'nothing'}"
-    yield f"{one.tokens_per_s:,.0f} tokens/s/GPU, MFU {mfu:.1%}"
+    yield f"sent by the first GPU in a step, GB: {sent or 'nothing'}"
+    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
+    low, high = trust.interval(c, l, cluster, one.tokens_per_s)
+    new = ", ".join(trust.unmeasured(l))
+    unseen = {"measured": "runs like it were measured",
+              "extrapolated": "as runs that were measured, of another size",
+              "physics only": f"no run was measured with {new}"}[trust.provenance(c, l, cluster)]
+    yield f"{one.tokens_per_s:,.0f} tokens/s/GPU, for four runs of five {low:,.0f} to {high:,.0f}: {unseen}"
+    yield ""
+    yield f"the step, {one.step:.2f} s, of the average GPU"
+    yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
+                for name, s in one.seconds.items() if s >= 0.0005 * one.step)
 
 
-def command(model, l, cluster):
+# ---------------------------------------------------------------------- why
+def why_the_first(c, best, cluster):
+    """Why the second row is not the first; and, where another should be faster than both, why that is not."""
+    if len(best) > 1:
+        yield why_not("The second", c, best[0], best[1], cluster)
+    fastest = max(best, key=lambda one: one.tokens_per_s)
+    if fastest not in best[:2]:
+        yield why_not("The fastest by estimate", c, best[0], fastest, cluster)
+
+
+def why_not(what, c, best, second, cluster):
+    """In one sentence, made from numbers."""
+    more = {name: second.seconds.get(name, 0) - best.seconds.get(name, 0) for name in KINDS}
+    named = sorted(more.items(), key=lambda item: -abs(item[1]))[:3]
+    said = ", ".join(f"{name} {'+' if s > 0 else '-'}{abs(s):.2f} s" for name, s in named if abs(s) >= 0.005)
+    gain = second.tokens_per_s / best.tokens_per_s - 1
+    if gain <= 0:
+        return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
+    low, _ = trust.off_by(c, second.layout, cluster)
+    return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but no run was "
+            f"measured with {', '.join(trust.unmeasured(second.layout))}, and it may be "
+            f"{1 - math.exp(low):.0%} slower than computed: it ranks by that.")
+
+
+def notches(c, l):
+    """(knob, what is changed, layout) one notch either way. What tp, cp and pp take they take from dp; dp
+    alone changes the number of GPUs."""
+    def batch_kept(l):
+        sequences = one_batch // l.dp
+        return l._replace(accumulation=max(1, sequences // l.micro_batch))
+    one_batch = l.dp * l.micro_batch * l.accumulation
+    for more in (True, False):
+        dp = 2 * l.dp if more else l.dp // 2
+        yield "dp", f"{dp}, with {dp * l.gpus // l.dp:,} GPUs", batch_kept(l._replace(dp=dp)) if dp else None
+    for knob in ("tp", "cp", "pp", "ep"):
+        for more in (True, False):
+            now = getattr(l, knob)
+            size = 2 * now if more else now // 2
+            if size == 0 or knob == "ep" and not c.num_local_experts:
+                continue
+            dp = l.dp if knob == "ep" else l.dp * now / size
+            changed = l._replace(**{knob: size}, dp=int(dp)) if dp >= 1 and dp == int(dp) else None
+            yield knob, str(size), changed and batch_kept(changed)
+    for zero in (l.zero + 1, l.zero - 1):
+        if 0 <= zero <= 3:
+            yield "zero", str(zero), l._replace(zero=zero)
+    if l.pp > 1:
+        for schedule, virtual in (("1f1b", 2), ("interleaved", 2), ("interleaved", 4), ("zerobubble", 2),
+                                  ("dualpipe", 2)):
+            other = l._replace(schedule=schedule, virtual=virtual)
+            if (schedule, other.stages_per_rank) != (l.schedule, l.stages_per_rank):
+                yield "schedule", schedule_of(other), other
+    for size in (2 * l.micro_batch, l.micro_batch // 2):
+        if size:
+            m = one_batch // l.dp / size
+            yield "mbs", str(size), l._replace(micro_batch=size, accumulation=int(m)) if m == int(m) else None
+    for mode in RECOMPUTE:
+        if mode != l.recompute:
+            yield "recompute", mode, l._replace(recompute=mode)
+
+
+def turned(c, best, cluster, constants):
+    """What one notch of each knob does: dicts of knob, to, layout, held, step, tokens_per_s, or why not."""
+    for knob, to, l in notches(c, best.layout):
+        said = dict(knob=knob, to=to, layout=l)
+        why = impossible(c, l) if l else "not so many ranks, or not whole micro-batches"
+        if why:
+            yield dict(said, why=why)
+            continue
+        of = cluster._replace(gpus=l.gpus)
+        one = evaluate(c, l, of, constants)
+        said |= dict(held=one.held, step=one.step, tokens_per_s=one.tokens_per_s)
+        said |= dict(fits=fits(one.held, cluster), more=one.held - best.held)
+        yield dict(said, faster=one.tokens_per_s / best.tokens_per_s - 1)
+
+
+def knobs(c, best, cluster, constants):
+    yield f"{'one notch':<26}{'GiB':>8}{'':>9}{'step, s':>9}{'tokens/s/GPU':>14}"
+    for turn in turned(c, best, cluster, constants):
+        name = f"{turn['knob']} {turn['to']}"
+        if "why" in turn:
+            yield f"{name:<26}  cannot be: {turn['why']}"
+            continue
+        end = "" if turn["fits"] else "  does not fit"
+        yield (f"{name:<26}{turn['held']:>8.1f}{turn['more']:>+9.1f}{turn['step']:>9.2f}"
+               f"{turn['tokens_per_s']:>14,.0f}{turn['faster']:>+8.1%}{end}")
+
+
+# ---------------------------------------------------------------------- the playbook
+def playbook(c, search, cluster):
+    """(its rule, the best that follows it, or None)"""
+    yield "its recipe (tp to the node, ZeRO, then pp, then the micro-batch)", recipe(search, cluster)
+    billions = costs.model_parameters(c) / 1e9
+    for rule, follows in (by_size(billions, cluster.gpus_per_node), by_gpus(cluster)):
+        yield rule, search.first(follows)
+
+
+def by_size(billions, node):
+    if billions < 10:
+        return ("by size, under 10B: tp alone or ZeRO alone",
+                lambda l: l.pp == 1 and (l.tp == 1 or l.zero == 0))
+    if billions < 100:
+        return ("by size, 10B to 100B: tp 8 with pp or ZeRO-3, or ZeRO-3 alone",
+                lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or l.tp == l.pp == 1 and l.zero == 3)
+    return "by size, above 100B: tp, pp and ZeRO", lambda l: l.tp > 1 and l.pp > 1 and l.zero > 0
+
+
+def by_gpus(cluster):
+    node = cluster.gpus_per_node
+    if cluster.gpus <= node:
+        return "by GPUs, one node: one technique", lambda l: (l.tp > 1) + (l.pp > 1) + (l.zero == 3) <= 1
+    if cluster.gpus < 512:
+        return ("by GPUs, below 512: dp with ZeRO, or with tp in the node",
+                lambda l: l.pp == 1 and l.tp <= node)
+    if cluster.gpus < 1024:
+        return "by GPUs, 512 and more: dp with tp or pp", lambda l: l.dp > 1 and (l.tp > 1 or l.pp > 1)
+    return ("by GPUs, 1,024 and more: tp 8, pp, and dp with ZeRO-2",
+            lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
+
+
+def recipe(search, cluster):
+    """tp as large as the node takes; ZeRO until it fits, then pp; then the largest micro-batch."""
+    tps = {one.layout.tp for one in search.ordered}
+    largest = max((tp for tp in tps if tp <= cluster.gpus_per_node), default=1)
+    of = [one for one in search.ordered if one.layout.tp == largest and one.layout.cp == one.layout.ep == 1
+          and one.layout.schedule == "1f1b"]
+    order = lambda one: (RECOMPUTE.index(one.layout.recompute), one.layout.pp, one.layout.zero,
+                         -one.layout.micro_batch)
+    return next((one for one in sorted(of, key=order) if search.fits(one)), None)
+
+
+def disagreements(c, best, search, cluster):
+    for rule, one in playbook(c, search, cluster):
+        if one is None:
+            yield f"{rule}: nothing that follows it fits and meets the batch."
+            continue
+        lost = one.tokens_per_s / best.tokens_per_s - 1
+        if one.layout == best.layout:
+            yield f"{rule}: agrees."
+        else:
+            than_best = "slower" if lost < 0 else "faster by estimate"
+            yield f"{rule}: {name_of(one.layout)}, {abs(lost):.1%} {than_best}."
+
+
+# ---------------------------------------------------------------------- all of it
+def heading(question, batch):
+    c, cluster, seq_len = question.c, question.cluster, question.seq_len
+    fewest = fewest_gpus(c, cluster, seq_len, question.constants["slack"])
+    billions = costs.model_parameters(c) / 1e9
+    yield (f"{question.model}, {billions:.2f}B parameters, on {cluster.gpus:,} x {question.gpu}; "
+           f"the fewest GPUs that hold it: {fewest:,}")
+    yield from c.notes
+    yield (f"all layouts have the same batch: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} "
+           f"tokens, for {question.sequences * seq_len:,.0f} wanted")
+
+
+def one_in_detail(question, one):
+    c, cluster, constants = question.c, question.cluster, question.constants
+    yield name_of(one.layout)
+    yield from details(c, one, cluster)
+    yield from ["", *knobs(c, one, cluster, constants), ""]
+    yield measured.nearest_run(c, one.layout, cluster)
+    yield from ["", command(question.model, one.layout, cluster, question.steps, question.lr)]
+    yield dry_run(c, question.model, one.layout, question.steps, question.lr)
+
+
+def the_best_in_detail(question, best, search, batch):
+    c, cluster = question.c, question.cluster
+    lines = list(one_in_detail(question, best[0]))
+    where = lines.index("", 1)                            # before the step
+    yield from lines[:where]
+    yield from why_the_first(c, best, cluster)
+    yield from (f"The playbook, {line}" for line in disagreements(c, best[0], search, cluster))
+    yield from lines[where:]
+
+
+# ---------------------------------------------------------------------- to run it
+def train_flags(model, l, steps, lr):
+    batch = l.dp * l.micro_batch * l.accumulation
+    flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", batch,
+             "--micro_batch_size", l.micro_batch, "--steps", steps, "--lr", lr]
+    usual = costs.Layout()
+    for name in FLAGS:
+        if getattr(l, name) != getattr(usual, name):
+            flags += [f"--{name}", getattr(l, name)]
+    if l.schedule == "interleaved" and l.pp > 1:
+        flags += ["--stages_per_rank", l.virtual]
+    return shlex.join(map(str, flags))
+
+
+def command(model, l, cluster, steps=1000, lr=3e-4):
     """For this repository's trainer."""
-    batch, usual = l.dp * l.micro_batch * l.accumulation, Layout()
-    flags = [f"--model {model}", f"--seq_len {l.seq_len}"]
-    flags += [f"--global_batch_size {batch}", f"--micro_batch_size {l.micro_batch}"]
-    flags += [f"--{name} {getattr(l, name)}" for name in FLAGS if getattr(l, name) != getattr(usual, name)]
-    train = f"step08_5d/train.py {' '.join(flags)}"
-    nodes, each = cluster.nodes, cluster.gpus_per_node
-    if cluster.gpus <= each:
-        return f"torchrun --standalone --nproc_per_node {cluster.gpus} {train}"
-    return (f"srun --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {each} "
-            f"torchrun --nnodes {nodes} --nproc_per_node {each} --rdzv_backend c10d "
-            f"--rdzv_endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500 {train}")
+    if cluster.gpus <= cluster.gpus_per_node:
+        flags = train_flags(model, l, steps, lr)
+        return f"torchrun --standalone --nproc_per_node {cluster.gpus} step08_5d/train.py {flags}"
+    job = shlex.quote(on_nodes(model, l, cluster, steps, lr))
+    return (f"sbatch --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} "
+            f"--wrap {job}")
+
+
+def on_nodes(model, l, cluster, steps, lr):
+    """What a job runs: the ranks meet on its own first node."""
+    each = min(cluster.gpus, cluster.gpus_per_node)
+    return (f"srun torchrun --nnodes {cluster.nodes} --nproc_per_node {each} "
+            "--rdzv_backend c10d --rdzv_id $SLURM_JOB_ID "
+            '--rdzv_endpoint "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500" '
+            f"step08_5d/train.py {train_flags(model, l, steps, lr)}")
+
+
+def script(model, l, cluster, steps=1000, lr=3e-4):
+    """The same as a file for sbatch."""
+    return (f"#!/bin/bash\n#SBATCH --nodes={cluster.nodes}\n#SBATCH --ntasks-per-node=1\n"
+            f"#SBATCH --gpus-per-node={min(cluster.gpus, cluster.gpus_per_node)}\n"
+            f"{on_nodes(model, l, cluster, steps, lr)}\n")
+
+
+def dry_run(c, model, l, steps=1000, lr=3e-4):
+    """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
+    held = [sum(kinds.values()) for kinds in memory_of_ranks(c, l)]
+    rank = held.index(max(held)) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
+    flags = train_flags(model, l, steps, lr)
+    return f"python step08_5d/train.py --dry_run {l.gpus} --dry_run_rank {rank} {flags}"
+
+
+# ---------------------------------------------------------------------- for programs
+def as_json(question, one):
+    c, cluster, l = question.c, question.cluster, one.layout
+    to_run = question.model, l, cluster, question.steps, question.lr
+    low, high = trust.interval(c, l, cluster, one.tokens_per_s)
+    found = mfus(c, one, cluster)
+    return dict(
+        model=question.model, gpus=cluster.gpus, fits=fits(one.held, cluster), memory_gib=round(one.held, 2),
+        limit_gib=limit(cluster), tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
+        mfu=next(iter(found.values())), mfu_by_convention=found, provenance=trust.provenance(c, l, cluster),
+        unmeasured=trust.unmeasured(l), interval=[round(low, 1), round(high, 1)],
+        ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
+        global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
+        command=command(*to_run), dry_run=dry_run(c, question.model, l, question.steps, question.lr))

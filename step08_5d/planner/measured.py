@@ -3,16 +3,20 @@ import csv
 import json
 import math
 import statistics
-from types import SimpleNamespace
+from functools import lru_cache
+from pathlib import Path
 
+import costs
+import models
 import speed
 from costs import Layout
-from plan import evaluate, memory
-from trainer import load_config, refuse
+from plan import RECOMPUTE, SCHEDULES, evaluate, impossible, memory
+from trainer import refuse
 
 # the columns that bench.py writes, and the constants that a few runs can tell something about
 RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib")
+RUNS = Path(__file__).resolve().parents[2] / "tests/data/ultrascale_benchmarks.csv"
 FITTED = ("gemm_efficiency", "elementwise_bytes", "launch", "nvlink_efficiency", "network_efficiency",
           "overlap", "optimizer_bytes", "step")
 
@@ -20,7 +24,9 @@ FITTED = ("gemm_efficiency", "elementwise_bytes", "launch", "nvlink_efficiency",
 # ---------------------------------------------------------------------- the fit
 def fit_own(path, cluster):
     """(constants, how many runs they were fitted to)"""
-    runs = [read_run(row) for row in read_csv("--fit", path, RESULTS) if row["status"] == "ok"]
+    rows = read_csv("--fit", path, RESULTS)
+    runs = [read_run(row, f"--fit {path}, line {number}") for number, row in enumerate(rows, 2)
+            if row["status"] == "ok"]
     if not runs:
         refuse(f"--fit {path}: no row has status ok")
     time = lowest(dict(speed.TIME), lambda k: loss(runs, cluster, k))
@@ -28,12 +34,24 @@ def fit_own(path, cluster):
     return dict(time=time, slack=slack), len(runs)
 
 
-def read_run(row):
+def read_run(row, where):
     """(model, layout, tokens per second and GPU, GiB)"""
-    degrees = {name: int(row[name]) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "seq_len")}
-    l = Layout(**degrees, schedule=row["schedule"], recompute=row["recompute"],
-               micro_batch=int(row["mbs"]), accumulation=int(row["grad_acc"]))
-    return load_config(SimpleNamespace(model=row["model"])), l, float(row["tok_s_gpu"]), float(row["mem_gib"])
+    try:
+        degrees = {name: int(row[name]) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "seq_len")}
+        l = Layout(**degrees, schedule=row["schedule"], recompute=row["recompute"],
+                   micro_batch=int(row["mbs"]), accumulation=int(row["grad_acc"]))
+        seen, held = float(row["tok_s_gpu"]), float(row["mem_gib"])
+    except ValueError as error:
+        refuse(f"{where}: a number is wanted ({error})")
+    if not (0 < seen < math.inf and 0 < held < math.inf and min(l.dp, l.tp, l.cp, l.pp, l.ep, l.seq_len) > 0
+            and l.micro_batch > 0 and l.accumulation > 0 and l.zero in range(4)):
+        refuse(f"{where}: numbers must be positive, and zero 0 to 3")
+    c = models.load(row["model"])
+    if l.schedule not in SCHEDULES or l.recompute not in RECOMPUTE:
+        refuse(f"{where}: schedule {row['schedule']!r} or recompute {row['recompute']!r} is not known")
+    if why := impossible(c, l):
+        refuse(f"{where}: {why}")
+    return c, l, seen, held
 
 
 def loss(runs, cluster, k):
@@ -63,11 +81,54 @@ def load_constants(path):
     if path is None:
         return dict(time=speed.TIME, slack=1.0)
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             raw = json.load(file)
-        return dict(time={**speed.TIME, **raw["time"]}, slack=float(raw["slack"]))
+        time, slack = {**speed.TIME, **raw["time"]}, float(raw["slack"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"--constants {path}: not what --fit writes ({type(error).__name__}: {error})")
+    for name, value in dict(time, slack=slack).items():
+        if name != "slack" and name not in speed.TIME:
+            refuse(f"--constants {path}: there is no constant {name}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            refuse(f"--constants {path}: {name} is {value!r}, and must be a positive number")
+    return dict(time=time, slack=slack)
+
+
+# ---------------------------------------------------------------------- the benchmark's nearest run
+def nearest_run(c, l, cluster):
+    """The run of tests/data that is most like a layout, in words. A folder without them has none."""
+    runs = measured_runs()
+    if not runs:
+        return "The nearest measured run is told where tests/data is."
+    wanted = point(costs.model_parameters(c), l.dp, l.tp, l.pp, l.micro_batch, l.zero)
+    _, best = min(runs, key=lambda run: math.dist(wanted, run[0]))
+    said = "dp {dp}, tp {tp}, pp {pp}, ZeRO-{zero}, {mbs} x {grad_acc}".format(**best)
+    return (f"The nearest measured run: {best['model']} on {8 * int(best['nodes'])} H100, {said}: "
+            f"{float(best['tok_s_gpu']):,.0f} tokens/s/GPU, {float(best['mem_gb']):.1f} GiB (nanotron).")
+
+
+@lru_cache(maxsize=1)
+def measured_runs():
+    """(point, row) of each run that the constants were fitted to."""
+    try:
+        with open(RUNS, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["status"] == "ok" and row["code"] == "new"]
+    except OSError:
+        return []
+    return [(point_of(row), row) for row in rows]
+
+
+def point_of(row):
+    shape = ("layers", "hidden", "intermediate", "vocab")
+    layers, hidden, intermediate, vocab = (int(row[name]) for name in shape)
+    parameters = layers * hidden * (4 * hidden + 3 * intermediate) + 2 * vocab * hidden
+    return point(parameters, *(int(row[name]) for name in ("dp", "tp", "pp", "mbs", "zero")))
+
+
+def point(parameters, *degrees):
+    """Doublings. The model counts as much as any degree, and ZeRO or none as one doubling."""
+    *sizes, zero = degrees
+    return [math.log2(parameters), *map(math.log2, sizes), float(zero > 0)]
 
 
 # ---------------------------------------------------------------------- CSV files
@@ -79,12 +140,21 @@ def read_csv(flag, path, needed):
         refuse(f"{flag} {path}: {error.strerror}")
     except UnicodeDecodeError:
         refuse(f"{flag} {path}: not a text file")
+    except csv.Error as error:
+        refuse(f"{flag} {path}: not a CSV file ({error})")
     if not rows:
-        refuse(f"{flag} {path}: no rows; the columns are {','.join(needed)}")
+        refuse(f"{flag} {path}: no rows")
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            refuse(f"{flag} {path}, line {number}: not as many values as there are columns")
+    need(flag, path, rows, needed)
+    return rows
+
+
+def need(flag, path, rows, needed):
     missing = [name for name in needed if name not in rows[0]]
     if missing:
         refuse(f"{flag} {path}: no column {', '.join(missing)}; the columns are {','.join(needed)}")
-    return rows
 
 
 def write_csv(path, rows, columns):
@@ -95,3 +165,21 @@ def write_csv(path, rows, columns):
             writer.writerows(rows)
     except OSError as error:
         refuse(f"--out {path}: {error.strerror}")
+
+
+def check_writable(flag, path):
+    """Without leaving a file where there was none."""
+    new = not Path(path).exists()
+    try:
+        open(path, "a").close()
+        if new:
+            Path(path).unlink()
+    except OSError as error:
+        refuse(f"{flag} {path}: {error.strerror}")
+
+
+def write_text(flag, path, text):
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        refuse(f"{flag} {path}: {error.strerror}")

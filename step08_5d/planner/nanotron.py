@@ -4,23 +4,25 @@ What it holds and how long it takes differ from this trainer's in a few named th
 the constants to the runs in tests/data, and --predict predicts runs like those.
 """
 import math
+import sys
 from collections import defaultdict
-from types import SimpleNamespace
 
 import costs
+import published
 import speed
 from costs import BF16, FLOAT32, GIB, Layout, Stage
-from measured import read_csv, write_csv
+from measured import need, read_csv, write_csv
+from models import Model
 from speed import Cluster
 from trainer import refuse
 
 # Beside those of speed.py. [P] physics, [F] fudge, as there
 OWN_TIME = dict(
-    stall_hop=0.000281,              # [F] s, a step of a tp ring when pp crosses nodes
-    stall_node=5.65e-5,              # [F] s, the same, per rank of tp and node that its ring leaves for
-    stage=0.00526,                   # [F] s per micro-batch when pp crosses nodes
-    gather_efficiency=0.273,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
-    unhidden_efficiency=0.0689)     # [F] of the network: what it sums after the step without ZeRO and with pp
+    stall_hop=0.000274,              # [F] s, a step of a tp ring when pp crosses nodes
+    stall_node=5.46e-05,              # [F] s, the same, per rank of tp and node that its ring leaves for
+    stage=0.00582,                   # [F] s per micro-batch when pp crosses nodes
+    gather_efficiency=0.256,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
+    unhidden_efficiency=0.0606)     # [F] of the network: what it sums after the step without ZeRO and with pp
 TIME = {**speed.TIME, **OWN_TIME}
 MEMORY = dict(
     parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4
@@ -81,15 +83,16 @@ def kept_of_gathered(l, flight, k):
 def memory_of(c, l, rank, stage, k=MEMORY):
     """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the fitted
     constants."""
-    held, copies, flight = parameters(c, l, stage), l.dp if l.zero else 1, costs.in_flight(l, rank)
+    held, flight = parameters(c, l, stage), costs.in_flight(l, rank)
+    weights, gradients, states = (l.dp if l.zero >= stage_of_zero else 1 for stage_of_zero in (3, 2, 1))
     layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp
     layer += 2 * BF16 * kept_of_gathered(l, flight, k) * c.hidden_size
     logits = k["logit_bytes"] + k["old_logit_bytes"] * (l.accumulation > 1)
     first = k["embedding_bytes"] * stage.embedding * (l.pp > 1)
     return dict(
-        weights=BF16 * held,
-        gradients=(k["parameter_bytes"] - BF16 + k["bucket_bytes"] * (l.dp > 1)) * held,
-        optimizer=k["optimizer_bytes"] * held / copies,
+        weights=BF16 * held / weights,
+        gradients=(k["parameter_bytes"] - BF16 + k["bucket_bytes"] * (l.dp > 1)) * held / gradients,
+        optimizer=k["optimizer_bytes"] * held / states,
         activations=stage.layers * l.tokens * layer,
         loss=stage.head * logits * l.tokens * c.vocab_size / l.tp,
         buffers=k["base"] * GIB + first * flight * l.tokens * c.hidden_size / l.tp)
@@ -101,24 +104,27 @@ def step_seconds(c, l, cluster, stages, k):
     launch, wait = speed.launch_seconds(l, k), 0
     if l.pp > 1 and cluster.nodes > 1:
         nodes = max(0, l.tp / cluster.gpus_per_node - 1)
-        launch += 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * nodes)
+        stall = 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * nodes)
+        launch += stall * speed.jitter(cluster, k)
         wait = k["stage"]
     host = [stage.layers * launch + wait for stage in stages]
-    seconds, last = speed.pipeline_seconds(c, l, cluster, stages, k, host)
-    seconds |= data_parallel_seconds(c, l, cluster, stages[0], k, last)
-    return speed.with_jitter(seconds, cluster, k)
+    times = speed.Times(c, l, cluster, k, gathers_again=False)
+    seconds, last = speed.pipeline_seconds(c, l, stages, k, times, host)
+    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, last)
 
 
 def data_parallel_seconds(c, l, cluster, stage, k, last):
-    """As speed.py's with ZeRO 0 or 1, the only ones it has. But its ZeRO gathers weights tensor by tensor
-    with nothing to hide behind, and without ZeRO and with pp across nodes it sums gradients when all else is
-    done."""
+    """As speed.py's with ZeRO 0 or 1, the only ones it has; what it would do with 2 and 3 is taken from
+    there. But its ZeRO gathers weights tensor by tensor with nothing to hide behind, and without ZeRO and
+    with pp across nodes it sums gradients when all else is done."""
+    if l.zero > 1:
+        return speed.data_parallel_seconds(c, l, cluster, stage, k, last)
     held = parameters(c, l, stage)
     updated = held / (l.dp if l.zero else 1)
     seconds = dict(dp=0.0, optimizer=updated * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])
     if l.dp == 1:
         return seconds
-    _, leaves = speed.link(cluster, k, l.dp, l.tp)
+    leaves = speed.link(cluster, k, l.dp, l.tp)[1] > 1
     byte = speed.ring_seconds(cluster, k, held, l.dp, l.tp)
     if l.zero == 0 and l.pp > 1 and leaves:
         seconds["dp"] += FLOAT32 * byte * k["network_efficiency"] / k["unhidden_efficiency"]
@@ -133,10 +139,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, last):
 def benchmark_run(row):
     """(model, layout, cluster, stages or None) of a row of the file."""
     layers, hidden, heads, intermediate, tied = BENCHMARKED[row["model"]]
-    c = SimpleNamespace(
-        vocab_size=131072, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads,
-        num_local_experts=0, num_experts_per_tok=0, tied=tied)
+    c = Model(131072, hidden, intermediate, layers, heads, heads, hidden // heads, tied=tied)
     dp, tp, pp, zero, mbs, acc = (int(row[name]) for name in KEYS[2:])
     l = Layout(dp=dp, tp=tp, pp=pp, zero=zero, micro_batch=mbs, accumulation=acc, seq_len=BENCHMARK_SEQ)
     return c, l, Cluster(8 * int(row["nodes"])), stages_of(c, l)
@@ -166,10 +169,13 @@ def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
 
 
 def predict_file(path, out):
-    rows = read_csv("--predict", path, KEYS)
+    """A file of the benchmark's runs, or of published ones (published.py): whose it is, its columns say."""
+    rows = read_csv("--predict", path, [])
+    whose = published if "fsdp_stage" in rows[0] else sys.modules[__name__]
+    need("--predict", path, rows, whose.KEYS)
     for number, row in enumerate(rows, 2):
-        check(row, f"--predict {path}, line {number}")
-        row.update(predict(row))
+        whose.check(row, f"--predict {path}, line {number}")
+        row.update(whose.predict(row))
     write_csv(out, rows, list(rows[0]))
 
 
@@ -178,8 +184,8 @@ def check(row, where):
         _, nodes, dp, tp, pp, zero, *batch = key(row)
     except ValueError:
         refuse(f"{where}: {', '.join(KEYS[1:])} must be whole numbers")
-    if row["model"] not in BENCHMARKED or min(nodes, dp, tp, pp, *batch) < 1 or zero not in (0, 1):
+    if row["model"] not in BENCHMARKED or min(nodes, dp, tp, pp, *batch) < 1 or zero not in range(4):
         models = ", ".join(BENCHMARKED)
-        refuse(f"{where}: model must be one of {models}, zero 0 or 1, and all other numbers at least 1")
+        refuse(f"{where}: model must be one of {models}, zero 0 to 3, and all other numbers at least 1")
     if dp * tp * pp != 8 * nodes:
         refuse(f"{where}: dp({dp}) x tp({tp}) x pp({pp}) = {dp * tp * pp} != 8 x nodes({nodes})")

@@ -1,19 +1,24 @@
-"""From a model and a cluster to a layout: all of them are tried, and the fastest of those that fit are kept.
+"""From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept.
 
-What a layout holds and sends is in costs.py, how fast it is in speed.py, the words about it in explain.py.
+What a layout holds and sends is in costs.py, how fast it is in speed.py, how far to trust that in trust.py.
 """
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import costs
 import speed
+import trainer
+import trust
 from costs import GIB, Layout
 from speed import GPUS
-from trainer import least, refuse
+from trainer import Refused, least, refuse
 
 SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
 RECOMPUTE = ("none", "selective", "full")
-NAMES = dict(mbs="micro_batch", acc="accumulation")       # short names in --config and in tables
+NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
+# Memory at the peak is followed, not measured: costs.py's is at most so much less than what a dry run sees
+MEMORY_ERROR = 0.03
 
 
 # ---------------------------------------------------------------------- all layouts
@@ -31,6 +36,27 @@ def valid(c, l):
     return heads and kv_heads and chunks and experts
 
 
+def impossible(c, l):
+    """Why the trainer would refuse it, in its own words, or the planner; None if neither does."""
+    if l.ep > 1 and not c.num_local_experts:
+        return f"ep({l.ep}) is for experts, and the model has none"
+    if l.schedule == "zerobubble" and l.accumulation < l.pp:
+        return (f"zerobubble with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
+                "not know what it keeps, and 1f1b is as fast")
+    args = SimpleNamespace(
+        **l._asdict(), global_batch_size=l.dp * l.micro_batch * l.accumulation,
+        micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag", device="cuda", dtype="bfloat16",
+        balance=None, init_from=None, save=None)
+    args.stages_per_rank = l.virtual if l.schedule == "interleaved" and l.pp > 1 else None
+    try:
+        trainer.check_tensor_parallel(args, c)
+        trainer.check_context_parallel(args, c)
+        trainer.check_pipeline(args, c, l.accumulation)
+        trainer.check_experts(args, c)
+    except Refused as refused:
+        return str(refused)
+
+
 def meshes(c, cluster, seq_len):
     """Every valid (dp, tp, cp, pp, ep). tp over more than two nodes and parts of a sequence below 1,024
     tokens are left out."""
@@ -44,70 +70,74 @@ def meshes(c, cluster, seq_len):
                         yield l
 
 
-def enough(c, l):
-    """Whether the schedule has the layers and the micro-batches that it needs."""
-    return l.accumulation >= least(l.schedule, l.pp) and c.num_hidden_layers >= l.pp * l.stages_per_rank
+def batch_near(wanted, gpus):
+    """Sequences of a batch, within a tenth of those wanted: all layouts are compared with this one. Of the
+    possible numbers the one that most degrees of dp and micro-batches divide: a multiple of the odd part of
+    the GPUs, and of a large power of two."""
+    odd = gpus // (gpus & -gpus)
+    unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # of very many sequences not every number is tried
+    first, last = max(1, math.ceil(0.9 * wanted / unit)), max(1, math.floor(1.1 * wanted / unit))
+    near = [unit * i for i in range(first, last + 1)]
+    divided = lambda batch: (math.gcd(batch, odd), batch & -batch)
+    return max(near, key=lambda batch: (*divided(batch), -abs(batch - wanted)))
 
 
-def batches(per_rank):
-    """(micro-batch, accumulation), the largest micro-batch first, that make a rank's sequences, to a
-    tenth."""
-    sizes = [2**i for i in range(int(math.log2(max(1, per_rank))) + 1)]
-    pairs = [(size, round(per_rank / size)) for size in reversed(sizes)]
-    return [(size, m) for size, m in pairs if abs(m * size / per_rank - 1) <= 0.1]
+def micro_batches(per_rank):
+    """Powers of two that divide a rank's sequences."""
+    return [2**i for i in range(int(math.log2(per_rank)) + 1) if per_rank % 2**i == 0]
 
 
-def layouts(c, cluster, seq_len, sequences):
-    """Every layout of the cluster, as lists that differ in the micro-batch alone, the largest first."""
-    for mesh in meshes(c, cluster, seq_len):
-        pairs = batches(sequences / mesh.dp)
-        for zero in (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,):
-            for schedule in SCHEDULES if mesh.pp > 1 else ("1f1b",):
-                for recompute in RECOMPUTE:
-                    l = dataclasses.replace(mesh, zero=zero, schedule=schedule, recompute=recompute)
-                    row = [dataclasses.replace(l, micro_batch=size, accumulation=m) for size, m in pairs]
-                    yield [l for l in row if enough(c, l)]
+def schedules(c, pp):
+    """(schedule, stages per rank where they are interleaved). afab is left out: 1F1B takes as long, and never
+    more memory."""
+    if pp == 1:
+        return [("1f1b", 2)]
+    most = c.num_hidden_layers // pp
+    interleaved = [("interleaved", v) for v in (2, 4, 8) if v <= most]
+    return [("1f1b", 2), *interleaved, *[(name, 2) for name in ("zerobubble", "dualpipe") if most >= 2]]
 
 
-def parse_config(text, c, cluster, seq_len, sequences):
+def fewest(schedule, pp):
+    """Micro-batches. Zero bubble takes any number, but with fewer than ranks it is no better than 1F1B."""
+    return pp if schedule == "zerobubble" else least(schedule, pp)
+
+
+def parse_config(text, c, cluster, seq_len, batch):
     """One layout. What is not said: dp is what is left of the GPUs, the accumulation what the batch takes."""
     said = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         name = NAMES.get(name, name)
-        if name not in Layout.__dataclass_fields__ or name == "seq_len" or not value:
-            refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, mbs, acc, recompute take =value")
+        if name not in Layout._fields or name == "seq_len" or not value:
+            refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, v, mbs, acc, recompute take =value")
         choices = dict(schedule=SCHEDULES, recompute=RECOMPUTE, zero=tuple("0123")).get(name)
         if choices and value not in choices:
             refuse(f"--config {part}: must be one of {', '.join(choices)}")
-        if not choices and not (value.isdecimal() and int(value) > 0):
+        if not choices and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
             refuse(f"--config {part}: must be a whole number, at least 1")
         said[name] = value if name in ("schedule", "recompute") else int(value)
     used = math.prod(said.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = said.setdefault("dp", max(1, cluster.gpus // used))
     if dp * used != cluster.gpus:
         refuse(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
-    said.setdefault("accumulation", max(1, round(sequences / dp / said.get("micro_batch", 1))))
+    said.setdefault("accumulation", max(1, round(batch / dp / said.get("micro_batch", 1))))
     l = Layout(**said, seq_len=seq_len)
-    if not valid(c, l):
-        refuse(f"--config {text}: tp must divide heads({c.num_attention_heads}) and suit kv "
-               f"heads({c.num_key_value_heads}), ep divide dp x cp({l.dp * l.cp}) and "
-               f"experts({c.num_local_experts}), cp and tp the sequence({seq_len})")
-    if not enough(c, l):
-        refuse(f"--config {text}: --schedule {l.schedule} with pp({l.pp}) takes more layers than "
-               f"{c.num_hidden_layers} or more micro-batches than {l.accumulation}")
+    if why := impossible(c, l):
+        refuse(f"--config {text}: {why}")
     return l
 
 
 # ---------------------------------------------------------------------- one layout
-def memory(c, l, slack=1.0, stages=None):
-    """GiB by kind, of the rank that needs most; with stages given, of the first two and the last, where that
-    nearly always is."""
-    ranks = range(l.pp) if stages is None else {0, 1 % l.pp, l.pp - 1}
-    stages = stages or costs.our_stages(c, l)
-    each = [costs.our_memory(c, l, rank, stages[rank]) for rank in ranks]
-    worst = max(each, key=lambda kinds: sum(kinds.values()))
-    return {kind: slack * size / GIB for kind, size in worst.items()}
+def memory_of_ranks(c, l, slack=1.0):
+    """GiB by kind, of each rank of pp."""
+    stages = costs.our_stages(c, l)
+    each = [costs.our_memory(c, l, rank, stages[rank]) for rank in range(l.pp)]
+    return [{kind: slack * size / GIB for kind, size in kinds.items()} for kinds in each]
+
+
+def memory(c, l, slack=1.0):
+    """GiB by kind, of the rank that needs most."""
+    return max(memory_of_ranks(c, l, slack), key=lambda kinds: sum(kinds.values()))
 
 
 def limit(cluster):
@@ -115,64 +145,130 @@ def limit(cluster):
     return cluster.gpu.memory * speed.USABLE / GPUS["h100"].memory
 
 
+def fits(held, cluster):
+    return held * (1 + MEMORY_ERROR) <= limit(cluster)
+
+
+def fits_on_every_rank(c, l, cluster, slack):
+    """The ranks that are most often the fullest first."""
+    stages = costs.our_stages(c, l)
+    order = dict.fromkeys((0, l.pp - 1, 1 % l.pp, *range(l.pp)))
+    held = (slack * sum(costs.our_memory(c, l, rank, stages[rank]).values()) / GIB for rank in order)
+    return all(fits(one, cluster) for one in held)
+
+
+def may_fit(c, l, cluster, slack):
+    """Whether the ends of a pipeline have room for what persists."""
+    stages = costs.our_stages(c, l)
+    held = (slack * sum(costs.persistent(c, l, stages[rank]).values()) / GIB for rank in (0, -1))
+    return all(fits(one, cluster) for one in held)
+
+
 @dataclasses.dataclass
 class Candidate:
     layout: Layout
     seconds: dict
-    memory: dict = None                                   # looked up when it is shown
+    held_back: float = 0.0                                # tokens per second and GPU that it is ranked by
+    memory: dict = None                                   # of the fullest rank, looked up when it is shown
+
+    @property
+    def step(self):
+        return sum(self.seconds.values())
 
     @property
     def tokens_per_s(self):
         l = self.layout
-        return l.dp * l.micro_batch * l.accumulation * l.seq_len / sum(self.seconds.values()) / l.gpus
+        return l.dp * l.micro_batch * l.accumulation * l.seq_len / self.step / l.gpus
+
+    @property
+    def held(self):
+        return sum(self.memory.values())
 
 
 def evaluate(c, l, cluster, constants):
     seconds = speed.step_seconds(c, l, cluster, costs.our_stages(c, l), constants["time"])
-    return Candidate(l, seconds, memory(c, l, constants["slack"]))
+    one = Candidate(l, seconds, memory=memory(c, l, constants["slack"]))
+    one.held_back = trust.held_back(c, l, cluster, one.tokens_per_s)
+    return one
 
 
 # ---------------------------------------------------------------------- the best
-def search(c, cluster, seq_len, sequences, constants):
-    """(all candidates that fit, the fastest first, of equal ones the simplest; how many layouts were looked
-    at)"""
-    found, looked_at, room = [], 0, limit(cluster)
-    for row in layouts(c, cluster, seq_len, sequences):
-        looked_at += len(row)
-        stages = costs.our_stages(c, row[0]) if row else []
-        fits = lambda l: sum(memory(c, l, constants["slack"], stages).values()) <= room
-        first, end = 0, len(row)                          # where one micro-batch fits, so do all smaller ones
-        while first < end:
-            middle = (first + end) // 2
-            if fits(row[middle]):
-                end = middle
-            else:
-                first = middle + 1
-        for l in row[first:]:
-            found.append(Candidate(l, speed.step_seconds(c, l, cluster, stages, constants["time"])))
-    simple = lambda one: (one.layout.cp, one.layout.zero, one.layout.tp, one.layout.pp)
-    return sorted(found, key=lambda one: (-round(one.tokens_per_s, 1), simple(one))), looked_at
+def timed(c, cluster, seq_len, batch, constants):
+    """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
+    worked out once."""
+    k = constants["time"]
+    for mesh in meshes(c, cluster, seq_len):
+        if batch % mesh.dp:
+            continue
+        stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
+                          if may_fit(c, mesh._replace(zero=zero), cluster, constants["slack"])]
+        ways = [(schedule, v, costs.our_stages(c, mesh._replace(schedule=schedule, virtual=v)))
+                for schedule, v in schedules(c, mesh.pp)]
+        for recompute in RECOMPUTE:
+            for size in micro_batches(batch // mesh.dp):
+                m = batch // mesh.dp // size
+                l = mesh._replace(recompute=recompute, micro_batch=size, accumulation=m)
+                times = speed.Times(c, l, cluster, k)
+                for schedule, v, stages in ways:
+                    if m < fewest(schedule, mesh.pp):
+                        continue
+                    l = l._replace(schedule=schedule, virtual=v)
+                    of_pipeline = speed.of_micro_batches(c, l, cluster, stages, k, times)
+                    for zero in stages_of_zero:
+                        one = l._replace(zero=zero)
+                        seconds = speed.with_data_parallel(c, one, cluster, stages, k, *of_pipeline)
+                        yield Candidate(one, seconds)
 
 
-def best_per_mesh(c, candidates, cluster, slack, count=10):
-    """The fastest of each mesh, looked at again on every rank. Short sequences make cp and dp the same: one
-    of them is shown."""
-    best = {}
-    for one in candidates:
-        mesh = one.layout.tp, one.layout.pp, one.layout.ep
-        if mesh not in best and len(best) < count:
-            one.memory = memory(c, one.layout, slack)
-            if sum(one.memory.values()) <= limit(cluster):
+class Search:
+    """All layouts of a cluster, the best first, of equal ones the simplest. Whether one fits is asked only
+    when it matters: where a micro-batch is too large, so are all larger ones."""
+    def __init__(self, c, cluster, seq_len, batch, constants):
+        self.c, self.cluster, self.slack, self.too_large = c, cluster, constants["slack"], {}
+        found, known = list(timed(c, cluster, seq_len, batch, constants)), {}
+        for one in found:
+            one.held_back = trust.held_back(c, one.layout, cluster, one.tokens_per_s, known)
+        self.ordered = sorted(found, key=lambda one: (-round(one.held_back, 1), simplicity(one.layout)))
+
+    def fits(self, one):
+        l = one.layout
+        but_size = l._replace(micro_batch=0, accumulation=0)
+        if l.micro_batch >= self.too_large.get(but_size, math.inf):
+            return False
+        if one.memory is None:
+            if not fits_on_every_rank(self.c, l, self.cluster, self.slack):
+                self.too_large[but_size] = l.micro_batch
+                return False
+            one.memory = memory(self.c, l, self.slack)
+        return True
+
+    def first(self, wanted):
+        """The best of those that fit and are wanted, or None."""
+        return next((one for one in self.ordered if wanted(one.layout) and self.fits(one)), None)
+
+    def best(self, count=10):
+        """One of each mesh. Short sequences make cp and dp the same: one of them is shown."""
+        best = {}
+        for one in self.ordered:
+            mesh = one.layout.tp, one.layout.pp, one.layout.ep
+            if mesh not in best and self.fits(one):
                 best[mesh] = one
-    return list(best.values())
+            if len(best) == count:
+                break
+        return list(best.values())
+
+
+def simplicity(l):
+    return l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual
 
 
 def fewest_gpus(c, cluster, seq_len, slack):
     """The smallest power of two on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
-        for mesh in meshes(c, cluster._replace(gpus=gpus), seq_len):
+        few = cluster._replace(gpus=gpus)
+        for mesh in meshes(c, few, seq_len):
             zero = 3 if mesh.dp * mesh.cp > 1 else 0
-            l = dataclasses.replace(mesh, zero=zero, recompute="full", accumulation=mesh.pp)
-            if sum(memory(c, l, slack, costs.our_stages(c, l)).values()) <= limit(cluster):
+            l = mesh._replace(zero=zero, recompute="full", accumulation=mesh.pp)
+            if fits_on_every_rank(c, l, few, slack):
                 return gpus
     return math.inf

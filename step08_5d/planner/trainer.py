@@ -1,4 +1,4 @@
-"""What the planner takes from the trainer: its presets, how it reads a model's shape, what it refuses.
+"""What the planner takes from the trainer: its presets, what it refuses, its schedules and their simulation.
 
 All of it is written once, in config.py and schedules.py, one folder up. config.py imports torch, for the
 names of its types and to look for a GPU, and that import takes seconds. The planner needs neither, so the two
@@ -29,5 +29,14 @@ def definitions(path):
     return tree
 
 
+class Refused(Exception):
+    """Bad input, in one line."""
+
+
 for path in FILES:
     exec(compile(definitions(path), path, "exec"))
+
+
+def refuse(message):
+    """In place of config.py's, which ends the program: the planner's server goes on."""
+    raise Refused(message)

@@ -1,0 +1,90 @@
+"""The mixture of experts of Mixtral: in place of a block's MLP many, of which each token meets a few.
+
+A router, a small linear, scores all experts for a token. The top_k best are its own; softmax of their scores
+says with what share each counts: y = sum over them of share x expert(x). An expert is a SwiGLU as the MLP is.
+"""
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class MoE(nn.Module):
+    """No expert is ever full, no token dropped."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.num_local_experts, bias=False)
+        self.experts = Experts(config)
+        self.choose = lambda logits: logits.topk(config.num_experts_per_tok).indices
+
+    def forward(self, x):                                                          # [batch, seq, hidden]
+        logits = self.gate(x).to(torch.promote_types(x.dtype, torch.float32))      # [batch, seq, experts]
+        expert = self.choose(logits)                                               # [batch, seq, top_k]
+        share = logits.gather(-1, expert).softmax(-1).type_as(x)
+        order = expert.flatten().argsort(stable=True)                          # of (token, choice), by expert
+        counts = F.one_hot(expert, logits.shape[-1]).sum((0, 1, 2))                # of each expert
+        out = self.experts(x.flatten(0, 1)[order // expert.shape[-1]], counts)     # [tokens * top_k, hidden]
+        out = out[order.argsort()].view(*expert.shape, -1)                       # [batch, seq, top_k, hidden]
+        return (out * share.unsqueeze(-1)).sum(-2)
+
+
+class Experts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        experts, hidden, intermediate = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.w1 = GroupedLinear(experts, hidden, intermediate)
+        self.w2 = GroupedLinear(experts, intermediate, hidden)
+        self.w3 = GroupedLinear(experts, hidden, intermediate)
+
+    def forward(self, x, counts):                         # rows sorted by expert, and how many each has
+        return self.w2(F.silu(self.w1(x, counts)) * self.w3(x, counts), counts)
+
+
+class GroupedLinear(nn.Module):
+    """One linear per expert, with their weights in one tensor; in a checkpoint each expert has its own."""
+
+    def __init__(self, experts, in_features, out_features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+
+    def forward(self, x, counts):
+        return grouped_product(x, self.weight, counts)
+
+
+def kernel_takes(weight):                                                          # rows of 16 bytes
+    return weight.dtype == torch.bfloat16 and all(width % 8 == 0 for width in weight.shape[1:])
+
+
+def grouped_product(x, weight, counts):                            # [rows, in], [experts, out, in], [experts]
+    if kernel_takes(weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])
+
+
+def grouped_gradient(grad, x, weight, counts):
+    """Of the weight, for where autograd does not make it (step 6's W)."""
+    if kernel_takes(weight):
+        return F.grouped_mm(grad.T, x, offs=counts.cumsum(0, dtype=torch.int32))
+    rows = zip(grad.split(counts.tolist()), x.split(counts.tolist()))
+    return torch.stack([grad.T @ x for grad, x in rows])
+
+
+# ------------------------------------------------------------------------------------------- in a checkpoint
+def on_disk(name, param):
+    """What a parameter is in a Mixtral's checkpoint: (name, tensor), one for each expert that it has."""
+    if ".mlp.gate." in name or ".mlp.experts." in name:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name:
+        return [(name, param)]
+    placement = getattr(param, "placement", None)         # the model as it is on the disk has none
+    parts = placement.parts if placement else []
+    first = sum(part.index * len(param) for part in parts if part.dim == 0)
+    experts = []
+    for i, one in enumerate(param.unbind(), start=first):
+        if placement:
+            of_one = [part._replace(dim=part.dim - 1) for part in parts if part.dim > 0]
+            one.placement = dataclasses.replace(placement, parts=of_one)
+        experts.append((name.replace(".experts.", f".experts.{i}."), one))
+    return experts

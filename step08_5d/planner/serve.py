@@ -1,0 +1,289 @@
+"""The answer as a web page: python step08_5d/planner --serve, or --html FILE for one without sliders.
+
+The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
+nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.
+"""
+import json
+import signal
+from contextlib import suppress
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+import costs
+import explain
+import measured
+import models
+import plan
+import speed
+import trust
+from plan import RECOMPUTE, SCHEDULES
+from speed import GPUS, KINDS, NETWORKS, Cluster
+from trainer import Refused, make, refuse, simulate
+
+HERE = Path(__file__).resolve().parent
+PASTED = "pasted"                                         # the model of a config.json that was pasted
+LONGEST = 2**16                                           # bytes of a request
+SHOWN = 16                                                # ranks of a pipeline in the timeline
+KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "virtual", "micro_batch", "recompute")
+DEGREES = [2**i for i in range(9)]
+
+
+class Question(NamedTuple):
+    """What is asked: a model on a cluster, for a batch."""
+    model: str
+    c: models.Model
+    gpu: str
+    cluster: Cluster
+    seq_len: int
+    sequences: float
+    constants: dict
+    steps: int = 1000
+    lr: float = 3e-4
+
+
+# ---------------------------------------------------------------------- what the page shows
+def answer(question, config=""):
+    """The recommendation, and the layout that is looked at: config's, or the best."""
+    found = recommendation(*hashable(question))
+    batch = plan.batch_near(question.sequences, question.cluster.gpus)
+    one = found["best"][0] if found["best"] else None
+    if config:
+        l = plan.parse_config(config, question.c, question.cluster, question.seq_len, batch)
+        one = plan.evaluate(question.c, l, question.cluster, question.constants)
+    said = dict(heading=found["heading"], timed=found["timed"], best=found["rows"], words=found["words"])
+    return said | dict(layout=report(question, one) if one else None)
+
+
+def hashable(question):
+    constants = json.dumps(question.constants, sort_keys=True)
+    return question._replace(constants=None), constants
+
+
+@lru_cache(maxsize=32)
+def recommendation(question, constants):
+    question = question._replace(constants=json.loads(constants))
+    c, cluster = question.c, question.cluster
+    batch = plan.batch_near(question.sequences, cluster.gpus)
+    search = plan.Search(c, cluster, question.seq_len, batch, question.constants)
+    best = search.best()
+    words = list(explain.why_the_first(c, best, cluster)) if best else []
+    if best:
+        words += [f"The playbook, {line}" for line in explain.disagreements(c, best[0], search, cluster)]
+    return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),
+                heading=list(explain.heading(question, batch)))
+
+
+def row(question, one):
+    c, cluster, l = question.c, question.cluster, one.layout
+    return dict(config=config_of(l), name=explain.name_of(l), cells=explain.row_of(l), held=one.held,
+                step=one.step, tokens_per_s=one.tokens_per_s,
+                interval=trust.interval(c, l, cluster, one.tokens_per_s),
+                provenance=trust.provenance(c, l, cluster))
+
+
+def config_of(l):
+    """As --config takes it."""
+    words = [f"{name}={getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep", "zero")]
+    words += [f"schedule={l.schedule},v={l.virtual}"] * (l.pp > 1)
+    return ",".join([*words, f"mbs={l.micro_batch},acc={l.accumulation},recompute={l.recompute}"])
+
+
+def report(question, one):
+    """Everything about one layout."""
+    c, cluster, l = question.c, question.cluster, one.layout
+    constants, model = question.constants, question.model
+    turns = [{name: value for name, value in turn.items() if name != "layout"}
+             for turn in explain.turned(c, one, cluster, constants)]
+    sent = [dict(dimension=dim, collective=name, bytes=size)
+            for (dim, name), size in costs.sent(c, l).items()]
+    return row(question, one) | dict(
+        degrees={name: getattr(l, name) for name in ("dp", "tp", "cp", "pp", "ep", "zero")},
+        knobs={name: getattr(l, name) for name in KNOBS}, fits=plan.fits(one.held, cluster),
+        room=plan.limit(cluster), whole=cluster.gpu.memory,
+        gpus_per_node=cluster.gpus_per_node, ranks=plan.memory_of_ranks(c, l, constants["slack"]),
+        seconds=one.seconds, mfu=explain.mfus(c, one, cluster), unmeasured=trust.unmeasured(l), turns=turns,
+        sent=sent, nearest=measured.nearest_run(c, l, cluster), timeline=timeline(question, one),
+        stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation,
+        command=explain.command(model, l, cluster, question.steps, question.lr),
+        script=explain.script(model, l, cluster, question.steps, question.lr),
+        dry_run=explain.dry_run(c, model, l, question.steps, question.lr))
+
+
+def timeline(question, one):
+    """The pipeline's own schedule with this layout's F, I and W; of many micro-batches as few as show all of
+    it."""
+    l = one.layout
+    times = speed.Times(question.c, l, question.cluster, question.constants["time"])
+    if l.pp > SHOWN:
+        return dict(events=[], ranks=l.pp, shown=0)
+    m = min(l.accumulation, 3 * l.pp + 2)
+    share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
+    events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F=times.F * share, I=times.I * share,
+                      W=times.W * share)
+    after = {name: one.seconds.get(name, 0) for name in ("dp", "optimizer")}
+    return dict(ranks=l.pp, shown=m, of=l.accumulation, after=after, events=[
+        (rank, action.kind, action.stage // l.pp, action.micro_batch, round(start, 6), round(end, 6))
+        for rank, action, start, end in events])
+
+
+def stops(question, l):
+    """For each knob its values, and why one is not possible."""
+    batch = l.dp * l.micro_batch * l.accumulation
+    values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
+                  schedule=SCHEDULES, micro_batch=DEGREES[:6], recompute=RECOMPUTE)
+    found = {}
+    for knob, of in values.items():
+        of = of if getattr(l, knob) in of else sorted([*of, getattr(l, knob)])
+        found[knob] = [dict(value=value, why=why_not(question, l, knob, value, batch)) for value in of]
+    return found
+
+
+def why_not(question, l, knob, value, batch):
+    changed = turned_to(question, l, knob, value, batch)
+    return changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+
+
+def turned_to(question, l, knob, value, batch):
+    """The layout with one knob at a value, dp being what is left; or why there is none."""
+    changed = l._replace(**{knob: value})
+    used = changed.tp * changed.cp * changed.pp
+    if question.cluster.gpus % used:
+        return f"{question.cluster.gpus:,} GPUs are not a multiple of tp x cp x pp = {used}"
+    dp = question.cluster.gpus // used
+    if batch % (dp * changed.micro_batch):
+        return f"{batch:,} sequences are not a multiple of dp({dp}) x micro-batch({changed.micro_batch})"
+    return changed._replace(dp=dp, accumulation=batch // dp // changed.micro_batch)
+
+
+# ---------------------------------------------------------------------- the page
+def page(question, shown, served):
+    """One file. With served it asks for more, without it has all that it shows."""
+    state = dict(model=question.model, gpu=question.gpu, network=network_of(question.cluster.network),
+                 gpus=question.cluster.gpus, seq_len=question.seq_len,
+                 tokens=round(question.sequences * question.seq_len))
+    data = dict(state=state, served=served, models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS,
+                networks=list(NETWORKS), columns=explain.COLUMNS, **shown)
+    text = (HERE / "page.html").read_text(encoding="utf-8")
+    return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
+
+
+def network_of(network):
+    return next((name for name, speed in NETWORKS.items() if speed == network), str(network))
+
+
+def write(question, config, path):
+    """The recommendation and all of the best layouts in detail, in a page that needs nothing."""
+    measured.check_writable("--html", path)               # better now than after the search
+    found = answer(question, config)
+    reports = {found["layout"]["config"]: found["layout"]} if found["layout"] else {}
+    for one in recommendation(*hashable(question))["best"]:
+        reports[config_of(one.layout)] = report(question, one)
+    measured.write_text("--html", path, page(question, dict(answer=found, reports=reports), served=False))
+
+
+# ---------------------------------------------------------------------- the server
+def run(question, config, port):
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
+    except OSError as error:
+        refuse(f"--port {port}: {error.strerror}")
+    server.daemon_threads = True
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that went away is no reason to end
+    print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+
+
+def asked(question, state):
+    """The question that the page asks, out of its state; what it leaves out is as on the command line."""
+    def number(name, otherwise, most):
+        value = state.get(name, otherwise)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            refuse(f"{name} must be a whole number from 1 to {most:,}")
+        return value
+
+    def choice(name, otherwise, known):
+        value = state.get(name, otherwise)
+        if not isinstance(value, str) or value not in {*known, otherwise}:
+            refuse(f"{name} must be one of {', '.join(known)}")
+        return value
+    if not isinstance(state, dict):
+        refuse("a request is an object")
+    model = choice("model", question.model, [*models.PRESETS, PASTED])
+    c = question.c if model == question.model else models.PRESETS.get(model)
+    if model == PASTED:
+        c = pasted(state.get("pasted"))
+    now, gpus = question.cluster, number("gpus", question.cluster.gpus, 2**17)
+    gpu = choice("gpu", question.gpu, GPUS)
+    network = choice("network", network_of(now.network), NETWORKS)
+    cluster = now._replace(gpus=gpus, gpu=now.gpu if gpu == question.gpu else GPUS[gpu],
+                           network=NETWORKS.get(network, now.network))
+    if gpus > now.gpus_per_node and gpus % now.gpus_per_node:
+        refuse(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
+    seq_len = number("seq_len", question.seq_len, 2**24)
+    tokens = number("tokens", round(question.sequences * question.seq_len), 2**36)
+    return question._replace(model=model, c=c, gpu=gpu, cluster=cluster, seq_len=seq_len,
+                             sequences=max(1, tokens / seq_len))
+
+
+def pasted(text):
+    try:
+        raw = json.loads(text if isinstance(text, str) else "")
+    except (ValueError, RecursionError):
+        refuse("the pasted config.json is not JSON")
+    return models.read(raw, "the pasted config.json")
+
+
+def handler(question, config):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if not self.is_for_us():
+                return
+            if self.path.split("?")[0] != "/":
+                return self.reply(404, "there is only /")
+            text = page(question, dict(config=config or ""), served=True)
+            self.reply(200, text, "text/html; charset=utf-8")
+
+        def do_POST(self):
+            if not self.is_for_us():
+                return
+            try:
+                length = self.headers.get("Content-Length", "")
+                if not length.isdecimal() or int(length) > LONGEST:
+                    refuse(f"a request has at most {LONGEST:,} bytes, and says how many")
+                state = json.loads(self.rfile.read(int(length)))
+                of = asked(question, state)
+                chosen = state.get("config") or ""
+                if self.path != "/answer" or not isinstance(chosen, str):
+                    refuse("there is only /answer, and config is a text")
+                self.reply(200, json.dumps(answer(of, chosen)), "application/json")
+            except Refused as refused:
+                self.reply(400, " ".join(str(refused).split()))
+            except (ValueError, RecursionError):
+                self.reply(400, "the request is not JSON")
+
+        def is_for_us(self):
+            port = self.server.server_port
+            if self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}"):
+                return True
+            self.reply(403, "only 127.0.0.1 and localhost are answered")
+
+        def reply(self, status, text, kind="text/plain; charset=utf-8"):
+            body = text.encode()
+            with suppress(ConnectionError):
+                self.send_response(status)
+                for name, value in {"Content-Type": kind, "Content-Length": len(body), "Connection": "close",
+                                    "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+    return Handler

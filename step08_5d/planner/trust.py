@@ -1,0 +1,83 @@
+"""How far an answer can be trusted: whether runs like it were measured, and how far off it may be.
+
+measured      it does what the runs of tests/data do: H100, dense, sequences of 4,096, dp, tp and pp with
+              ZeRO-0 or 1 and 1F1B, on up to 32 nodes, models of 1B to 8B
+extrapolated  the same, of another size: larger models, more nodes, longer sequences, other GPUs
+physics only  it has something that no run had
+
+The interval is meant to hold for four of five runs.
+"""
+import math
+
+import costs
+from speed import GPUS, NETWORKS
+
+# Errors of predictions by constants that were fitted to other numbers of nodes, as logarithms of measured
+# over predicted: the middle four fifths of them, a little widened (tests/fit_plan.py prints these)
+MEASURED = {"tp to 8": (-0.08, 0.08), "tp to 8, pp": (-0.14, 0.12), "tp 16 and more": (-0.18, 0.12)}
+
+# By judgement, as logarithms. What one doubling beyond the runs may add
+PER_DOUBLING = dict(parameters=0.02, nodes=0.03, sequence=0.03)
+OTHER_GPU = 0.10                                          # another ratio of its peak to its memory and links
+OTHER_NETWORK = 0.05
+# What each thing that no run had may be off by, seen as a gain or a loss of the whole step
+UNMEASURED = dict(
+    interleaved=0.10, zerobubble=0.15, dualpipe=0.20, afab=0.05, selective=0.10, full=0.10, zero2=0.10,
+    zero3=0.15, cp=0.20, ep=0.30)
+RUNS = dict(parameters=9e9, nodes=32, sequence=4096)      # the largest of the runs
+
+
+def unmeasured(l):
+    """The names of what no run had."""
+    found = [l.schedule] * (l.pp > 1 and l.schedule != "1f1b") + [l.recompute] * (l.recompute != "none")
+    return found + [f"zero{l.zero}"] * (l.zero > 1) + ["cp"] * (l.cp > 1) + ["ep"] * (l.ep > 1)
+
+
+def beyond(c, l, cluster):
+    """{what: logarithm that it may be off by} of sizes that no run had."""
+    sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes)
+    found = {name: PER_DOUBLING[name] * math.log2(size / RUNS[name])
+             for name, size in sizes.items() if size > RUNS[name]}
+    if l.seq_len != RUNS["sequence"]:
+        found["sequence"] = PER_DOUBLING["sequence"] * abs(math.log2(l.seq_len / RUNS["sequence"]))
+    if cluster.gpu != GPUS["h100"]:
+        found["GPU"] = OTHER_GPU
+    if cluster.nodes > 1 and cluster.network != NETWORKS["infiniband"]:
+        found["network"] = OTHER_NETWORK
+    return found
+
+
+def provenance(c, l, cluster):
+    if unmeasured(l):
+        return "physics only"
+    return "extrapolated" if beyond(c, l, cluster) else "measured"
+
+
+def kind_of(tp, pp):
+    if tp > 8:
+        return "tp 16 and more"
+    return "tp to 8, pp" if pp > 1 else "tp to 8"
+
+
+def off_by(c, l, cluster):
+    """(low, high) as logarithms. Errors of different causes add as squares."""
+    causes = [UNMEASURED[name] for name in unmeasured(l)] + list(beyond(c, l, cluster).values())
+    more = sum(x**2 for x in causes)
+    return tuple(math.copysign(math.sqrt(x**2 + more), x) for x in MEASURED[kind_of(l.tp, l.pp)])
+
+
+def interval(c, l, cluster, tokens_per_s):
+    return tuple(tokens_per_s * math.exp(x) for x in off_by(c, l, cluster))
+
+
+def held_back(c, l, cluster, tokens_per_s, known=None):
+    """What a layout is ranked by. One with something that no run had counts with the low end of its interval,
+    so that it leads only by more than what it may be off by. known: what was found for others of the
+    cluster."""
+    names = tuple(unmeasured(l))
+    if not names:
+        return tokens_per_s
+    known, kind = {} if known is None else known, (names, kind_of(l.tp, l.pp))
+    if kind not in known:
+        known[kind] = math.exp(off_by(c, l, cluster)[0])
+    return tokens_per_s * known[kind]
