@@ -237,11 +237,6 @@ def by_collective(payload):
     return found
 
 
-# The layouts among those drawn whose memory the planner does not say to 3% less and 6% more, and how far it is off: not mended yet.
-MISSED = {"dense": {("--model model --seq_len 8192 --global_batch_size 8 --micro_batch_size 2 --steps 1 --lr 0.001 --dp 4 --cp 2 --zero 3 "
-                     "--recompute full", 1): -0.061}, "moe": {}}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, count", [("dense", 28), ("moe", 22)])
 def test_what_a_dry_run_sees(pool, tmp_path, kind, count):
@@ -262,7 +257,7 @@ def test_what_a_dry_run_sees(pool, tmp_path, kind, count):
         if not -plan.MEMORY_ERROR < errors[-1] < 0.06:
             missed[explain.train_flags("model", l, 1, 1e-3), rank] = round(errors[-1], 3)
     assert len(errors) == count and statistics.fmean(map(abs, errors)) < 0.012
-    assert missed == MISSED[kind]
+    assert not missed
 
 
 def test_payloads_by_hand():

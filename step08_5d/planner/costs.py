@@ -205,6 +205,8 @@ def moments(c, l, rank, stage, number, fused_norm):
     the first block's, the next one's, the embedding's."""
     h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
     block = dense + bool(c.num_local_experts) * expert_layer(c, l)
+    # the unit of the block before: experts are in it where they are shared by the same process group
+    before = block if l.ep == l.tp == l.pp == 1 else dense
     split, cut = l.schedule in ("zerobubble", "dualpipe"), FLOAT32 * (l.zero >= 2)
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
     stream = number * l.tokens * h / l.tp
@@ -223,7 +225,7 @@ def moments(c, l, rank, stage, number, fused_norm):
         whole_units = block + ends, 2 * block, block
         at_head, in_block, at_start = [all_weights or number * size for size in whole_units]
     grads, others = cut * block, cut * dense * (stage.layers - 1) * split
-    last = ends if stage.embedding or stage.head and split else dense         # unit of the micro-batch before
+    last = ends if stage.embedding or stage.head and split else before        # unit of the micro-batch before
     last_micro_batch = cut * (l.accumulation > 1) * last
     for layers, stages, delayed, at_end in in_backward(l, rank, stage):
         alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
@@ -234,9 +236,9 @@ def moments(c, l, rank, stage, number, fused_norm):
         buffers = in_block + inside + grads + others + cut * stage.head * ends
         yield dict(activations=alive + again, loss=0, buffers=buffers)
         if layers and stage.layers > 1:
-            buffers = in_block + inside + grads + max(others, cut * dense)
+            buffers = in_block + inside + grads + max(others, cut * before)
             yield dict(activations=alive + again - layer, loss=0, buffers=buffers)
-        buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
+        buffers = at_start + number * ends + cut * (ends + before) + (grads + others) * split
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
         if stage.embedding and delayed and l.schedule == "zerobubble":
