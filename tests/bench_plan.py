@@ -29,4 +29,5 @@ for model, gpus in (("llama-8b", 64), ("llama-70b", 256), ("llama-8b", 1024), ("
     search = seconds(lambda: plan.Search(c, cluster, 4096, 1024, CONSTANTS).best(), 3)
     evaluate = seconds(lambda: plan.evaluate(c, best.layout, cluster, CONSTANTS), 20)
     report = seconds(lambda: serve.report(question, best), 20)
-    print(f"{model:>14} on {gpus:>5,}: search {search:.2f} s, one layout {1000 * evaluate:.2f} ms, its whole report {1000 * report:.1f} ms")
+    print(f"{model:>14} on {gpus:>5,}: search {search:.2f} s, one layout {1000 * evaluate:.2f} ms, "
+          f"its whole report {1000 * report:.1f} ms")

@@ -8,7 +8,8 @@ import time
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking --no-first-run --remote-debugging-pipe".split()
+FLAGS = ("--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking --no-first-run "
+         "--remote-debugging-pipe").split()
 
 
 class Chromium:
@@ -76,8 +77,10 @@ class Chromium:
 
     def complaints(self, ours="file:"):
         """Errors, warnings, and what was fetched beside what is ours."""
-        found = [e["params"] for e in self.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")]
-        found = [one for one in found if not one.get("entry", {}).get("url", "").endswith("/answer")]          # a request that was refused
+        errors = "Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"
+        found = [e["params"] for e in self.events if e["method"] in errors]
+        # without a request that was refused
+        found = [one for one in found if not one.get("entry", {}).get("url", "").endswith("/answer")]
         asked = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
         return found + [url for url in asked if not url.startswith((ours, "blob:", "data:", "about:"))]
 

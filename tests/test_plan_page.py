@@ -1,4 +1,5 @@
-"""The planner's page in a real browser, and its server: what they show against the planner's own numbers, what they refuse, keys, looks as far as they can be measured."""
+"""The planner's page in a real browser, and its server: what they show against the planner's own numbers, what they refuse, keys,
+looks as far as they can be measured."""
 import http.client
 import json
 import os
@@ -18,7 +19,8 @@ import plan
 import serve
 import speed
 
-needs_chromium = pytest.mark.skipif(not chromium.FOUND, reason=f"none of {', '.join(chromium.NAMES)} is installed: the page was not looked at")
+needs_chromium = pytest.mark.skipif(
+    not chromium.FOUND, reason=f"none of {', '.join(chromium.NAMES)} is installed: the page was not looked at")
 CONSTANTS = dict(time=speed.TIME, slack=1.0)
 
 
@@ -41,13 +43,15 @@ def test_the_page_is_one_file(tmp_path):
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     data = data_of(text)
-    assert not data["served"] and data["answer"]["layout"]["knobs"]["tp"] == 2 and len(data["reports"]) >= len(data["answer"]["best"])
+    assert not data["served"] and data["answer"]["layout"]["knobs"]["tp"] == 2
+    assert len(data["reports"]) >= len(data["answer"]["best"])
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|XMLHttp|@import|<link(?! rel=\"icon\" href=\"data:)|src=", text)
     assert text.count("</script>") == 1
 
 
 def test_the_page_opens_at_the_best_layout(tmp_path):
-    assert run("--html", tmp_path / "plan.html", "--gpus", "8", "--model", "llama-8b", "--global_batch_tokens", "4M").returncode == 0
+    done = run("--html", tmp_path / "plan.html", "--gpus", "8", "--model", "llama-8b", "--global_batch_tokens", "4M")
+    assert done.returncode == 0
     data = data_of((tmp_path / "plan.html").read_text())
     best = plan.Search(models.PRESETS["llama-8b"], speed.Cluster(8), 4096, 1024, CONSTANTS).best()[0]
     assert data["answer"]["layout"]["config"] == data["answer"]["best"][0]["config"] == serve.config_of(best.layout)
@@ -56,7 +60,8 @@ def test_the_page_opens_at_the_best_layout(tmp_path):
 def test_a_closed_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, ROOT / "step08_5d/planner", "--config", "tp=2"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    command = [sys.executable, ROOT / "step08_5d/planner", "--config", "tp=2"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writing)
     assert done.stderr == ""
 
@@ -80,7 +85,8 @@ def test_a_stop_is_possible_just_when_it_is_not_crossed_out():
 def test_the_timeline_is_the_schedules_own():
     asked = question("llama-8b", 16)
     for schedule in plan.SCHEDULES:
-        one = plan.evaluate(asked.c, plan.parse_config(f"pp=4,schedule={schedule},mbs=1,acc=12", asked.c, asked.cluster, 4096, 1024), asked.cluster, CONSTANTS)
+        layout = plan.parse_config(f"pp=4,schedule={schedule},mbs=1,acc=12", asked.c, asked.cluster, 4096, 1024)
+        one = plan.evaluate(asked.c, layout, asked.cluster, CONSTANTS)
         drawn = serve.timeline(asked, one)
         seen = {(rank, micro_batch) for rank, kind, _, micro_batch, *_ in drawn["events"] if kind == "F"}
         assert seen == {(rank, i) for rank in range(4) for i in range(12)} and drawn["shown"] == 12
@@ -89,8 +95,8 @@ def test_the_timeline_is_the_schedules_own():
 # ------------------------------------------------------------------------------------------- the server
 @pytest.fixture(scope="module")
 def server():
-    process = subprocess.Popen([sys.executable, ROOT / "step08_5d/planner", "--serve", "--port", "0", "--gpus", "64", "--global_batch_tokens", "4M"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, ROOT / "step08_5d/planner", "--serve", "--port", "0", "--gpus", "64", "--global_batch_tokens", "4M"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
     yield port, process
     process.kill()
@@ -107,7 +113,8 @@ def test_the_server_answers_what_the_command_line_says(server):
     status, text = send(server, "POST", "/answer", json.dumps(dict(config="tp=2,zero=1,mbs=2")))
     layout = json.loads(text)["layout"]
     said = json.loads(run("--gpus", "64", "--global_batch_tokens", "4M", "--config", "tp=2,zero=1,mbs=2", "--json").stdout)
-    assert status == 200 and layout["command"] == said["command"] and layout["step"] == pytest.approx(said["step_s"]) and layout["held"] == pytest.approx(said["memory_gib"], abs=0.01)
+    assert status == 200 and layout["command"] == said["command"]
+    assert layout["step"] == pytest.approx(said["step_s"]) and layout["held"] == pytest.approx(said["memory_gib"], abs=0.01)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", ""])
@@ -126,9 +133,12 @@ def test_nobody_else_can_reach_it(server):
 
 
 @pytest.mark.parametrize("body, message", [
-    ("x", "not JSON"), ("[]", "an object"), ('{"gpus": "a"}', "gpus must be"), ('{"gpus": 1e9}', "gpus must be"), ('{"gpus": true}', "gpus must be"), ('{"gpus": 12}', "not a multiple of 8"),
-    ('{"model": "x"}', "model must be"), ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config is a text"), ('{"config": "tp=3"}', "!= gpus(64)"), ('{"seq_len": 0}', "seq_len must be"),
-    ('{"model": "pasted"}', "not JSON"), ('{"model": "pasted", "pasted": "{}"}', "model_type null"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"), ("x" * 70_000, "at most")])
+    ("x", "not JSON"), ("[]", "an object"), ('{"gpus": "a"}', "gpus must be"), ('{"gpus": 1e9}', "gpus must be"),
+    ('{"gpus": true}', "gpus must be"), ('{"gpus": 12}', "not a multiple of 8"), ('{"model": "x"}', "model must be"),
+    ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config is a text"), ('{"config": "tp=3"}', "!= gpus(64)"),
+    ('{"seq_len": 0}', "seq_len must be"), ('{"model": "pasted"}', "not JSON"),
+    ('{"model": "pasted", "pasted": "{}"}', "model_type null"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
+    ("x" * 70_000, "at most")])
 def test_bad_requests_get_one_line(server, body, message):
     status, text = send(server, "POST", "/answer", body)
     assert status == 400 and message in text and "\n" not in text
@@ -144,14 +154,17 @@ def test_a_browser_that_goes_away_does_not_end_it(server):
 
 
 def test_a_pasted_config(server):
-    shape = dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    shape = dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+                 num_key_value_heads=8, head_dim=128, vocab_size=151936)
     status, text = send(server, "POST", "/answer", json.dumps(dict(model="pasted", pasted=json.dumps(shape))))
     found = json.loads(text)
-    assert status == 200 and "8.19B parameters" in found["heading"][0] and any("planned as a Llama" in line for line in found["heading"])
+    assert status == 200 and "8.19B parameters" in found["heading"][0]
+    assert any("planned as a Llama" in line for line in found["heading"])
 
 
 def test_ctrl_c_ends_it():
-    process = subprocess.Popen([sys.executable, ROOT / "step08_5d/planner", "--serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, ROOT / "step08_5d/planner", "--serve", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
@@ -193,7 +206,8 @@ def show(browser, server, state=""):
 
 
 def settle(browser):
-    browser.wait("document.readyState === 'complete' && !document.getElementById('cards').classList.contains('dim') || !document.getElementById('refused').hidden")
+    browser.wait("document.readyState === 'complete' && !document.getElementById('cards').classList.contains('dim') "
+                 "|| !document.getElementById('refused').hidden")
 
 
 def text(browser, selector):
@@ -207,7 +221,9 @@ def shown(browser, selector):
 
 
 @needs_chromium
-@pytest.mark.parametrize("config", ["", "tp=2,zero=1,mbs=2", "tp=4,pp=4,zero=1,schedule=interleaved,v=2", "cp=2,zero=3,recompute=full", "tp=8,pp=8,schedule=zerobubble"])
+@pytest.mark.parametrize("config", [
+    "", "tp=2,zero=1,mbs=2", "tp=4,pp=4,zero=1,schedule=interleaved,v=2", "cp=2,zero=3,recompute=full",
+    "tp=8,pp=8,schedule=zerobubble"])
 def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     opened.run(f"change({{config: {json.dumps(config)}}})")
     opened.wait("asked > 0")
@@ -218,13 +234,16 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     assert text(opened, "#name") == layout["name"]
     assert f"{layout['held']:.1f} GiB of {layout['room']:.1f}" in text(opened, "#verdict")
     worst = max(layout["ranks"], key=lambda one: sum(one.values()))
-    assert shown(opened, "#memory .key li") == {kind: f"{size:.1f} GiB" for kind, size in worst.items() if size > 0.0005 * sum(worst.values())}
-    assert shown(opened, "#time .key li") == {name: f"{s:.3f} s" for name, s in layout["seconds"].items() if s > 0.0005 * layout["step"]}
+    memory = {kind: f"{size:.1f} GiB" for kind, size in worst.items() if size > 0.0005 * sum(worst.values())}
+    assert shown(opened, "#memory .key li") == memory
+    seconds = {name: f"{s:.3f} s" for name, s in layout["seconds"].items() if s > 0.0005 * layout["step"]}
+    assert shown(opened, "#time .key li") == seconds
     assert shown(opened, "#numbers dd")["tokens/s/GPU"] == f"{layout['tokens_per_s']:,.0f}"
     assert text(opened, "#commands pre") == layout["command"]
     assert len(opened.run("Array.from(document.querySelectorAll('#best tbody tr'), one => 1)")) == len(found["best"])
     assert len(opened.run("Array.from(document.querySelectorAll('#turns tbody tr'), one => 1)")) == len(layout["turns"])
-    widths = opened.run("Array.from(document.querySelectorAll('#memory .row'), row => Array.from(row.children, one => parseFloat(one.style.width)).reduce((a, b) => a + b))")
+    widths = opened.run("Array.from(document.querySelectorAll('#memory .row'), "
+                        "row => Array.from(row.children, one => parseFloat(one.style.width)).reduce((a, b) => a + b))")
     held = [sum(one.values()) for one in layout["ranks"]]
     assert widths == pytest.approx([100 * one / (1.03 * max(80, *held)) for one in held], rel=1e-3)
 
@@ -263,7 +282,8 @@ def test_the_address_holds_the_state(opened, server):
 @needs_chromium
 def test_a_pinned_layout_is_compared(opened, server):
     show(opened, server, "config=tp%3D2,zero%3D1,mbs%3D2&pin=tp%3D8,zero%3D1,mbs%3D2")
-    found = [plan.evaluate(models.PRESETS["llama-8b"], plan.parse_config(config, models.PRESETS["llama-8b"], speed.Cluster(64), 4096, 1024), speed.Cluster(64), CONSTANTS)
+    c, cluster = models.PRESETS["llama-8b"], speed.Cluster(64)
+    found = [plan.evaluate(c, plan.parse_config(config, c, cluster, 4096, 1024), cluster, CONSTANTS)
              for config in ("tp=8,zero=1,mbs=2", "tp=2,zero=1,mbs=2")]
     row = opened.run("Array.from(document.querySelector('#compared tbody tr').children, one => one.textContent)")
     assert row[:3] == ["tokens/s/GPU", *(f"{one.tokens_per_s:,.0f}" for one in found)]
@@ -289,8 +309,10 @@ def test_by_keyboard(opened, server):
 
 @needs_chromium
 def test_everything_has_a_name(opened):
-    assert opened.run("Array.from(document.querySelectorAll('input, select')).every(one => one.labels.length === 1 && one.labels[0].textContent)")
-    assert opened.run("Array.from(document.querySelectorAll('[role=img], [role=region], button, form, textarea')).every(one => one.getAttribute('aria-label'))")
+    assert opened.run("Array.from(document.querySelectorAll('input, select'))"
+                      ".every(one => one.labels.length === 1 && one.labels[0].textContent)")
+    assert opened.run("Array.from(document.querySelectorAll('[role=img], [role=region], button, form, textarea'))"
+                      ".every(one => one.getAttribute('aria-label'))")
 
 
 @needs_chromium
@@ -299,7 +321,8 @@ def test_the_page_without_a_server(browser, page):
     browser.events.clear()
     browser.open(page)
     settle(browser)
-    assert browser.run("document.getElementById('controls').hidden") and text(browser, "#verdict").startswith("The planner's answer. Fits")
+    assert browser.run("document.getElementById('controls').hidden")
+    assert text(browser, "#verdict").startswith("The planner's answer. Fits")
     second = browser.run("data.answer.best[1].name")
     browser.run("document.querySelectorAll('#best button')[1].click()")
     browser.wait(f"document.getElementById('name').textContent === {json.dumps(second)}")
@@ -309,18 +332,22 @@ def test_the_page_without_a_server(browser, page):
 @pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("width", [320, 390, 768, 1400])
-@pytest.mark.parametrize("state", ["", "model=mixtral-8x7b&config=ep%3D8,tp%3D1,zero%3D1,recompute%3Dfull", "gpus=1024&config=pp%3D32,tp%3D4", "config=tp%3D2&pin=tp%3D4"])
+@pytest.mark.parametrize("state", [
+    "", "model=mixtral-8x7b&config=ep%3D8,tp%3D1,zero%3D1,recompute%3Dfull", "gpus=1024&config=pp%3D32,tp%3D4",
+    "config=tp%3D2&pin=tp%3D4"])
 def test_nothing_is_wider_than_the_screen(opened, server, width, state):
     opened.screen(width, 844)
     show(opened, server, state)
     assert opened.run("document.documentElement.scrollWidth") <= width
-    inside = "Array.from(document.querySelectorAll('.card')).filter(one => one.scrollWidth > one.clientWidth).map(one => one.id + one.textContent.slice(0, 20))"
+    inside = ("Array.from(document.querySelectorAll('.card')).filter(one => one.scrollWidth > one.clientWidth)"
+              ".map(one => one.id + one.textContent.slice(0, 20))")
     assert opened.run(inside) == []
 
 
 def luminance(colour):
     parts = [int(colour.strip().lstrip("#")[i:i + 2], 16) / 255 for i in (0, 2, 4)]
-    return sum(weight * (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4) for weight, x in zip((0.2126, 0.7152, 0.0722), parts))
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear))
 
 
 @needs_chromium
@@ -330,9 +357,11 @@ def test_light_and_dark_can_be_read(opened):
     for dark in (False, True):
         opened.screen(1280, 900, dark)
         def contrast(*names):
-            a, b = sorted((luminance(opened.run(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')")) for name in names), reverse=True)
+            found = [opened.run(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')") for name in names]
+            a, b = sorted(map(luminance, found), reverse=True)
             return (a + 0.05) / (b + 0.05)
-        for pair in ("ink card", "ink page", "soft card", "soft page", "on-accent accent", "accent card", "good card", "bad card", "ink track"):
+        for pair in ("ink card", "ink page", "soft card", "soft page", "on-accent accent", "accent card", "good card", "bad card",
+                     "ink track"):
             assert contrast(*pair.split()) >= 4.5, (dark, pair)
         for name in "blue sky navy orange purple green red grey teal brown pink olive sand".split():
             assert contrast(name, "card") >= (2.9 if dark else 2.2), (dark, name)
