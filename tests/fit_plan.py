@@ -35,13 +35,15 @@ NODES = (1, 2, 8, 32)
 
 # name: (value, factor that it may well be off by)
 TIME_PRIORS = dict(
-    gemm_efficiency=(0.65, 1.2), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2), loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35),
-    nvlink_efficiency=(0.82, 1.35), network_efficiency=(0.9, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2),
-    stage=(3e-3, 2), fill_launch=(1 / 3, 1.5), overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5), unhidden_efficiency=(0.08, 1.5),
+    gemm_efficiency=(0.65, 1.2), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2),
+    loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35), nvlink_efficiency=(0.82, 1.35), network_efficiency=(0.9, 1.2),
+    congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2), stage=(3e-3, 2), fill_launch=(1 / 3, 1.5),
+    overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5), unhidden_efficiency=(0.08, 1.5),
     optimizer_bytes=(80, 1.2), jitter=(0.02, 1.5), step=(0.04, 1.6))
 MEMORY_PRIORS = dict(
-    parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6), optimizer_bytes=(12, 1.1), hidden_bytes=(34, 1.5), mlp_bytes=(5, 1.5), embedding_bytes=(4, 2.7),
-    logit_bytes=(10, 1.35), old_logit_bytes=(2, 2), gathered=(0.8, 1.5), gathered_pp=(0.6, 1.5), base=(0.3, 1.6))
+    parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6), optimizer_bytes=(12, 1.1), hidden_bytes=(34, 1.5), mlp_bytes=(5, 1.5),
+    embedding_bytes=(4, 2.7), logit_bytes=(10, 1.35), old_logit_bytes=(2, 2), gathered=(0.8, 1.5), gathered_pp=(0.6, 1.5),
+    base=(0.3, 1.6))
 NOISE = 0.07                                              # of a run, against which a prior's factor is weighed
 
 
@@ -53,7 +55,8 @@ def load(path=DATA):
 
 
 def judged(rows):
-    """What constants are fitted to: it ran, and its step is not one of the older trainer's, whose pipeline stood still between micro-batches."""
+    """What constants are fitted to: it ran, and its step is not one of the older trainer's, whose pipeline stood still between
+    micro-batches."""
     return [row for row in rows if row["status"] == "ok" and row["code"] == "new"]
 
 
@@ -95,8 +98,10 @@ def fit_all(rows, start=None):
     runs = judged(rows)
     prepared = {id(row): nanotron.benchmark_run(row) for row in rows}
     seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], k),
-                  lambda row: nanotron.BENCHMARK_BATCH * nanotron.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])), start and start[0])
-    memory = fit(runs, MEMORY_PRIORS, lambda row, k: nanotron.benchmark_memory(prepared[id(row)], k, rank=0), lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
+                  lambda row: nanotron.BENCHMARK_BATCH * nanotron.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])),
+                  start and start[0])
+    memory = fit(runs, MEMORY_PRIORS, lambda row, k: nanotron.benchmark_memory(prepared[id(row)], k, rank=0),
+                 lambda row: float(row["mem_gb"]), start and start[1], scale=0.05)
     return seconds, memory, usable(rows, prepared, memory)
 
 
@@ -166,7 +171,8 @@ def readme_tables(rows, which=("query", "published", "held out", "plans")):
     if "held out" in which:
         whole = fit_all(rows, start=(nanotron.TIME, nanotron.MEMORY))
         folds = leave_out(rows, whole)
-        held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
+        held_out = [row for nodes in NODES
+                    for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
         found["held out"] = "\n".join(held_out_table(rows, whole, held_out))
     if "plans" in which:
         found["plans"] = "\n".join(plans())
@@ -189,11 +195,13 @@ def write_readme(rows):
 
 
 def held_out_table(rows, whole, held_out):
-    yield "| | runs | memory, median | mean | out of memory told right | throughput, median | mean | rank correlation | loss of its choice, mean | worst |"
+    yield ("| | runs | memory, median | mean | out of memory told right | throughput, median | mean | rank correlation "
+           "| loss of its choice, mean | worst |")
     yield "|---|---|---|---|---|---|---|---|---|---|"
     clear = [row for row in held_out if row["code"] == "new" or row["status"] != "ok"]
     for name, some in [("fitted to all, judged on all", predictions(rows, whole)),
-                       *((f"without {nodes} nodes, judged on them", [row for row in held_out if int(row["nodes"]) == nodes]) for nodes in NODES),
+                       *((f"without {nodes} nodes, judged on them", [row for row in held_out if int(row["nodes"]) == nodes])
+                         for nodes in NODES),
                        ("the four together", held_out), ("of clear age alone", clear)]:
         result = score(some)
         yield f"| {name} | {result['runs']} | " + " | ".join(f"{result[column]:.1%}" for column in COLUMNS) + " |"
@@ -204,7 +212,9 @@ def published_table():
     yield "|---|---|---|---|---|---|"
     for row in load_published():
         said, seen = published.predict(row), published.measured(row)
-        name = f"{row['model']}, {int(row['gpus']):,} H100, {row['precision']}{', compiled' if row['compile'] == 'yes' else ''}{', ' + row['schedule'] if row['schedule'] else ''}"
+        compiled = ", compiled" if row["compile"] == "yes" else ""
+        schedule = ", " + row["schedule"] if row["schedule"] else ""
+        name = f"{row['model']}, {int(row['gpus']):,} H100, {row['precision']}{compiled}{schedule}"
         yield (f"| {name} | {seen:,.0f} | {said['pred_tok_s_gpu']:,.0f} | {said['pred_tok_s_gpu'] / seen - 1:+.0%} | "
                f"{said['pred_low']:,.0f} to {said['pred_high']:,.0f} | {said['assumed']} |")
 
@@ -235,8 +245,10 @@ def load_published():
 
 
 def errors(rows, kind):
-    """Logarithms of measured over predicted, the smallest first, of one of trust.py's kinds of layouts. A failed run has no speed."""
-    found = [math.log(float(row["tok_s_gpu"]) / row["pred_tok_s_gpu"]) for row in judged(rows) if trust.kind_of(int(row["tp"]), int(row["pp"])) == kind]
+    """Logarithms of measured over predicted, the smallest first, of one of trust.py's kinds of layouts. A failed run has no
+    speed."""
+    found = [math.log(float(row["tok_s_gpu"]) / row["pred_tok_s_gpu"]) for row in judged(rows)
+             if trust.kind_of(int(row["tp"]), int(row["pp"])) == kind]
     return sorted(found)
 
 
@@ -252,7 +264,8 @@ KINDS = {                                                 # of layouts: (tp, pp)
 
 
 def best_runs(rows):
-    """A table, in Markdown: of each model and number of nodes the best run, and the best of each kind of layout as a share of that."""
+    """A table, in Markdown: of each model and number of nodes the best run, and the best of each kind of layout as a share of
+    that."""
     cells = {}
     for row in rows:
         if row["status"] == "ok" and row["code"] != "legacy":
@@ -261,12 +274,14 @@ def best_runs(rows):
     yield "|---|---|---|---|---|" + "---|" * len(KINDS)
     for (model, nodes), runs in sorted(cells.items()):
         best = max(runs, key=tokens_per_s)
-        layout = ", ".join(f"{name} {best[name]}" for name in ("dp", "tp", "pp") if best[name] != "1") + f", ZeRO-{best['zero']}, {best['mbs']} x {best['grad_acc']}"
+        layout = ", ".join(f"{name} {best[name]}" for name in ("dp", "tp", "pp") if best[name] != "1")
+        layout += f", ZeRO-{best['zero']}, {best['mbs']} x {best['grad_acc']}"
         shares = []
         for is_one in KINDS.values():
             of_kind = [tokens_per_s(row) for row in runs if is_one(int(row["tp"]), int(row["pp"]))]
             shares.append(f"{max(of_kind) / tokens_per_s(best):.0%}" if of_kind else "-")
-        yield f"| {model} | {8 * nodes} | {layout} | {float(best['mfu_pct']):.0f}% | {float(best['mem_gb']):.0f} | " + " | ".join(shares) + " |"
+        yield (f"| {model} | {8 * nodes} | {layout} | {float(best['mfu_pct']):.0f}% | {float(best['mem_gb']):.0f} | "
+               + " | ".join(shares) + " |")
 
 
 def tokens_per_s(row):
@@ -274,9 +289,11 @@ def tokens_per_s(row):
 
 
 def paired(rows, before, after):
-    """(runs, median ratio of speed, median ratio of memory): runs that `before` takes, and the same with what `after` changes in them."""
+    """(runs, median ratio of speed, median ratio of memory): runs that `before` takes, and the same with what `after` changes in
+    them."""
     rows = {nanotron.key(row): row for row in rows if row["status"] == "ok" and row["code"] == "new"}
-    pairs = [(row, rows[nanotron.key({**row, **after(row)})]) for row in rows.values() if before(row) and nanotron.key({**row, **after(row)}) in rows]
+    pairs = [(row, rows[nanotron.key({**row, **after(row)})]) for row in rows.values()
+             if before(row) and nanotron.key({**row, **after(row)}) in rows]
     return len(pairs), *(statistics.median(float(b[name]) / float(a[name]) for a, b in pairs) for name in ("tok_s_gpu", "mem_gb"))
 
 
@@ -289,7 +306,8 @@ def changes(rows):
     yield "| change | where | pairs | speed | memory |"
     yield "|---|---|---|---|---|"
     for what, where, before, after in [
-            *(("ZeRO-0 to ZeRO-1", f"{8 * nodes} GPUs, dp above 1", lambda row, nodes=nodes: number(row, "nodes") == nodes and row["zero"] == "0" and number(row, "dp") > 1,
+            *(("ZeRO-0 to ZeRO-1", f"{8 * nodes} GPUs, dp above 1",
+               lambda row, nodes=nodes: number(row, "nodes") == nodes and row["zero"] == "0" and number(row, "dp") > 1,
                lambda row: dict(zero=1)) for nodes in NODES),
             ("micro-batch 1 to 2", "dp alone", lambda row: single(row) and row["mbs"] == "1", twice),
             ("micro-batch 1 to 2", "tp 2 to 8, no pp", lambda row: cut(row) and row["pp"] == "1" and row["mbs"] == "1", twice),
@@ -305,7 +323,8 @@ COLUMNS = ("mem median", "mem mean", "oom", "tok median", "tok mean", "rank corr
 
 
 def score(rows):
-    """Errors of what ran; failures told apart; inside each (model, nodes) the order, and what the best-looking run loses on the best."""
+    """Errors of what ran; failures told apart; inside each (model, nodes) the order, and what the best-looking run loses on the
+    best."""
     configurations = {}
     for row in rows:
         configurations.setdefault(nanotron.key(row), []).append(row)
@@ -317,16 +336,19 @@ def score(rows):
         memory += [abs(row["pred_mem_gb"] / float(row["mem_gb"]) - 1) for row in runs]
         speed += [abs(row["pred_tok_s_gpu"] / float(row["tok_s_gpu"]) - 1) for row in runs]
         if runs:
-            cells.setdefault((model, nodes), []).append((runs[0]["pred_tok_s_gpu"], max(float(row["tok_s_gpu"]) for row in runs), runs[0]["pred_oom"]))
+            fastest = max(float(row["tok_s_gpu"]) for row in runs)
+            cells.setdefault((model, nodes), []).append((runs[0]["pred_tok_s_gpu"], fastest, runs[0]["pred_oom"]))
     regret = [1 - min(cell, key=lambda run: (run[2], -run[0], run[1]))[1] / max(run[1] for run in cell) for cell in cells.values()]
     order = [correlation([run[0] for run in cell], [run[1] for run in cell]) for cell in cells.values() if len(cell) >= 5]
-    return dict(zip(COLUMNS, (statistics.median(memory), statistics.fmean(memory), statistics.fmean(told), statistics.median(speed), statistics.fmean(speed),
-                              statistics.fmean(order), statistics.fmean(regret), max(regret))), runs=len(speed))
+    found = (statistics.median(memory), statistics.fmean(memory), statistics.fmean(told), statistics.median(speed),
+             statistics.fmean(speed), statistics.fmean(order), statistics.fmean(regret), max(regret))
+    return dict(zip(COLUMNS, found), runs=len(speed))
 
 
 def correlation(a, b):
     """Spearman's: of the ranks, ties sharing theirs."""
-    ranks = [[statistics.fmean([i for i, other in enumerate(sorted(values)) if other == value]) for value in values] for values in (a, b)]
+    ranks = [[statistics.fmean([i for i, other in enumerate(sorted(values)) if other == value]) for value in values]
+             for values in (a, b)]
     return statistics.correlation(*ranks)
 
 
