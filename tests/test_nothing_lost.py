@@ -35,10 +35,11 @@ def refused(pool, step, argv, job=main_job, world=1, status=2, **more):
 
 # ------------------------------------------------------------------------------------- flags
 @pytest.mark.parametrize("flags, message", [
-    ("--weight_decay nan", "--weight_decay nan: must be a number below 100,000,000"), ("--lr inf", "--lr inf: must be"), ("--grad_clip nan", "nan"),
-    ("--lr=-inf", "--lr -inf"), ("--global_batch_size 1000000007", "--global_batch_size 1000000007: must be a number below"),
-    ("--global_batch_size 99999989", "micro_batch_size could be 1"), ("--steps 1000000000000", "--steps 1000000000000"), ("--save ", "--save is empty"),
-    ("--init_from ", "--init_from is empty"), ("--model ", "--model is empty")])
+    ("--weight_decay nan", "--weight_decay nan: must be a number below 100,000,000"), ("--lr inf", "--lr inf: must be"),
+    ("--grad_clip nan", "nan"), ("--lr=-inf", "--lr -inf"),
+    ("--global_batch_size 1000000007", "--global_batch_size 1000000007: must be a number below"),
+    ("--global_batch_size 99999989", "micro_batch_size could be 1"), ("--steps 1000000000000", "--steps 1000000000000"),
+    ("--save ", "--save is empty"), ("--init_from ", "--init_from is empty"), ("--model ", "--model is empty")])
 def test_flags_that_are_no_numbers_or_empty(pool, flags, message):
     assert message in refused(pool, ONE, flags.split(" "), check_job, world_size=1)
 
@@ -49,31 +50,36 @@ def test_a_bucket_that_is_no_size(pool, flags):
 
 
 # ------------------------------------------------------------------------------------- config.json
-WRONG = [dict(vocab_size="257"), dict(vocab_size=1.5), dict(vocab_size=True), dict(vocab_size=10**20), dict(hidden_size=None), dict(hidden_size=0),
-         dict(hidden_size=-64), dict(intermediate_size=[]), dict(num_hidden_layers=0), dict(num_hidden_layers="3"), dict(num_attention_heads=0),
-         dict(num_attention_heads=0, head_dim=None), dict(num_attention_heads="8", head_dim=None), dict(num_key_value_heads=-2), dict(head_dim=7),
-         dict(head_dim=1), dict(head_dim=-8), dict(head_dim="8"), dict(rms_norm_eps=None), dict(rms_norm_eps="1e-5"), dict(rms_norm_eps=0),
-         dict(rope_theta=None), dict(rope_theta="1"), dict(rope_theta=float("nan")), dict(rope_theta=-1), dict(rope_scaling="llama3"),
-         dict(rope_scaling=["llama3"]), dict(rope_scaling=dict(rope_type="llama3")), dict(rope_scaling={**LLAMA3, "factor": "8"}),
-         dict(rope_scaling={**LLAMA3, "factor": None}), dict(rope_parameters=3), dict(initializer_range=float("inf")), dict(max_position_embeddings=0),
-         dict(model_type=["llama"]), dict(model_type=None)]
+WRONG = [dict(vocab_size="257"), dict(vocab_size=1.5), dict(vocab_size=True), dict(vocab_size=10**20), dict(hidden_size=None),
+         dict(hidden_size=0), dict(hidden_size=-64), dict(intermediate_size=[]), dict(num_hidden_layers=0),
+         dict(num_hidden_layers="3"), dict(num_attention_heads=0), dict(num_attention_heads=0, head_dim=None),
+         dict(num_attention_heads="8", head_dim=None), dict(num_key_value_heads=-2), dict(head_dim=7), dict(head_dim=1),
+         dict(head_dim=-8), dict(head_dim="8"), dict(rms_norm_eps=None), dict(rms_norm_eps="1e-5"), dict(rms_norm_eps=0),
+         dict(rope_theta=None), dict(rope_theta="1"), dict(rope_theta=float("nan")), dict(rope_theta=-1),
+         dict(rope_scaling="llama3"), dict(rope_scaling=["llama3"]), dict(rope_scaling=dict(rope_type="llama3")),
+         dict(rope_scaling={**LLAMA3, "factor": "8"}), dict(rope_scaling={**LLAMA3, "factor": None}), dict(rope_parameters=3),
+         dict(initializer_range=float("inf")), dict(max_position_embeddings=0), dict(model_type=["llama"]), dict(model_type=None)]
 
 
 @pytest.mark.parametrize("step", [ONE, LAST])
 def test_a_config_that_is_none(pool, tmp_path, step):
     for i, changes in enumerate(WRONG):
         write_config(tmp_path / str(i), **changes)
-        assert f"--model {tmp_path / str(i)}: " in refused(pool, step, f"--model {tmp_path / str(i)}", check_job, world_size=1), changes
+        said = refused(pool, step, f"--model {tmp_path / str(i)}", check_job, world_size=1)
+        assert f"--model {tmp_path / str(i)}: " in said, changes
     for text in ("[]", "null", "3", '"x"', "{", "", "\0"):
         (tmp_path / "0" / "config.json").write_text(text)
         assert "not a config.json" in refused(pool, step, f"--model {tmp_path / '0'}", check_job, world_size=1), text
-    for fine in (dict(), dict(num_key_value_heads=None), dict(head_dim=None), dict(rope_theta=3580165449.0), dict(rope_scaling=LLAMA3)):
+    for fine in (dict(), dict(num_key_value_heads=None), dict(head_dim=None), dict(rope_theta=3580165449.0),
+                 dict(rope_scaling=LLAMA3)):
         pool.call(check_job, step, argv=["--model", str(write_config(tmp_path / "0", **fine))], world_size=1)
 
 
 @pytest.mark.parametrize("step", STEPS[6:])
-@pytest.mark.parametrize("experts", [dict(), dict(num_local_experts=0, num_experts_per_tok=2), dict(num_local_experts=None, num_experts_per_tok=2),
-                                     dict(num_local_experts=8), dict(num_local_experts=8, num_experts_per_tok=0), dict(num_local_experts=8, num_experts_per_tok="2")])
+@pytest.mark.parametrize("experts", [
+    dict(), dict(num_local_experts=0, num_experts_per_tok=2), dict(num_local_experts=None, num_experts_per_tok=2),
+    dict(num_local_experts=8), dict(num_local_experts=8, num_experts_per_tok=0),
+    dict(num_local_experts=8, num_experts_per_tok="2")])
 def test_a_mixtral_without_experts_does_not_become_dense(pool, tmp_path, step, experts):
     folder = write_config(tmp_path, model_type="mixtral", **experts)
     assert "experts" in refused(pool, step, f"--model {folder}", check_job, world_size=1)
@@ -86,8 +92,8 @@ def text_cases(folder):
     (folder / "empty.txt").touch()
     (folder / "damaged.parquet").write_text("PAR1 but nothing more")
     (folder / "strange.xyz").write_text("text")
-    return {"numbers.jsonl": "not every document has a text", "nulls.jsonl": "not every document has a text", "empty.txt": "", "damaged.parquet": "no text, json or parquet",
-            "strange.xyz": "no text, json or parquet file"}
+    return {"numbers.jsonl": "not every document has a text", "nulls.jsonl": "not every document has a text", "empty.txt": "",
+            "damaged.parquet": "no text, json or parquet", "strange.xyz": "no text, json or parquet file"}
 
 
 def test_texts_that_are_there_are_not_said_to_be_missing(pool, tmp_path, tokenizer):  # noqa: F811
@@ -128,7 +134,8 @@ def asked_job(argv):
 
 def test_a_tokenizers_own_code_is_not_run(pool, tmp_path):
     (tmp_path / "text.txt").write_text("text")
-    assert pool.call(asked_job, ONE, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", "x"])[0] == dict(trust_remote_code=False)
+    asked = pool.call(asked_job, ONE, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", "x"])
+    assert asked[0] == dict(trust_remote_code=False)
 
 
 @pytest.mark.parametrize("step", STEPS[4:])
@@ -182,7 +189,8 @@ def test_weights_that_are_not_finite_are_not_saved(pool, tmp_path, step):
 
 def test_weights_that_are_not_finite_are_no_checkpoint(pool, tmp_path):
     line = refused(pool, LAST, f"{TINY} --steps 1 --checkpoint {tmp_path}", weights_that_are_none_job, world=2, status=3)
-    assert "some weights are not finite any more" in line and not [name for name in os.listdir(tmp_path) if not name.endswith(".tmp")]
+    assert "some weights are not finite any more" in line
+    assert not [name for name in os.listdir(tmp_path) if not name.endswith(".tmp")]
 
 
 class Killed(BaseException):
@@ -205,7 +213,8 @@ def killed_while_saving_job(old, new, folder, at):
             return function(*arguments, **named)
         return call
     try:
-        with patch.multiple(os, **{name: counted(getattr(os, name)) for name in names}), patch("shutil.rmtree", counted(shutil.rmtree)):
+        counting = {name: counted(getattr(os, name)) for name in names}
+        with patch.multiple(os, **counting), patch("shutil.rmtree", counted(shutil.rmtree)):
             with patch("checkpoint.SHARD_BYTES", 200_000 if at % 2 else 10**9):
                 train.main(["--steps", "0", "--init_from", new, "--save", folder])
         ended = True
@@ -224,7 +233,8 @@ def test_killed_at_any_moment_of_a_save_one_model_is_whole(pool, tmp_path):
     while not ended:
         folder = shutil.copytree(tmp_path / "1", tmp_path / f"killed {at}")
         (folder / "mine.txt").write_text("precious")
-        ended, read = pool.call(killed_while_saving_job, ONE, old=str(tmp_path / "1"), new=str(tmp_path / "2"), folder=str(folder), at=at)[0]
+        folders = dict(old=str(tmp_path / "1"), new=str(tmp_path / "2"), folder=str(folder))
+        ended, read = pool.call(killed_while_saving_job, ONE, **folders, at=at)[0]
         which = [seed for seed, weights in models.items() if all(torch.equal(weights[name], read[name]) for name in weights)]
         assert len(which) == 1, f"at {at}: neither the old model nor the new one"
         seen |= set(which)
@@ -341,8 +351,9 @@ def started_job(argv, **environment):
         main_job(argv)
 
 
-@pytest.mark.parametrize("environment", [dict(WORLD_SIZE="2", RANK=""), dict(WORLD_SIZE="2", RANK="2"), dict(WORLD_SIZE="2", RANK="x"),
-                                         dict(WORLD_SIZE="many"), dict(WORLD_SIZE="2", MASTER_ADDR=""), dict(WORLD_SIZE="", RANK="1")])
+@pytest.mark.parametrize("environment", [
+    dict(WORLD_SIZE="2", RANK=""), dict(WORLD_SIZE="2", RANK="2"), dict(WORLD_SIZE="2", RANK="x"), dict(WORLD_SIZE="many"),
+    dict(WORLD_SIZE="2", MASTER_ADDR=""), dict(WORLD_SIZE="", RANK="1")])
 @pytest.mark.parametrize("step", STEPS[1::6])
 def test_started_halfway_it_does_not_wait(pool, step, environment):
     assert "torchrun sets" in refused(pool, step, TINY, started_job, **environment)
@@ -355,7 +366,8 @@ def listening_job(argv):
     make = train.Optimizer
 
     def looked(*arguments):
-        inodes = {os.readlink(link)[8:-1] for link in Path("/proc/self/fd").iterdir() if os.path.islink(link) and os.readlink(link).startswith("socket:")}
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.islink(link)]
+        inodes = {link[8:-1] for link in links if link.startswith("socket:")}
         for name in ("tcp", "tcp6"):
             for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
                 fields = line.split()
@@ -435,22 +447,26 @@ def test_two_runs_do_not_share_a_directory(pool, tmp_path):
     assert os.listdir(tmp_path) == ["step_00000004"]
 
 
-OTHER = {"--seq_len 32": "seq_len 16, this one has 32", "--global_batch_size 8": "global_batch_size 4, this one has 8", "--dataset {tokens}": "data 466195 tokens",
-         "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps", "--model {heads}": "num_attention_heads 8, this one has 4"}
+OTHER = {"--seq_len 32": "seq_len 16, this one has 32", "--global_batch_size 8": "global_batch_size 4, this one has 8",
+         "--dataset {tokens}": "data 466195 tokens", "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps",
+         "--model {heads}": "num_attention_heads 8, this one has 4"}
 
 
 def test_another_run_is_not_gone_on_with(pool, copy, tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(466195) % 256)
-    tiny = dict(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
-                rms_norm_eps=1e-5, rope_theta=500000.0)
-    changed = dict(rope=dict(rope_theta=10000.0), eps=dict(rms_norm_eps=1e-6), heads=dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16))
-    names = {name: write_config(tmp_path / name, **{**tiny, **change}) for name, change in changed.items()} | {"tokens": tmp_path / "tokens.npy"}
+    tiny = dict(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=8, num_attention_heads=8,
+                num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-5, rope_theta=500000.0)
+    changed = dict(rope=dict(rope_theta=10000.0), eps=dict(rms_norm_eps=1e-6),
+                   heads=dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16))
+    names = {name: write_config(tmp_path / name, **{**tiny, **change}) for name, change in changed.items()}
+    names["tokens"] = tmp_path / "tokens.npy"
     for flags, message in OTHER.items():
         with pytest.raises(Refused) as other:
             pool.call(main_job, LAST, argv=goes_on(copy, flags.format(**names)).split())
         assert message in str(other.value), other.value
-    pool.call(main_job, LAST, world=2, argv=goes_on(copy, f"--model {write_config(tmp_path / 'same', **tiny)} --lr 1e-4 --seed 3 --tp 2 --dtype float64 "
-                                                          "--recompute full --weight_decay 0").split())
+    same = write_config(tmp_path / "same", **tiny)
+    more = f"--model {same} --lr 1e-4 --seed 3 --tp 2 --dtype float64 --recompute full --weight_decay 0"
+    pool.call(main_job, LAST, world=2, argv=goes_on(copy, more).split())
 
 
 def damages(folder):
@@ -471,9 +487,11 @@ def damages(folder):
         text = json.loads(index.read_text())
         text["boxes"]["model.norm.weight"] = [["../../x.safetensors", [0]]]
         index.write_text(json.dumps(text))
-    return {"index gone": (index.unlink, "index.json"), "index empty": (lambda: index.write_text(""), "index.json"), "index no object": (lambda: index.write_text("[]"), "index.json"),
-            "index cut": (lambda: os.truncate(index, 1000), "index.json"), "file gone": (data.unlink, "rank_00001"), "file cut": (lambda: os.truncate(data, 1000), ""),
-            "garbage": (lambda: data.write_bytes(b"x" * 5000), ""), "zeroed": (zeroed, "rank_00001.safetensors is not as it was written"),
+    return {"index gone": (index.unlink, "index.json"), "index empty": (lambda: index.write_text(""), "index.json"),
+            "index no object": (lambda: index.write_text("[]"), "index.json"),
+            "index cut": (lambda: os.truncate(index, 1000), "index.json"), "file gone": (data.unlink, "rank_00001"),
+            "file cut": (lambda: os.truncate(data, 1000), ""), "garbage": (lambda: data.write_bytes(b"x" * 5000), ""),
+            "zeroed": (zeroed, "rank_00001.safetensors is not as it was written"),
             "uncovered": (uncovered, "the boxes do not cover model.norm.weight"), "elsewhere": (elsewhere, "x.safetensors")}
 
 
@@ -485,7 +503,8 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one(pool, copy, what, world
     with pytest.raises(Refused) as damaged:
         pool.call(main_job, LAST, world=world, argv=goes_on(copy).split())
     line = str(damaged.value).splitlines()[-1]
-    assert "step_00000004 is damaged" in line and message in line and "--resume step_00000002 takes an older one, which is whole" in line, line
+    assert "step_00000004 is damaged" in line and message in line, line
+    assert "--resume step_00000002 takes an older one, which is whole" in line, line
     if what == "zeroed":
         trained = pool.train(LAST, goes_on(copy, "step_00000002"), world=world)
         assert [line["step"] for line in trained.lines] == [2, 3, 4, 5]
@@ -519,7 +538,8 @@ def told_job(argv, number):
 def two_backwards_job():
     import loss
     torch.manual_seed(0)
-    head, hidden, targets = loss.LMHead(8, 20).double(), torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randint(0, 20, (6,))
+    head, hidden = loss.LMHead(8, 20).double(), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 20, (6,))
     value = head(hidden, targets)
     first = torch.autograd.grad(value, [hidden, head.weight], torch.tensor(2.0), retain_graph=True)
     kept = [gradient.clone() for gradient in first]
