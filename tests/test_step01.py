@@ -60,7 +60,8 @@ def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert abs(lines[0]["loss"] - math.log(256)) < 0.4 and lines[-1]["loss"] < 2.6
     assert sum("tokens/s" in line for line in done.stdout.splitlines()) == len(lines)
-    assert set(lines[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_gib"}
+    assert set(lines[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device", "mfu",
+                             "peak_memory_gib"}
     assert [line["step"] for line in lines] == list(range(len(lines)))
     assert lines[-1]["tokens"] == len(lines) * 16 * 128
     model = huggingface.load(out, torch.float32, exact=False)
@@ -72,13 +73,15 @@ def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
 @slow
 def test_copied_alone_it_runs(tmp_path):
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([sys.executable, "alone/train.py", "--steps", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "alone/train.py", "--steps", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
 
 
 # ------------------------------------------------------------------------------------- against transformers
-@pytest.mark.parametrize("recompute, micro_batch, exact, tolerance", [("selective", 4, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
-    ("none", 2, True, 1e-9), ("full", 1, True, 1e-9), ("none", 2, False, 1e-5)])])
+@pytest.mark.parametrize("recompute, micro_batch, exact, tolerance", [
+    ("selective", 4, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
+        ("none", 2, True, 1e-9), ("full", 1, True, 1e-9), ("none", 2, False, 1e-5)])])
 def test_trains_as_transformers(pool, small, tokens, initial, exact, tolerance, recompute, micro_batch):
     flags = f"{BATCH} --micro_batch_size {micro_batch} --recompute {recompute} --dtype float64 --steps 4 --grad_clip 0.5"
     run = pool.train(STEP, f"--model {small} --dataset {tokens} --init_from {initial} {flags}")
@@ -90,8 +93,9 @@ def test_trains_as_transformers(pool, small, tokens, initial, exact, tolerance, 
     assert_same_tensors(run.weights, weights, tolerance if exact else 1e-4)
 
 
-@pytest.mark.parametrize("rope", [dict(rope_theta=5e5), dict(rope_scaling=LLAMA3), dict(rope_parameters=dict(rope_theta=2e4, rope_type="default")),
-                                  dict(rope_parameters=dict(rope_theta=5e5, **LLAMA3))])
+@pytest.mark.parametrize("rope", [
+    dict(rope_theta=5e5), dict(rope_scaling=LLAMA3), dict(rope_parameters=dict(rope_theta=2e4, rope_type="default")),
+    dict(rope_parameters=dict(rope_theta=5e5, **LLAMA3))])
 def test_logits_and_first_gradients_of_every_kind_of_config(pool, tokens, tmp_path, rope):
     config = write_config(tmp_path / "model", num_key_value_heads=4, **rope)
     base = f"--model {config} --dataset {tokens} {BATCH} --seq_len 96 --dtype float64"
@@ -133,7 +137,8 @@ def test_bfloat16_follows_float32(pool):
 @slow
 def test_bfloat16_small_updates_are_not_lost(pool):
     """Updates of 1e-5 vanish in bfloat16 weights near 0.1; the float32 masters add them up."""
-    flags = "--steps 40 --lr 1e-5 --lr_schedule constant --warmup 0 --grad_clip 0 --seq_len 32 --global_batch_size 2 --weight_decay 0"
+    flags = ("--steps 40 --lr 1e-5 --lr_schedule constant --warmup 0 --grad_clip 0 --seq_len 32 --global_batch_size 2 "
+             "--weight_decay 0")
     moved = {dtype: pool.train(STEP, f"{flags} --dtype {dtype}") for dtype in ("float32", "bfloat16")}
     start = {dtype: pool.train(STEP, f"{flags} --steps 0 --dtype {dtype}").weights for dtype in moved}
     change = {dtype: sum(distance(run.weights[name], start[dtype][name]) for name in start[dtype]) for dtype, run in moved.items()}
@@ -141,8 +146,8 @@ def test_bfloat16_small_updates_are_not_lost(pool):
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(pool):
-    runs = [pool.train(STEP, f"--dtype float64 --steps 1 --grad_clip 0 --global_batch_size 8 --micro_batch_size {8 // n} --seq_len 32", optimizer="sgd")
-            for n in (1, 2, 4, 8)]
+    base = "--dtype float64 --steps 1 --grad_clip 0 --global_batch_size 8 --seq_len 32"
+    runs = [pool.train(STEP, f"{base} --micro_batch_size {8 // n}", optimizer="sgd") for n in (1, 2, 4, 8)]
     for run in runs[1:]:
         assert_same_run(run, runs[0], 1e-12)
 
@@ -182,7 +187,8 @@ def test_clipping_off(pool):
 @slow
 def test_compile_changes_nothing(pool, tmp_path, tokens):
     config = write_config(tmp_path / "one", num_hidden_layers=1)
-    flags = f"--model {config} --dataset {tokens} --steps 2 --seq_len 32 --global_batch_size 2 --micro_batch_size 1 --recompute selective"
+    flags = (f"--model {config} --dataset {tokens} --steps 2 --seq_len 32 --global_batch_size 2 --micro_batch_size 1 "
+             "--recompute selective")
     assert_same_run(pool.train(STEP, flags + " --compile", timeout=300), pool.train(STEP, flags), 1e-4, weights=False)
 
 
@@ -255,7 +261,8 @@ def state_bytes_job(dtype):
                 masters=sum(size for at, size in masters.items() if at not in params), count=sum(p.numel() for p in opt.params))
 
 
-@pytest.mark.parametrize("dtype, weights, gradients, masters, adam", [("float32", 4, 4, 0, 8), ("bfloat16", 2, 4, 4, 8), ("float64", 8, 8, 0, 16)])
+@pytest.mark.parametrize("dtype, weights, gradients, masters, adam", [
+    ("float32", 4, 4, 0, 8), ("bfloat16", 2, 4, 4, 8), ("float64", 8, 8, 0, 16)])
 def test_bytes_that_persist(pool, dtype, weights, gradients, masters, adam):
     measured = pool.call(state_bytes_job, STEP, dtype=dtype)[0]
     P = measured["count"]
@@ -375,7 +382,8 @@ def test_texts_are_tokenized_once_and_parted_by_the_end_token(pool, tmp_path, to
     if ending == "txt":
         path.write_text("\n".join(DOCUMENTS))
     else:
-        getattr(datasets.Dataset.from_dict({"id": [1, 2, 3], "text": DOCUMENTS}), {"jsonl": "to_json", "parquet": "to_parquet"}[ending])(path)
+        write = {"jsonl": "to_json", "parquet": "to_parquet"}[ending]
+        getattr(datasets.Dataset.from_dict({"id": [1, 2, 3], "text": DOCUMENTS}), write)(path)
     argv = ["--dataset", str(path), "--tokenizer", str(tokenizer), "--seq_len", "4", "--global_batch_size", "4"]
     jobs = pool.call(tokenize_twice_job, STEP, argv=argv, cache=str(tmp_path / "cache"))[0]
     assert jobs == (IDS, IDS, 1)
@@ -452,7 +460,8 @@ def test_a_checkpoint_of_transformers_is_loaded_tied_ones_untied_with_a_notice(p
 
 def test_saved_config_means_the_same_to_transformers(pool, small, initial):
     theirs = huggingface.load(initial, torch.float64).config
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"):
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "rms_norm_eps"):
         assert getattr(theirs, key) == SMALL[key]
     assert {key: theirs.rope_parameters[key] for key in LLAMA3} == LLAMA3 and theirs.rope_parameters["rope_theta"] == 10000.0
 
@@ -504,7 +513,8 @@ def bad_inputs(folder):
         "--lr -1": "--lr -1.0: must not be negative",
         "--seq_len 0": "--seq_len 0: must be at least 1",
         "--micro_batch_size 0": "--micro_batch_size 0: must be at least 1",
-        "--global_batch_size 12 --micro_batch_size 5": "12 is not a multiple of micro_batch_size 5; micro_batch_size could be 1, 2, 3, 4, 6, 12",
+        "--global_batch_size 12 --micro_batch_size 5":
+            "12 is not a multiple of micro_batch_size 5; micro_batch_size could be 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "(LocalEntryNotFoundError); the presets are tiny, llama-1b",
         f"--model {folder}/empty": "no config.json there",
         f"--model {folder}/gpt2": "model_type 'gpt2'",
@@ -543,7 +553,8 @@ def test_bad_input_is_refused_in_one_line(pool, tmp_path):
 def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer):
     shutil.copytree(tokenizer, tmp_path / "endless")
     settings = json.loads((tmp_path / "endless" / "tokenizer_config.json").read_text())
-    (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in settings.items() if key != "eos_token"}))
+    without = {key: value for key, value in settings.items() if key != "eos_token"}
+    (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps(without))
     (tmp_path / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text("a b c")
     with pytest.raises(Refused, match="it has no end-of-text token"):
@@ -571,5 +582,6 @@ def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path, small, initial
 def test_exit_status_from_the_shell_is_2(tmp_path):
     done = subprocess.run([sys.executable, step_dir(STEP) / "train.py", "--micro_batch_size", "3"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
-    done = subprocess.run([sys.executable, step_dir(STEP) / "train.py"], capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "2"})
+    environment = {**os.environ, "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, step_dir(STEP) / "train.py"], capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and "world size 2" in done.stderr

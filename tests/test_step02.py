@@ -25,8 +25,9 @@ def test_layout(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [layouts.Layout(STEP, dp, "dense-3", "adamw", f"--dtype float64 --recompute none --micro_batch_size 1 --dp_mode {mode}")
-                                    for dp in (6, 8) for mode in MODES], ids=str)
+@pytest.mark.parametrize("layout", [
+    layouts.Layout(STEP, dp, "dense-3", "adamw", f"--dtype float64 --recompute none --micro_batch_size 1 --dp_mode {mode}")
+    for dp in (6, 8) for mode in MODES], ids=str)
 def test_more_ranks(pool, layout):
     check(pool, layout)
 
@@ -113,7 +114,8 @@ def test_sends_are_hidden_behind_backward(pool, flags, mode):
     (2, "--dp 4", "dp(4) != world size (2)"),
     (1, "--dp 2", "dp(2) != world size (1)"),
     (3, "--global_batch_size 16", "global_batch_size 16 is not a multiple of dp(3); it could be 15 or 18"),
-    (2, "--global_batch_size 12 --micro_batch_size 4", "12 / dp(2) = 6 is not a multiple of micro_batch_size 4; micro_batch_size could be 1, 2, 3, 6"),
+    (2, "--global_batch_size 12 --micro_batch_size 4",
+     "12 / dp(2) = 6 is not a multiple of micro_batch_size 4; micro_batch_size could be 1, 2, 3, 6"),
     (2, "--bucket_mb 0", "--bucket_mb 0.0: must be positive"),
     (2, "--dp_mode ring", "invalid choice: 'ring'")])
 def test_bad_layouts_are_refused(pool, world, more, message):
@@ -127,7 +129,8 @@ def test_rank_0_alone_says_so_and_all_end(pool, more, message):
 
 @slow
 def test_torchrun_ends_at_once_on_bad_input():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--micro_batch_size", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py",
+               "--micro_batch_size", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and done.stderr.count("error: global_batch_size") == 1 and "train.py\", line" not in done.stderr
     assert "exitcode  : 2" in done.stderr
@@ -157,8 +160,10 @@ def test_a_time_out_names_the_rank_and_the_operation(pool):
 
 @slow
 def test_a_killed_rank_takes_the_run_down():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py", "--steps", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py",
+               "--steps", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         while " 3/100000" not in process.stdout.readline():
             assert process.poll() is None

@@ -16,14 +16,16 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(3),
     # slices of three on six ranks
-    pytest.param(Layout(STEP, 6, "dense-2", "adamw", f"{EXACT} --micro_batch_size 2 --zero 3 --zero_shard 3"), id="six ranks", marks=slow)])
+    pytest.param(Layout(STEP, 6, "dense-2", "adamw", f"{EXACT} --micro_batch_size 2 --zero 3 --zero_shard 3"),
+                 id="six ranks", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [Layout(STEP, dp, "dense-3", "adamw", f"{EXACT} --micro_batch_size 1 --zero {stage} --zero_shard {shard}")
-                                    for dp, shard in [(6, 6), (6, 2), (8, 8), (8, 2), (8, 4)] for stage in (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("layout", [
+    Layout(STEP, dp, "dense-3", "adamw", f"{EXACT} --micro_batch_size 1 --zero {stage} --zero_shard {shard}")
+    for dp, shard in [(6, 6), (6, 2), (8, 8), (8, 2), (8, 4)] for stage in (1, 2, 3)], ids=str)
 def test_more_ranks(pool, layout):
     check(pool, layout)
 
@@ -78,7 +80,9 @@ def unit_sizes():
 
 @pytest.mark.parametrize("dtype, weight, master, adam, stage, dp, shard", [
     ("bfloat16", 2, 4, 8, 3, 3, 3), ("float32", 4, 0, 8, 1, 3, 3),
-    *(pytest.param(*case, marks=slow) for case in [("float32", 4, 0, 8, 2, 3, 3), ("float32", 4, 0, 8, 3, 4, 2), ("bfloat16", 2, 4, 8, 1, 4, 2), ("bfloat16", 2, 4, 8, 2, 4, 2)])])
+    *(pytest.param(*case, marks=slow) for case in [
+        ("float32", 4, 0, 8, 2, 3, 3), ("float32", 4, 0, 8, 3, 4, 2), ("bfloat16", 2, 4, 8, 1, 4, 2),
+        ("bfloat16", 2, 4, 8, 2, 4, 2)])])
 def test_bytes_that_persist(pool, flags, dtype, weight, master, adam, stage, dp, shard):
     argv = f"{flags} --micro_batch_size 2 --steps 2 --dtype {dtype} --zero {stage} --zero_shard {shard}".split()
     per_rank = pool.call(persistent_job, STEP, world=dp, argv=argv)

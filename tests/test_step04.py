@@ -29,9 +29,10 @@ def test_layout(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [few_heads(8, shape, f"--tp {tp} --sp {sp} --micro_batch_size {3 * tp} --zero {zero}") for shape, tp in [
-    ("dense-2-kv1", 2), ("dense-2-kv1", 4), ("dense-2-kv2", 4), ("dense-2-kv2", 8), ("dense-2", 8), ("dense-2-kv8", 4)] for sp in ("on", "off")
-    for zero in (0, 3) if tp < 8 or zero == 0], ids=str)
+@pytest.mark.parametrize("layout", [
+    few_heads(8, shape, f"--tp {tp} --sp {sp} --micro_batch_size {3 * tp} --zero {zero}") for shape, tp in [
+        ("dense-2-kv1", 2), ("dense-2-kv1", 4), ("dense-2-kv2", 4), ("dense-2-kv2", 8), ("dense-2", 8), ("dense-2-kv8", 4)]
+    for sp in ("on", "off") for zero in (0, 3) if tp < 8 or zero == 0], ids=str)
 def test_more_ranks(pool, layout):
     check(pool, layout)
 
@@ -49,7 +50,8 @@ def flags(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", [("--sp on", 1), pytest.param("--sp off", 1, marks=pytest.mark.sweep), ("--recompute full", 4), ("--recompute selective", 4)])
+@pytest.mark.parametrize("more, graphs", [
+    ("--sp on", 1), pytest.param("--sp off", 1, marks=pytest.mark.sweep), ("--recompute full", 4), ("--recompute selective", 4)])
 def test_compile(pool, flags, more, graphs):
     """With recomputation, too, the pieces of a layer are compiled, and not only the loss."""
     base = f"{flags} --steps 3 --micro_batch_size 12"
@@ -158,7 +160,8 @@ def test_what_a_layer_keeps_with_selective_recomputation(pool, tmp_path, world, 
     tokens, tp = 24 * 16, world
     interior = tokens // tp * (2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM + HEADS + 2 * MLP)
     outside = tokens // (tp if "off" not in more else 1) * (3 if tp == 1 else 1) * HIDDEN
-    assert kept_by_a_layer(pool, tmp_path, STEP, world, f"{more} --recompute selective") == pytest.approx(interior + outside, rel=1e-3)
+    kept = kept_by_a_layer(pool, tmp_path, STEP, world, f"{more} --recompute selective")
+    assert kept == pytest.approx(interior + outside, rel=1e-3)
 
 
 @slow
