@@ -29,8 +29,9 @@ def test_layout(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [Layout(STEP, 8, "dense-2", "adamw", f"{EXACT} --micro_batch_size 24 --cp 8 --cp_mode {mode}") for mode in MODES]
-                                   + [Layout(STEP, 8, "dense-2", "adamw", f"{EXACT} --cp 4 --tp 2 --sp on --zero 3 --cp_mode {mode}") for mode in MODES], ids=str)
+@pytest.mark.parametrize("layout", [
+    Layout(STEP, 8, "dense-2", "adamw", f"{EXACT} {more} --cp_mode {mode}")
+    for more in ("--micro_batch_size 24 --cp 8", "--cp 4 --tp 2 --sp on --zero 3") for mode in MODES], ids=str)
 def test_more_ranks(pool, layout):
     check(pool, layout)
 
@@ -48,7 +49,8 @@ def flags(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", [("--cp_mode zigzag", 1), pytest.param("--cp_mode ulysses", 1, marks=pytest.mark.sweep), ("--recompute full", 3)])
+@pytest.mark.parametrize("more, graphs", [
+    ("--cp_mode zigzag", 1), pytest.param("--cp_mode ulysses", 1, marks=pytest.mark.sweep), ("--recompute full", 3)])
 def test_compile(pool, flags, more, graphs):
     base = f"{flags} --steps 3 --micro_batch_size 12"
     trained = pool.train(STEP, f"{base} --cp 2 --compile {more}", world=2, timeout=200, job=compiled_job)
@@ -60,7 +62,8 @@ def test_compile(pool, flags, more, graphs):
 @slow
 def test_blocks_are_attention(pool):
     """4,096 tokens on 8 ranks. In bfloat16 the blocks are added up in float32: no worse than the kernel on the whole."""
-    per_rank = pool.call(attention_job, STEP, world=8, timeout=200, modes=MODES, seq_len=4096, dtypes=["float64", "float32", "bfloat16"])
+    per_rank = pool.call(attention_job, STEP, world=8, timeout=200, modes=MODES, seq_len=4096,
+                         dtypes=["float64", "float32", "bfloat16"])
     worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
     for mode in MODES:
         assert max(worst[mode, "float64"]) < 1e-10, (mode, worst[mode, "float64"])
@@ -103,7 +106,8 @@ def test_who_computes_how_much(pool, flags, mode):
 
 # ------------------------------------------------------------------------------------- what is kept
 @pytest.mark.parametrize("mode, cp, tp, sp", [("zigzag", 2, 1, "on"), *(pytest.param(*case, marks=slow) for case in [
-    ("zigzag", 1, 1, "on"), ("ulysses", 4, 1, "on"), ("ulysses", 2, 2, "off"), ("ring", 2, 2, "off"), ("allgather", 4, 1, "on"), ("allgather", 2, 2, "on")])])
+    ("zigzag", 1, 1, "on"), ("ulysses", 4, 1, "on"), ("ulysses", 2, 2, "off"), ("ring", 2, 2, "off"), ("allgather", 4, 1, "on"),
+    ("allgather", 2, 2, "on")])])
 def test_what_a_layer_keeps(pool, tmp_path, mode, cp, tp, sp):
     """All that step 4 counts, divided by cp. With ulysses the input of o_proj is a tensor of its own, put together from what
     comes back; in the other modes it is the output that attention keeps anyway."""
@@ -135,12 +139,15 @@ def test_a_long_sequence(pool):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--cp 3", "seq_len 16 is not a multiple of 6, which cp(3) with --cp_mode zigzag and tp(1) with --sp on take; it could be 12 or 18"),
+    (2, "--cp 3",
+     "seq_len 16 is not a multiple of 6, which cp(3) with --cp_mode zigzag and tp(1) with --sp on take; it could be 12 or 18"),
     (2, "--cp 0", "--cp 0: must be at least 1"),
     (3, "--cp 2", "dp(1) x cp(2) x tp(1) != world size (3); cp x tp could be 1, 3, with --dp left out"),
     (8, "--cp 8 --tp 8 --cp_mode ring", "seq_len 16 is not a multiple of 64"),
-    (4, "--cp 4 --zero 3 --zero_shard 3", "4 ranks with other data are not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
-    (16, "--cp 16 --cp_mode ulysses", "num_attention_heads 8 / tp(1) = 8 is not a multiple of cp(16); with --cp_mode ulysses cp could be 1, 2, 4, 8"),
+    (4, "--cp 4 --zero 3 --zero_shard 3",
+     "4 ranks with other data are not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
+    (16, "--cp 16 --cp_mode ulysses",
+     "num_attention_heads 8 / tp(1) = 8 is not a multiple of cp(16); with --cp_mode ulysses cp could be 1, 2, 4, 8"),
     (2, "--cp 2 --cp_mode helix", "invalid choice: 'helix'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags} {more}", message)

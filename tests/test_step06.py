@@ -35,9 +35,12 @@ def test_layout(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [Layout(STEP, 8, "dense-9", "adamw", f"{EXACT} --micro_batch_size {size} --pp {pp} --schedule {schedule} {more}") for size, pp, schedule, more in [
-    (3, 8, "1f1b", ""), (3, 8, "afab", ""), (1, 4, "interleaved", "--zero 2"), (1, 4, "dualpipe", "--zero 3"), (2, 4, "zerobubble", "--tp 2 --sp on --recompute full"),
-    (2, 4, "dualpipe", "--cp 2 --cp_mode zigzag --zero 1"), (1, 2, "1f1b", "--dp_mode overlap"), (2, 2, "zerobubble", "--tp 2 --sp off --zero 1")]], ids=str)
+@pytest.mark.parametrize("layout", [
+    Layout(STEP, 8, "dense-9", "adamw", f"{EXACT} --micro_batch_size {size} --pp {pp} --schedule {schedule} {more}")
+    for size, pp, schedule, more in [
+        (3, 8, "1f1b", ""), (3, 8, "afab", ""), (1, 4, "interleaved", "--zero 2"), (1, 4, "dualpipe", "--zero 3"),
+        (2, 4, "zerobubble", "--tp 2 --sp on --recompute full"), (2, 4, "dualpipe", "--cp 2 --cp_mode zigzag --zero 1"),
+        (1, 2, "1f1b", "--dp_mode overlap"), (2, 2, "zerobubble", "--tp 2 --sp off --zero 1")]], ids=str)
 def test_more_ranks(pool, layout):
     check(pool, layout)
 
@@ -88,7 +91,8 @@ def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
     base = f"{flags[5]} --micro_batch_size 3 --dtype float64"
     pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
     one = pool.train(BASELINE, f"{base} --init_from {tmp_path}")
-    assert_same_run(pool.train(STEP, f"{base} --init_from {tmp_path} --pp 2 --tp 2 --schedule dualpipe --zero 3", world=8), one, 1e-9)
+    trained = pool.train(STEP, f"{base} --init_from {tmp_path} --pp 2 --tp 2 --schedule dualpipe --zero 3", world=8)
+    assert_same_run(trained, one, 1e-9)
 
 
 # ------------------------------------------------------------------------------------- the lists
@@ -149,7 +153,8 @@ def test_a_list_that_waits_for_itself_is_seen(schedules):
         schedules.simulate(lists)
 
 
-@pytest.mark.parametrize("F, I, W", [(5, 4, 3), *(pytest.param(*case, marks=slow) for case in [(1, 1, 1), (7, 7, 2), (4, 4, 4), (2, 3, 5), (3, 5, 1)])])
+@pytest.mark.parametrize("F, I, W", [(5, 4, 3), *(pytest.param(*case, marks=slow) for case in [
+    (1, 1, 1), (7, 7, 2), (4, 4, 4), (2, 3, 5), (3, 5, 1)])])
 def test_bubbles(schedules, F, I, W):
     """F, I, W of a rank's whole share, but of one stage for dualpipe."""
     for name, p, m, v in every_case():
@@ -172,8 +177,10 @@ def test_activations_in_flight(schedules):
     for name, p, m, v in every_case():
         kept = [schedules.in_flight(actions) for actions in schedules.make(name, p, m, v)]
         round_size = -(-m // (m // p)) if m >= p else m
-        assert kept == {"afab": [m] * p, "1f1b": [min(m, p - r) for r in range(p)], "zerobubble": [min(m, p)] * p, "dualpipe": [2 * p + 1] * p,
-                        "interleaved": [min(m * v, 2 * (p - 1 - r) + (v - 1) * round_size + 1) for r in range(p)]}[name], (name, p, m, v)
+        expected = {"afab": [m] * p, "1f1b": [min(m, p - r) for r in range(p)], "zerobubble": [min(m, p)] * p,
+                    "dualpipe": [2 * p + 1] * p,
+                    "interleaved": [min(m * v, 2 * (p - 1 - r) + (v - 1) * round_size + 1) for r in range(p)]}
+        assert kept == expected[name], (name, p, m, v)
 
 
 def torch_lists(name, p, m):
@@ -195,9 +202,13 @@ def torch_lists(name, p, m):
             one = object.__new__(theirs.ScheduleGPipe if name == "afab" else theirs.Schedule1F1B)
             one._num_stages, one._n_microbatches, one._stage = p, m, SimpleNamespace(stage_index=rank)
             one._stage_index, one.rank = rank, rank
-        actions = one._calculate_single_rank_operations(rank) if name in ("interleaved", "dualpipe") else one._get_pipeline_order()[rank]
+        if name in ("interleaved", "dualpipe"):
+            actions = one._calculate_single_rank_operations(rank)
+        else:
+            actions = one._get_pipeline_order()[rank]
         flat = [sub for action in actions if action for sub in (getattr(action, "sub_actions", None) or [action])]
-        lists.append([(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in flat if a.computation_type.name in kinds])
+        lists.append([(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in flat
+                      if a.computation_type.name in kinds])
     return lists
 
 
@@ -207,7 +218,8 @@ def test_lists_are_those_of_torch(schedules, name):
         for m in (2 * p, 3 * p, 4 * p):
             ours = [[tuple(action[:3]) for action in actions] for actions in schedules.make(name, p, m, 2)]
             theirs = torch_lists(name, p, m)
-            if name == "1f1b":                            # as torch 2.13 lists it, though not as it runs: the last rank's F one too high
+            # as torch 2.13 lists it, though not as it runs: the last rank's F one too high
+            if name == "1f1b":
                 theirs[-1] = [(kind, stage, i - (kind == "F" and theirs[-1][0][2])) for kind, stage, i in theirs[-1]]
             assert ours == theirs, (name, p, m)
 
@@ -240,8 +252,9 @@ def watched_job(argv):
         seen["parameters"] = {param.untyped_storage()._cdata for param in self.model.parameters()}
         with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = step(self, micro_batches)
-        seen.update(ran=[tuple(event.action) for event in self.events], listed=[tuple(what) for kind, what, _ in self.program if kind == "compute"],
-                    flops=flops.get_total_flops(), left=len(self.queue) + len(self.kept) + len(self.delayed) + len(self.ready) + len(self.coming))
+        listed = [tuple(what) for kind, what, _ in self.program if kind == "compute"]
+        left = len(self.queue) + len(self.kept) + len(self.delayed) + len(self.ready) + len(self.coming)
+        seen.update(ran=[tuple(event.action) for event in self.events], listed=listed, flops=flops.get_total_flops(), left=left)
         return loss
 
     def made(model, *rest):
@@ -259,7 +272,8 @@ def watched_job(argv):
 @pytest.fixture(scope="module")
 def watched(pool, flags):
     """A model whose stages are equal, but for a tiny embedding and head: {schedule: what watched_job saw on 4 ranks}."""
-    return {schedule: pool.call(watched_job, STEP, world=4, argv=f"{flags[8]} --micro_batch_size 2 --steps 1 --pp 4 --schedule {schedule}".split())
+    base = f"{flags[8]} --micro_batch_size 2 --steps 1 --pp 4"
+    return {schedule: pool.call(watched_job, STEP, world=4, argv=f"{base} --schedule {schedule}".split())
             for schedule in SCHEDULES}
 
 
@@ -302,8 +316,11 @@ def test_zero_3_gathers_once_a_step(pool, flags):
 @pytest.mark.parametrize("world, more, message", [
     (2, "--pp 3", "pp(3) x dp(0) x cp(1) x tp(1) != world size (2); pp x cp x tp could be 1, 2, with --dp left out"),
     (8, "--pp 8", "num_hidden_layers 5 are fewer than pp(8) x stages_per_rank(1) = 8 stages; pp could be up to 5"),
-    (4, "--pp 4 --schedule interleaved", "num_hidden_layers 5 are fewer than pp(4) x stages_per_rank(2) = 8 stages; pp could be up to 2"),
-    (2, "--pp 2 --schedule dualpipe --micro_batch_size 8", "24 / dp(1) / micro_batch_size 8 = 3 micro-batches; --schedule dualpipe with pp(2) takes 4 or more: global_batch_size could be 32"),
+    (4, "--pp 4 --schedule interleaved",
+     "num_hidden_layers 5 are fewer than pp(4) x stages_per_rank(2) = 8 stages; pp could be up to 2"),
+    (2, "--pp 2 --schedule dualpipe --micro_batch_size 8",
+     "24 / dp(1) / micro_batch_size 8 = 3 micro-batches; --schedule dualpipe with pp(2) takes 4 or more: "
+     "global_batch_size could be 32"),
     (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved with pp(2) takes 2 or more"),
     (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b takes 1"),
     (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--schedule interleaved takes 2 or more"),
@@ -331,7 +348,9 @@ def test_profile_draws_what_ran(pool, flags, tmp_path):
 @slow
 def test_copied_alone_it_runs(tmp_path):
     shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py", "--steps", "2", "--pp", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py",
+               "--steps", "2", "--pp", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
     assert "deprecated" not in done.stderr and "Warning" not in done.stderr, done.stderr
