@@ -17,7 +17,8 @@ LAYOUTS = [                                               # of 8 ranks
     "--model tiny --dtype float32 --pp 4 --schedule interleaved --zero 2 --micro_batch_size 1",
     "--model tiny --dtype bfloat16 --tp 4 --cp 2 --recompute selective --micro_batch_size 16",
     "--model tiny --dtype float32 --cp 4 --tp 2 --sp off --cp_mode allgather --dp_mode naive --micro_batch_size 8",
-    "--model tiny --dtype bfloat16 --pp 2 --schedule dualpipe --cp 2 --cp_mode ulysses --zero 3 --zero_shard 2 --micro_batch_size 2",
+    ("--model tiny --dtype bfloat16 --pp 2 --schedule dualpipe --cp 2 --cp_mode ulysses --zero 3 --zero_shard 2 "
+     "--micro_batch_size 2"),
     "--model tiny-moe --dtype float32 --pp 2 --ep 4 --schedule zerobubble --micro_batch_size 1",
     "--model tiny-moe --dtype bfloat16 --ep 8 --zero 2 --balance aux --micro_batch_size 2",
     "--model tiny-moe --dtype bfloat16 --tp 2 --cp 2 --pp 2 --ep 2 --schedule afab --zero 1 --recompute full --micro_batch_size 8",
@@ -31,8 +32,8 @@ def storage_bytes(tensors):
 
 
 def plain(seen):
-    return SimpleNamespace(between=seen.between, peak=seen.peak, most=seen.most, place=seen.place, flops=seen.flops, calls=dict(seen.sent.calls),
-                           payload=dict(seen.sent.payload))
+    return SimpleNamespace(between=seen.between, peak=seen.peak, most=seen.most, place=seen.place, flops=seen.flops,
+                           calls=dict(seen.sent.calls), payload=dict(seen.sent.payload))
 
 
 def real_job(argv):
@@ -53,10 +54,12 @@ def real_job(argv):
             yield
         steps.append(plain(seen))
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        steps[-1].state = {"parameters": storage_bytes([*model.parameters(), *optimizer.params]), "gradients": storage_bytes(optimizer.grads),
+        steps[-1].state = {"parameters": storage_bytes([*model.parameters(), *optimizer.params]),
+                           "gradients": storage_bytes(optimizer.grads),
                            "optimizer states": storage_bytes(states + optimizer.masters * (args.dtype is torch.bfloat16))}
     finished = lambda work: work.wait() or True           # of a send gloo says so only when it has been waited for
-    with patch("train.watch", watch), patch("torch.distributed.Work.is_completed", finished), patch("expert_parallel.Balance.choose", choose_evenly):
+    with (patch("train.watch", watch), patch("torch.distributed.Work.is_completed", finished),
+          patch("expert_parallel.Balance.choose", choose_evenly)):
         train.main(argv)
     return steps[1]
 
@@ -73,10 +76,12 @@ def dry_job(argv):
 
 
 # ---------------------------------------------------------------------------------------------- against reality
-@pytest.mark.parametrize("layout", [pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 8) else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
+@pytest.mark.parametrize("layout", [
+    pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 8) else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
 def test_says_what_is_seen_in_a_real_run(pool, layout):
     dry = pool.call(dry_job, STEP, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
-    for last_try in (False, False, True):                 # gloo's threads may let go of a tensor late, so that more is seen than there is
+    # gloo's threads may let go of a tensor late, so that more is seen than there is
+    for last_try in (False, False, True):
         real = pool.call(real_job, STEP, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
         if last_try or all(map(same_memory, dry, real)):
             break
@@ -122,7 +127,8 @@ def waits_job(argv):
     import train
     from torch.utils._python_dispatch import TorchDispatchMode
     aten, asked, watch = torch.ops.aten, [], dry_run.watch
-    waits = {aten.bincount.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default, aten._local_scalar_dense.default}
+    waits = {aten.bincount.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default,
+             aten._local_scalar_dense.default}
 
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -145,7 +151,8 @@ def waits_job(argv):
 
 @pytest.mark.parametrize("layout", [*ALONE, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS)])
 def test_the_host_waits_only_for_the_counts_of_rows(pool, layout):
-    """The log comes after the step. In it a GPU has always something to do, but for all-to-alls, whose buffers the host has to make."""
+    """The log comes after the step. In it a GPU has always something to do, but for all-to-alls, whose buffers the host has to
+    make."""
     ranks = 1 if layout in ALONE else 8
     argv = f"--seq_len 64 --global_batch_size 16 {layout} --dry_run {ranks} --dry_run_rank {ranks // 2}".split()
     assert pool.call(waits_job, STEP, argv=argv) == [{"aten._to_copy.default"} if "--ep" in layout else set()]

@@ -19,23 +19,30 @@ from safetensors.torch import load_file
 from steps import run, step_dir
 
 STEP, DENSE_BASELINE = "step07_ep", "step01_single_gpu"
+EXACT = "--dtype float64 --recompute none"
 EXPERTS, HIDDEN = 8, 40
 MOE = SHAPE | cases.EXPERTS
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(7),
-    pytest.param(Layout(STEP, 8, "top2-2", "adamw", "--dtype float64 --recompute none --micro_batch_size 3 --ep 8 --balance bias"), id="eight ranks", marks=slow),
-    pytest.param(Layout(STEP, 4, "top2-2", "adamw", "--dtype float64 --recompute none --micro_batch_size 6 --tp 4 --sp on --balance bias"), id="experts cut by tp", marks=slow)])
+    pytest.param(Layout(STEP, 8, "top2-2", "adamw", f"{EXACT} --micro_batch_size 3 --ep 8 --balance bias"),
+                 id="eight ranks", marks=slow),
+    pytest.param(Layout(STEP, 4, "top2-2", "adamw", f"{EXACT} --micro_batch_size 6 --tp 4 --sp on --balance bias"),
+                 id="experts cut by tp", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", [Layout(STEP, 8, f"top{k}-{layers}", "adamw", f"--dtype float64 --recompute none {more} --balance {balance}") for k, layers, more in [
-    (1, 2, "--micro_batch_size 3 --ep 8"), (4, 2, "--micro_batch_size 3 --ep 8"), (2, 2, "--micro_batch_size 24 --tp 8 --sp on"), (2, 2, "--micro_batch_size 3 --ep 4 --tp 2 --sp off"),
-    (2, 2, "--micro_batch_size 3 --ep 2 --zero 3 --zero_shard 4"), (2, 2, "--micro_batch_size 3 --ep 4 --zero 2 --zero_shard 2"),
-    (2, 4, "--micro_batch_size 2 --pp 2 --schedule dualpipe --ep 4 --cp 2 --cp_mode zigzag --zero 2")] for balance in ("bias", "aux")], ids=str)
+@pytest.mark.parametrize("layout", [
+    Layout(STEP, 8, f"top{k}-{layers}", "adamw", f"{EXACT} {more} --balance {balance}") for k, layers, more in [
+        (1, 2, "--micro_batch_size 3 --ep 8"), (4, 2, "--micro_batch_size 3 --ep 8"),
+        (2, 2, "--micro_batch_size 24 --tp 8 --sp on"), (2, 2, "--micro_batch_size 3 --ep 4 --tp 2 --sp off"),
+        (2, 2, "--micro_batch_size 3 --ep 2 --zero 3 --zero_shard 4"),
+        (2, 2, "--micro_batch_size 3 --ep 4 --zero 2 --zero_shard 2"),
+        (2, 4, "--micro_batch_size 2 --pp 2 --schedule dualpipe --ep 4 --cp 2 --cp_mode zigzag --zero 2")]
+    for balance in ("bias", "aux")], ids=str)
 def test_more_ranks(pool, layout):
     check(pool, layout)
 
@@ -51,7 +58,8 @@ def test_other_draws(pool, draw):
 def flags(tmp_path_factory):
     """{(top_k, layers): the flags of a run}"""
     folder = tmp_path_factory.mktemp("case")
-    return {(top_k, layers): cases.make(folder / f"{top_k}_{layers}", **cases.shape(f"top{top_k}-{layers}")) for top_k, layers in [(2, 2), (2, 4)]}
+    return {(top_k, layers): cases.make(folder / f"{top_k}_{layers}", **cases.shape(f"top{top_k}-{layers}"))
+            for top_k, layers in [(2, 2), (2, 4)]}
 
 
 def load(trained):
@@ -62,7 +70,8 @@ def load(trained):
 @pytest.mark.parametrize("more, graphs", [("--ep 2", 1), ("--tp 2", 1), ("--ep 2 --recompute full", 3)])
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[2, 2]} --micro_batch_size 6"
-    trained = pool.train(STEP, f"{base} {more} --compile", world=2, timeout=200, job=compiled_job)     # torch 2.11 cannot in float64
+    # torch 2.11 cannot in float64
+    trained = pool.train(STEP, f"{base} {more} --compile", world=2, timeout=200, job=compiled_job)
     assert min(trained.answers) >= graphs
     assert_same_run(trained, pool.reference(STEP, f"{base} --dtype float64"), 1e-4, weights=False)
 
@@ -85,19 +94,22 @@ def routed_job(argv, bias, folder):
 
 
 @slow
-@pytest.mark.parametrize("bias", [[9.0, 5] + [0] * 6, [0] * 6 + [5, 9.0], [9.0, 0, 0, 0, 9.0, 0, 0, 0]], ids=["first", "last", "two ranks"])
+@pytest.mark.parametrize("bias", [[9.0, 5] + [0] * 6, [0] * 6 + [5, 9.0], [9.0, 0, 0, 0, 9.0, 0, 0, 0]],
+                         ids=["first", "last", "two ranks"])
 def test_all_tokens_to_two_experts(pool, flags, tmp_path, bias):
     """Experts, and ranks, with no token at all."""
     def train(world, more):
         folder = tmp_path / more.replace(" ", "")
         folder.mkdir()
-        pool.call(routed_job, STEP, world=world, argv=f"{flags[2, 4]} --balance none --dtype float64 {more}".split(), bias=bias, folder=str(folder))
+        argv = f"{flags[2, 4]} --balance none --dtype float64 {more}".split()
+        pool.call(routed_job, STEP, world=world, argv=argv, bias=bias, folder=str(folder))
         lines = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
         return SimpleNamespace(losses=[line["loss"] for line in lines], grad_norms=[line["grad_norm"] for line in lines],
                                balance=[line["balance"] for line in lines], weights=load_file(folder / "model.safetensors"))
     one = train(1, "--micro_batch_size 6")
     assert one.balance == [4.0] * 4
-    for world, more in [(4, "--ep 4 --zero 3 --micro_batch_size 6"), (4, "--ep 2 --pp 2 --schedule zerobubble --micro_batch_size 6 --recompute full")]:
+    for world, more in [(4, "--ep 4 --zero 3 --micro_batch_size 6"),
+                        (4, "--ep 2 --pp 2 --schedule zerobubble --micro_batch_size 6 --recompute full")]:
         trained = train(world, more)
         assert_same_run(trained, one, 1e-9, more)
         assert trained.balance == pytest.approx(one.balance)
@@ -112,9 +124,11 @@ def initial(pool, flags, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world, more, exact, tolerance", [(1, "", True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
-    (1, "", False, 1e-5), (4, "--ep 4", True, 1e-9), (8, "--ep 2 --tp 2 --pp 2", True, 1e-9), (8, "--ep 2 --tp 2 --pp 2", False, 1e-5)])])
+    (1, "", False, 1e-5), (4, "--ep 4", True, 1e-9), (8, "--ep 2 --tp 2 --pp 2", True, 1e-9),
+    (8, "--ep 2 --tp 2 --pp 2", False, 1e-5)])])
 def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exact, tolerance):
-    trained = pool.train(STEP, f"{flags[2, 4]} --init_from {initial} --micro_batch_size 3 --lr_schedule constant --dtype float64 {more}", world=world)
+    base = f"{flags[2, 4]} --init_from {initial} --micro_batch_size 3 --lr_schedule constant --dtype float64"
+    trained = pool.train(STEP, f"{base} {more}", world=world)
     model = huggingface.load(initial, torch.float64, exact)
     tokens = np.load(flags[2, 4].split("--dataset ")[1].split()[0])
     losses, norms, _ = huggingface.train(model, tokens, 4, 24, 16, lr=1e-2, warmup=2, grad_clip=0.5)
@@ -128,17 +142,19 @@ def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exa
 def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path):
     import transformers
     torch.manual_seed(3)
-    config = transformers.MixtralConfig(vocab_size=64, hidden_size=40, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-                                        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=40, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3)
     model = transformers.MixtralForCausalLM(config).double()
     model.set_experts_implementation("eager")
     saved = huggingface.on_disk(model, tmp_path / "theirs")
     flags = cases.make(tmp_path / "case").split(" ", 2)[2]
-    one = pool.train(STEP, f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0")
+    theirs = f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0"
+    one = pool.train(STEP, theirs)
     assert_same_tensors(one.weights, saved, 0)
-    for world, more in (8, "--ep 2 --tp 2 --pp 2 --schedule dualpipe --zero 3 --micro_batch_size 3"), (4, "--ep 4 --zero 1 --sp off"):
-        pool.train(STEP, f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0 {more} --save {tmp_path / 'ours'}",
-                   world=world, weights=False)
+    for world, more in [(8, "--ep 2 --tp 2 --pp 2 --schedule dualpipe --zero 3 --micro_batch_size 3"),
+                        (4, "--ep 4 --zero 1 --sp off")]:
+        pool.train(STEP, f"{theirs} {more} --save {tmp_path / 'ours'}", world=world, weights=False)
         again = huggingface.load(tmp_path / "ours", torch.float64, exact=False)
         inputs = torch.arange(60).view(2, 30)
         assert torch.equal(again(input_ids=inputs).logits, model(input_ids=inputs).logits)
@@ -235,7 +251,8 @@ def auxiliary_job(argv):
 
 
 def test_the_auxiliary_loss_has_the_gradient_of_its_formula(pool, flags):
-    added, written_out, without = pool.call(auxiliary_job, STEP, argv=f"{flags[2, 2]} --dtype float64 --micro_batch_size 24".split())[0]
+    argv = f"{flags[2, 2]} --dtype float64 --micro_batch_size 24".split()
+    added, written_out, without = pool.call(auxiliary_job, STEP, argv=argv)[0]
     assert_same_tensors(added, written_out, 1e-12)
     gate = "model.layers.0.mlp.gate.weight"
     assert (added[gate] - without[gate]).norm() > 1e-3 * without[gate].norm()
@@ -266,7 +283,8 @@ def biased_layer_job(argv, bias):
 
 
 def test_the_bias_chooses_and_does_no_more(pool, flags):
-    of_layer, written_out = pool.call(biased_layer_job, STEP, argv=f"{flags[2, 2]} --dtype float64".split(), bias=[0.1, -0.2, 0.3, 0.0, -0.1, 0.05, 0.2, -0.3])[0]
+    argv, bias = f"{flags[2, 2]} --dtype float64".split(), [0.1, -0.2, 0.3, 0.0, -0.1, 0.05, 0.2, -0.3]
+    of_layer, written_out = pool.call(biased_layer_job, STEP, argv=argv, bias=bias)[0]
     assert_same_tensors(dict(out=of_layer), dict(out=written_out), 1e-12)
 
 
@@ -281,7 +299,8 @@ def test_the_bias_evens_out_the_load(pool):
 
 @pytest.mark.sweep
 def test_the_bias_evens_out_the_load_of_a_whole_run(pool):
-    run = {balance: pool.train(STEP, f"--model tiny-moe --steps 200 --balance {balance}", weights=False, timeout=600) for balance in ("none", "bias")}
+    run = {balance: pool.train(STEP, f"--model tiny-moe --steps 200 --balance {balance}", weights=False, timeout=600)
+           for balance in ("none", "bias")}
     late = {balance: sum(load(trained)[-20:]) / 20 for balance, trained in run.items()}
     loss = {balance: sum(trained.losses[-20:]) / 20 for balance, trained in run.items()}
     assert min(load(run["bias"])) < 1.3 and late["bias"] < 1.4 and late["none"] > 1.5, late
@@ -293,7 +312,8 @@ def test_all_to_all_bytes(pool, flags):
     """Written out for one layout: there and back, forward and backward, top_k x tokens x hidden; and the counts."""
     argv = f"{flags[2, 4]} --steps 1 --micro_batch_size 3 --dtype bfloat16 --ep 2".split()
     answers = pool.call(observed_job, STEP, world=2, argv=argv, optimizer="adamw")
-    rows, counts = 2 * (12 * 16) * HIDDEN * 2, 4 * EXPERTS * 8                     # of a rank and layer: bytes one way; bytes of four micro-batches
+    # of a rank and layer: bytes one way; bytes of four micro-batches
+    rows, counts = 2 * (12 * 16) * HIDDEN * 2, 4 * EXPERTS * 8
     sent = [seen for _, rank in answers for (_, collective), (seen, _) in rank.items() if collective == "all_to_all"]
     assert sum(sent) == 2 * 4 * (4 * rows + counts)
 
@@ -312,13 +332,15 @@ def expert_bytes_job(argv):
         weights, grads = experts, [param.main_grad.clone() for param in experts]    # views of a bucket
         ours = {id(param) for param in experts}
         of_experts = [id(param) in ours for param in optimizer.params]
-    states = [t for master, ours in zip(optimizer.masters, of_experts) if ours for t in optimizer.adamw.state[master].values() if t.dim()]
+    states = [t for master, ours in zip(optimizer.masters, of_experts) if ours
+              for t in optimizer.adamw.state[master].values() if t.dim()]
     return [storage_bytes(weights), storage_bytes(grads), storage_bytes(states)]
 
 
 @pytest.mark.parametrize("more, weights, grads, states", [  # divided by
-    ("--ep 2 --zero 2", 2, 4, 4), *(pytest.param(*case, marks=slow) for case in [("--ep 4", 4, 4, 4), ("--ep 2 --tp 2", 4, 4, 4), ("--ep 2 --zero 1", 2, 2, 4),
-    ("--ep 2 --zero 3", 4, 4, 4), ("--ep 4 --zero 3", 4, 4, 4), ("--ep 2 --zero 3 --zero_shard 2", 2, 2, 2)])])
+    ("--ep 2 --zero 2", 2, 4, 4), *(pytest.param(*case, marks=slow) for case in [
+        ("--ep 4", 4, 4, 4), ("--ep 2 --tp 2", 4, 4, 4), ("--ep 2 --zero 1", 2, 2, 4), ("--ep 2 --zero 3", 4, 4, 4),
+        ("--ep 4 --zero 3", 4, 4, 4), ("--ep 2 --zero 3 --zero_shard 2", 2, 2, 2)])])
 def test_bytes_of_experts(pool, flags, more, weights, grads, states):
     whole = 2 * EXPERTS * 3 * HIDDEN * MLP * 4
     for measured in pool.call(expert_bytes_job, STEP, world=4, argv=f"{flags[2, 2]} --steps 2 --micro_batch_size 3 {more}".split()):
@@ -341,7 +363,8 @@ def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
 
 @slow
 def test_a_bias_is_not_saved_and_that_is_said(pool, flags, tmp_path):
-    said = {balance: pool.train(STEP, f"{flags[2, 2]} --steps 1 --balance {balance} --save {tmp_path}", world=2).output for balance in ("none", "bias", "aux")}
+    said = {balance: pool.train(STEP, f"{flags[2, 2]} --steps 1 --balance {balance} --save {tmp_path}", world=2).output
+            for balance in ("none", "bias", "aux")}
     assert "no place for the biases" in said["bias"] and said["bias"].count("no place") == 1
     assert "no place" not in said["none"] + said["aux"]
 

@@ -1,4 +1,5 @@
-"""Step 8: every layout of all dimensions at once trains as one process does; a run that was stopped or killed goes on, under any layout."""
+"""Step 8: every layout of all dimensions at once trains as one process does; a run that was stopped or killed goes on, under any
+layout."""
 import itertools
 import json
 import os
@@ -51,7 +52,8 @@ SIXTEEN = [of_kind("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(r
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(8),
-    pytest.param(SIXTEEN[34], id="sixteen ranks", marks=slow), pytest.param(random.Random(layouts.seed()).choice(SIXTEEN), id="sixteen ranks drawn", marks=slow)])
+    pytest.param(SIXTEEN[34], id="sixteen ranks", marks=slow),
+    pytest.param(random.Random(layouts.seed()).choice(SIXTEEN), id="sixteen ranks drawn", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 
@@ -76,11 +78,13 @@ def test_other_draws(pool, draw):
 
 
 # ------------------------------------------------------------------------------------- stopped, and gone on with
-SAVED = [(1, "--micro_batch_size 6"), (8, "--tp 2 --pp 2 --ep 2 --zero 3 --schedule dualpipe --micro_batch_size 3"), (4, "--ep 2 --zero 2 --micro_batch_size 3"),
-         (8, "--tp 8 --micro_batch_size 24"), (6, "--pp 3 --zero 1 --micro_batch_size 3 --schedule zerobubble"), (8, "--cp 2 --ep 8 --zero 3 --zero_shard 4 --micro_batch_size 3")]
+SAVED = [(1, "--micro_batch_size 6"), (8, "--tp 2 --pp 2 --ep 2 --zero 3 --schedule dualpipe --micro_batch_size 3"),
+         (4, "--ep 2 --zero 2 --micro_batch_size 3"), (8, "--tp 8 --micro_batch_size 24"),
+         (6, "--pp 3 --zero 1 --micro_batch_size 3 --schedule zerobubble"),
+         (8, "--cp 2 --ep 8 --zero 3 --zero_shard 4 --micro_batch_size 3")]
 RESUMED = [(2, "--ep 2 --zero 3 --micro_batch_size 6"), (8, "--tp 4 --pp 2 --sp off --schedule interleaved --micro_batch_size 6"),
-           (1, "--micro_batch_size 12"), (8, "--tp 2 --cp 2 --ep 2 --zero 1 --micro_batch_size 6"), (8, "--pp 8 --micro_batch_size 3"),
-           (6, "--ep 1 --zero 2 --zero_shard 3 --micro_batch_size 4")]
+           (1, "--micro_batch_size 12"), (8, "--tp 2 --cp 2 --ep 2 --zero 1 --micro_batch_size 6"),
+           (8, "--pp 8 --micro_batch_size 3"), (6, "--ep 1 --zero 2 --zero_shard 3 --micro_batch_size 4")]
 PAIRS = list(itertools.product(SAVED, RESUMED))
 
 
@@ -100,7 +104,8 @@ def saved(pool, flags, tmp_path_factory):
 
 def assert_goes_on(pool, flags, one_process, folder, tmp_path, world, more, kind="moe", done=2):
     shutil.copytree(folder, tmp_path / "copy")
-    trained, one = pool.train(STEP, f"{flags[kind]} {more} --checkpoint {tmp_path / 'copy'} --resume", world=world), one_process[kind]
+    trained = pool.train(STEP, f"{flags[kind]} {more} --checkpoint {tmp_path / 'copy'} --resume", world=world)
+    one = one_process[kind]
     assert f"resuming from {tmp_path / 'copy'}/step_{done:08d}" in trained.output
     assert [line["step"] for line in trained.lines] == list(range(done, 4)), trained.output
     for ours, theirs in zip(trained.losses + trained.grad_norms, one.losses[done:] + one.grad_norms[done:]):
@@ -202,7 +207,8 @@ def saving_job(argv):
             alive += change
             most = max(most, alive)
         from resume import params_of
-        peaks.append((most, max(sum(param.numel() for param in params_of(unit)) * self.optimizer.masters[0].itemsize for unit in self.blocks)))
+        block = max(sum(param.numel() for param in params_of(unit)) * self.optimizer.masters[0].itemsize for unit in self.blocks)
+        peaks.append((most, block))
     Checkpoints.save = watched
     try:
         train.main(argv)
@@ -214,7 +220,8 @@ def saving_job(argv):
 @slow
 @pytest.mark.parametrize("more", ["--zero 3", "--zero 1", "--tp 2 --zero 2"])
 def test_saving_takes_no_more_memory_than_a_block(pool, flags, tmp_path, more):
-    for peaks in pool.call(saving_job, STEP, world=4, argv=f"{flags['dense']} --steps 2 --micro_batch_size 3 --checkpoint {tmp_path} {more}".split()):
+    argv = f"{flags['dense']} --steps 2 --micro_batch_size 3 --checkpoint {tmp_path} {more}".split()
+    for peaks in pool.call(saving_job, STEP, world=4, argv=argv):
         # the block, this rank's slice of it twice, and the block before it, which gloo lets go of a moment later; of 9 blocks
         assert peaks and all(0 < most <= 3.1 * block for most, block in peaks), peaks
 
@@ -237,7 +244,8 @@ def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_pa
     argv = f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path} --save_every 1 --keep 9".split()
     assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
     assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
-    assert "error: step 3: loss nan, gradient norm" in pool.output and f"the newest checkpoint is {tmp_path}/step_00000002" in pool.output
+    assert "error: step 3: loss nan, gradient norm" in pool.output
+    assert f"the newest checkpoint is {tmp_path}/step_00000002" in pool.output
     assert "Traceback" not in pool.output
 
 
@@ -260,14 +268,16 @@ def told_to_end_job(argv, rank, at):
 
 @pytest.mark.parametrize("more", ["--zero 1 --micro_batch_size 6", pytest.param("--tp 2 --ep 2 --micro_batch_size 6", marks=slow)])
 def test_told_to_end_it_saves_and_ends(pool, flags, one_process, tmp_path, more):
-    pool.call(told_to_end_job, STEP, world=4, timeout=40, argv=f"{flags['moe']} {more} --checkpoint {tmp_path / 'c'}".split(), rank=2, at=1)
+    argv = f"{flags['moe']} {more} --checkpoint {tmp_path / 'c'}".split()
+    pool.call(told_to_end_job, STEP, world=4, timeout=40, argv=argv, rank=2, at=1)
     assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
     assert os.listdir(tmp_path / "c") == ["step_00000002"]
     assert_goes_on(pool, flags, one_process, tmp_path / "c", tmp_path, *RESUMED[0])
 
 
 def torchrun(*more):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *more, str(step_dir(STEP) / "train.py")]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *more,
+            str(step_dir(STEP) / "train.py")]
 
 
 def start(tmp_path, command):
@@ -306,7 +316,8 @@ def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
     base = f"{flags['dense']} --micro_batch_size 3 --steps 40"
     one = pool.train(STEP, f"{base} --micro_batch_size 6", weights=False)
     log = tmp_path / "log"
-    process = start(tmp_path, torchrun("--max-restarts", "2") + f"{base} --checkpoint {tmp_path / 'c'} --save_every 4 --resume --zero 2 --log_file {log}".split())
+    words = f"{base} --checkpoint {tmp_path / 'c'} --save_every 4 --resume --zero 2 --log_file {log}".split()
+    process = start(tmp_path, torchrun("--max-restarts", "2") + words)
     try:
         wait_until(lambda: len(lines_of(log)) >= 10, process)
         os.kill(ranks_of(process)[-1], signal.SIGKILL)
@@ -322,7 +333,8 @@ def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
 def killed_at_random(pool, flags, one, tmp_path, draw, signals=(signal.SIGKILL,)):
     """A run that saves after every step is killed some moments later, and its checkpoints must be of use."""
     log, folder = tmp_path / "log", tmp_path / "c"
-    process = start(tmp_path, torchrun() + f"{flags} --micro_batch_size 6 --checkpoint {folder} --save_every 1 --zero {draw.choice([0, 1, 3])} --log_file {log}".split())
+    more = f"--checkpoint {folder} --save_every 1 --zero {draw.choice([0, 1, 3])} --log_file {log}"
+    process = start(tmp_path, torchrun() + f"{flags} --micro_batch_size 6 {more}".split())
     try:
         wait_until(lambda: len(lines_of(log)) >= 2, process)
         time.sleep(draw.random() * 0.4)
@@ -335,7 +347,8 @@ def killed_at_random(pool, flags, one, tmp_path, draw, signals=(signal.SIGKILL,)
         end(process)
     steps = max(int(name[5:13]) for name in os.listdir(folder) if not name.endswith(".tmp"))
     assert steps >= logged - 1, "only the last step may be lost"
-    again = pool.train(STEP, f"{flags} --micro_batch_size 3 --checkpoint {folder} --resume --steps {steps + 2}", world=2, weights=False)
+    again = pool.train(STEP, f"{flags} --micro_batch_size 3 --checkpoint {folder} --resume --steps {steps + 2}", world=2,
+                       weights=False)
     assert [line["step"] for line in again.lines] == [steps, steps + 1]
     assert all(relative(a, b) < 1e-9 for a, b in zip(again.losses, one.losses[steps:]))
 
@@ -361,7 +374,8 @@ def test_killed_at_fifty_moments_it_can_go_on(pool, endless, tmp_path, seed):
 @slow
 def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
     log = tmp_path / "log"
-    process = start(tmp_path, torchrun() + f"{flags['dense']} --steps 300 --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --log_file {log}".split())
+    words = f"{flags['dense']} --steps 300 --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --log_file {log}".split()
+    process = start(tmp_path, torchrun() + words)
     try:
         wait_until(lambda: len(lines_of(log)) >= 3, process)
         process.terminate()
@@ -391,7 +405,8 @@ def test_a_checkpoint_of_another_model_is_refused(pool, saved, tmp_path):
     assert "has no model.layers.0.mlp" in str(refused.value)
 
 
-@pytest.mark.parametrize("shape, message", [(dict(num_hidden_layers=1), " layers, --model "), (dict(intermediate_size=64), "mlp.gate_proj.weight is [")])
+@pytest.mark.parametrize("shape, message", [
+    (dict(num_hidden_layers=1), " layers, --model "), (dict(intermediate_size=64), "mlp.gate_proj.weight is [")])
 def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, message):
     small = dict(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=96)
     base = f"--dtype float64 --micro_batch_size 6 --checkpoint {tmp_path / 'c'}"
@@ -404,10 +419,12 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
 @slow
 def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
-    argv = f"{flags['moe']} --micro_batch_size 6 --ep 2 --checkpoint {tmp_path / 'c'} --resume --steps 8 --ledger --profile {tmp_path / 'profile'}"
+    argv = (f"{flags['moe']} --micro_batch_size 6 --ep 2 --checkpoint {tmp_path / 'c'} --resume --steps 8 --ledger "
+            f"--profile {tmp_path / 'profile'}")
     pool.call(train_with_log_job, STEP, world=2, argv=argv.split())
     assert "all_to_all" in pool.output
-    assert {f"trace_rank{rank}.json" for rank in range(2)} | {f"memory_rank{rank}.png" for rank in range(2)} < set(os.listdir(tmp_path / "profile"))
+    files = {f"trace_rank{rank}.json" for rank in range(2)} | {f"memory_rank{rank}.png" for rank in range(2)}
+    assert files < set(os.listdir(tmp_path / "profile"))
     pool.call(train_with_log_job, STEP, world=2, argv=argv.split())
     assert "8 steps are done, of --steps 8: nothing is left to do" in pool.output
 
