@@ -9,7 +9,8 @@ MODEL = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_siz
 # and sizes that up to eight ranks can cut, though not into units of equal length: the shape of the layouts of layouts.py
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 41, 8, 4, 6, 56, 64
 SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
-EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)              # 40: the grouped products' kernel takes no 41
+# 40: the grouped products' kernel takes no 41
+EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)
 
 
 def shape(name):

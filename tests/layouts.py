@@ -4,12 +4,12 @@
     python tests/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # repeats one of them
 
 A layout is a choice for every factor below. All choices together would be millions of runs. But almost every fault shows with the
-wrong pair of choices, whatever the others are: so it is enough that every pair of values occurs in some layout (a covering array), and
-every triple of ZeRO x tp x pp. A step's array covers the pairs of which one factor is its own, step 8's all. Only layouts in float64
-count for pairs that dtype is not part of, since only they are compared to 1e-9.
+wrong pair of choices, whatever the others are: so it is enough that every pair of values occurs in some layout (a covering
+array), and every triple of ZeRO x tp x pp. A step's array covers the pairs of which one factor is its own, step 8's all. Only
+layouts in float64 count for pairs that dtype is not part of, since only they are compared to 1e-9.
 
-Which layouts make up an array is drawn. There are eight draws, of which a commit has one (DRAW=number chooses): one push covers what
-another does not, and `make sweep` runs all.
+Which layouts make up an array is drawn. There are eight draws, of which a commit has one (DRAW=number chooses): one push covers
+what another does not, and `make sweep` runs all.
 """
 import itertools
 import os
@@ -48,7 +48,7 @@ ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "den
 class Layout(NamedTuple):
     step: str
     world: int
-    shape: str                                            # dense-3: of three layers; top2-3: and a mixture of experts, two per token
+    shape: str                                            # dense-3: of 3 layers; top2-3: and a mixture of experts, two per token
     optimizer: str
     flags: str
 
@@ -79,7 +79,8 @@ def fits(row, mesh):
     dp, tp, cp, pp = mesh
     chosen = row.get
     return (all(chosen(name, degree) == degree for name, degree in zip(MESH, mesh))
-            and (tp > 1 or chosen("sp") is None) and (cp > 1 or chosen("cp_mode") is None) and (pp > 1 or chosen("schedule") is None)
+            and (tp > 1 or chosen("sp") is None) and (cp > 1 or chosen("cp_mode") is None)
+            and (pp > 1 or chosen("schedule") is None)
             and (dp * cp > 1 or not (chosen("dp_mode") or chosen("zero") or chosen("shard")))
             and (dp * cp == 4 or chosen("shard") != "part")
             and dp * cp % chosen("ep", 1) == 0
@@ -105,7 +106,8 @@ def complete(row, step, draw):
     """A row in which every factor that applies has a value; those given stay."""
     row = row | dict(zip(MESH, draw.choice(meshes(row, step))))
     for name in factors(step):
-        values = [value for value in FACTORS[name][1] if agree(row | {name: value}) and fits(row | {name: value}, [row[n] for n in MESH])]
+        values = [value for value in FACTORS[name][1]
+                  if agree(row | {name: value}) and fits(row | {name: value}, [row[n] for n in MESH])]
         if name not in row and values:
             row[name] = draw.choice(values)
     return {name: row[name] for name in factors(step) if name in row}
@@ -150,7 +152,8 @@ def wanted(step):
         if step in (FACTORS[a][0], FACTORS[b][0], 8):
             found |= {frozenset({(a, x), (b, y)}) for x in FACTORS[a][1] for y in FACTORS[b][1]}
     if step == 8:
-        found |= {frozenset(zip(("zero", "tp", "pp"), values)) for values in itertools.product(*(FACTORS[name][1] for name in ("zero", "tp", "pp")))}
+        names = "zero", "tp", "pp"
+        found |= {frozenset(zip(names, values)) for values in itertools.product(*(FACTORS[name][1] for name in names))}
     return {values for values in found if meshes(dict(values), step)}
 
 
@@ -163,7 +166,8 @@ def cost(row):
 
 
 def array(step, seed, rows=()):
-    """Rows that cover all that is wanted, after those given: greedily, each time the best of some drawn ones for the time it takes."""
+    """Rows that cover all that is wanted, after those given: greedily, each time the best of some drawn ones for the time it
+    takes."""
     draw, rows = random.Random(seed), list(rows)
     missing = wanted(step)
     for row in rows:
@@ -195,8 +199,8 @@ def drawn(step, number=None):
 
 
 # ------------------------------------------------------------------------------------------- those with a name
-USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", zero=0, shard="all", dp_mode="bucket", sp="on",
-             cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1, ep=1)
+USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", zero=0, shard="all", dp_mode="bucket",
+             sp="on", cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1, ep=1)
 # Those of `make test`: for each step and each of its dimensions one in which that is above 1. The breaks name some of them.
 QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full")},
@@ -223,8 +227,10 @@ NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
          3: {"gradients": dict(dp=4, zero=3, optimizer="sgd", micro_batches="one")},
          4: {"gradients": dict(tp=2, optimizer="sgd"),
              "gradients, sp off": dict(tp=2, sp="off", optimizer="sgd")},
-         5: {f"gradients, {mode}": dict(cp=2, dp=2, cp_mode=mode, optimizer="sgd") for mode in ("zigzag", "ring", "allgather", "ulysses")},
-         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd") for schedule in ("afab", "1f1b", "interleaved", "zerobubble", "dualpipe")},
+         5: {f"gradients, {mode}": dict(cp=2, dp=2, cp_mode=mode, optimizer="sgd")
+             for mode in ("zigzag", "ring", "allgather", "ulysses")},
+         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd")
+             for schedule in ("afab", "1f1b", "interleaved", "zerobubble", "dualpipe")},
          7: {"gradients, ep": dict(dp=4, ep=2, experts="top2", zero=2, optimizer="sgd"),
              "gradients, ep and tp": dict(dp=2, tp=2, ep=2, experts="top2", optimizer="sgd"),
              "four of eight": dict(dp=4, ep=4, experts="top4")},
@@ -274,7 +280,8 @@ def all_of_a_world(world):
 
 def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
     stage = draw.choice([0, 1, 2, 3]) if stage is None else stage
-    shard = f"--zero_shard {draw.choice([n for n in range(1, dp * cp + 1) if dp * cp % n == 0])}" if stage and draw.random() < 0.3 else ""
+    sizes = [n for n in range(1, dp * cp + 1) if dp * cp % n == 0]
+    shard = f"--zero_shard {draw.choice(sizes)}" if stage and draw.random() < 0.3 else ""
     schedule = schedule or draw.choice([name for name in SCHEDULES if name not in ("interleaved", "dualpipe") or pp <= 4])
     least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
     micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 % dp == 0 and 24 // dp % n == 0 and 24 // dp // n >= least])
@@ -282,7 +289,8 @@ def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
     fits = cp * tp * 2 <= 16                              # an early and a late chunk, cut over tp, of 16 tokens
     sp = draw.choice(["on", "off"]) if fits or mode in ("ring", "ulysses") and cp * tp <= 16 else "off"
     return (f"--zero {stage} {shard} --schedule {schedule} --micro_batch_size {micro_batch} --cp_mode {mode} --sp {sp} "
-            f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} --dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
+            f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} "
+            f"--dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
 
 
 if __name__ == "__main__":

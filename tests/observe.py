@@ -1,11 +1,11 @@
 """One run, all that it has to show.
 
-`check(pool, layout)` trains a layout once and compares: losses, gradient norms and weights with one process; what each rank sends in a
-step with the trainer's formula, and with one that is worked out here from the layout alone; the operations of all ranks with each
-other. Waits are watched meanwhile, since training is over the gloo of unforgiving.py.
+`check(pool, layout)` trains a layout once and compares: losses, gradient norms and weights with one process; what each rank sends
+in a step with the trainer's formula, and with one that is worked out here from the layout alone; the operations of all ranks with
+each other. Waits are watched meanwhile, since training is over the gloo of unforgiving.py.
 
-Where the layout's optimizer is sgd the weights that are saved at the end are the sums of all gradients: they would show a factor that
-AdamW hides. In float32 only those are compared; in bfloat16 losses and norms.
+Where the layout's optimizer is sgd the weights that are saved at the end are the sums of all gradients: they would show a factor
+that AdamW hides. In float32 only those are compared; in bfloat16 losses and norms.
 """
 import contextlib
 import math
@@ -21,7 +21,8 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def observed_job(argv, optimizer):
-    """Trains; returns of the second step this rank's operations, and what it sends: {(dimension, collective): (seen, the trainer's formula)}."""
+    """Trains; returns of the second step this rank's operations, and what it sends:
+    {(dimension, collective): (seen, the trainer's formula)}."""
     import ledger
     import train
     sent, recorder = {}, Recorder()
@@ -57,14 +58,16 @@ def case(pool, shape):
 def one_process(pool, layout):
     """The run that a layout is compared with: of step 1, and where there are experts of step 7."""
     dense, dtype, balance = layout.shape.startswith("dense"), layout.flag("dtype"), layout.flag("balance")
-    dtype = "float32" if dtype == "bfloat16" and not dense else dtype               # as the router of one process chooses in float32
-    flags = f"{case(pool, layout.shape)} --micro_batch_size 6 --dtype {dtype} {steps(layout)}" + (f" --balance {balance}" if balance else "")
+    # as the router of one process chooses in float32
+    dtype = "float32" if dtype == "bfloat16" and not dense else dtype
+    flags = f"{case(pool, layout.shape)} --micro_batch_size 6 --dtype {dtype} {steps(layout)}"
+    flags += f" --balance {balance}" if balance else ""
     return pool.reference(NAMES[0] if dense else NAMES[6], flags, layout.optimizer)
 
 
 def steps(layout):
-    """Four of AdamW; sums of gradients show in two what they have to. In float32 rounding may send a token to another expert, and all that
-    follows differs: there it is one."""
+    """Four of AdamW; sums of gradients show in two what they have to. In float32 rounding may send a token to another expert, and
+    all that follows differs: there it is one."""
     if layout.flag("dtype") == "float32" and not layout.shape.startswith("dense"):
         return "--steps 1"
     return "--steps 4" if layout.flag("dtype") == "float64" and layout.optimizer == "adamw" else "--steps 2"
@@ -79,7 +82,8 @@ def check(pool, layout):
 
 def compare(pool, layout):
     one = one_process(pool, layout)
-    run = pool.train(layout.step, f"{case(pool, layout.shape)} {layout.flags} {steps(layout)}", layout.world, job=observed_job, optimizer=layout.optimizer)
+    flags = f"{case(pool, layout.shape)} {layout.flags} {steps(layout)}"
+    run = pool.train(layout.step, flags, layout.world, job=observed_job, optimizer=layout.optimizer)
     dtype = layout.flag("dtype")
     if dtype != "bfloat16":
         for line, reference in zip(run.lines, one.lines):
@@ -94,7 +98,8 @@ def compare(pool, layout):
 
 
 def assert_sent(layout, per_rank):
-    """To the byte, on each rank. Of what comes from experts back to their tokens a rank sends what it was sent: there the sum is exact."""
+    """To the byte, on each rank. Of what comes from experts back to their tokens a rank sends what it was sent: there the sum is
+    exact."""
     for what in {what for sent in per_rank for what in sent}:
         of_ranks = [sent.get(what, (0, 0)) for sent in per_rank]
         if what[1] == "all_to_all" and layout.number("ep") > 1:
@@ -108,9 +113,11 @@ def assert_sent(layout, per_rank):
 
 # ------------------------------------------------------------------------------------------------ what is sent, by hand
 def by_hand(layout):
-    """{(dimension, collective): the bytes of one step, of all ranks together}, from the layout alone, where nothing is computed twice."""
+    """{(dimension, collective): the bytes of one step, of all ranks together}, from the layout alone, where nothing is computed
+    twice."""
     model, dense = cases.shape(layout.shape), layout.shape.startswith("dense")
-    layers, hidden, heads, kv_heads = (model[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"))
+    layers, hidden, heads, kv_heads = (
+        model[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"))
     q, kv = heads * model["head_dim"], kv_heads * model["head_dim"]
     tp, cp, pp = layout.number("tp"), layout.number("cp"), layout.number("pp")
     number = {"float64": 8, "float32": 4, "bfloat16": 2}[layout.flag("dtype")]
@@ -120,7 +127,8 @@ def by_hand(layout):
     sent = {}
     if layout.step in NAMES[1:3] and layout.world > 1:
         block = hidden * (2 * q + 2 * kv + 3 * model["intermediate_size"] + 2)
-        sent |= data_by_hand(layout, [model["vocab_size"] * hidden, *[block] * layers, hidden + model["vocab_size"] * hidden], number, wide)
+        embedding = model["vocab_size"] * hidden          # the head has as many
+        sent |= data_by_hand(layout, [embedding, *[block] * layers, hidden + embedding], number, wide)
     if layout.flag("recompute") != "none":
         return sent
     if tp > 1:                                            # of each layer's two regions: in, out, there and back; and the two ends
@@ -137,13 +145,16 @@ def by_hand(layout):
     attention = layers * tokens
     if layout.flag("cp_mode") in ("zigzag", "ring"):      # keys and values there, and with gradients, in sums, back
         sent["cp", "send"] = attention * 2 * kv * ((cp - 1) * 2 * number + cp * wide)
-    if layout.flag("cp_mode") == "allgather" and layout.number("zero") == 0:       # else its groups may be the same, and so their name
+    # with ZeRO its groups may be the same, and so their name
+    if layout.flag("cp_mode") == "allgather" and layout.number("zero") == 0:
         sent["cp", "all_gather"] = cp * attention * 2 * kv * 2 * number
         sent["cp", "reduce_scatter"] = cp * attention * 2 * kv * wide
-    if layout.flag("cp_mode") == "ulysses" and layout.number("ep") == 1:           # q, k, v and what comes out; where kv heads are fewer than ranks, copies of them
+    # q, k, v and what comes out; where kv heads are fewer than ranks, copies of them
+    if layout.flag("cp_mode") == "ulysses" and layout.number("ep") == 1:
         copies = cp // math.gcd(kv_heads // tp, cp)
         sent["cp", "all_to_all"] = attention * 2 * (2 * q + 2 * kv * copies) * number
-    if pp > 1:                                            # each border there and back; where sp is off all ranks of tp send the same
+    # each border there and back; where sp is off all ranks of tp send the same
+    if pp > 1:
         stages = pp * int(layout.flag("stages_per_rank", 2 if layout.flag("schedule") in ("interleaved", "dualpipe") else 1))
         borders = stages - 1 - (layout.flag("schedule") == "dualpipe")             # there two neighbours are on one rank
         sent["pp", "send"] = 2 * borders * stream * (tp if layout.flag("sp") == "off" else 1)
