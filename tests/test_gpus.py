@@ -1,8 +1,9 @@
 """On GPUs: every step on one, every technique under nccl on several. Without GPUs these tests are skipped, and say so.
 
     make test                                                    # on a node of 8 GPUs they run with all the others
-    NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=.../libnccl.so.2 python -m pytest tests/test_gpus.py       # several ranks share a GPU, with NCCL
-                                                                 # 2.30 or newer (torch 2.11 comes with 2.28); with
+    NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=.../libnccl.so.2 python -m pytest tests/test_gpus.py
+                                                                 # several ranks share a GPU, with NCCL 2.30 or newer (torch 2.11
+                                                                 # comes with 2.28); with
                                                                  # `nvidia-cuda-mps-control -d` processes need not take turns on it
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
 
@@ -24,9 +25,11 @@ from steps import NAMES, run, step_dir
 
 DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-SHARING = dict(NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="1") if SHARED else {}          # kernels that wait for each other must all fit on the GPU
+# kernels that wait for each other must all fit on the GPU
+SHARING = dict(NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="1") if SHARED else {}
 LIMIT = 3000 if SHARED else 300                           # seconds
-LARGE = dict(hidden_size=512, intermediate_size=768, head_dim=64, vocab_size=4096) if DEVICE == "cuda" else dict(hidden_size=64, intermediate_size=96, head_dim=8, vocab_size=64)
+LARGE = (dict(hidden_size=512, intermediate_size=768, head_dim=64, vocab_size=4096) if DEVICE == "cuda" else
+         dict(hidden_size=64, intermediate_size=96, head_dim=8, vocab_size=64))
 DENSE = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, **LARGE)
 SHAPES = {"dense": DENSE, "moe": DENSE | dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)}
 STEPS, SEQ_LEN = (30, 256) if DEVICE == "cuda" else (6, 32)       # many steps, so that races show
@@ -76,8 +79,8 @@ def assert_as_one_process(pool, flags, one_process, step, world, more, dtype, ki
 
 
 def assert_about_the_same(trained, one, more):
-    """bfloat16 rounds every product, and AdamW turns that into other steps: to 2% in the losses, 15% in the gradients' norms of the first
-    steps (later a token that goes to another expert may change one by more)."""
+    """bfloat16 rounds every product, and AdamW turns that into other steps: to 2% in the losses, 15% in the gradients' norms of the
+    first steps (later a token that goes to another expert may change one by more)."""
     for name, steps, tolerance in (("losses", STEPS, 0.02), ("grad_norms", 6, 0.15)):
         worst = max(map(relative, getattr(trained, name)[:steps], getattr(one, name)[:steps]))
         assert worst <= tolerance, f"{more}: {name} differ by {worst:.3f}"
@@ -98,7 +101,8 @@ def test_a_step_on_one_gpu_exactly(pool, flags, one_process, step):
 def test_profile_on_a_gpu(pool, flags, tmp_path):
     need(1)
     pool.train("step01_single_gpu", f"{flags['dense']} --steps 6 --profile {tmp_path}", weights=False)
-    assert {file.name for file in tmp_path.iterdir()} == {"trace_rank0.json", "memory_rank0.json", "memory_rank0.png", *["memory_rank0.pickle"] * (DEVICE == "cuda")}
+    names = {"trace_rank0.json", "memory_rank0.json", "memory_rank0.png", *["memory_rank0.pickle"] * (DEVICE == "cuda")}
+    assert {file.name for file in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
 
 
@@ -108,7 +112,8 @@ def test_peak_memory_is_the_dry_runs(pool, more):
     """Of a model so large that what kernels take for themselves is little beside it."""
     flags = f"--model llama-1b --seq_len 2048 --global_batch_size 4 --micro_batch_size 1 --lr 1e-4 {more}"
     real = pool.train("step08_5d", f"{flags} --device cuda --steps 3", weights=False, timeout=LIMIT).lines[-1]["peak_memory_gib"]
-    code, output = run([sys.executable, step_dir("step08_5d") / "train.py", "--dry_run", "1", *flags.split()], step_dir("step08_5d"), timeout=120)
+    command = [sys.executable, step_dir("step08_5d") / "train.py", "--dry_run", "1", *flags.split()]
+    code, output = run(command, step_dir("step08_5d"), timeout=120)
     assert code == 0, output
     said = float(next(line for line in output.splitlines() if line.startswith("all ")).split()[2].replace(",", "")) / 1024
     assert abs(real / said - 1) < 0.05, f"{real:.2f} GiB, the dry run says {said:.2f}"
@@ -116,18 +121,23 @@ def test_peak_memory_is_the_dry_runs(pool, more):
 
 # ------------------------------------------------------------------------------------- nccl
 LAYOUTS = [
-    *(("step02_dp", world, f"--dp_mode {mode} --bucket_mb 1 --micro_batch_size 3") for mode in ("naive", "overlap", "bucket") for world in (2, 4, 8)),
+    *(("step02_dp", world, f"--dp_mode {mode} --bucket_mb 1 --micro_batch_size 3")
+      for mode in ("naive", "overlap", "bucket") for world in (2, 4, 8)),
     *(("step03_zero", world, f"--zero {stage} --micro_batch_size 1") for stage in (1, 2, 3) for world in (2, 8)),
     *(("step03_zero", 8, f"--zero {stage} --zero_shard 4 --micro_batch_size 3") for stage in (1, 3)),
     *(("step04_tp_sp", world, f"--tp {world} --sp {sp} --micro_batch_size 6") for sp in ("on", "off") for world in (2, 4, 8)),
-    ("step04_tp_sp", 8, "--tp 2 --zero 3 --micro_batch_size 3"), ("step04_tp_sp", 4, "--tp 4 --recompute selective --micro_batch_size 6"),
-    *(("step05_cp", world, f"--cp {world} --cp_mode {mode} --micro_batch_size 6") for mode in (*BLOCK_MODES, "ulysses") for world in (2, 8)),
+    ("step04_tp_sp", 8, "--tp 2 --zero 3 --micro_batch_size 3"),
+    ("step04_tp_sp", 4, "--tp 4 --recompute selective --micro_batch_size 6"),
+    *(("step05_cp", world, f"--cp {world} --cp_mode {mode} --micro_batch_size 6")
+      for mode in (*BLOCK_MODES, "ulysses") for world in (2, 8)),
     ("step05_cp", 8, "--cp 4 --tp 2 --zero 3 --micro_batch_size 6"),
-    *(("step06_pp", world, f"--pp {world} --schedule {schedule} --micro_batch_size 2") for schedule in SCHEDULES for world in (2, 4)),
-    ("step06_pp", 8, "--pp 8 --schedule zerobubble --micro_batch_size 2"), ("step06_pp", 8, "--pp 4 --dp 2 --schedule interleaved --zero 2 --micro_batch_size 1"),
+    *(("step06_pp", world, f"--pp {world} --schedule {schedule} --micro_batch_size 2")
+      for schedule in SCHEDULES for world in (2, 4)),
+    ("step06_pp", 8, "--pp 8 --schedule zerobubble --micro_batch_size 2"),
+    ("step06_pp", 8, "--pp 4 --dp 2 --schedule interleaved --zero 2 --micro_batch_size 1"),
 ]
-EXPERTS = [*((world, f"--ep {world} --micro_batch_size 3") for world in (2, 4, 8)), (8, "--ep 2 --tp 2 --zero 3 --micro_batch_size 3"),
-           (8, "--ep 4 --pp 2 --schedule dualpipe --micro_batch_size 1")]
+EXPERTS = [*((world, f"--ep {world} --micro_batch_size 3") for world in (2, 4, 8)),
+           (8, "--ep 2 --tp 2 --zero 3 --micro_batch_size 3"), (8, "--ep 4 --pp 2 --schedule dualpipe --micro_batch_size 1")]
 MIXES = random.Random(4).sample([(kind, more) for kind, more in all_of_a_world(8) if more.count(" 2 ") > 2], 8)
 
 
@@ -162,7 +172,8 @@ def test_compiled_on_many_ranks(pool, flags, one_process, compile):
 
 def test_a_checkpoint_goes_on_under_another_layout(pool, flags, one_process, tmp_path):
     need(8)
-    saved, one = f"{flags['moe']} --dtype float64 --checkpoint {tmp_path} --save_every {STEPS // 2} --keep 9", one_process("moe", "float64")
+    saved = f"{flags['moe']} --dtype float64 --checkpoint {tmp_path} --save_every {STEPS // 2} --keep 9"
+    one = one_process("moe", "float64")
     pool.train("step08_5d", f"{saved} --tp 2 --pp 2 --ep 2 --zero 3 --micro_batch_size 3", world=8, weights=False, timeout=LIMIT)
     (tmp_path / f"step_{STEPS:08d}").rename(tmp_path / "not_the_newest")
     trained = pool.train("step08_5d", f"{saved} --resume --ep 4 --zero 1 --micro_batch_size 3", world=4, timeout=LIMIT)
