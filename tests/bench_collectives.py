@@ -23,7 +23,8 @@ SIZES = [2**k for k in range(12, 27, 2)]                  # payload in bytes, 4 
 def collectives(n, rank):
     """Name: (what to call with the whole and one rank's part of it, bytes sent per byte of payload)."""
     def send_recv(whole, part):                           # to the next in the ring, from the one before
-        sends = [dist.P2POp(dist.isend, whole, (rank + 1) % n), dist.P2POp(dist.irecv, send_recv.buffer[:len(whole)], (rank - 1) % n)]
+        sends = [dist.P2POp(dist.isend, whole, (rank + 1) % n),
+                 dist.P2POp(dist.irecv, send_recv.buffer[:len(whole)], (rank - 1) % n)]
         for work in dist.batch_isend_irecv(sends):
             work.wait()
     send_recv.buffer = torch.empty(SIZES[-1] // 4, device=DEVICE)
@@ -92,7 +93,8 @@ if __name__ == "__main__":
     OUT, SIZES = args.out, SIZES[:args.sizes]
     if "RANK" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *sys.argv])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        os.execv(sys.executable, [*torchrun, *sys.argv])
     local = int(os.environ["LOCAL_RANK"])
     DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if DEVICE == "cuda":

@@ -21,8 +21,8 @@ import torch
 from steps import clean_environment, step_dir
 
 #         model, layers (None: all), micro-batch in sequences, recomputation
-RUNS = [("llama-1b", None, 4, "none"), ("llama-1b", None, 4, "selective"), ("llama-3b", None, 1, "none"), ("llama-3b", None, 2, "selective"),
-        ("llama-8b", 16, 1, "selective"), ("llama-8b", 16, 2, "full")]
+RUNS = [("llama-1b", None, 4, "none"), ("llama-1b", None, 4, "selective"), ("llama-3b", None, 1, "none"),
+        ("llama-3b", None, 2, "selective"), ("llama-8b", 16, 1, "selective"), ("llama-8b", 16, 2, "full")]
 WARM_UP = 3
 
 
@@ -74,7 +74,8 @@ def measure(command, folder):
     with open(log) as file:
         lines = [json.loads(line) for line in file]
     os.remove(log)
-    return (*(statistics.median(line[name] or 0 for line in lines[WARM_UP:]) for name in ("tokens_per_s", "mfu")), lines[-1]["peak_memory_gib"], lines[-1]["loss"])
+    speed, mfu = (statistics.median(line[name] or 0 for line in lines[WARM_UP:]) for name in ("tokens_per_s", "mfu"))
+    return speed, mfu, lines[-1]["peak_memory_gib"], lines[-1]["loss"]
 
 
 def dry_run(flags, device):
@@ -130,11 +131,13 @@ def main():
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; sequences of {args.seq_len:,}, {args.batch} a step\n")
     print(f"{'model':<14}{'recompute':<11}{'':<19}{'compiled':<10}{'tokens/s':>10}{'MFU':>8}{'GiB':>8}{'dry run':>9}{'loss':>8}")
-    contestants = {name: [step_dir(name) / "train.py"] for name in ("step01_single_gpu", "step08_5d")} | {"transformers": [__file__, "theirs"]}
+    contestants = {name: [step_dir(name) / "train.py"] for name in ("step01_single_gpu", "step08_5d")}
+    contestants["transformers"] = [__file__, "theirs"]
     with tempfile.TemporaryDirectory() as folder:
         for model, layers, micro, recompute in runs:
-            flags = ["--model", model_folder(model, layers, folder), "--seq_len", args.seq_len, "--global_batch_size", args.batch, "--micro_batch_size", micro,
-                     "--recompute", recompute, "--steps", args.steps, "--lr", 1e-4, "--device", args.device]
+            flags = ["--model", model_folder(model, layers, folder), "--seq_len", args.seq_len, "--global_batch_size", args.batch,
+                     "--micro_batch_size", micro, "--recompute", recompute, "--steps", args.steps, "--lr", 1e-4,
+                     "--device", args.device]
             for compile in ([], ["--compile"]):
                 for name, command in contestants.items():
                     if name == "transformers" and recompute == "selective":
@@ -147,7 +150,8 @@ def main():
                             print_kernels(os.path.join(folder, "trace_rank0.json"))
                         elif not args.kernels:
                             speed, mfu, memory, loss = measure([*command, *flags, *compile], folder)
-                            said = f"{dry_run(list(map(str, flags)), args.device):.2f}" if name == "step08_5d" and not compile else ""
+                            has_dry_run = name == "step08_5d" and not compile
+                            said = f"{dry_run(list(map(str, flags)), args.device):.2f}" if has_dry_run else ""
                             print(f"{row}{speed:>10,.0f}{mfu:>8.1%}{memory:>8.2f}{said:>9}{loss:>8.3f}", flush=True)
                     except RuntimeError as error:
                         print(f"{row}{error}", flush=True)

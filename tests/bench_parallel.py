@@ -40,8 +40,8 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_gat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel,
-                                               parallelize_module)
+from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel,
+                                               loss_parallel, parallelize_module)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -321,8 +321,8 @@ TABLES = {
         ("bucket", "DDP", 0.97), ("zero 1", "bucket", 0.93), ("zero 2", "bucket", 0.85), ("zero 3", "FSDP2", 1.1),
         ("bucket", "DDP, logits", None), ("zero 3", "FSDP2, logits", None)]),
     "tensor": ("step04_tp_sp", "--tp 2", TENSOR, [
-        ("sp on", "one rank", 0.9), ("sp off", "one rank", 1.15), ("torch, sp on", "one rank", None), ("torch, sp off", "one rank", None),
-        ("sp on", "torch, sp on", 1), ("sp off", "torch, sp off", 1)]),
+        ("sp on", "one rank", 0.9), ("sp off", "one rank", 1.15), ("torch, sp on", "one rank", None),
+        ("torch, sp off", "one rank", None), ("sp on", "torch, sp on", 1), ("sp off", "torch, sp off", 1)]),
     "context": ("step05_cp", "--cp 2", CONTEXT, [
         ("zigzag", "one rank", 1.2), ("ring", "one rank", None), ("allgather", "one rank", None), ("ulysses", "one rank", None),
         ("torch, allgather", "one rank", None), ("zigzag", "torch, allgather", None)]),
@@ -390,8 +390,8 @@ def measure_speed(names, mesh, rounds, steps):
 
 def ratios(seconds, rows):
     """(name, the ratio of the speeds in each round, the aim) for the rows whose contestants were there"""
-    return [(f"{a} / {b}", [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])], target(a) if callable(target) else target)
-            for a, b, target in rows if a in seconds and b in seconds]
+    return [(f"{a} / {b}", [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])],
+             target(a) if callable(target) else target) for a, b, target in rows if a in seconds and b in seconds]
 
 
 def print_speed(seconds, steps, rows):
@@ -496,7 +496,8 @@ def main():
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="some of the contestants")
     parser.add_argument("--short", action="store_true", help="a tiny model: every contestant still has to run")
-    parser.add_argument("--write", action="store_true", help="put the ratios into the README of the step, where it has a place for them")
+    parser.add_argument("--write", action="store_true",
+                        help="put the ratios into the README of the step, where it has a place for them")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         for table, (_, _, contestants, _) in TABLES.items():

@@ -17,8 +17,9 @@ import transformers
 
 from steps import step_dir
 
-SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
-             num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
+             num_attention_heads=8, num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0,
+             max_position_embeddings=4096)
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, CLIP = 256, 2, 4, 1.0
 
 
@@ -49,7 +50,8 @@ def theirs(folder, recompute):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
     if recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    groups = [dict(params=[p for p in model.parameters() if p.dim() == dim], weight_decay=decay) for dim, decay in ((2, 0.1), (1, 0.0))]
+    groups = [dict(params=[p for p in model.parameters() if p.dim() == dim], weight_decay=decay)
+              for dim, decay in ((2, 0.1), (1, 0.0))]
     adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def step(rows):
@@ -77,7 +79,8 @@ def main():
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(SHAPE, file)
         contestants = {"here": ours(args.step, folder, args.recompute), "transformers": theirs(folder, args.recompute)}
-    generator, seconds, losses = torch.Generator().manual_seed(0), {name: [] for name in contestants}, {name: [] for name in contestants}
+    generator = torch.Generator().manual_seed(0)
+    seconds, losses = {name: [] for name in contestants}, {name: [] for name in contestants}
     for round in range(args.rounds + 1):
         rows = torch.randint(0, SHAPE["vocab_size"], (MICRO_BATCH * ACCUMULATION, SEQ_LEN + 1), generator=generator)
         for name in sorted(contestants, reverse=round % 2):                        # who goes first alternates
