@@ -44,8 +44,8 @@ class Refused(JobFailed):
 
 # ---------------------------------------------------------------------------------------------- inside a worker
 PATIENCE = int(os.environ.get("PATIENCE", 300))           # seconds after which a job hangs: no test is about how long it takes
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter", "torch._refs",
-             "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter",
+             "torch._refs", "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 
 
 def worker(rank, pipe, environment):
@@ -194,7 +194,8 @@ class Pool:
         return [answers[rank] for rank in range(world)]
 
     def train(self, step, flags, world=1, timeout=PATIENCE, weights=True, optimizer="adamw", job=train_job):
-        """One run of train.py; optimizer="sgd": its `weights` are the sums of the gradients. `answers`: what the job returned on each rank."""
+        """One run of train.py; optimizer="sgd": its `weights` are the sums of the gradients. `answers`: what the job returned on
+        each rank."""
         from safetensors.torch import load_file
         folder = tempfile.mkdtemp()
         try:
@@ -208,8 +209,8 @@ class Pool:
             tensors = load_file(os.path.join(save, "model.safetensors")) if weights else {}
         finally:
             shutil.rmtree(folder)
-        return SimpleNamespace(lines=lines, weights=tensors, output=self.output, answers=answers, losses=[line["loss"] for line in lines],
-                               grad_norms=[line["grad_norm"] for line in lines])
+        return SimpleNamespace(lines=lines, weights=tensors, output=self.output, answers=answers,
+                               losses=[line["loss"] for line in lines], grad_norms=[line["grad_norm"] for line in lines])
 
     def once(self, key, make):
         """What make() returned when it was first asked for."""
@@ -230,7 +231,8 @@ class Pool:
 def shared_pool():
     """One for a process, however many times pytest is called in it."""
     pool = Pool()
-    atexit.register(pool.stop)                            # Python itself would ask the workers to end, and step 8 does not when asked
+    # Python itself would ask the workers to end, and step 8 does not when asked
+    atexit.register(pool.stop)
     return pool
 
 

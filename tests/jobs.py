@@ -1,4 +1,5 @@
-"""What tests run on ranks, and read of what they print; jobs of several test files. (harness.py and observe.py have training itself.)"""
+"""What tests run on ranks, and read of what they print; jobs of several test files. (harness.py and observe.py have training
+itself.)"""
 import gc
 import re
 import time
@@ -62,7 +63,8 @@ def trained_parts(argv):
             setattr(kept, name, make(*arguments))
             return getattr(kept, name)
         return made
-    with patch.object(train, "Optimizer", keep("optimizer", train.Optimizer)), patch.object(train, "build_model", keep("model", train.build_model)):
+    with (patch.object(train, "Optimizer", keep("optimizer", train.Optimizer)),
+          patch.object(train, "build_model", keep("model", train.build_model))):
         train.main(argv)
     return kept.model, kept.optimizer
 

@@ -6,8 +6,9 @@
     python tests/mutate.py --only 7 12          # these
     python tests/mutate.py --again              # those once more that no test saw
 
-Faults are made mechanically: a comparison turned, a constant off by one, a statement left out, a wait or a hook left out, two arguments
-exchanged, a group of ranks replaced by another. Left out is what only draws or prints. out/mutants.csv has what became of each.
+Faults are made mechanically: a comparison turned, a constant off by one, a statement left out, a wait or a hook left out, two
+arguments exchanged, a group of ranks replaced by another. Left out is what only draws or prints. out/mutants.csv has what became
+of each.
 """
 import argparse
 import ast
@@ -28,8 +29,8 @@ FILES = ["data_parallel.py", "zero.py", "tensor_parallel.py", "context_parallel.
          "expert_parallel.py", "moe.py", "parts.py", "resume.py"]
 ONLY_SHOWS = {"main", "draw", "text", "__str__"}
 RESULTS = ROOT / "out/mutants.csv"
-TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
-          ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+          ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 GROUPS = ["tp", "cp", "dp", "dp_cp", "pp", "shard", "replicate", "ep", "ep_shard", "ep_copies"]
 LISTS = "lists or check_finds or waits_for_itself or bubbles or in_flight or follows_its_list or shows_a_schedule"
 
@@ -44,7 +45,8 @@ def sites(tree):
             yield "constant", node, ast.Constant(node.value + 1)
         if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
             yield "arguments", node, ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get_group", "get_local_rank"):
+        if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("get_group", "get_local_rank")):
             for other in GROUPS[:5]:
                 if isinstance(node.args[0], ast.Constant) and node.args[0].value in GROUPS[:5] and other != node.args[0].value:
                     yield "group", node.args[0], ast.Constant(other)
@@ -66,7 +68,8 @@ def walk(node):
 
 
 def mutants():
-    """(file, line, kind, before, after, the whole new text) of all, in an order drawn once: kinds by turns, so that each has its share."""
+    """(file, line, kind, before, after, the whole new text) of all, in an order drawn once: kinds by turns, so that each has its
+    share."""
     by_kind = {}
     for name in FILES:
         source = (step_dir(STEP) / name).read_text()

@@ -1,6 +1,6 @@
 """What each rank sends and receives in a step, and whether it all meets: nccl needs the same collectives in the
-same order from all ranks of a group, and of every pair of ranks the sends in the order of the receives. And where ranks talk in several
-groups, none may wait for ever even if all that a rank has started ran one after the other, as a busy GPU is free to do."""
+same order from all ranks of a group, and of every pair of ranks the sends in the order of the receives. And where ranks talk in
+several groups, none may wait for ever even if all that a rank has started ran one after the other, as a busy GPU is free to do."""
 import itertools
 
 import torch
@@ -22,11 +22,13 @@ class Recorder:
         """To be told of every operation that torch dispatches."""
         if op.namespace == "c10d":
             import torch.distributed as dist
-            group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
+            group = next(dist.ProcessGroup.unbox(a) for a in args
+                         if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
             ranks = tuple(dist.get_process_group_ranks(group))
             tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
             assert all(tensor.is_contiguous() for tensor in tensors), f"nccl takes contiguous tensors only: {op}"
-            shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor))
+            shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tree_leaves(args[0])
+                           if isinstance(tensor, torch.Tensor))
             peer = ranks[args[2]] if op._opname in ("send", "recv_") else None
             if op._opname == "alltoall_base_" and args[4]:                         # as many rows to each as there are
                 shapes, peer = None, (tuple(args[4]), tuple(args[3]))
@@ -64,7 +66,8 @@ def assert_none_waits_for_ever(per_rank):
         while stuck := {rank for rank in moving for thing, others in coming[rank][-1].items()
                         if any(other not in moving or thing not in coming[other][-1] for other in others)}:
             moving -= stuck
-        assert moving, "all wait:\n" + "\n".join(f"rank {rank} for {list(things[-1])}" for rank, things in enumerate(coming) if things)
+        assert moving, "all wait:\n" + "\n".join(f"rank {rank} for {list(things[-1])}"
+                                                 for rank, things in enumerate(coming) if things)
         for rank in moving:
             coming[rank].pop()
 

@@ -15,15 +15,19 @@ STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())    
 # The files that a step changes or adds, relative to the step before it. README.md, figures/ and planner/ are each step's own.
 CHANGES = {
     "step01_single_gpu": set(),
-    "step02_dp": {"mesh.py", "agreement.py", "data_parallel.py", "ledger.py", "checkpoint.py", "config.py", "data.py", "metrics.py", "train.py"},
-    "step03_zero": {"zero.py", "placement.py", "data_parallel.py", "checkpoint.py", "config.py", "optimizer.py", "train.py"},
-    "step04_tp_sp": {"tensor_parallel.py", "parts.py", "placement.py", "zero.py", "recompute.py", "mesh.py", "checkpoint.py", "config.py",
-                     "train.py"},
-    "step05_cp": {"context_parallel.py", "tensor_parallel.py", "placement.py", "zero.py", "mesh.py", "data.py", "config.py", "train.py"},
-    "step06_pp": {"pipeline_parallel.py", "schedules.py", "zero.py", "recompute.py", "mesh.py", "checkpoint.py", "config.py", "train.py"},
-    "step07_ep": {"expert_parallel.py", "moe.py", "model.py", "pipeline_parallel.py", "zero.py", "checkpoint.py", "metrics.py", "config.py",
+    "step02_dp": {"mesh.py", "agreement.py", "data_parallel.py", "ledger.py", "checkpoint.py", "config.py", "data.py", "metrics.py",
                   "train.py"},
-    "step08_5d": {"resume.py", "dry_run.py", "bench.py", "slurm.sh", "folders.py", "zero.py", "data.py", "metrics.py", "config.py", "train.py"},
+    "step03_zero": {"zero.py", "placement.py", "data_parallel.py", "checkpoint.py", "config.py", "optimizer.py", "train.py"},
+    "step04_tp_sp": {"tensor_parallel.py", "parts.py", "placement.py", "zero.py", "recompute.py", "mesh.py", "checkpoint.py",
+                     "config.py", "train.py"},
+    "step05_cp": {"context_parallel.py", "tensor_parallel.py", "placement.py", "zero.py", "mesh.py", "data.py", "config.py",
+                  "train.py"},
+    "step06_pp": {"pipeline_parallel.py", "schedules.py", "zero.py", "recompute.py", "mesh.py", "checkpoint.py", "config.py",
+                  "train.py"},
+    "step07_ep": {"expert_parallel.py", "moe.py", "model.py", "pipeline_parallel.py", "zero.py", "checkpoint.py", "metrics.py",
+                  "config.py", "train.py"},
+    "step08_5d": {"resume.py", "dry_run.py", "bench.py", "slurm.sh", "folders.py", "zero.py", "data.py", "metrics.py", "config.py",
+                  "train.py"},
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}

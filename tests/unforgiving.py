@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 # of each operation's arguments, the one that it writes to and the one that it reads (all_reduce: one for both)
-OUT_AND_GIVEN = {"all_reduce": (0, None), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1), "isend": (None, 0), "irecv": (0, None)}
+OUT_AND_GIVEN = {"all_reduce": (0, None), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1), "isend": (None, 0),
+                 "irecv": (0, None)}
 
 
 class Work:
@@ -31,7 +32,8 @@ class Work:
         self.out, self.result = (None, None) if out is None else (args[out].data, copies[out])
         tensors = [] if out is None else [self.out.fill_(nothing(self.out))]
         if given is not None:                             # a slice of the output itself has its own values already
-            tensors.append(args[given].data.copy_(copies[given]) if out is not None and same_storage(self.out, args[given]) else args[given].data)
+            shares = out is not None and same_storage(self.out, args[given])
+            tensors.append(args[given].data.copy_(copies[given]) if shares else args[given].data)
         self.before = [(tensor, as_bytes(tensor).clone()) for tensor in tensors]
         under_way[self] = self.what
 

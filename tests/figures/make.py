@@ -13,14 +13,16 @@ from plot import plain, plt, read, stripes
 from steps import ROOT
 
 RUNS = {"one process": ("step01_single_gpu", 1, ""), "dp 4": ("step02_dp", 4, ""), "ZeRO-3 over 4": ("step03_zero", 4, "--zero 3"),
-        "tp 4": ("step04_tp_sp", 4, "--tp 4"), "cp 4": ("step05_cp", 4, "--cp 4"), "pp 4": ("step06_pp", 4, "--pp 4 --schedule zerobubble"),
+        "tp 4": ("step04_tp_sp", 4, "--tp 4"), "cp 4": ("step05_cp", 4, "--cp 4"),
+        "pp 4": ("step06_pp", 4, "--pp 4 --schedule zerobubble"),
         "dp 2, tp 2, cp 2, pp 2, ZeRO-1": ("step08_5d", 16, "--tp 2 --cp 2 --pp 2 --zero 1")}
 FLAGS = "--dtype float64 --steps 60"
 
 
 def train(step, world, flags, log):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), ROOT / step / "train.py"]
-    subprocess.run([*command, *FLAGS.split(), *flags.split(), "--log_file", log], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
+               ROOT / step / "train.py", *FLAGS.split(), *flags.split(), "--log_file", log]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return read(log)
 
 
@@ -36,10 +38,12 @@ def draw(runs, out):
     for dtype in ("float32", "float64"):
         precision = torch.finfo(getattr(torch, dtype)).eps
         axes[2].axhline(precision, color="grey", linestyle=":")
-        axes[2].annotate(f"precision of {dtype}", (0.99, precision), xycoords=("axes fraction", "data"), ha="right", va="top", color="grey", zorder=9)
+        axes[2].annotate(f"precision of {dtype}", (0.99, precision), xycoords=("axes fraction", "data"), ha="right", va="top",
+                         color="grey", zorder=9)
     axes[2].set_yscale("log")
     axes[2].set_ylim(1e-17, 1e-6)
-    for axis, title in zip(axes, ("loss (striped where curves coincide)", "gradient norm", "how far either is from one process, relative")):
+    titles = "loss (striped where curves coincide)", "gradient norm", "how far either is from one process, relative"
+    for axis, title in zip(axes, titles):
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
