@@ -45,7 +45,8 @@ def test_diff_sizes():
     text = (ROOT / "README.md").read_text()
     assert with_diff_sizes(text) == text, "python tests/readme.py writes the real ones"
     for _, new in pairs():
-        assert diff_size(*next(pair for pair in pairs() if pair[1] == new))[1] in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
+        size = diff_size(*next(pair for pair in pairs() if pair[1] == new))[1]
+        assert size in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
 
 
 # ------------------------------------------------------------------------------- that the checks above can fail
@@ -84,8 +85,9 @@ def test_a_failing_block_is_seen(tmp_path, block):
     assert status == 1 and "README.md, line 5" in output, output
 
 
-@pytest.mark.parametrize("text", ["```bash\n", "<!-- run: no, needs a GPU -->\nwords\n```bash\n```\n",
-                                  "<!-- run: no, needs a GPU -->\n<!-- run: add --steps 3 -->\n```bash\n```\n", "<!-- run: no, needs a GPU -->\n"])
+@pytest.mark.parametrize("text", [
+    "```bash\n", "<!-- run: no, needs a GPU -->\nwords\n```bash\n```\n",
+    "<!-- run: no, needs a GPU -->\n<!-- run: add --steps 3 -->\n```bash\n```\n", "<!-- run: no, needs a GPU -->\n"])
 def test_a_block_without_an_end_or_a_stray_directive_is_seen(text):
     with pytest.raises(ValueError):
         blocks(text)
@@ -138,5 +140,6 @@ def test_line_counts_are_written(tmp_path):
 
 
 def test_break_table():
-    text = "# x\n## Break it\n\n| break | test |\n|---|---|\n| `step01_a`: no decay | `t` |\n| bare | t |\n\n## Next\n| a |\n|---|\n| `b` |\n"
+    text = ("# x\n## Break it\n\n| break | test |\n|---|---|\n| `step01_a`: no decay | `t` |\n| bare | t |\n\n"
+            "## Next\n| a |\n|---|\n| `b` |\n")
     assert break_table(text) == ["step01_a", "bare"] and break_table("# none\n") == []

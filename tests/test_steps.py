@@ -58,7 +58,8 @@ def two_folders(tmp_path):
     return old, new
 
 
-LIMITS = {"step02_dp": 60, "step03_zero": 60, "step04_tp_sp": 75, "step05_cp": 60, "step06_pp": 100, "step07_ep": 110, "step08_5d": 60}
+LIMITS = {"step02_dp": 60, "step03_zero": 60, "step04_tp_sp": 75, "step05_cp": 60, "step06_pp": 100, "step07_ep": 110,
+          "step08_5d": 60}
 
 
 def test_a_step_changes_few_lines_outside_its_new_files():
@@ -155,7 +156,8 @@ def test_a_foreign_import_is_seen(two_folders):
     old, new = two_folders
     (new / "same.py").write_text("import os, torch.nn\nfrom changed import name\n")
     assert foreign_imports(new) == []
-    (new / "same.py").write_text("def f():\n    from step02_dp.mesh import Mesh\n    from .changed import name\n    import pandas\n")
+    (new / "same.py").write_text(
+        "def f():\n    from step02_dp.mesh import Mesh\n    from .changed import name\n    import pandas\n")
     assert foreign_imports(new) == ["new/same.py imports step02_dp", "new/same.py imports .", "new/same.py imports pandas"]
 
 

@@ -151,7 +151,8 @@ def test_make_exercise(small_repository):
     assert status == 0 and "stays as it is" in output and "mine" in (exercise / "train.py").read_text()
 
 
-@pytest.mark.parametrize("step, message", [("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("4", "step 3, which step 4 starts from")])
+@pytest.mark.parametrize("step, message", [
+    ("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("4", "step 3, which step 4 starts from")])
 def test_make_exercise_refuses(small_repository, step, message):
     status, output = make(small_repository, "exercise", f"STEP={step}")
     assert status == 2 and message in output and not (small_repository / "exercise").exists()
@@ -197,7 +198,8 @@ def test_no_tests_is_a_failure(small_repository):
 
 
 # ------------------------------------------------------------------------------------------------------- break it
-PATCH = "test: tests/test_step02.py::{test}\nloss: nothing\n--- a/step02_dp/train.py\n+++ b/step02_dp/train.py\n@@ -1 +1 @@\n-answer = 42\n+{line}\n"
+PATCH = ("test: tests/test_step02.py::{test}\nloss: nothing\n"
+         "--- a/step02_dp/train.py\n+++ b/step02_dp/train.py\n@@ -1 +1 @@\n-answer = 42\n+{line}\n")
 
 
 def break_it(folder, test, line, *names):
@@ -236,7 +238,8 @@ def test_an_unknown_break_is_refused(small_repository):
 
 # ----------------------------------------------------------------------------------------------------------- plot
 def write_log(path, losses, first=0):
-    lines = [dict(step=first + i, loss=loss, grad_norm=1.0, tokens_per_s=100.0, peak_memory_gib=0.5) for i, loss in enumerate(losses)]
+    lines = [dict(step=first + i, loss=loss, grad_norm=1.0, tokens_per_s=100.0, peak_memory_gib=0.5)
+             for i, loss in enumerate(losses)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
