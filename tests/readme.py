@@ -2,6 +2,7 @@
 
     python tests/readme.py                             # writes the real line counts and diff sizes into the tables
     python tests/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
+    python tests/readme.py --words                     # how many words the main path of each step has
 
 A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
 diff to the step before; text, or none, is only read. A comment line right before a block changes that:
@@ -152,6 +153,14 @@ def break_table(text):
     return [re.search(r"`([^`]*)`", row)[1] if "`" in row else row.strip() for row in rows]
 
 
+def main_path_words(text):
+    """The words up to 'Break it', tables counted; without code, comments and what is folded."""
+    text = re.split(r"^## Break it$", text, flags=re.MULTILINE)[0]
+    for left_out in (r"^\s*```.*?^\s*```$", r"<details>.*?</details>", r"<!--.*?-->", r"\]\([^)]*\)"):
+        text = re.sub(left_out, " ", text, flags=re.MULTILINE | re.DOTALL)
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
 def write_line_counts():
     for name in READMES:
         old = (ROOT / name).read_text()
@@ -162,4 +171,10 @@ def write_line_counts():
 
 
 if __name__ == "__main__":
-    run_blocks(sys.argv[2]) if sys.argv[1:2] == ["--run"] else write_line_counts()
+    if sys.argv[1:2] == ["--run"]:
+        run_blocks(sys.argv[2])
+    elif sys.argv[1:] == ["--words"]:
+        for name in STEPS:
+            print(f"{main_path_words((ROOT / name / 'README.md').read_text()):6,} {name}")
+    else:
+        write_line_counts()

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from readme import (PLANNER, READMES, block_problems, blocks, break_table, broken_links, diff_problems, diffs_of, to_run,
-                    diff_size, with_diff_sizes, with_line_counts)
+                    diff_size, main_path_words, with_diff_sizes, with_line_counts)
 from steps import ROOT, STEPS, copy_repository, pairs, run
 
 
@@ -135,6 +135,11 @@ def test_line_counts_are_written(tmp_path):
     table = "| file | lines | what |\n|---|--:|---|\n| [`model.py`](model.py) | {} | 17 heads |\n| `model.py` | {} | |\n"
     other = "| model.py | 99 |\n"
     assert with_line_counts(table.format(17, "?") + "\n" + other, tmp_path) == table.format(3, 3) + "\n" + other
+
+
+def test_words_of_the_main_path():
+    text = "# A step\n\nTwo words, [one more](there.md).\n\n| a | b |\n|---|---|\n\n```python\nx = 1\n```\n<!-- no -->\n<details>no</details>\n"
+    assert main_path_words(text + "## Break it\n\nno\n") == main_path_words(text) == 8
 
 
 def test_break_table():
