@@ -1,4 +1,5 @@
-# make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make exercise STEP=4 | make plot LOGS="a.jsonl b.jsonl"
+# make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
+# make exercise STEP=4 [LEVEL=blank] | make check STEP=4 | make hint STEP=4 | make solution STEP=4
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or older than requirements.txt.
@@ -8,7 +9,7 @@ PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
 
-.PHONY: run test lint rest sweep diff exercise break mutate plot carry figures bench
+.PHONY: run test lint rest sweep diff exercise check hint solution break mutate plot carry figures bench
 .DEFAULT_GOAL := run
 
 .venv/requirements.txt: requirements.txt
@@ -36,8 +37,14 @@ sweep: $(VENV)
 diff:
 	@python3 tests/diff.py "$(STEP)" $(FILE)
 
-exercise:
-	@python3 tests/exercise.py $(STEP)
+exercise: $(VENV)
+	@$(PYTHON) tests/exercise.py "$(STEP)" $(LEVEL)
+
+check: $(VENV)
+	@$(PYTHON) tests/exercise.py "$(STEP)" check
+
+hint solution: $(VENV)
+	@$(PYTHON) tests/exercise.py "$(STEP)" $@
 
 break: $(VENV)
 	$(PYTHON) tests/break_it.py

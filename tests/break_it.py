@@ -42,13 +42,14 @@ class Verdict:
     """What pytest says while it runs: how many tests passed, and how the first failed."""
 
     def __init__(self):
-        self.passed, self.why, self.failed = 0, "", ""
+        self.passed, self.why, self.failed, self.text = 0, "", "", ""
 
     def pytest_runtest_logreport(self, report):
         self.passed += report.passed and report.when == "call"
         if report.failed and not self.failed:
             self.failed = report.nodeid
             lines = [line[1:].strip() for line in str(report.longrepr).splitlines() if line.startswith("E  ")]
+            self.text = str(report.longrepr)
             self.why = next(iter(lines), str(report.longrepr).splitlines()[-1])
             self.lesson = not any(re.search(rf"\b{name}\b", line) for name in NO_LESSON for line in lines)
 
