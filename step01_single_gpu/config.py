@@ -1,8 +1,8 @@
-"""The command line and the shape of the model. Everything that can be refused is refused here, before any work."""
-import argparse
+"""The command line and the shape of the model. All that can be refused is refused here, before any work."""
 import json
 import os
 import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -20,12 +20,13 @@ def refuse(message, status=2):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = refuse
     add = parser.add_argument
-    add("--model", default="tiny", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
+    add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a document), json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a "
+        "document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
     add("--global_batch_size", type=int, default=16, help="sequences per training step")
@@ -49,7 +50,7 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         if value == "":
             refuse(f"--{name} is empty")
-        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nan is not, either
+        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nor is nan
             refuse(f"--{name} {value}: must be a number below {MOST:,}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,12 +78,13 @@ class ModelConfig:
 
 
 def llama3(factor):
-    return dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return dict(factor=factor, low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192)
 
 
 #                          vocab   hidden  mlp  layers heads kv head_dim
 PRESETS = {
-    "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096, initializer_range=0.1),
+    "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096,
+                              initializer_range=0.1),
     "llama-1b":   ModelConfig(128256, 2048,  8192,  16, 32, 8,  64, rope_scaling=llama3(32.0)),
     "llama-3b":   ModelConfig(128256, 3072,  8192,  28, 24, 8, 128, rope_scaling=llama3(32.0)),
     "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
@@ -94,14 +96,14 @@ PRESETS = {
 def local_folder(flag, name):
     """A directory as it is; a hub id downloaded to the Hugging Face cache."""
     if os.path.isdir(name):
-        beside = os.path.join(name, ".new_model")         # whole, when whoever saved there was killed (checkpoint.py)
+        beside = os.path.join(name, ".new_model")         # whole, if its saver was killed (checkpoint.py)
         return beside if os.path.isdir(beside) else name
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:
         presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
-        refuse(f"{flag} {name}: no such directory, and not to be had from the hub ({type(error).__name__}){presets}")
+        refuse(f"{flag} {name}: no directory, nor to be had from the hub ({type(error).__name__}){presets}")
 
 
 def load_config(args):
@@ -125,41 +127,39 @@ def from_hugging_face(raw, name):
     for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False).items():
         if raw.get(key, value) != value:
             refuse(f"--model {name}: {key}={raw[key]!r}; only {value!r} is known here")
-    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    older = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    rope = raw.get("rope_parameters") or older
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         refuse(f"--model {name}: rope scaling of type {kind!r}; only 'llama3' is known here")
     heads = raw["num_attention_heads"]
     return ModelConfig(
-        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=rope["rope_theta"],
+        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads, num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, rope_theta=rope["rope_theta"],
         rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        initializer_range=raw.get("initializer_range", 0.02))
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), initializer_range=raw.get("initializer_range", 0.02))
 
 
 def check_config(config, name):
-    """Sizes are whole numbers above 0, all else is a number above 0; or it is what it is if the file does not say."""
-    kinds, usual = ({field.name: getattr(field, what) for field in fields(config)} for what in ("type", "default"))
+    """Sizes are whole numbers, all else numbers, above 0; or it is what it is if the file does not say."""
+    kinds, usual = ({f.name: getattr(f, what) for f in fields(config)} for what in ("type", "default"))
     for key, value in {**asdict(config), **(config.rope_scaling or {})}.items():
         types, most = ([int], MOST) if kinds.get(key) is int else ([int, float], float("inf"))
         fits = type(value) in types and 0 < value < most and (key != "head_dim" or value % 2 == 0)
         if key != "rope_scaling" and value != usual.get(key, key) and not fits:
-            refuse(f"--model {name}: {key} is {value!r}; a size is a whole number below {MOST:,}, head_dim an even one, all are above 0")
+            refuse(f"--model {name}: {key} is {value!r}; sizes are whole, < {MOST:,}, head_dim even; all > 0")
     return config
 
 
 def to_hugging_face(config, dtype):
     """With rope_parameters for transformers from 5 on, rope_theta and rope_scaling for the older ones."""
-    llama = {key: value for key, value in asdict(config).items()}
-    if config.rope_scaling:
-        llama["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
-    rope = llama["rope_scaling"] or {"rope_type": "default"}
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", **llama,
-            "rope_parameters": {"rope_theta": config.rope_theta, **rope}, "tie_word_embeddings": False,
+    scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+            **asdict(config), "rope_scaling": scaling, "tie_word_embeddings": False,
+            "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
             "attention_bias": False, "mlp_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -184,7 +184,7 @@ def check(args, config):
     check_outputs(args)
     if args.attention == "flash":
         if args.device == "cpu" or args.dtype != torch.bfloat16:
-            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa runs anywhere")
+            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
         try:
             import flash_attn  # noqa: F401
         except ImportError:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from config import refuse
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "B200": 2250e12}   # dense bfloat16
+# of dense bfloat16
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "B200": 2250e12}
 
 
 def parameter_count(c):
@@ -42,7 +43,7 @@ def peak_memory_gib(device):
 
 
 def print_start(model, config, args):
-    """Before the first step, by rank 0: how the ranks lie, what a step is, what this rank has of the model."""
+    """Before the first step, by rank 0: how ranks lie, what a step is, what this rank has of the model."""
     if os.environ.get("RANK", "0") != "0":
         return
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp", "ep") if name in vars(args)}
@@ -51,8 +52,9 @@ def print_start(model, config, args):
     if degrees:
         print(" x ".join(f"{name} {degree}" for name, degree in degrees.items() if name != "ep")
               + (f", ep {degrees['ep']}" if degrees.get("ep", 1) > 1 else ""))
-    print(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} tokens; "
-          f"{parameters:,} parameters in {len(model.model.layers)} of {config.num_hidden_layers} layers", flush=True)
+    layers = f"{len(model.model.layers)} of {config.num_hidden_layers} layers"
+    print(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} "
+          f"tokens; {parameters:,} parameters in {layers}", flush=True)
 
 
 class Metrics:
@@ -66,7 +68,8 @@ class Metrics:
     def log(self, step, loss, grad_norm, lr):
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            refuse(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: stopped, nothing saved", status=3)
+            refuse(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: "
+                   "stopped, nothing saved", status=3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len
         speed = tokens / seconds
@@ -75,11 +78,13 @@ class Metrics:
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
         if dist.get_rank() != 0:
             return
-        print(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  "
-              f"lr {lr:.2e}  {speed:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "") + f"  {memory:.2f} GiB", flush=True)
-        self.write(dict(
-            step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens, tokens_per_s=speed,
-            tokens_per_s_per_device=speed / self.devices, mfu=mfu, peak_memory_gib=float(memory)))
+        done = f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}"
+        more = f"  MFU {mfu:.1%}" if mfu else ""
+        print(f"{done}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{more}"
+              f"  {memory:.2f} GiB", flush=True)
+        self.write(dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
+                        tokens_per_s=speed, tokens_per_s_per_device=speed / self.devices, mfu=mfu,
+                        peak_memory_gib=float(memory)))
 
     def write(self, line):
         try:

@@ -41,8 +41,8 @@ def check_started():
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     there = world_size == "1" or {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if not there or not (rank + world_size).isdecimal() or int(rank) >= int(world_size):
-        print(f"error: RANK {rank} of WORLD_SIZE {world_size}: torchrun sets these, MASTER_ADDR and MASTER_PORT; "
-              "leave out all of them, or start with torchrun", file=sys.stderr, flush=True)
+        print(f"error: RANK {rank} of WORLD_SIZE {world_size}: torchrun sets these, MASTER_ADDR and "
+              "MASTER_PORT; leave out all of them, or start with torchrun", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -1,6 +1,6 @@
-"""What only some ranks can see is made known to all: they go on together, or end together, with one line that says why.
+"""What only some ranks can see is made known to all: they go on together, or end together with one line why.
 
-The ranks meet in a store, a dictionary that torchrun keeps for them, before there is any other connection between them.
+The ranks meet in a store, a dictionary that torchrun keeps for them, before they have another connection.
 """
 import contextlib
 import datetime
@@ -32,13 +32,13 @@ def meeting_place():
 
 @functools.lru_cache(maxsize=1)
 def join(port, attempt):
-    """After a restart the store still has what the attempt before left in it, so each has a part of its own."""
+    """After a restart the store still has what the attempt before left in it: each has a part of its own."""
     store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
     return dist.PrefixStore(attempt, store), rank, world_size
 
 
 def agree(point, value="the same"):
-    """All ranks wait here for each other, with the same value; if one has something to refuse, or another value, all end."""
+    """All ranks wait here for each other, with the same value; if one refuses, or has another, all end."""
     if alone():
         return
     store, _, world_size = meeting_place()
@@ -53,7 +53,7 @@ def agree(point, value="the same"):
 
 
 def tell(message):
-    """Others of what this rank has refused. It is said once, by rank 0; if rank 0 has nothing to say, by who sees it."""
+    """Others of what this rank has refused. It is said once: by rank 0, or if it is silent by who sees it."""
     with contextlib.suppress(RuntimeError):               # without torchrun the store ends with rank 0
         store, rank, _ = meeting_place()
         for point in POINTS:

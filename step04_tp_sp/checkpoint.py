@@ -22,8 +22,9 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 def materialize(model, config, args):
     """Turns a model on the meta device into a real one, parameter by parameter."""
     saved = open_checkpoint(args.init_from) if args.init_from else None
+    weight_of, source = (initial_weight, config) if saved is None else (read_weight, saved)
     for name, meta in list(model.named_parameters()):
-        weight = initial_weight(name, meta, config, args) if saved is None else read_weight(name, meta, saved, args)
+        weight = weight_of(name, meta, source, args)
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, param)
@@ -33,7 +34,7 @@ def materialize(model, config, args):
 
 
 def initial_weight(name, meta, config, args):
-    """Depends on the seed and the name (and on the kind of device), so that it does not matter who else draws what."""
+    """Depends on the seed and the name (and on the kind of device), so it does not matter who else draws."""
     if meta.dim() == 1:
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
@@ -55,7 +56,8 @@ def open_checkpoint(name):
     saved = {key: file for file in opened for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{name} ties the head to the embedding; they start equal here and are trained apart", flush=True)
+            print(f"{name} ties the head to the embedding; they start equal here and are trained apart",
+                  flush=True)
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     return saved
 
@@ -66,7 +68,8 @@ def read_weight(name, meta, saved, args):
     stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # tied
     weight = saved[name].get_slice(stored)                # nothing is read yet
     if weight.get_shape() != whole_shape(meta):
-        refuse(f"--init_from {args.init_from}: {name} is {weight.get_shape()}, --model {args.model} has {whole_shape(meta)}")
+        refuse(f"--init_from {args.init_from}: {name} is {weight.get_shape()}, "
+               f"--model {args.model} has {whole_shape(meta)}")
     return weight[my_part(meta)]
 
 
@@ -79,7 +82,8 @@ def save_checkpoint(model, config, args):
     with replacing(args.save) if dist.get_rank() == 0 else contextlib.nullcontext() as folder:
         for file, names in files.items():
             with create(folder, file) as out:
-                out.write(header({name: shapes[name] for name in names}, args.dtype))
+                tensors = {name: shapes[name] for name in names}
+                out.write(header(tensors, args.dtype))
                 for name in names:
                     weight = whole(model.get_parameter(name))
                     if not weight.isfinite().all():
@@ -88,7 +92,8 @@ def save_checkpoint(model, config, args):
         with create(folder, "config.json") as out:
             out.write(json.dumps(to_hugging_face(config, args.dtype), indent=2).encode())
         if len(files) > 1:
-            index = {"metadata": {"total_size": sum(s.numel() for s in shapes.values()) * args.dtype.itemsize},
+            elements = sum(shape.numel() for shape in shapes.values())
+            index = {"metadata": {"total_size": elements * args.dtype.itemsize},
                      "weight_map": {name: file for file, names in files.items() for name in names}}
             with create(folder, "model.safetensors.index.json") as out:
                 out.write(json.dumps(index, indent=2).encode())
@@ -96,7 +101,7 @@ def save_checkpoint(model, config, args):
 
 @contextlib.contextmanager
 def replacing(folder):
-    """A new folder, in which a model is written. When it is whole it takes the place of the one in `folder`."""
+    """A new folder, for a model to be written. When it is whole it takes the place of the one in `folder`."""
     new = os.path.join(folder, ".new_model")
     try:
         shutil.rmtree(new + ".tmp", ignore_errors=True)   # these two of a run that was killed
@@ -143,7 +148,7 @@ def split_into_files(shapes, itemsize):
         groups[-1].append(name)
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def header(shapes, dtype):

@@ -39,7 +39,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_hidden, grad_weight = ctx.saved_tensors
-        if torch._C._autograd._get_current_graph_task_keep_graph():                # there may be a second backward
+        if torch._C._autograd._get_current_graph_task_keep_graph():                # backward may come again
             grad_hidden, grad_weight = grad_hidden.clone(), grad_weight.clone()
         return grad_hidden.mul_(grad_loss), grad_weight.mul_(grad_loss).type_as(grad_hidden), None, None
 

@@ -1,4 +1,4 @@
-"""Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t, on nothing else."""
+"""Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t alone."""
 import fcntl
 import functools
 import hashlib
@@ -14,7 +14,7 @@ from context_parallel import local_positions
 
 def load_tokens(args, vocab_size):
     if args.dataset == "builtin":
-        from pydoc_data.topics import topics              # the text of Python's own help(), 465,000 characters
+        from pydoc_data.topics import topics              # the text of Python's help(), 465,000 characters
         tokens = np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), dtype=np.uint8)
     elif args.dataset.endswith((".npy", ".bin")):
         tokens = open_token_file(args.dataset)
@@ -22,7 +22,8 @@ def load_tokens(args, vocab_size):
         tokens = open_token_file(tokenized(args))
     sequences = (len(tokens) - 1) // args.seq_len
     if sequences < 1:
-        refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = {args.seq_len + 1}")
+        refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; "
+               f"one sequence takes seq_len + 1 = {args.seq_len + 1}")
     args.vocab_size, first = vocab_size, tokens[:args.global_batch_size * args.seq_len + 1]
     wrong = first.min() if first.min() < 0 else first.max()
     if not 0 <= wrong < vocab_size:
@@ -35,16 +36,17 @@ def open_token_file(path):
     if not os.path.isfile(path):
         refuse(f"--dataset {path}: no such file")
     try:
-        tokens = np.lib.format.open_memmap(path, "r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
+        is_npy = path.endswith(".npy")
+        tokens = np.lib.format.open_memmap(path, "r") if is_npy else np.memmap(path, np.uint16, "r")
     except (ValueError, EOFError) as error:
         refuse(f"--dataset {path}: not a file of tokens ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        refuse(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are a 1-D array of integers")
+        refuse(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are one row of integers")
     return tokens
 
 
 def tokenized(args):
-    """Tokenizes a text once, documents parted by the end-of-text token; returns the .npy file it is cached in."""
+    """Tokenizes a text once, documents parted by the end-of-text token; returns its cache, a .npy file."""
     if not args.tokenizer:
         refuse(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
     from datasets import config, load_dataset
@@ -55,9 +57,9 @@ def tokenized(args):
     except Exception as error:
         refuse(f"--tokenizer {args.tokenizer}: not to be had ({type(error).__name__})")
     if tokenizer.eos_token_id is None:
-        refuse(f"--tokenizer {args.tokenizer}: it has no end-of-text token (eos_token) to part documents with")
+        refuse(f"--tokenizer {args.tokenizer}: it has no end-of-text token (eos_token) to part documents")
     with open(os.path.join(config.HF_DATASETS_CACHE, "tokenized.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)                  # of several processes one tokenizes, the others wait and read
+        fcntl.flock(lock, fcntl.LOCK_EX)                  # one process tokenizes, others wait, and read that
         try:
             if os.path.isfile(args.dataset):
                 ending = os.path.splitext(args.dataset)[1].lower()[1:]
@@ -67,12 +69,13 @@ def tokenized(args):
                 documents = load_dataset(args.dataset, split="train")
         except Exception as error:
             missing = not os.path.exists(args.dataset)
-            what = "no such file, and not to be had from the hub" if missing else "no text, json or parquet file"
+            what = "no such file, nor to be had from the hub" if missing else "no text, json or parquet file"
             refuse(f"--dataset {args.dataset}: {what} ({type(error).__name__})")
         if not len(documents):
             refuse(f"--dataset {args.dataset}: there is no document in it")
         column = "text" if "text" in documents.column_names else documents.column_names[0]
-        key = f"{documents._fingerprint} {column} {tokenizer.backend_tokenizer.to_str()} {tokenizer.eos_token_id}"
+        text = tokenizer.backend_tokenizer.to_str()
+        key = f"{documents._fingerprint} {column} {text} {tokenizer.eos_token_id}"
         path = os.path.join(config.HF_DATASETS_CACHE, hashlib.sha256(key.encode()).hexdigest()[:16] + ".npy")
         if not os.path.isfile(path):
             write_tokens(documents, column, tokenizer, path)
@@ -104,10 +107,11 @@ def micro_batches(tokens, mesh, args, step):
     start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
     if batch.min() < 0 or batch.max() >= args.vocab_size:
-        raise OSError(f"--dataset {args.dataset}: tokens from {batch.min()} to {batch.max()} in step {step}, the vocabulary is {args.vocab_size}")
+        raise OSError(f"--dataset {args.dataset}: tokens from {batch.min()} to {batch.max()} in step {step}, "
+                      f"the vocabulary is {args.vocab_size}")
     batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
     positions = local_positions(mesh, args)
-    pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # memory that the device can read by itself
+    pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # which the device can read
     return [(pin(rows[:, positions]), pin(positions), pin(rows[:, positions + 1]))
             for rows in batch.split(args.micro_batch_size)]
 

@@ -1,9 +1,9 @@
-"""The command line and the shape of the model. Everything that can be refused is refused here, before any work."""
-import argparse
+"""The command line and the shape of the model. All that can be refused is refused here, before any work."""
 import json
 import math
 import os
 import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -23,12 +23,13 @@ def refuse(message, status=2):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     parser.error = refuse
     add = parser.add_argument
-    add("--model", default="tiny", help=f"one of {', '.join(PRESETS)}; or a directory or hub id with a config.json")
+    add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a document), json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a "
+        "document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
     add("--global_batch_size", type=int, default=16, help="sequences per training step")
@@ -46,19 +47,24 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
     add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how gradients are summed over dp")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
     add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
-    add("--zero", type=int, choices=[0, 1, 2, 3], default=0, help="ZeRO: cut 1 optimizer states, 2 gradients, 3 weights")
-    add("--zero_shard", type=int, help="cut into so many slices, with replicas across (hybrid); into all if not given")
+    add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
+        help="ZeRO: cut 1 optimizer states, 2 gradients, 3 weights")
+    add("--zero_shard", type=int, help="cut into so many slices, replicas across (hybrid); all if not given")
     add("--tp", type=int, default=1, help="tensor-parallel ranks: each has a part of every matrix")
-    add("--sp", choices=["on", "off"], default="on", help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
+    add("--sp", choices=["on", "off"], default="on",
+        help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
     add("--cp", type=int, default=1, help="context-parallel ranks: each has a part of every sequence")
-    add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag", help="how attention sees the other parts")
+    add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
+        help="how attention sees the other parts")
     add("--pp", type=int, default=1, help="pipeline-parallel ranks: each has a part of the layers")
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
-    add("--stages_per_rank", type=int, help="interleaved: two or more, two if not given; dualpipe has two, the others one")
-    add("--ep", type=int, default=1, help="expert-parallel ranks, of those of dp x cp: each has some of the experts")
-    add("--balance", choices=["none", "bias", "aux"], help="how the experts' load is evened out; bias if not given, none with --init_from")
+    add("--stages_per_rank", type=int,
+        help="interleaved: two or more, two if not given; dualpipe has two, the others one")
+    add("--ep", type=int, default=1, help="expert-parallel ranks, of dp x cp: each has some of the experts")
+    add("--balance", choices=["none", "bias", "aux"],
+        help="how the experts' load is evened out; bias if not given, none with --init_from")
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
@@ -67,7 +73,7 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         if value == "":
             refuse(f"--{name} is empty")
-        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nan is not, either
+        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nor is nan
             refuse(f"--{name} {value}: must be a number below {MOST:,}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,35 +103,36 @@ class ModelConfig:
 
 
 def llama3(factor):
-    return dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return dict(factor=factor, low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192)
 
 
 #                          vocab   hidden  mlp  layers heads kv head_dim
 PRESETS = {
-    "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096, initializer_range=0.1),
+    "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096,
+                              initializer_range=0.1),
     "llama-1b":   ModelConfig(128256, 2048,  8192,  16, 32, 8,  64, rope_scaling=llama3(32.0)),
     "llama-3b":   ModelConfig(128256, 3072,  8192,  28, 24, 8, 128, rope_scaling=llama3(32.0)),
     "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
     "llama-70b":  ModelConfig(128256, 8192,  28672, 80, 64, 8, 128, rope_scaling=llama3(8.0)),
     "llama-405b": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128, rope_scaling=llama3(8.0)),
-    "tiny-moe":   ModelConfig(256,    64,    96,    8,   8, 4,   8, max_position_embeddings=4096, initializer_range=0.1,
-                              num_local_experts=8, num_experts_per_tok=2),
-    "mixtral-8x7b": ModelConfig(32000, 4096, 14336, 32, 32, 8, 128, rope_theta=1e6, max_position_embeddings=32768,
-                                num_local_experts=8, num_experts_per_tok=2),
+    "tiny-moe":   ModelConfig(256,    64,    96,    8,   8, 4,   8, max_position_embeddings=4096,
+                              initializer_range=0.1, num_local_experts=8, num_experts_per_tok=2),
+    "mixtral-8x7b": ModelConfig(32000, 4096, 14336, 32, 32, 8, 128, rope_theta=1e6,
+                                max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2),
 }
 
 
 def local_folder(flag, name):
     """A directory as it is; a hub id downloaded to the Hugging Face cache."""
     if os.path.isdir(name):
-        beside = os.path.join(name, ".new_model")         # whole, when whoever saved there was killed (checkpoint.py)
+        beside = os.path.join(name, ".new_model")         # whole, if its saver was killed (checkpoint.py)
         return beside if os.path.isdir(beside) else name
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:
         presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
-        refuse(f"{flag} {name}: no such directory, and not to be had from the hub ({type(error).__name__}){presets}")
+        refuse(f"{flag} {name}: no directory, nor to be had from the hub ({type(error).__name__}){presets}")
 
 
 def load_config(args):
@@ -145,11 +152,13 @@ def load_config(args):
 def from_hugging_face(raw, name):
     """The older configs have rope_theta and rope_scaling, the newer ones rope_parameters with both."""
     if raw.get("model_type") not in ("llama", "mixtral"):
-        refuse(f"--model {name}: model_type {raw.get('model_type')!r}; only 'llama' and 'mixtral' are known here")
-    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None, router_jitter_noise=0.0).items():
+        refuse(f"--model {name}: model_type {raw.get('model_type')!r}; known here: 'llama' and 'mixtral'")
+    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
+                           router_jitter_noise=0.0).items():
         if raw.get(key, value) != value:
             refuse(f"--model {name}: {key}={raw[key]!r}; only {value!r} is known here")
-    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    older = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    rope = raw.get("rope_parameters") or older
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         refuse(f"--model {name}: rope scaling of type {kind!r}; only 'llama3' is known here")
@@ -159,37 +168,34 @@ def from_hugging_face(raw, name):
         if not raw.get(key):
             refuse(f"--model {name}: {key} is {raw.get(key)!r}, but a Mixtral has experts")
     return ModelConfig(
-        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=rope["rope_theta"],
+        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads, num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, rope_theta=rope["rope_theta"],
         rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        initializer_range=raw.get("initializer_range", 0.02),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), initializer_range=raw.get("initializer_range", 0.02),
         **{key: raw[key] for key in experts})
 
 
 def check_config(config, name):
-    """Sizes are whole numbers above 0, all else is a number above 0; or it is what it is if the file does not say."""
-    kinds, usual = ({field.name: getattr(field, what) for field in fields(config)} for what in ("type", "default"))
+    """Sizes are whole numbers, all else numbers, above 0; or it is what it is if the file does not say."""
+    kinds, usual = ({f.name: getattr(f, what) for f in fields(config)} for what in ("type", "default"))
     for key, value in {**asdict(config), **(config.rope_scaling or {})}.items():
         types, most = ([int], MOST) if kinds.get(key) is int else ([int, float], float("inf"))
         fits = type(value) in types and 0 < value < most and (key != "head_dim" or value % 2 == 0)
         if key != "rope_scaling" and value != usual.get(key, key) and not fits:
-            refuse(f"--model {name}: {key} is {value!r}; a size is a whole number below {MOST:,}, head_dim an even one, all are above 0")
+            refuse(f"--model {name}: {key} is {value!r}; sizes are whole, < {MOST:,}, head_dim even; all > 0")
     return config
 
 
 def to_hugging_face(config, dtype):
     """With rope_parameters for transformers from 5 on, rope_theta and rope_scaling for the older ones."""
-    llama = {key: value for key, value in asdict(config).items()}
-    if config.rope_scaling:
-        llama["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
-    rope = llama["rope_scaling"] or {"rope_type": "default"}
+    scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
     kind = "Mixtral" if config.num_local_experts else "Llama"
-    return {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu", **llama,
-            "rope_parameters": {"rope_theta": config.rope_theta, **rope}, "tie_word_embeddings": False,
+    return {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu",
+            **asdict(config), "rope_scaling": scaling, "tie_word_embeddings": False,
+            "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
             "attention_bias": False, "mlp_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -224,8 +230,8 @@ def check(args, config):
         refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
                f"it could be {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
-        refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of micro_batch_size {micro}; "
-               f"micro_batch_size could be {divisors(batch // args.dp)}")
+        refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
+               f"micro_batch_size {micro}; micro_batch_size could be {divisors(batch // args.dp)}")
     check_pipeline(args, config, batch // args.dp // micro)
     check_experts(args, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -234,7 +240,7 @@ def check(args, config):
     check_outputs(args)
     if args.attention == "flash":
         if args.device == "cpu" or args.dtype != torch.bfloat16:
-            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa runs anywhere")
+            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
         try:
             import flash_attn  # noqa: F401
         except ImportError:
@@ -247,9 +253,11 @@ def check_tensor_parallel(args, config):
         refuse(f"--tp {tp}: must be at least 1")
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % tp:
-            refuse(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); tp could be {tp_that_would_do(config)}")
+            refuse(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); "
+                   f"tp could be {tp_that_would_do(config)}")
     if kv_heads % tp and tp % kv_heads:
-        refuse(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; tp could be {tp_that_would_do(config)}")
+        refuse(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; "
+               f"tp could be {tp_that_would_do(config)}")
     if args.sp == "on" and args.seq_len % tp:
         refuse(f"seq_len {args.seq_len} is not a multiple of tp({tp}); "
                f"it could be {multiples(tp, args.seq_len)}; or --sp off")
@@ -257,7 +265,8 @@ def check_tensor_parallel(args, config):
 
 def tp_that_would_do(c):
     common = math.gcd(c.num_attention_heads, c.intermediate_size, c.vocab_size)
-    fits = [n for n in range(1, min(common, 10000) + 1) if common % n == 0 and (c.num_key_value_heads % n == 0 or n % c.num_key_value_heads == 0)]
+    fits = [n for n in range(1, min(common, 10000) + 1)
+            if common % n == 0 and (c.num_key_value_heads % n == 0 or n % c.num_key_value_heads == 0)]
     return ", ".join(map(str, fits))
 
 
@@ -266,34 +275,40 @@ def check_context_parallel(args, config):
     if cp < 1:
         refuse(f"--cp {cp}: must be at least 1")
     if cp == 1:
-        args.cp_mode = "ring"                             # one part, in order; halves of one token there are none
+        args.cp_mode = "ring"                             # one part, in order; one token has no halves
         return
-    chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one per rank
+    chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one
     unit = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
     if args.seq_len % unit:
-        refuse(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode {args.cp_mode} and tp({args.tp}) "
-               f"with --sp {args.sp} take; it could be {multiples(unit, args.seq_len)}")
+        refuse(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode "
+               f"{args.cp_mode} and tp({args.tp}) with --sp {args.sp} take; "
+               f"it could be {multiples(unit, args.seq_len)}")
     if args.cp_mode == "ulysses" and heads % cp:
-        refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a multiple of cp({cp}); "
-               f"with --cp_mode ulysses cp could be {divisors(heads)}")
+        refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a "
+               f"multiple of cp({cp}); with --cp_mode ulysses cp could be {divisors(heads)}")
     if args.device == "cuda" and args.dtype != torch.bfloat16 and args.cp_mode != "ulysses":
-        refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16, as its flash kernels do; --cp_mode ulysses takes any")
+        refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16, as its flash kernels do; "
+               "--cp_mode ulysses takes any")
 
 
 def check_pipeline(args, config, micro_batches):
     if args.pp == 1:
-        args.schedule, args.stages_per_rank = "1f1b", 1   # one micro-batch after the other, as without a pipeline
+        args.schedule, args.stages_per_rank = "1f1b", 1   # one micro-batch after another, as with no pipeline
     usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
     args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
-    if args.schedule == "interleaved" and args.stages_per_rank < 2 or args.schedule != "interleaved" and args.stages_per_rank != usual:
-        refuse(f"--stages_per_rank {args.stages_per_rank}: --schedule {args.schedule} takes {'2 or more' if args.schedule == 'interleaved' else usual}")
+    interleaved = args.schedule == "interleaved"
+    if args.stages_per_rank < 2 if interleaved else args.stages_per_rank != usual:
+        refuse(f"--stages_per_rank {args.stages_per_rank}: --schedule {args.schedule} takes "
+               f"{'2 or more' if interleaved else usual}")
     stages, layers = args.pp * args.stages_per_rank, config.num_hidden_layers
     if layers < stages:
-        refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({args.stages_per_rank}) = {stages} stages; "
+        refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x "
+               f"stages_per_rank({args.stages_per_rank}) = {stages} stages; "
                f"pp could be up to {layers // args.stages_per_rank}")
     wanted = least(args.schedule, args.pp)
     if micro_batches < wanted:
-        refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size {args.micro_batch_size} = {micro_batches} micro-batches; "
+        refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
+               f"{args.micro_batch_size} = {micro_batches} micro-batches; "
                f"--schedule {args.schedule} with pp({args.pp}) takes {wanted} or more: "
                f"global_batch_size could be {wanted * args.dp * args.micro_batch_size}")
 
@@ -302,16 +317,18 @@ def check_experts(args, config):
     args.balance = args.balance or ("none" if args.init_from else "bias")
     ranks, experts, top_k = args.dp * args.cp, config.num_local_experts, config.num_experts_per_tok
     if args.ep < 1 or ranks % args.ep:
-        refuse(f"dp({args.dp}) x cp({args.cp}) = {ranks} is not a multiple of ep({args.ep}); ep could be {divisors(ranks)}")
+        refuse(f"dp({args.dp}) x cp({args.cp}) = {ranks} is not a multiple of ep({args.ep}); "
+               f"ep could be {divisors(ranks)}")
     if args.ep > 1 and not experts:
         refuse(f"--ep {args.ep}: --model {args.model} has no experts; --model tiny-moe has 8")
     if experts % args.ep:
-        refuse(f"num_local_experts {experts} is not a multiple of ep({args.ep}); ep could be {divisors(math.gcd(ranks, experts))}")
+        refuse(f"num_local_experts {experts} is not a multiple of ep({args.ep}); "
+               f"ep could be {divisors(math.gcd(ranks, experts))}")
     if experts and not 1 <= top_k <= experts:
         refuse(f"num_experts_per_tok {top_k} of {experts} experts; it could be 1 to {experts}")
     if experts and args.save and args.balance == "bias" and os.environ.get("RANK", "0") == "0":
-        print("--balance bias with --save: a Mixtral's checkpoint has no place for the biases that choose the experts, so what is "
-              "saved chooses others for some tokens and is not quite what was trained; --balance aux or none train a plain Mixtral", flush=True)
+        print("--balance bias with --save: a Mixtral's checkpoint has no place for the biases; without them "
+              "some tokens get other experts; --balance aux or none train a plain Mixtral", flush=True)
 
 
 def check_outputs(args):

@@ -142,13 +142,13 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, cp = ctx.group.rank(), ctx.group.size()
         kv, grad_q = torch.stack((k, v)), torch.zeros_like(q, dtype=lse.dtype)
-        receive_grad = lambda: torch.zeros_like(kv, dtype=lse.dtype)               # to which nobody has added yet
+        receive_grad = lambda: torch.zeros_like(kv, dtype=lse.dtype)               # nobody has added to it
         for hop in range(cp):
             if hop < cp - 1:
                 receive = pass_on(kv, ctx.group)
             block = visible(rank, (rank - hop) % cp, ctx.mode, q.shape[2])
             grads = block_gradients(grad_out, q, kv, out, lse, block)
-            grad_kv = receive_grad()                      # what the ranks before have added: it came during the kernel
+            grad_kv = receive_grad()                      # what ranks before added; it came during the kernel
             add_gradients(grad_q, grad_kv, grads, block)
             receive_grad = pass_on(grad_kv, ctx.group)
             if hop < cp - 1:

@@ -1,11 +1,12 @@
-"""A sweep of the trainer over layouts, on whatever machine this is: which one is fastest, and what the others die of.
+"""A sweep of the trainer over layouts, on any machine: which one is fastest, and what the others die of.
 
-    python step08_5d/bench.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
-    python step08_5d/planner --fit results.csv --constants mine.json                     # the planner's constants, of this cluster
+    python step08_5d/bench.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 \\
+        --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
+    python step08_5d/planner --fit results.csv --constants mine.json       # the planner's, of this cluster
 
-Every combination of the lists is tried that the trainer takes; what follows -- goes to it as it is. A run has processes, a
-time limit and a row of the CSV file of its own. Whatever a run leaves behind is killed, also what is left of a sweep that
-was itself killed. A sweep that is started again skips the rows that are there.
+Every combination of the lists is tried that the trainer takes; what follows -- goes to it as it is. A run has
+processes, a time limit and a row of the CSV file of its own. Whatever a run leaves behind is killed, also
+what is left of a sweep that was itself killed. A sweep that is started again skips the rows that are there.
 """
 import argparse
 import contextlib
@@ -13,6 +14,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -23,24 +25,30 @@ import tempfile
 
 import config
 
-SWEPT = dict(gpus=[1], tp=[1], cp=[1], pp=[1], ep=[1], zero=[0], schedule=["1f1b"], micro_batch_size=[1], recompute=["none"])
-COLUMNS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len", "recompute", "status", "tok_s_gpu", "mem_gib", "reason")
+SWEPT = dict(gpus=[1], tp=[1], cp=[1], pp=[1], ep=[1], zero=[0], schedule=["1f1b"], micro_batch_size=[1],
+             recompute=["none"])
+COLUMNS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
+           "recompute", "status", "tok_s_gpu", "mem_gib", "reason")
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|Cannot allocate memory|MemoryError|exitcode: -9")
 MARK = "STEP08_BENCH"                                     # in the environment of all that a sweep starts
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-# ------------------------------------------------------------------------------------------- what is to be run
+# ----------------------------------------------------------------------------------------- what is to be run
 def combinations(args):
     """(row, flags) of every combination that the trainer would take."""
     for values in itertools.product(*(getattr(args, name) for name in SWEPT)):
         given = dict(zip(SWEPT, values))
         gpus = given.pop("gpus")
-        flags = [*args.trainer_flags, *(word for name, value in given.items() for word in (f"--{name}", str(value))), "--steps", str(args.steps)]
+        swept = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        flags = [*args.trainer_flags, *swept, "--steps", str(args.steps)]
         taken = as_trainer(flags, gpus)
         if taken:
-            yield dict(zip(COLUMNS, (taken.model, gpus, taken.dp, taken.tp, taken.cp, taken.pp, taken.ep, taken.zero, taken.schedule, taken.micro_batch_size,
-                                     taken.global_batch_size // taken.dp // taken.micro_batch_size, taken.seq_len, taken.recompute))), flags
+            micro = taken.micro_batch_size
+            grad_acc = taken.global_batch_size // taken.dp // micro
+            values = (taken.model, gpus, taken.dp, taken.tp, taken.cp, taken.pp, taken.ep, taken.zero,
+                      taken.schedule, micro, grad_acc, taken.seq_len, taken.recompute)
+            yield dict(zip(COLUMNS, values)), flags
 
 
 def as_trainer(flags, gpus):
@@ -63,9 +71,11 @@ def run(flags, gpus, args):
     """status, tokens per second and GPU, GiB, and what it died of"""
     with tempfile.TemporaryDirectory() as folder:
         log, output = os.path.join(folder, "log.jsonl"), os.path.join(folder, "output")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus), args.trainer, *flags, "--log_file", log]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc_per_node", str(gpus), args.trainer, *flags, "--log_file", log]
         with open(output, "wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env={**os.environ, MARK: os.path.abspath(args.out)})
+            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True,
+                                       env={**os.environ, MARK: os.path.abspath(args.out)})
             try:
                 code = process.wait(timeout=args.time_limit)
             except subprocess.TimeoutExpired:
@@ -78,13 +88,15 @@ def run(flags, gpus, args):
 
 def judge(code, output, lines, args):
     if code == 0 and len(lines) > 2:
-        speed = statistics.median(line["tokens_per_s_per_device"] for line in lines[2:])      # the first ones warm up
-        return dict(status="ok", tok_s_gpu=round(speed, 2), mem_gib=round(max(line["peak_memory_gib"] for line in lines), 3), reason="")
+        speed = statistics.median(line["tokens_per_s_per_device"] for line in lines[2:])  # the first warm up
+        memory = max(line["peak_memory_gib"] for line in lines)
+        return dict(status="ok", tok_s_gpu=round(speed, 2), mem_gib=round(memory, 3), reason="")
     if code is None:
         return dict(status="hang", reason=f"no end after {args.time_limit} s, {len(lines)} steps done")
     status = "oom" if OUT_OF_MEMORY.search(output) else "crash"
-    telling = [line for line in output.splitlines() if "failed in" in line or "Error" in line or line.startswith("error:")] or output.splitlines()[-1:]
-    return dict(status=status, reason=(telling or [f"exit status {code}"])[0][:300])
+    said = output.splitlines()
+    telling = [line for line in said if "failed in" in line or "Error" in line or line.startswith("error:")]
+    return dict(status=status, reason=(telling or said[-1:] or [f"exit status {code}"])[0][:300])
 
 
 def read_log(path):
@@ -104,7 +116,7 @@ def kill_all(out):
                     os.kill(int(pid), signal.SIGKILL)
 
 
-# ------------------------------------------------------------------------------------------- all runs, and what they show
+# ----------------------------------------------------------------------------- all runs, and what they show
 def key(row):
     return tuple(str(row[name]) for name in COLUMNS[:13])
 
@@ -113,7 +125,7 @@ def read_rows(path):
     if not os.path.exists(path):
         return []
     with open(path, newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]   # a line that was torn is run again
+        return [row for row in csv.DictReader(file) if None not in row.values()]   # torn lines are run again
 
 
 def write_rows(path, rows):
@@ -137,12 +149,15 @@ def sweep(args):
         result = run(flags, row["gpus"], args)
         rows.append({**row, **result})
         write_rows(args.out, rows)
-        bar.write(f"{short(row):<60}{result['status']:<7}" + (f"{result['tok_s_gpu']:>12,.0f} tokens/s/GPU" if result["status"] == "ok" else result["reason"][:100]))
+        ok = result["status"] == "ok"
+        what = f"{result['tok_s_gpu']:>12,.0f} tokens/s/GPU" if ok else result["reason"][:100]
+        bar.write(f"{short(row):<60}{result['status']:<7}{what}")
     return [row for row in read_rows(args.out) if key(row) in {key(row) for row, _ in wanted}]
 
 
 def short(row):
-    return f"{row['gpus']} GPUs: " + " ".join(f"{name}{row[name]}" for name in ("dp", "tp", "cp", "pp", "ep", "zero", "mbs")) + f" {row['schedule']} {row['recompute']}"
+    layout = " ".join(f"{name}{row[name]}" for name in ("dp", "tp", "cp", "pp", "ep", "zero", "mbs"))
+    return f"{row['gpus']} GPUs: {layout} {row['schedule']} {row['recompute']}"
 
 
 def best_of(rows):
@@ -160,7 +175,8 @@ def print_best(rows):
     for row in best_of(rows).values():
         print(f"{short(row):<60}{float(row['tok_s_gpu']):>14,.0f}{float(row['mem_gib']):>9.2f}")
     failed = [row["status"] for row in rows if row["status"] != "ok"]
-    print(f"{len(rows)} runs; failed: " + (", ".join(f"{failed.count(status)} {status}" for status in sorted(set(failed))) or "none"))
+    counts = ", ".join(f"{failed.count(status)} {status}" for status in sorted(set(failed)))
+    print(f"{len(rows)} runs; failed: {counts or 'none'}")
 
 
 def draw(rows, path):
@@ -169,38 +185,46 @@ def draw(rows, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     sizes, tps, pps = (sorted({int(row[name]) for row in rows}) for name in ("gpus", "tp", "pp"))
-    figure, axes = plt.subplots(1, len(sizes), figsize=(1.5 + 1.7 * len(tps) * len(sizes), 1.6 + 1.1 * len(pps)), squeeze=False)
+    size = 1.5 + 1.7 * len(tps) * len(sizes), 1.6 + 1.1 * len(pps)
+    figure, axes = plt.subplots(1, len(sizes), figsize=size, squeeze=False)
     most = max((float(row["tok_s_gpu"]) for row in rows if row["status"] == "ok"), default=1)
     for ax, gpus in zip(axes[0], sizes):
         speeds = [[float("nan")] * len(tps) for _ in pps]
         for (y, pp), (x, tp) in itertools.product(enumerate(pps), enumerate(tps)):
-            here = [row for row in rows if (int(row["gpus"]), int(row["tp"]), int(row["pp"])) == (gpus, tp, pp)]
+            place = gpus, tp, pp
+            here = [row for row in rows if (int(row["gpus"]), int(row["tp"]), int(row["pp"])) == place]
             for row in best_of(here).values():
-                speeds[y][x] = max(float(row["tok_s_gpu"]), 0 if speeds[y][x] != speeds[y][x] else speeds[y][x])
-                ax.text(x, y, f"{speeds[y][x]:,.0f}\ndp{row['dp']} zero{row['zero']}\nmbs{row['mbs']}", ha="center", va="center", fontsize=8,
+                before = 0 if math.isnan(speeds[y][x]) else speeds[y][x]
+                speeds[y][x] = max(float(row["tok_s_gpu"]), before)
+                text = f"{speeds[y][x]:,.0f}\ndp{row['dp']} zero{row['zero']}\nmbs{row['mbs']}"
+                ax.text(x, y, text, ha="center", va="center", fontsize=8,
                         color="white" if speeds[y][x] < 0.6 * most else "black")
             if here and not best_of(here):
-                ax.text(x, y, ", ".join(sorted({row["status"] for row in here})), ha="center", va="center", fontsize=8, color="#a33")
+                text = ", ".join(sorted({row["status"] for row in here}))
+                ax.text(x, y, text, ha="center", va="center", fontsize=8, color="#a33")
         ax.imshow(speeds, cmap="viridis", vmin=0, vmax=most, aspect="auto")
-        ax.set(title=f"{gpus} GPUs", xlabel="tp", ylabel="pp", xticks=range(len(tps)), yticks=range(len(pps)), xticklabels=tps, yticklabels=pps)
+        ax.set(title=f"{gpus} GPUs", xlabel="tp", ylabel="pp", xticks=range(len(tps)), yticks=range(len(pps)),
+               xticklabels=tps, yticklabels=pps)
     figure.suptitle("tokens per second and GPU, the fastest of each tp and pp", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = config.refuse
     parser.add_argument("--out", required=True, help="the CSV file; the heat map is put beside it")
     for name, default in SWEPT.items():
-        parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=default, help=f"{default[0]} if not given")
-    parser.add_argument("--steps", type=int, default=8, help="training steps of a run; the first two do not count")
+        parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=default,
+                            help=f"{default[0]} if not given")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first two do not count")
     parser.add_argument("--time_limit", type=float, default=600, help="seconds that a run may take")
     parser.add_argument("--trainer", default=os.path.join(HERE, "train.py"))
     argv = sys.argv[1:] if argv is None else argv
-    own, _, theirs = (argv, None, []) if "--" not in argv else (argv[:argv.index("--")], None, argv[argv.index("--") + 1:])
+    own = list(itertools.takewhile(lambda word: word != "--", argv))
     args = parser.parse_args(own)
-    args.trainer_flags = theirs
+    args.trainer_flags = argv[len(own) + 1:]
     if args.steps < 3:
         config.refuse(f"--steps {args.steps}: at least 3, of which the first two do not count")
     rows = sweep(args)

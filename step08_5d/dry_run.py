@@ -1,13 +1,15 @@
-"""--dry_run WORLD: this very trainer as one rank of many, for one training step, with no memory, no GPU and no other process.
+"""--dry_run WORLD: this very trainer as one rank of many, for one training step, with no memory, GPU or other
+process.
 
     python step08_5d/train.py --dry_run 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --seq_len 8192 \\
         --global_batch_size 2048 --micro_batch_size 1
 
-Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process group is its
-`fake` one, in which a collective is over at once. All else is the code that trains, and none of what is printed is worked
-out: storages are seen to come and go, collectives to be called, matrices to be multiplied. The kernels are CUDA's, with
---device cpu the CPU's; they differ in what the norms keep, and collectives in whether they hold on to their input. What a
-kernel takes for itself, and what NCCL and the allocator take, is not seen.
+Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process
+group is its `fake` one, in which a collective is over at once. All else is the code that trains, and none of
+what is printed is worked out: storages are seen to come and go, collectives to be called, matrices to be
+multiplied. The kernels are CUDA's, with --device cpu the CPU's; they differ in what the norms keep, and
+collectives in whether they hold on to their input. What a kernel takes for itself, and what NCCL and the
+allocator take, is not seen.
 """
 import contextlib
 import os
@@ -28,10 +30,10 @@ from profiling import KINDS, LiveStorages, note_state
 aten = torch.ops.aten
 
 
-# ------------------------------------------------------------------------------------------- one process plays one rank
+# ------------------------------------------------------------------------------- one process plays one rank
 @contextlib.contextmanager
 def dry_run(args):
-    """Around the whole program. What would take data, other processes or a device is replaced by what does not."""
+    """Around the whole program. What takes data, other processes or a device is replaced by what does not."""
     if args.dry_run is None:
         yield
         return
@@ -40,16 +42,18 @@ def dry_run(args):
     replacements = {
         "torch.distributed.init_process_group": lambda *_, **__: init_process_group(
             "fake", rank=args.dry_run_rank, world_size=args.dry_run, store=FakeStore()),
-        "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's says it is not, ever
-        "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None,         # AdamW does not know the meta device
-        "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
+        "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's never is
+        "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None,         # to AdamW meta is unknown
+        "data.open_token_file": lambda path: np.broadcast_to(
+            np.uint16(0), args.seq_len * args.global_batch_size + 1),
         "checkpoint.initial_weight": lambda name, meta, config, args: torch.empty(meta.shape, device="meta"),
         "metrics.Metrics.log": lambda *_: None,
         "metrics.print_start": lambda *_: None,
         "model.sdpa": flash_attention}
     if args.device == "cuda":
-        replacements["torch.nn.functional.rms_norm"] = lambda x, shape, weight, eps: FusedNorm.apply(x, weight)
-        replacements["torch.distributed.reduce_scatter_tensor"] = keeping_its_input(dist.reduce_scatter_tensor)
+        replacements |= {
+            "torch.nn.functional.rms_norm": lambda x, shape, weight, eps: FusedNorm.apply(x, weight),
+            "torch.distributed.reduce_scatter_tensor": keeping_its_input(dist.reduce_scatter_tensor)}
     args.device, args.steps, args.dataset = "meta", 1, "none.npy"
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(args.dry_run)))
@@ -74,25 +78,26 @@ def check_dry_run(args):
 
 
 def keeping_its_input(reduce_scatter):
-    """nccl's has its input until it is waited for. gloo's copies it, and the fake group lets it go at once."""
+    """nccl's has its input until it is waited for. gloo's copies it, the fake group lets it go at once."""
     def start(output, input, group, async_op=False):
         work = reduce_scatter(output, input, group=group, async_op=async_op)
         return work and SimpleNamespace(wait=work.wait, input=input)
     return start
 
 
-def flash_attention(q, k, v):                                                      # [batch, seq, heads, head_dim]
-    """The kernel that sdpa takes on a real device. On meta it would take one that makes the whole matrix of scores."""
+def flash_attention(q, k, v):                             # [batch, seq, heads, head_dim]
+    """The kernel that sdpa takes on a real device. On meta it would take one that makes all the scores."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0].transpose(1, 2)
 
 
 class FusedNorm(torch.autograd.Function):
-    """What CUDA's kernel keeps: the input, and a float32 per token. On the CPU, and on meta, several kernels keep more."""
+    """What CUDA's kernel keeps: the input, and a float32 per token. On the CPU, and on meta, more is kept."""
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32)))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=dtype))
         return torch.empty_like(x)
 
     @staticmethod
@@ -101,7 +106,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 class NoData(TorchDispatchMode):
-    """Answers the operations whose result depends on data. Only the router of a mixture of experts has them, and the log."""
+    """Answers the operations whose result depends on data: those of a router of experts, and of the log."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         x = args[0] if args else None
@@ -115,7 +120,7 @@ class NoData(TorchDispatchMode):
 
 
 def balanced(rows, parts):
-    """Counts of rows, the same for every expert, or rank; where that does not go, so that experts add up to their rank."""
+    """Counts of rows, the same for every expert, or rank; or nearly so, and experts add up to their rank."""
     return (torch.arange(parts + 1) * rows // parts).diff()
 
 
@@ -144,7 +149,7 @@ def observe(model, optimizer, pipeline, mesh):
     _, *columns = zip(*memory.timeline())                 # a row per event, a column per kind
     totals = [sum(row) for row in zip(*columns)]
     peak = totals.index(max(totals))
-    seen.peak, seen.between = ({kind: column[row] for kind, column in zip(KINDS, columns)} for row in (peak, -1))
+    seen.peak, seen.between = (dict(zip(KINDS, [column[row] for column in columns])) for row in (peak, -1))
     seen.most = {kind: max(column) for kind, column in zip(KINDS, columns)}
     seen.place, seen.flops, seen.sent = place(memory.events[peak][0], pipeline.events), flops.total, sent
 
@@ -159,19 +164,21 @@ class Flops(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname in ("mm", "bmm", "_grouped_mm"):
             self.total += 2 * args[0].numel() * args[1].shape[-1]
-        elif op._opname == "_scaled_dot_product_flash_attention_for_cpu":          # two products of [seq, seq]
+        elif op._opname == "_scaled_dot_product_flash_attention_for_cpu":
+            # two products of [seq, seq]
             self.total += attention_flops(2, *args[:2], causal=True in args[4:5])
-        elif op._opname == "_scaled_dot_product_flash_attention_for_cpu_backward":             # the first once more, and four
+        elif op._opname == "_scaled_dot_product_flash_attention_for_cpu_backward":
+            # the first once more, and four
             self.total += attention_flops(5, *args[1:3], causal=True in args[7:8])
         return op(*args, **(kwargs or {}))
 
 
-def attention_flops(products, q, k, causal):                                       # [batch, heads, seq, head_dim]
+def attention_flops(products, q, k, causal):              # [batch, heads, seq, head_dim]
     return products * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
 
 
 def made_in_forward(memory, events):
-    """What a forward pass made is an activation, also where autograd does not look: in the forward of our own functions."""
+    """What a forward pass made is an activation, also where autograd does not look: in our own functions."""
     spans = iter([(event.start, event.end) for event in events if event.action.kind == "F"])
     start, end = next(spans)
     for seconds, number, size in memory.events:
@@ -184,7 +191,8 @@ def made_in_forward(memory, events):
 def place(seconds, events):
     for i, (_, action, start, end) in enumerate(events, 1):
         if seconds <= end:
-            return f"{'in' if seconds >= start else 'before'} {action} of stage {action.stage}, action {i} of {len(events)}"
+            when = "in" if seconds >= start else "before"
+            return f"{when} {action} of stage {action.stage}, action {i} of {len(events)}"
     return "after the last backward, in the sums of gradients or the optimizer"
 
 
@@ -194,21 +202,28 @@ def report(seen, pipeline, mesh, args):
     where = ", ".join(f"{name} {mesh.get_local_rank(name)} of {size}" for name, size in sizes.items())
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
     print(f"dry run of rank {args.dry_run_rank} of {args.dry_run:,}: {where}\n"
-          f"{args.model}, {str(args.dtype).removeprefix('torch.')}, a training step of {micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
+          f"{args.model}, {str(args.dtype).removeprefix('torch.')}, a training step of {micro_batches} "
+          f"micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
     print(f"{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
     for kind in KINDS:
-        print(f"{kind:<18}" + "".join(f"{column[kind] / 2**20:>15,.2f}" for column in (seen.between, seen.peak, seen.most)))
-    print(f"{'all':<18}" + "".join(f"{sum(column.values()) / 2**20:>15,.2f}" for column in (seen.between, seen.peak)))
+        row = [column[kind] for column in (seen.between, seen.peak, seen.most)]
+        print(f"{kind:<18}" + "".join(f"{size / 2**20:>15,.2f}" for size in row))
+    row = [sum(column.values()) for column in (seen.between, seen.peak)]
+    print(f"{'all':<18}" + "".join(f"{size / 2**20:>15,.2f}" for size in row))
     print(f"the peak is {seen.place}\n")
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp
-    print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
+    print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens "
+          "that this rank works on")
     print_bubble(pipeline, args, micro_batches)
     print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
-    for what in sorted(seen.sent.calls):
-        print(f"{what[0]:<16}{what[1]:<16}{seen.sent.calls[what]:>9,}{seen.sent.payload[what]:>20,}{seen.sent.wire[what]:>20,.0f}")
+    sent = seen.sent
+    for what in sorted(sent.calls):
+        print(f"{what[0]:<16}{what[1]:<16}{sent.calls[what]:>9,}{sent.payload[what]:>20,}"
+              f"{sent.wire[what]:>20,.0f}")
 
 
 def print_bubble(pipeline, args, micro_batches):
     events = schedules.simulate(schedules.make(args.schedule, args.pp, micro_batches, args.stages_per_rank))
     idle, whole = schedules.bubble(events)[pipeline.group.rank()], max(event.end for event in events)
-    print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} (a stage's F, I and W take one each)")
+    print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} "
+          "(a stage's F, I and W take one each)")

@@ -1,7 +1,8 @@
-"""--checkpoint DIR on the disk: whose it is, which folders in it are checkpoints, whether one is as it was written.
+"""--checkpoint DIR on the disk: whose it is, which folders in it are checkpoints, whether one is undamaged.
 
-Own names are `step_` and eight digits, that with `.tmp` while it is not whole, and `lock.tmp`. Nothing else is touched or read.
-The digest of a file is taken while it is written; to check it, each file is read through once, by one of the ranks.
+Own names are `step_` and eight digits, that with `.tmp` while it is not whole, and `lock.tmp`. Nothing else
+is touched or read. The digest of a file is taken while it is written; to check it, each file is read through
+once, by one of the ranks.
 """
 import contextlib
 import fcntl
@@ -17,12 +18,13 @@ from config import refuse
 
 
 def own(folder, ending=""):
-    """The paths of this trainer's checkpoints, oldest first; or of those with an ending that says they are not whole."""
+    """The paths of this trainer's checkpoints, oldest first; or, with an ending, of those not whole yet."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     paths = [os.path.join(folder, name) for name in names if re.fullmatch("step_[0-9]{8}" + ending, name)]
     for path in paths:
         if os.path.islink(path) or not os.path.isdir(path):
-            refuse(f"--checkpoint {folder}: {os.path.basename(path)} has the name of a checkpoint and is no folder; move it away")
+            refuse(f"--checkpoint {folder}: {os.path.basename(path)} has the name of a checkpoint and is no "
+                   "folder; move it away")
     return paths
 
 
@@ -32,22 +34,25 @@ def newest(args):
 
 
 def lock(folder, owner):
-    """Of two runs in a directory the second is refused. The system lets go of the lock when its process ends, however it ends.
-    So do NFS and Lustre (mounted with its option flock) between machines, some time after one of them is gone."""
+    """Of two runs in a directory the second is refused. The system lets go of the lock when its process ends,
+    however it ends. So do NFS and Lustre (mounted with its option flock) between machines, some time after
+    one of them is gone."""
     path = os.path.join(folder, "lock.tmp")
     file = open(path, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = not os.path.samestat(os.fstat(file.fileno()), os.stat(path))       # by a run that removed it as it ended
+        taken = not os.path.samestat(os.fstat(file.fileno()), os.stat(path))       # a run removed it, ending
     except (BlockingIOError, FileNotFoundError):
         taken = True
     except OSError as error:
-        print(f"--checkpoint {folder}: this file system has no locks ({error}): nobody sees that two runs use it", flush=True)
+        print(f"--checkpoint {folder}: this file system has no locks ({error}): "
+              "nobody sees that two runs use it", flush=True)
         taken = False
     file.seek(0)
     whose = file.read()
     if taken or not "process 1 on".startswith(whose[:8]):
-        refuse(f"--checkpoint {folder}: {whose or 'another run'} is training there, says {path}; take another directory")
+        refuse(f"--checkpoint {folder}: {whose or 'another run'} is training there, says {path}; "
+               "take another directory")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -76,7 +81,8 @@ def create(folder, name):
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        refuse(f"--checkpoint: {os.path.join(folder, name)} cannot be written ({error}); older checkpoints are still there")
+        refuse(f"--checkpoint: {os.path.join(folder, name)} cannot be written ({error}); "
+               "older checkpoints are still there")
 
 
 def file_of(rank):
@@ -91,15 +97,17 @@ def read_index(folder):
             index = json.load(file)
         files = {file for boxes in index["boxes"].values() for file, _ in boxes} | set(index["digests"])
         for file in files:                                # none is outside of the folder
-            assert re.fullmatch(r"rank_[0-9]{5}\.safetensors", file) and file in index["digests"], f"file {file}"
-        assert index["steps"] == int(folder[-8:]) and index["facts"] and index["shapes"] and type(index["biases"]) is list
+            assert re.fullmatch(r"rank_[0-9]{5}\.safetensors", file), f"file {file}"
+            assert file in index["digests"], f"file {file}"
+        assert index["steps"] == int(folder[-8:]) and index["facts"] and index["shapes"]
+        assert type(index["biases"]) is list
         return index, None
     except Exception as error:                            # a file may hold anything
         return None, f"index.json ({type(error).__name__}: {error})"
 
 
 def damage(folder, index, rank=0, ranks=1):
-    """What is wrong with this rank's share of the files, so that each is read through once; None if nothing is."""
+    """What is wrong with this rank's share of the files, each of which is read once; None if nothing is."""
     for name in sorted(index["digests"])[rank::ranks]:
         try:
             with open(os.path.join(folder, name), "rb") as file:
@@ -119,12 +127,13 @@ def older(folder):
 
 
 def open_log(name, first, args):
-    """Of a run that was broken, without the steps that are done again. If no checkpoint is left of it, all of it stays."""
+    """Of a broken run, without the steps that are done again. If no checkpoint of it is left, all stays."""
     if not args.resume or not os.path.isfile(name):
         return open(name, "wb", buffering=0)
     with open(name, "rb") as file, open(name + ".tmp", "wb") as kept:
         try:
-            kept.writelines(line for line in file if line.endswith(b"\n") and (not first or json.loads(line)["step"] < first))
+            kept.writelines(line for line in file
+                            if line.endswith(b"\n") and (not first or json.loads(line)["step"] < first))
         except ValueError as error:
             refuse(f"--log_file {name}: damaged, take another name ({error})")
     os.replace(name + ".tmp", name)

@@ -1,14 +1,15 @@
-"""--checkpoint DIR --save_every N --keep K --resume: a run that was stopped, or killed, goes on, also under another layout.
+"""--checkpoint DIR --save_every N --keep K --resume: a stopped or killed run goes on, even in another layout.
 
-    DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes of weights in full precision, and of Adam's averages
-    DIR/step_00000200/index.json                 the step, the balance biases, shapes, which file has which box of which tensor,
-                                                 each file's digest, and of what model and what data the run is
+    DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes of weights in full precision, and of
+                                                 Adam's averages
+    DIR/step_00000200/index.json                 the step, balance biases, shapes, which file has which box of
+                                                 which tensor, digests of the files, of what model and data
 
-Names are those of the Hugging Face checkpoint, and a box says where in the whole tensor it begins. So nothing in a
-checkpoint depends on how many ranks wrote it: whoever reads takes what overlaps with its own part. There is no random
+Names are those of the Hugging Face checkpoint, and a box says where in the whole tensor it begins. Nothing in
+it depends on how many ranks wrote it: whoever reads takes what overlaps with its own part. There is no random
 state to keep: initial weights follow from seed and name, step t's data from t, and nothing else is drawn.
 
-A folder is written as step_00000200.tmp and renamed when all ranks are done: under its final name it is whole (folders.py).
+A folder is written as step_00000200.tmp and renamed when all are done: by that name it is whole (folders.py).
 """
 import hashlib
 import json
@@ -32,17 +33,18 @@ from moe import on_disk
 from parts import my_part, whole_shape
 from zero import Unit
 
-KINDS = {"weight": "", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}         # and the ends of their names
-NO_MATTER = ("initializer_range", "max_position_embeddings")                       # of a model's config, to a run that goes on
+KINDS = {"weight": "", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}         # and how their names end
+NO_MATTER = ("initializer_range", "max_position_embeddings")                       # of a config, to resume
 
 
 class Checkpoints:
     def __init__(self, model, optimizer, balance, tokens, mesh, args):
         self.model, self.optimizer, self.balance, self.args = model, optimizer, balance, args
         self.pp, self.writer = mesh.get_group("pp"), None
-        self.facts, self.signals = facts(balance.config, tokens, args), hear_signals() if args.checkpoint else []
+        self.facts = facts(balance.config, tokens, args)
+        self.signals = hear_signals() if args.checkpoint else []
         self.boxes = {param: boxes(name, param) for name, param in model.named_parameters()}
-        pieces = defaultdict(list)                        # of a ZeRO unit, or a parameter: what this rank optimizes of it
+        pieces = defaultdict(list)                        # what this rank optimizes of a unit, or a parameter
         for i, piece in enumerate(optimizer.params):
             pieces[getattr(piece, "unit", piece)].append(i)
         units = dict.fromkeys(getattr(param, "unit", param) for param in model.parameters())
@@ -58,7 +60,8 @@ class Checkpoints:
         if told or (step + 1) % self.args.save_every == 0 or step + 1 == self.args.steps:
             self.save(step + 1)
         if told and dist.get_rank() == 0:
-            print(f"told to end ({signal.Signals(int(told)).name}) after step {step + 1}; --resume goes on from there", flush=True)
+            print(f"told to end ({signal.Signals(int(told)).name}) after step {step + 1}; "
+                  "--resume goes on from there", flush=True)
         return bool(told)
 
     # ---------------------------------------------------------------------------------------- saving
@@ -71,7 +74,8 @@ class Checkpoints:
         self.writer = self.writer or self.share_out()     # its exchange is the barrier that others wait in
         dist.barrier()
         with create(folder + ".tmp", file_of(rank)) as out:
-            shapes = {name + end: shape for unit in self.blocks for end in KINDS.values() for _, _, name, shape in self.mine(unit)}
+            shapes = {name + end: shape for unit in self.blocks for end in KINDS.values()
+                      for _, _, name, shape in self.mine(unit)}
             out.write(header(shapes, self.optimizer.masters[0].dtype))
             for unit in self.blocks:
                 for kind in KINDS:
@@ -79,13 +83,15 @@ class Checkpoints:
         biases, every = self.all_biases(), [None] * dist.get_world_size()
         dist.all_gather_object(every, (out.digest.hexdigest(), out.finite))        # all have written
         if not all(finite for _, finite in every):
-            refuse(f"step {steps}: some weights are not finite any more: stopped, nothing saved{newest(self.args)}", status=3)
+            refuse(f"step {steps}: some weights are not finite any more: "
+                   f"stopped, nothing saved{newest(self.args)}", status=3)
         if rank == 0:
             digests = {file_of(writer): digest for writer, (digest, _) in enumerate(every)}
             where = defaultdict(list)
             for (name, begin), writer in self.writer.items():
                 where[name].append((file_of(writer), begin))
-            index = dict(steps=steps, biases=biases, shapes=self.shapes, boxes=where, digests=digests, facts=self.facts)
+            index = dict(steps=steps, biases=biases, shapes=self.shapes, boxes=where, digests=digests,
+                         facts=self.facts)
             with create(folder + ".tmp", "index.json") as out:
                 out.write(json.dumps(index).encode())
             os.rename(folder + ".tmp", folder)
@@ -99,7 +105,7 @@ class Checkpoints:
             out.write(value.cpu().contiguous().view(torch.uint8).numpy().data)
 
     def share_out(self):
-        """{(name, where a box begins): who writes it}: of the ranks that have it the one with the least to write so far."""
+        """{(name, where a box begins): who writes it}: of those that have it, whoever has least to write."""
         every, have = [None] * dist.get_world_size(), defaultdict(list)
         dist.all_gather_object(every, [box for of_param in self.boxes.values() for box in of_param])
         for rank, held in enumerate(every):
@@ -115,10 +121,11 @@ class Checkpoints:
     def mine(self, unit):
         """What of a unit this rank writes."""
         every = ((param, i, *box) for param in params_of(unit) for i, box in enumerate(self.boxes[param]))
-        return [(param, i, name, shape) for param, i, name, begin, shape, _ in every if self.writer[name, begin] == dist.get_rank()]
+        return [(param, i, name, shape) for param, i, name, begin, shape, _ in every
+                if self.writer[name, begin] == dist.get_rank()]
 
     def gather(self, unit, kind):
-        """{parameter: this rank's part of it, in full precision, or of Adam's average}, from all that ZeRO cut it up for."""
+        """{parameter: this rank's part in full precision, or of Adam's average}, from all ZeRO's slices."""
         pieces = [self.state(i)[kind].flatten() for i in self.blocks[unit]]
         if not isinstance(unit, Unit):
             return {unit: pieces[0].view(unit.shape)}
@@ -133,11 +140,13 @@ class Checkpoints:
         master = self.optimizer.masters[i]
         adam = self.optimizer.adamw.state[master]
         if not adam:
-            adam.update(step=torch.zeros((), device=master.device), exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+            adam.update(step=torch.zeros((), device=master.device),
+                        exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
         return {"weight": master, **adam}
 
     def all_biases(self):
-        biases = torch.zeros(self.balance.config.num_hidden_layers, self.balance.bias.shape[1], device=self.args.device)
+        layers, experts = self.balance.config.num_hidden_layers, self.balance.bias.shape[1]
+        biases = torch.zeros(layers, experts, device=self.args.device)
         biases[self.my_layers()] = self.balance.bias
         dist.all_reduce(biases, group=self.pp)
         return biases.tolist()
@@ -161,12 +170,15 @@ class Checkpoints:
         index, problem = read_index(folder) if folder else (None, None)
         agree("checkpoint", folder or f"no checkpoint in {self.args.checkpoint}")
         if dist.get_rank() == 0 and self.args.resume:
-            print(f"resuming from {folder}" if folder else f"--resume: nothing in {self.args.checkpoint} yet, starting at the beginning", flush=True)
+            print(f"resuming from {folder}" if folder else
+                  f"--resume: nothing in {self.args.checkpoint} yet, starting at the beginning", flush=True)
         if folder:
-            problem = problem or damage(folder, index, dist.get_rank(), dist.get_world_size()) or self.read_all(index, folder)
+            problem = problem or damage(folder, index, dist.get_rank(), dist.get_world_size())
+            problem = problem or self.read_all(index, folder)
             if problem:
                 refuse(f"--resume: {folder} is damaged: {problem}; " + older(folder))
-            agree("resumed", f"{folder} with index {hashlib.sha256(json.dumps(index).encode()).hexdigest()[:16]}")
+            digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
+            agree("resumed", f"{folder} with index {digest[:16]}")
         for path in newer if dist.get_rank() == 0 else []:
             os.rename(path, path + ".aside")              # it would be taken for the newest of this run
         return index["steps"] if folder else 0
@@ -175,8 +187,8 @@ class Checkpoints:
         """The checkpoint to go on from, and those that are newer."""
         there, wanted = own(self.args.checkpoint), self.args.resume
         if there and not wanted:
-            refuse(f"--checkpoint {self.args.checkpoint}: {os.path.basename(there[-1])} is in there already; --resume goes on from it, "
-                   "a run of its own takes another directory")
+            refuse(f"--checkpoint {self.args.checkpoint}: {os.path.basename(there[-1])} is in there already; "
+                   "--resume goes on from it, a run of its own takes another directory")
         if wanted in (None, "newest"):
             return (there[-1] if there else None), []
         path = os.path.join(self.args.checkpoint, wanted)
@@ -194,7 +206,8 @@ class Checkpoints:
             self.check(index, folder)
             for unit in self.blocks:
                 for kind, end in KINDS.items():
-                    self.scatter(unit, kind, {param: self.read(param, end, index, folder, files) for param in params_of(unit)})
+                    parts = {param: self.read(param, end, index, folder, files) for param in params_of(unit)}
+                    self.scatter(unit, kind, parts)
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
         for i, (param, master) in enumerate(zip(self.optimizer.params, self.optimizer.masters)):
@@ -204,17 +217,19 @@ class Checkpoints:
 
     def check(self, index, folder):
         """Whether it is of this model and of this data."""
-        layers = self.balance.config.num_hidden_layers
+        model, layers = self.args.model, self.balance.config.num_hidden_layers
         if len(index["biases"]) != layers:
-            refuse(f"--resume: {folder} has {len(index['biases'])} layers, --model {self.args.model} {layers}")
+            refuse(f"--resume: {folder} has {len(index['biases'])} layers, --model {model} {layers}")
         for name, _, _, whole in (box for of_param in self.boxes.values() for box in of_param):
             if name not in index["boxes"]:
-                refuse(f"--resume: {folder} has no {name}; is it a run of --model {self.args.model}?")
+                refuse(f"--resume: {folder} has no {name}; is it a run of --model {model}?")
             if index["shapes"][name] != list(whole):
-                refuse(f"--resume: {name} is {index['shapes'][name]} in {folder}, {list(whole)} in --model {self.args.model}")
+                refuse(f"--resume: {name} is {index['shapes'][name]} in {folder}, "
+                       f"{list(whole)} in --model {model}")
         for name, value in self.facts.items():
             if index["facts"].get(name) != value:
-                refuse(f"--resume: {folder} is of a run with {name} {index['facts'].get(name)}, this one has {value}")
+                refuse(f"--resume: {folder} is of a run with {name} {index['facts'].get(name)}, "
+                       f"this one has {value}")
 
     def read(self, param, end, index, folder, files):
         """This rank's part of a tensor, from all boxes that overlap with it."""
@@ -227,7 +242,8 @@ class Checkpoints:
                 low = [max(a, b) for a, b in zip(begin, box)]
                 high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, box, stored.get_shape())]
                 if all(l < h for l, h in zip(low, high)):
-                    to, of = (tuple(slice(l - o, h - o) for l, h, o in zip(low, high, origin)) for origin in (begin, box))
+                    to, of = (tuple(slice(l - o, h - o) for l, h, o in zip(low, high, origin))
+                              for origin in (begin, box))
                     into[to] = stored[of]
             if into.isnan().any():                        # nothing that is not finite is ever saved
                 raise ValueError(f"the boxes do not cover {name + end}")
@@ -254,10 +270,11 @@ def in_files(boxes, tensor):
 
 
 def boxes(name, param):
-    """[(name on disk, where this rank's part begins in the whole tensor, its shape, the whole's)], one for each expert."""
+    """[(name on disk, where this rank's part begins, its shape, the whole tensor's)], one for each expert."""
     meta = torch.empty_like(param, device="meta")         # ZeRO may have taken the memory away
     meta.placement = param.placement
-    return [(name, tuple(part.start or 0 for part in my_part(one)), one.shape, tuple(whole_shape(one))) for name, one in on_disk(name, meta)]
+    return [(name, tuple(part.start or 0 for part in my_part(one)), one.shape, tuple(whole_shape(one)))
+            for name, one in on_disk(name, meta)]
 
 
 def facts(config, tokens, args):
@@ -265,12 +282,12 @@ def facts(config, tokens, args):
     sample = hashlib.sha256(tokens[::len(tokens) // 1000 + 1].astype("int64").tobytes()).hexdigest()[:16]
     model = {name: value for name, value in asdict(config).items() if name not in NO_MATTER}
     balance = args.balance if config.num_local_experts else None
-    data = dict(seq_len=args.seq_len, global_batch_size=args.global_batch_size, data=f"{len(tokens)} tokens, {sample}")
-    return dict(**data, balance=balance, **model)
+    return dict(seq_len=args.seq_len, global_batch_size=args.global_batch_size,
+                data=f"{len(tokens)} tokens, {sample}", balance=balance, **model)
 
 
 def hear_signals():
-    """The list in which what tells the run to end is noted: Slurm (SIGTERM), a terminal that is closed, Ctrl-C (only once)."""
+    """A list that notes what tells the run to end: Slurm (SIGTERM), a closed terminal, Ctrl-C (only once)."""
     heard = []
 
     def hear(number, frame):
