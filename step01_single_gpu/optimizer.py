@@ -56,7 +56,6 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        for param, master in zip(self.params, self.masters):
-            if param.dtype != master.dtype:
-                param.data.copy_(master)
+        if self.params and self.params[0].dtype != self.masters[0].dtype:
+            torch._foreach_copy_([param.data for param in self.params], self.masters)
         torch._foreach_zero_(self.grads)

@@ -16,13 +16,17 @@ def keep_products(hidden, ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# nothing in a layer is random, so no random state is kept for it
+run_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
 def recompute(layer, mode):
     if mode == "full":                    # only the layer's input is kept; forward runs again before backward
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = functools.partial(run_again, layer.forward)
     elif mode == "selective":
         policy = functools.partial(keep_products, layer.self_attn.q_proj.in_features)
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+        layer.forward = functools.partial(run_again, layer.forward, context_fn=contexts)
 
 
 def recompute_and_compile(model, args):

@@ -15,6 +15,9 @@ from torch import nn
 
 from loss import LMHead
 
+# a product in bfloat16 is added up in float32 to its end, also where several parts of a GPU make it together
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
 
 def rotary_tables(positions, config, dtype):
     """cos and sin of position x frequency, [seq, 1, head_dim], in float32 or better."""

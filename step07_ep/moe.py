@@ -25,8 +25,9 @@ class MoE(nn.Module):
         share = logits.gather(-1, expert).softmax(-1).type_as(x)
         order = expert.flatten().argsort(stable=True)                          # of (token, choice), by expert
         counts = F.one_hot(expert, logits.shape[-1]).sum((0, 1, 2))                # of each expert
-        out = self.experts(x.flatten(0, 1)[order // expert.shape[-1]], counts)     # [tokens * top_k, hidden]
-        out = out[order.argsort()].view(*expert.shape, -1)                       # [batch, seq, top_k, hidden]
+        x = x.flatten(0, 1).index_select(0, order // expert.shape[-1])             # [tokens * top_k, hidden]
+        out = self.experts(x, counts).index_select(0, order.argsort())             # back to the tokens' order
+        out = out.view(*expert.shape, -1)                                        # [batch, seq, top_k, hidden]
         return (out * share.unsqueeze(-1)).sum(-2)
 
 

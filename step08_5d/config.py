@@ -297,6 +297,9 @@ def check_context_parallel(args, config):
     if args.device == "cuda" and args.dtype != torch.bfloat16 and args.cp_mode != "ulysses":
         refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16, as its flash kernels do; "
                "--cp_mode ulysses takes any")
+    if args.device == "cuda" and config.head_dim % 8 and args.cp_mode != "ulysses":
+        refuse(f"head_dim {config.head_dim} is not a multiple of 8, as the flash kernels of --cp_mode "
+               f"{args.cp_mode} want; --cp_mode ulysses takes any")
 
 
 def check_pipeline(args, config, micro_batches):

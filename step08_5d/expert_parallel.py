@@ -109,8 +109,8 @@ class ExpertParallel(Experts):
         expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks)
         expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(received))        # of each row
         order = expert.argsort(stable=True)
-        out = super().forward(x[order], theirs.sum(0))
-        return AllToAll.apply(out[order.argsort()], received, sent, group)
+        out = super().forward(x.index_select(0, order), theirs.sum(0))
+        return AllToAll.apply(out.index_select(0, order.argsort()), received, sent, group)
 
 
 # ------------------------------------------------------------------------------------ as many tokens for each
