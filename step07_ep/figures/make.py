@@ -384,6 +384,78 @@ def saved_table():
 EXPERT_COLORS = ["#4878a8", "#9cc3e4", "#d9a441", "#f0d9a8"]
 
 
+def layer_picture():
+    """One token through moe.MoE on one device: four experts, each one matrix, top_k 2; the tensors are those of the README's first block."""
+    torch.manual_seed(17348)
+    x, router, weights = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, 4)
+    layer = moe.MoE(config.ModelConfig(256, 4, 4, 1, 1, 1, 4, num_local_experts=4, num_experts_per_tok=TOP_K))
+    layer.gate.weight = torch.nn.Parameter(router)
+    del layer.experts
+    layer.experts = lambda rows, counts: moe.grouped_product(rows, weights, counts)
+    with torch.no_grad():
+        a, y = x[0], layer(x.unsqueeze(0))[0, 0]
+        logits = layer.gate(a)
+    chosen = logits.topk(TOP_K).indices.tolist()
+    share = logits[chosen].softmax(-1).tolist()
+    outs = [weights[expert] @ a for expert in chosen]
+    assert chosen == [0, 2] and torch.allclose(share[0] * outs[0] + share[1] * outs[1], y, atol=1e-6)
+
+    figure, axes = plt.subplots(figsize=(11.5, 5.4))
+    box = lambda x, y, w, h, **kind: axes.add_patch(plt.Rectangle((x, y), w, h, lw=1.2, **{"facecolor": "white", "edgecolor": "#333333", **kind}))
+    words = lambda x, y, text, **kind: axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 13, **kind})
+
+    def arrow(start, end, **kind):
+        axes.annotate("", xy=end, xytext=start, arrowprops=dict(arrowstyle="-|>", **{"color": "#333333", "lw": 1.6, "shrinkA": 0, "shrinkB": 0, **kind}))
+
+    def vector(x, y, values, name):
+        for i, value in enumerate(values.tolist()):
+            box(x, y - i * 0.42, 0.95, 0.42, facecolor="#f4f4f4")
+            words(x + 0.475, y - i * 0.42 + 0.2, f"{value:.2f}", fontsize=12)
+        words(x + 0.475, y + 0.72, name, weight="bold")
+    vector(0, 2.6, a, "token a: x")
+    box(1.75, 4.4, 2.6, 2.3)                              # the router's four logits, as bars
+    words(3.05, 7.0, "router: logits = x @ router.T", weight="bold")
+    zero, unit = 5.7, 0.38
+    axes.plot([1.85, 4.25], [zero, zero], color="#999999", lw=0.8)
+    for expert, value in enumerate(logits.tolist()):
+        left = 1.95 + expert * 0.6
+        box(left, zero, 0.44, value * unit, facecolor=EXPERT_COLORS[expert] if expert in chosen else "#dddddd")
+        words(left + 0.22, zero + value * unit + (0.2 if value > 0 else -0.22), f"{value:.1f}", fontsize=12)
+    words(3.05, 4.15, "one logit for each expert", fontsize=12, color="#555555")
+    arrow((0.475, 3.75), (1.75, 5.6), connectionstyle="arc3,rad=-0.15")
+    words(5.75, 6.1, "the two highest:", fontsize=12)
+    words(5.75, 5.62, "experts 0 and 2", fontsize=12)
+    words(8.55, 6.1, "softmax of these two logits:", fontsize=12)
+    words(8.55, 5.62, f"shares {share[0]:.2f} and {share[1]:.2f}", fontsize=12)
+    arrow((4.35, 5.85), (4.75, 5.85))
+    arrow((6.75, 5.85), (7.05, 5.85))
+    for expert in range(4):
+        y0 = 3.1 - expert * 1.15
+        box(3.0, y0, 1.75, 0.8, facecolor=EXPERT_COLORS[expert] if expert in chosen else "#f4f4f4", edgecolor="#333333" if expert in chosen else "#bbbbbb",
+            linestyle="-" if expert in chosen else "--")
+        words(3.875, y0 + 0.4, f"expert {expert}", color="white" if expert in chosen else "#777777", weight="bold" if expert in chosen else "normal")
+        if expert in chosen:
+            arrow((0.95, 2.18), (3.0, y0 + 0.4))
+    for place, (expert, out) in enumerate(zip(chosen, outs)):
+        y0 = 3.5 - expert * 1.15
+        vector(5.55, y0 + 0.35 - place * 0.75, out, f"$E_{expert}$(x)")
+        arrow((4.75, y0), (5.55, y0 - 0.05 - place * 0.75))
+        end = (8.35, 1.72 if place == 0 else 1.18)
+        arrow((6.5, y0 - 0.05 - place * 0.75), end)
+        words(8.3 if place == 0 else 7.6, 2.6 if place == 0 else 0.3, f"times {share[place]:.2f}", fontsize=12)
+    arrow((8.55, 5.35), (8.35, 2.85), color="#999999", linestyle="--")
+    axes.add_patch(plt.Circle((8.62, 1.45), 0.36, facecolor="white", edgecolor="#333333", lw=1.2))
+    words(8.62, 1.43, "+", fontsize=18)
+    arrow((8.98, 1.45), (9.75, 1.45))
+    vector(9.75, 1.87, y, "y")
+    words(3.875, -0.8, "experts 1 and 3: no work for this token", fontsize=12, color="#555555")
+    axes.set(xlim=(-0.4, 10.9), ylim=(-1.1, 7.35))
+    axes.axis("off")
+    figure.tight_layout(pad=0.3)
+    figure.savefig(os.path.join(FIGURES, "layer.png"), dpi=130)
+    plt.close(figure)
+
+
 def dispatch_picture():
     """Two ranks with two experts each, three tokens each, top_k 2."""
     chosen = [[(0, 2), (3, 0), (2, 1)], [(1, 2), (2, 3), (2, 0)]]
@@ -391,18 +463,18 @@ def dispatch_picture():
     by_expert = [sorted(some, key=lambda row: row[1]) for some in rows]
     received = [[row for some in by_expert for row in some if row[1] // 2 == rank] for rank in (0, 1)]
     sorted_again = [sorted(some, key=lambda row: row[1]) for some in received]
-    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert), ("received: by\nrank, by expert", received), ("sorted by expert:\ncomputed", sorted_again),
+    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert), ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
               ("put back:\nby rank", received), ("received back:\nby expert", by_expert), ("put back:\nby token, summed", rows)]
     figure, axes = plt.subplots(figsize=(14, 5.6))
     place = {}
     for column, (title, ranks) in enumerate(stages):
-        axes.text(column * 2 + 0.4, 0.75, title, ha="center", va="bottom", fontsize=11)
+        axes.text(column * 2 + 0.4, 0.75, title, ha="center", va="bottom", fontsize=14)
         for rank, some in enumerate(ranks):
             for i, (token, expert) in enumerate(some):
                 y = -i * 0.72 - rank * 6.4
                 place[column, token, expert] = y
                 axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert], edgecolor="#444444", lw=0.8))
-                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token, ha="center", va="center", fontsize=12, color="black" if expert % 2 else "white")
+                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token, ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
     for column in range(len(stages) - 1):
         for some in rows:
             for token, expert in some:
@@ -410,10 +482,10 @@ def dispatch_picture():
                 wire = column in (1, 4)
                 axes.plot([column * 2 + 0.83, column * 2 + 1.97], [a + 0.3, b + 0.3], color="#444444" if wire else "#bbbbbb", lw=1.4 if wire else 0.9, zorder=0)
     for column, words in ((1, "all-to-all"), (4, "all-to-all")):
-        axes.text(column * 2 + 1.4, -11.75, words, ha="center", va="center", fontsize=12, weight="bold")
+        axes.text(column * 2 + 1.4, -11.75, words, ha="center", va="center", fontsize=15, weight="bold")
     for rank in (0, 1):
-        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}", ha="right", va="center", fontsize=11)
-    axes.set(xlim=(-1.5, 13.2), ylim=(-12.1, 2.0))
+        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}", ha="right", va="center", fontsize=14)
+    axes.set(xlim=(-1.8, 13.3), ylim=(-12.1, 2.2))
     axes.axis("off")
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "dispatch.png"), dpi=110)
@@ -473,6 +545,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
         run_all_here(*sys.argv[2:])
     else:
+        layer_picture()
         dispatch_picture()
         put_into_readme(dict(kept=kept_table()))
         if sys.argv[1:2] != ["drawn"]:
