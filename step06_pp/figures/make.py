@@ -392,20 +392,61 @@ def stages_table():
 
 
 # ------------------------------------------------------------------------------------------------ the pictures
+def phases(events, rank):
+    """Where a rank's warm-up ends, with its first backward, and its steady phase, with its last forward."""
+    mine = [event for event in events if event.rank == rank]
+    warm = min(event.start for event in mine if event.action.kind != "F")
+    return warm, max(warm, *(event.end for event in mine if event.action.kind == "F"))
+
+
+def mark_phases(axes, events):
+    """Two staircases over the rows, from the lists: warm-up | steady | cool-down."""
+    start, ranks = min(event.start for event in events), 1 + max(event.rank for event in events)
+    ends = [[time - start for time in phases(events, rank)] for rank in range(ranks)]
+    for which in (0, 1):
+        times = [time for rank in range(ranks) for time in [ends[rank][which]] * 2]
+        edges = [edge for rank in range(ranks) for edge in (rank - 0.5, rank + 0.5)]
+        axes.plot(times, edges, color="white", lw=4, solid_joinstyle="miter")
+        axes.plot(times, edges, color="black", lw=1.6, ls="-" if which == 0 else (0, (3, 1.2)), solid_joinstyle="miter")
+    borders = [0, *ends[0], length(events)]
+    for name, left, right in zip(("warm-up", "steady", "cool-down"), borders, borders[1:]):
+        if right > left:
+            axes.text((left + right) / 2, 1.02, name, ha="center", va="bottom", fontsize=9, transform=axes.get_xaxis_transform())
+
+
 @contextlib.contextmanager
 def on_one_scale(units):
-    """schedules.draw, with a time axis that does not end where the schedule does."""
+    """schedules.draw, with a time axis that does not end where the schedule does, to be read 800 pixels wide; and the phases."""
     close = plt.close
 
-    def rescaled(figure):
-        figure.axes[0].set(xlim=(0, units), xlabel="units of time")
-        figure.savefig(rescaled.path, dpi=110, bbox_inches="tight")
+    def restyled(figure):
+        axes = figure.axes[0]
+        for label in axes.texts:                          # a number in a box: black where the box is light
+            box = next(bar for bar in axes.patches if bar.contains_point(axes.transData.transform(label.get_position())))
+            label.set(fontsize=8, color="white" if box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8") else "black")
+        mark_phases(axes, restyled.events)
+        axes.set(xlim=(0, units))
+        axes.set_xlabel("units of time", fontsize=9)
+        title = axes.get_title()
+        axes.set_title("")
+        axes.set_title(title, fontsize=10, loc="left", pad=18)
+        axes.tick_params(labelsize=9)
+        handles = axes.get_legend().legend_handles
+        names = ["F", "B, or I alone", "W"]
+        if any(len(stages) > 1 for stages in schedules.local_stages(restyled.events).values()):
+            handles = [*handles, plt.Rectangle((0, 0), 1, 1, color=handles[0].get_facecolor(), alpha=0.65)]
+            names.append("light: second stage")
+        solid, dashed = (plt.Line2D([], [], color="black", lw=1.6, ls=style) for style in ("-", "--"))
+        axes.legend([*handles, solid, dashed], [*names, "first backward begins", "last forward ends"], loc="upper center",
+                    bbox_to_anchor=(0.5, -0.24), ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2)
+        figure.set_size_inches(8.4, 2.5)
+        figure.savefig(restyled.path, dpi=150, bbox_inches="tight")
         close(figure)
-    plt.close = rescaled
+    plt.close = restyled
 
     def draw(events, name, title):
-        rescaled.path = os.path.join(FIGURES, f"{name}.png")
-        schedules.draw(events, rescaled.path, title)
+        restyled.path, restyled.events = os.path.join(FIGURES, f"{name}.png"), events
+        schedules.draw(events, restyled.path, title)
     yield draw
     plt.close = close
 
@@ -413,12 +454,91 @@ def on_one_scale(units):
 def list_pictures():
     one = schedules.simulate(schedules.make("afab", PP, 1), M, M, M)
     with on_one_scale(length(one)) as draw:
-        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: each rank idles {number(schedules.bubble(one)[0])} of {number(length(one))} units")
+        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: ranks idle {number(schedules.bubble(one)[0])} of {number(length(one))} units")
     with on_one_scale(33) as draw:
         for name in SCHEDULES:
             events = simulated(name)
-            kept = f"{', '.join(map(str, counted(name)))} " + ("halves of a micro-batch; light: a rank's second stage" if name in TWO else "micro-batches")
-            draw(events, name, f"{name}: each rank idles {number(schedules.bubble(events)[0])} of {number(length(events))} units; ranks keep at most {kept}")
+            kept = ", ".join(map(str, counted(name))) + (" halves" if name in TWO else " micro-batches")
+            draw(events, name, f"{name}: ranks idle {number(schedules.bubble(events)[0])} of {number(length(events))} units, keep at most {kept}")
+
+
+def fold_picture():
+    """Who has which stage in DualPipe, and in DualPipeV; from the lists of the latter."""
+    stages = [sorted({action.stage for action in actions}) for actions in schedules.make("dualpipe", PP, M)]
+    last = 2 * PP - 1
+    ways = ("#4878a8", "#d9a441")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8.4, 5.2), height_ratios=(1, 1))
+
+    def box(axes, rank, row, stage, color):
+        axes.add_patch(plt.Rectangle((rank - 0.36, row - 0.3), 0.72, 0.6, facecolor=color, edgecolor="black", lw=0.8))
+        axes.text(rank, row, f"stage {stage}", ha="center", va="center", fontsize=8.5, color="white" if color == ways[0] else "black")
+
+    def arrow(axes, start, end, color):
+        axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.8, shrinkA=0, shrinkB=0))
+    for rank in range(2 * PP):                            # the right half is the left one's mirror image
+        mine = stages[rank] if rank < PP else stages[last - rank][::-1]
+        for row, stage, color in zip((1, 0), mine, ways):
+            box(top, rank, row, stage, color)
+        if rank < last:
+            arrow(top, (rank + 0.36, 1), (rank + 0.64, 1), ways[0])
+            arrow(top, (rank + 0.64, 0), (rank + 0.36, 0), ways[1])
+    top.axvline(PP - 0.5, color="black", ls="--", lw=1.2)
+    top.text(PP - 0.42, 1.52, "cut here", fontsize=9, va="center")
+    top.text(-0.5, 1.52, "half of the micro-batches enter here", fontsize=9, va="center", color=ways[0])
+    top.text(last + 0.5, -0.52, "the other half enters here", fontsize=9, va="center", ha="right", color="#9a6a10")
+    top.set_title("DualPipe: 8 ranks, each stage exists twice (upper row one way, lower row the other)", fontsize=10, loc="left")
+    for rank, (there, back) in enumerate(stages):
+        box(bottom, rank, 1, there, ways[0])
+        box(bottom, rank, 0, back, ways[1])
+        if rank < PP - 1:
+            arrow(bottom, (rank + 0.36, 1), (rank + 0.64, 1), ways[0])
+            arrow(bottom, (rank + 0.64, 0), (rank + 0.36, 0), ways[1])
+    arrow(bottom, (PP - 1, 0.7), (PP - 1, 0.3), "black")
+    bottom.text(PP - 0.5, 0.5, f"from stage {stages[-1][0]} to stage {stages[-1][1]}:\nsame rank, no message", fontsize=9, va="center")
+    bottom.text(-0.5, 1.52, "all micro-batches enter here", fontsize=9, va="center", color=ways[0])
+    bottom.text(-0.5, -0.52, "and have their loss here", fontsize=9, va="center", color="#9a6a10")
+    bottom.set_title("DualPipeV: 4 ranks, each stage exists once; a micro-batch goes there and back", fontsize=10, loc="left")
+    for axes, ranks in ((top, 2 * PP), (bottom, PP)):
+        axes.set(xlim=(-0.55, 2 * PP - 0.45), ylim=(-0.75, 1.75), yticks=[])
+        axes.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=9)
+        axes.tick_params(length=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "fold.png"), dpi=150)
+    plt.close(figure)
+
+
+def in_flight_picture():
+    """How long rank 0 keeps what it needs of each micro-batch, from its F to its B, and how many it keeps at a time."""
+    figure, columns = plt.subplots(2, 2, figsize=(8.4, 4.4), sharex=True, sharey="row", height_ratios=(2, 1))
+    for name, (above, below) in zip(("afab", "1f1b"), columns.T):
+        mine = [event for event in simulated(name) if event.rank == 0]
+        starts, ends = ({event.action.micro_batch: event for event in mine if event.action.kind == kind} for kind in "FB")
+        for i in starts:
+            above.barh(i, ends[i].end - starts[i].start, left=starts[i].start, height=0.75, color="#d8d8d8", edgecolor="#888888", lw=0.5)
+            for event, color in ((starts[i], "#4878a8"), (ends[i], "#d9a441")):
+                above.barh(i, event.end - event.start, left=event.start, height=0.75, color=color)
+        times = sorted({0, *(event.start for event in starts.values()), *(event.end for event in ends.values())})
+        kept = [sum(starts[i].start <= time < ends[i].end for i in starts) for time in times]
+        assert max(kept) == counted(name)[0]
+        below.step(times, kept, where="post", color="black", lw=1.5)
+        below.fill_between(times, kept, step="post", color="#d8d8d8")
+        below.text(times[kept.index(max(kept))] + 0.4, max(kept) + 0.25, f"at most {max(kept)}", fontsize=9, va="bottom")
+        above.set_title(f"rank 0 in {name}", fontsize=10, loc="left")
+        below.set_xlabel("units of time", fontsize=9)
+    columns[0, 0].set_ylabel("micro-batch", fontsize=9)
+    columns[0, 0].set(yticks=range(M))
+    columns[0, 0].invert_yaxis()
+    columns[1, 0].set_ylabel("in flight", fontsize=9)
+    columns[1, 0].set(ylim=(0, M + 2.5), yticks=(0, 4, 8))
+    for axes in columns.flat:
+        axes.tick_params(labelsize=9)
+    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("#4878a8", "#d9a441", "#d8d8d8")]
+    figure.legend(patches, ["F", "B", "kept from F to B"], loc="upper center", ncols=3, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.savefig(os.path.join(FIGURES, "in_flight.png"), dpi=150)
+    plt.close(figure)
 
 
 def ran_picture():
@@ -470,6 +590,8 @@ if __name__ == "__main__":
         run_all_here(*sys.argv[2:])
     else:
         list_pictures()
+        fold_picture()
+        in_flight_picture()
         put_into_readme(dict(stages=stages_table(), messages=message_table()))
         if sys.argv[1:2] != ["drawn"]:
             run_all()
