@@ -1,6 +1,7 @@
 """Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python step03_zero/figures/make.py        (about two minutes on two cores)
+    python step03_zero/figures/make.py                 (about two minutes on two cores)
+    python step03_zero/figures/make.py timeline        (the timeline alone)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
 """
@@ -9,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -152,6 +154,66 @@ def watch(group, argv):
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
     seen["peak"] = max(map(sum, seen["rows"]))
     return seen
+
+
+# ------------------------------------------------------------------------------------------------ the timeline, inside a rank
+# 5.3M parameters in six blocks; one micro-batch of 4 x 64 tokens on each of two ranks
+TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+              num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4 --steps 40"
+
+
+def trace(out, argv):
+    """Runs the trainer; writes for every step what happened, and when by the clock of this thread, which stands while it waits."""
+    steps, number = [], {}
+
+    class Traced(profiling.Profiler):
+        @contextlib.contextmanager
+        def step(self, step):
+            steps.append([])
+            yield
+
+    def note(what, unit):
+        if steps:                                         # not while the model is built
+            steps[-1].append((what, number[unit], time.thread_time()))
+
+    def noted(what, function):
+        def call(unit, *args):
+            note(what, unit)
+            return function(unit, *args)
+        return call
+
+    def noted_forward(unit, function):
+        def call(*args):
+            note("forward", unit)
+            result = function(*args)
+            note("forward done", unit)
+            return result
+        return call
+    build, wait = train.build_model, zero.Unit.wait
+
+    def noted_build(*args):
+        model = build(*args)
+        number.update((unit, i) for i, unit in enumerate(units_of(model)))
+        for unit in number:
+            for module in unit.modules:
+                module.forward = noted_forward(unit, module.forward)
+        return model
+
+    def noted_wait(unit):
+        gathering = unit.gathering
+        wait(unit)
+        if gathering:
+            note("there", unit)
+    train.build_model, train.Profiler, zero.Unit.wait = noted_build, Traced, noted_wait
+    zero.Unit.gather = noted("ask", zero.Unit.gather)
+    zero.Unit3.release = noted("drop", zero.Unit3.release)
+    zero.Unit3.start_reduce = noted("reduce", zero.Unit3.start_reduce)
+    zero.Unit3.finish_reduce = noted("summed", zero.Unit3.finish_reduce)
+    train.main(argv)
+    if os.environ["RANK"] == "0":
+        with open(out, "w") as file:
+            json.dump(steps, file)
 
 
 # ------------------------------------------------------------------------------------------------ the runs
@@ -317,6 +379,69 @@ def step_picture():
     figure.savefig(os.path.join(FIGURES, "step.png"), dpi=110)
 
 
+def traced_step():
+    """Rank 0's events of a step, as (what, unit, ms). All steps have the same; the time between two is the median of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(TRACED, file)
+        out = os.path.join(folder, "trace.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", os.path.abspath(__file__), "trace", out]
+        subprocess.run([*command, "--model", folder, *TRACED_FLAGS.split()], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+        with open(out) as file:
+            steps = json.load(file)[4:]
+    names = [event[:2] for event in steps[0]]
+    assert all([event[:2] for event in step] == names for step in steps)
+    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps) for i in range(1, len(names))]
+    return [(*name, now) for name, now in zip(names, itertools.accumulate(gaps))]
+
+
+def timeline_picture():
+    """Rank 0 of 2: what it computes, the time that a gather and a sum have to hide in, and below whose weights are whole."""
+    events, blocks = traced_step(), TRACED["num_hidden_layers"]
+    names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
+    short = ["", *map(str, range(1, blocks + 1)), "head"]
+    end = max(now for _, _, now in events)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6.8), sharex=True, height_ratios=[1.15, 1])
+
+    def when(what, unit):
+        return [now for kind, i, now in events if (kind, i) == (what, unit)]
+
+    def bar(axes, row, start, stop, color, label="", height=0.6, **more):
+        axes.barh(row, stop - start, height, start, color=color, edgecolor="#333333", lw=0.6, **more)
+        if label and stop - start > 0.025 * end:
+            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=9)
+    turn = max(when("forward done", blocks + 1))
+    for unit, label in enumerate(short):
+        for start, stop in zip(when("forward", unit), when("forward done", unit)):
+            bar(above, 3, start, stop, "#d9ead9", label)
+        for start, stop in zip(when("ask", unit), when("there", unit)):
+            bar(above, 1.7, start, stop, "#9dbcd8", label)
+        for start, stop in zip(when("reduce", unit), when("summed", unit)):        # two at a time: two lanes
+            bar(above, 0.4 - 0.42 * (unit % 2), start, stop, COLORS["gradients"], label, height=0.4)
+        for start, there, stop in zip(when("ask", unit), when("there", unit), when("drop", unit)):
+            bar(below, unit, start, there, "white", hatch="/////")
+            bar(below, unit, there, stop, COLORS["parameters"])
+    began = turn
+    for stop, unit in sorted((when("reduce", unit)[0], unit) for unit in range(len(names))):
+        bar(above, 3, began, stop, COLORS["optimizer states"], short[unit])
+        began = stop
+    for axes in (above, below):
+        axes.axvline(turn, color="#333333", ls=":", lw=1)
+    above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
+    above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
+    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed", "reduce-scatter:\nbegun until\nwaited for"])
+    above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
+    below.set_yticks(range(len(names)), names)
+    below.invert_yaxis()
+    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole", fontsize=10)
+    below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
+    for axes in (above, below):
+        axes.tick_params(labelsize=9.5)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "timeline.png"), dpi=110)
+    plt.close(figure)
+
+
 def put_into_readme(tables):
     path = os.path.join(STEP, "README.md")
     with open(path) as file:
@@ -331,8 +456,13 @@ def put_into_readme(tables):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["watch"]:
         watch_all(*sys.argv[2:])
+    elif sys.argv[1:2] == ["trace"]:
+        trace(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:] == ["timeline"]:
+        timeline_picture()
     else:
         run_all()
+        timeline_picture()
         holds_picture()
         step_picture()
         dp_picture()
