@@ -1,6 +1,7 @@
 """Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python step03_zero/figures/make.py        (about two minutes on two cores)
+    python step03_zero/figures/make.py                 (about three minutes on two cores)
+    python step03_zero/figures/make.py timeline        (the timeline alone)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
 """
@@ -9,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -154,6 +156,66 @@ def watch(group, argv):
     return seen
 
 
+# ------------------------------------------------------------------------------------------------ the timeline, inside a rank
+# 4.9M parameters in six blocks; one micro-batch of 4 x 64 tokens on each of two ranks
+TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+              num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4 --steps 40"
+
+
+def trace(out, argv):
+    """Runs the trainer; writes for every step what happened, and when by the clock of this thread, which stands while it waits."""
+    steps, number = [], {}
+
+    class Traced(profiling.Profiler):
+        @contextlib.contextmanager
+        def step(self, step):
+            steps.append([])
+            yield
+
+    def note(what, unit):
+        if steps:                                         # not while the model is built
+            steps[-1].append((what, number[unit], time.thread_time()))
+
+    def noted(what, function):
+        def call(unit, *args):
+            note(what, unit)
+            return function(unit, *args)
+        return call
+
+    def noted_forward(unit, function):
+        def call(*args):
+            note("forward", unit)
+            result = function(*args)
+            note("forward done", unit)
+            return result
+        return call
+    build, wait = train.build_model, zero.Unit.wait
+
+    def noted_build(*args):
+        model = build(*args)
+        number.update((unit, i) for i, unit in enumerate(units_of(model)))
+        for unit in number:
+            for module in unit.modules:
+                module.forward = noted_forward(unit, module.forward)
+        return model
+
+    def noted_wait(unit):
+        gathering = unit.gathering
+        wait(unit)
+        if gathering:
+            note("there", unit)
+    train.build_model, train.Profiler, zero.Unit.wait = noted_build, Traced, noted_wait
+    zero.Unit.gather = noted("ask", zero.Unit.gather)
+    zero.Unit3.release = noted("drop", zero.Unit3.release)
+    zero.Unit3.start_reduce = noted("reduce", zero.Unit3.start_reduce)
+    zero.Unit3.finish_reduce = noted("summed", zero.Unit3.finish_reduce)
+    train.main(argv)
+    if os.environ["RANK"] == "0":
+        with open(out, "w") as file:
+            json.dump(steps, file)
+
+
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
     """Fills SEEN with what rank 0 saw of the third training step of each run."""
@@ -252,7 +314,7 @@ def hybrid_table():
 # ------------------------------------------------------------------------------------------------ the pictures
 def holds_picture():
     """Who holds what: a row per rank, a column of four quarters per kind."""
-    figure, panels = plt.subplots(1, 4, figsize=(13, 3.9))
+    figure, panels = plt.subplots(1, 4, figsize=(10, 3.7))
     titles = ["--zero 0", "--zero 1", "--zero 2", "--zero 3"]
     for stage, axes in enumerate(panels):
         for rank in range(DP):
@@ -262,45 +324,49 @@ def holds_picture():
                     axes.add_patch(plt.Rectangle((column * 1.25 + quarter * 0.25, -rank), 0.25, 0.62, lw=0.8, edgecolor="#666666" if held else "#cccccc",
                                                  facecolor=COLORS[what] if held else "white"))
         total = sum(share(what, stage, DP, "bfloat16") for what in WHAT)
-        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9), title=f"{titles[stage]}\n{total:g} bytes per parameter on each rank")
+        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9), title=f"{titles[stage]}\n{total:g} bytes per\nparameter on each rank")
         axes.title.set_fontsize(10)
         axes.set_yticks([0.31 - rank for rank in range(DP)], [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP)
-        axes.set_xticks([0.5, 1.75, 3.0], ["weights\n2 B", "gradients\n4 B", "optimizer\n12 B"])
+        axes.set_xticks([0.5, 1.75, 3.0], ["weights\n2 B", "gradients\n4 B", "states\n12 B"])
         axes.tick_params(length=0)
+        axes.tick_params(labelsize=9.5)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(w_pad=0.2)
     figure.savefig(os.path.join(FIGURES, "who_holds_what.png"), dpi=110)
 
 
 def dp_picture():
     """Memory per rank against dp: formulas for llama-8b; formulas and measured points for tiny."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
+    styles, points = ["-", "--", "-.", ":"], ["o", "s", "^", "D"]                  # to tell them apart in grey as well
     large, lines = metrics.parameter_count(config.PRESETS["llama-8b"]), ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
     sizes = [2 ** i for i in range(11)]
     for stage, color in enumerate(lines):
         per_rank = lambda dp: sum(share(what, stage, dp, "bfloat16") for what in WHAT)
-        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], color=color, label=f"--zero {stage}")
+        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], styles[stage], color=color, lw=2, label=f"--zero {stage}")
         many = [1 + i / 10 for i in range(31)]
-        right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], color=color, lw=1)
+        right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], styles[stage], color=color, lw=1.5)
         measured = [sum(run(flags(stage, "bfloat16", dp), dp)["persistent"].values()) for dp in RUNS]
-        right.plot(list(RUNS), [b / 1e6 for b in measured], "o", color=color, ms=7, label=f"--zero {stage}, measured")
+        right.plot(list(RUNS), [b / 1e6 for b in measured], points[stage], color=color, ms=7, label=f"--zero {stage}")
     left.axhline(80, color="#c8605a", ls="--", lw=1)
     left.text(950, 83, "80 GB", color="#c8605a", va="bottom", ha="right")
-    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", title="llama-8b in bfloat16: formula only, nothing was run", xlim=(1, 1024))
+    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", title="llama-8b, bfloat16: formula, nothing was run", xlim=(1, 1024))
     left.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
     left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    right.set(xlabel="dp", ylabel="MB per rank that persist", title="tiny in bfloat16: points measured, lines the same formula", ylim=(0, None))
+    right.set(xlabel="dp", ylabel="MB per rank that persist", title="tiny, bfloat16: points measured, lines formula", ylim=(0, None))
     right.set_xticks([1, 2, 3, 4])
     for axes in (left, right):
-        axes.legend(frameon=False, loc="lower left", fontsize=9)
+        axes.legend(frameon=False, loc="lower left", fontsize=10, handlelength=3)
+        axes.title.set_fontsize(11)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "memory_against_dp.png"), dpi=110)
 
 
 def step_picture():
     """Memory on rank 0 over one training step of two micro-batches."""
-    figure, panels = plt.subplots(1, 4, figsize=(15, 3.9), sharey=True)
+    figure, panels = plt.subplots(2, 2, figsize=(9.5, 6.4), sharey=True)
+    panels = list(panels.flat)
     for stage, axes in enumerate(panels):
         rows = run(flags(stage, micro_batches=2))["rows"]
         order = ["optimizer states", "gradients", "parameters", "activations", "rest"]
@@ -311,10 +377,76 @@ def step_picture():
         axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5), textcoords="offset points", ha="center")
         axes.set(title=f"--zero {stage}", xlabel="allocations and frees, in order", xlim=(0, len(rows)))
         axes.locator_params(axis="x", nbins=4)
-    panels[0].set(ylabel="MiB alive on rank 0 of 4", ylim=(0, 1.2 * panels[0].dataLim.ymax))
-    panels[-1].legend(loc="upper right", fontsize=8, frameon=False)
+        for below, kind, layer in zip(itertools.accumulate([0, *(layer[0] for layer in kinds)]), order[:3] if stage < 2 else [], kinds):
+            axes.text(0.03 * len(rows), below + layer[0] / 2, kind, va="center", fontsize=9)
+    for axes in panels[::2]:
+        axes.set(ylabel="MiB alive on rank 0 of 4", ylim=(0, 1.2 * panels[0].dataLim.ymax))
+    panels[-1].legend(*(reversed(each) for each in panels[-1].get_legend_handles_labels()), loc="upper right", fontsize=9.5, frameon=False)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "step.png"), dpi=110)
+
+
+def traced_step():
+    """Rank 0's events of a step, as (what, unit, ms). All steps have the same; the time between two is the median of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(TRACED, file)
+        out = os.path.join(folder, "trace.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", os.path.abspath(__file__), "trace", out]
+        subprocess.run([*command, "--model", folder, *TRACED_FLAGS.split()], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+        with open(out) as file:
+            steps = json.load(file)[4:]
+    names = [event[:2] for event in steps[0]]
+    assert all([event[:2] for event in step] == names for step in steps)
+    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps) for i in range(1, len(names))]
+    return [(*name, now) for name, now in zip(names, itertools.accumulate(gaps))]
+
+
+def timeline_picture():
+    """Rank 0 of 2: what it computes, the time that a gather and a sum have to hide in, and below whose weights are whole."""
+    events, blocks = traced_step(), TRACED["num_hidden_layers"]
+    names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
+    short = ["", *map(str, range(1, blocks + 1)), "head"]
+    end = max(now for _, _, now in events)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6.8), sharex=True, height_ratios=[1.15, 1])
+
+    def when(what, unit):
+        return [now for kind, i, now in events if (kind, i) == (what, unit)]
+
+    def bar(axes, row, start, stop, color, label="", height=0.6, **more):
+        axes.barh(row, stop - start, height, start, color=color, edgecolor="#333333", lw=0.6, **more)
+        if label and stop - start > 0.025 * end:
+            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=9)
+    turn = max(when("forward done", blocks + 1))
+    for unit, label in enumerate(short):
+        for start, stop in zip(when("forward", unit), when("forward done", unit)):
+            bar(above, 3, start, stop, "#d9ead9", label)
+        for start, stop in zip(when("ask", unit), when("there", unit)):
+            bar(above, 1.7, start, stop, "#9dbcd8", label)
+        for start, stop in zip(when("reduce", unit), when("summed", unit)):        # two at a time: two lanes
+            bar(above, 0.4 - 0.42 * (unit % 2), start, stop, COLORS["gradients"], label, height=0.4)
+        for start, there, stop in zip(when("ask", unit), when("there", unit), when("drop", unit)):
+            bar(below, unit, start, there, "white", hatch="/////")
+            bar(below, unit, there, stop, COLORS["parameters"])
+    began = turn
+    for stop, unit in sorted((when("reduce", unit)[0], unit) for unit in range(len(names))):
+        bar(above, 3, began, stop, COLORS["optimizer states"], short[unit])
+        began = stop
+    for axes in (above, below):
+        axes.axvline(turn, color="#333333", ls=":", lw=1)
+    above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
+    above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
+    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed", "reduce-scatter:\nbegun until\nwaited for"])
+    above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
+    below.set_yticks(range(len(names)), names)
+    below.invert_yaxis()
+    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole", fontsize=10)
+    below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
+    for axes in (above, below):
+        axes.tick_params(labelsize=9.5)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "timeline.png"), dpi=110)
+    plt.close(figure)
 
 
 def put_into_readme(tables):
@@ -331,8 +463,13 @@ def put_into_readme(tables):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["watch"]:
         watch_all(*sys.argv[2:])
+    elif sys.argv[1:2] == ["trace"]:
+        trace(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:] == ["timeline"]:
+        timeline_picture()
     else:
         run_all()
+        timeline_picture()
         holds_picture()
         step_picture()
         dp_picture()
