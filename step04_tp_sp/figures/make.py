@@ -71,6 +71,7 @@ def do_all(out, jobs):
         with open(out, "w") as file:
             json.dump(seen, file)
     dist.destroy_process_group()
+    gc.collect()                                          # gloo's threads must not outlive the interpreter
 
 
 def set_up(flags, layers=TINY.num_hidden_layers):
@@ -314,6 +315,13 @@ def region_table():
     return rows
 
 
+def attention_table():
+    """The rows of one region, as in region_table."""
+    first, last = ("residual stream", STREAM_DIMS), ("attention's output", STREAM_DIMS)
+    rows = region_table()
+    return rows[:2] + [rows[2 + i] for i in range(ROUTE.index(first), ROUTE.index(last) + 1) if ROUTE[i][0] != "softmax, per head"]
+
+
 # halves of all-reduces per layer and micro-batch, without and with a forward that runs again up to its last product
 HALVES = {"off": (8, 10), "on": (10, 13)}
 
@@ -414,42 +422,114 @@ def heads_table():
 
 # ------------------------------------------------------------------------------------------------ the pictures
 BLUE, ORANGE = profiling.KINDS["parameters"], profiling.KINDS["gradients"]
-#          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum
-BLOCK = [("residual\nstream", "stream"), ("norm", "stream"), "f", ("q, k, v", "columns"), ("softmax\nper head", "columns"), ("o_proj", "partial"), "g",
-         ("residual\nstream", "stream"), ("norm", "stream"), "f", ("gate, up", "columns"), ("silu · up", "columns"), ("down_proj", "partial"), "g",
-         ("residual\nstream", "stream")]
-BORDERS = {("off", "f"): ("identity", "all-reduce"), ("off", "g"): ("all-reduce", "identity"),
-           ("on", "f"): ("all-gather", "reduce-\nscatter"), ("on", "g"): ("reduce-\nscatter", "all-gather")}
+#          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum;
+#          or a border: its name, and the places of the walk before and behind it
+BLOCK = [("residual\nstream", "stream"), ("norm", "stream"), ("f", "norm", "q"), ("q, k, v", "columns"), ("softmax\nper head", "columns"),
+         ("o_proj", "partial"), ("g", "o_proj's product", "attention's output"), ("residual\nstream", "stream"), ("norm", "stream"),
+         ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"), ("down_\nproj", "partial"),
+         ("g", "down_proj's product", "MLP's output"), ("residual\nstream", "stream")]
+
+
+def border_words(before, after, sp):
+    """What is sent at a border forward and backward, as the walk has seen it."""
+    events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"]]
+    ways = between(events, ("forward", before), ("forward", after)), between(events, ("backward", after), ("backward", before))
+    return [",\n".join(name.replace("_", "-") for name, _ in sent) or "nothing" for sent in ways]
 
 
 def block_picture():
-    figure, panels = plt.subplots(2, 1, figsize=(15, 9.4))
+    figure, panels = plt.subplots(2, 1, figsize=(10, 9))
     for sp, axes in zip(SP, panels):
-        for start, name in ((2, "attention: half of the heads"), (9, "MLP: half of the columns")):
-            axes.add_patch(plt.Rectangle((start + 0.5, -1.62), 4, 3.3, facecolor="#f3f0e8", edgecolor="none", zorder=0))
-            axes.text(start + 2.25, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
+        for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
+            axes.add_patch(plt.Rectangle((start + 0.5, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none", zorder=0))
+            axes.text(start + 2.05, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
         for x, stop in enumerate(BLOCK):
-            if isinstance(stop, str):
-                axes.plot([x, x], [-1.62, 1.1], color="#c8605a", lw=2)
-                axes.text(x, 1.42, stop, ha="center", va="center", fontsize=17, style="italic", color="#c8605a")
-                forward, backward = BORDERS[sp, stop]
-                axes.text(x, -1.72, f"forward →\n{forward}", ha="center", va="top", fontsize=9, linespacing=1.25)
-                axes.text(x, -2.5, f"← backward\n{backward}", ha="center", va="top", fontsize=9, linespacing=1.25)
+            if len(stop) == 3:
+                axes.plot([x, x], [-2.3, 1.1], color="#c8605a", lw=2)
+                axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic", color="#c8605a")
+                forward, backward = border_words(*stop[1:], sp)
+                axes.text(x, -2.4, f"forward →\n{forward}", ha="center", va="top", fontsize=10, linespacing=1.2)
+                axes.text(x, -3.15, f"← backward\n{backward}", ha="center", va="top", fontsize=10, linespacing=1.2)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
-            axes.text(x, -1.72, stop[0], ha="center", va="top", fontsize=9, color="#444444")
+            axes.text(x, -1.5, stop[0], ha="center", va="top", fontsize=10, color="#444444", linespacing=1.1)
         for rank, y in ((0, 0.62), (1, -0.72)):
-            axes.text(-0.62, y, f"rank {rank}", ha="right", va="center", fontsize=10)
-        axes.text(-1.25, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
-        axes.set(xlim=(-1.3, len(BLOCK) - 0.3), ylim=(-3.3, 1.75))
+            axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
+        axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
+        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.1, 1.75))
         axes.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
-    figure.legend(legend, ["final values (down: sequence, across: hidden)", "a part of the columns: heads, or inner dimension", "a partial sum of all of it"],
+    figure.legend(legend, ["final numbers (down: sequence, across: hidden)", "some of the columns", "a partial sum of all of it"],
                   loc="lower center", ncol=3, frameon=False, fontsize=10)
     figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.05, hspace=0.03)
     figure.savefig(os.path.join(FIGURES, "block.png"), dpi=110)
+
+
+def matrix(axes, left, middle, values, color_of, hatch=None):
+    """A matrix with its numbers, the middle of its left edge at (left, middle); color_of(row, column)."""
+    for row, numbers in enumerate(values):
+        for column, number in enumerate(numbers):
+            x, y = left + CELL * column, middle + CELL * (len(values) / 2 - 1 - row)
+            axes.add_patch(plt.Rectangle((x, y), CELL, CELL, facecolor=color_of(row, column), edgecolor="#555555", lw=0.8, hatch=hatch))
+            axes.text(x + CELL / 2, y + CELL / 2, f"{number:g}", ha="center", va="center", fontsize=12,
+                      bbox=dict(facecolor="white", edgecolor="none", pad=1.2, alpha=0.85 if hatch else 0))
+    return left + CELL * len(values[0])
+
+
+CELL = 0.42
+OF_RANK = ["#7fa8d1", "#f3d9a4"]                          # apart in grey too
+
+
+def weights_picture():
+    """The two weights of the README's example, cut, and what each rank makes of its parts."""
+    x = torch.tensor([[1., 2.]])
+    first = torch.tensor([[1., 0.], [0., 1.], [1., 1.], [1., -1.]]).T                 # on paper, y = x W: 2 x 4
+    second = torch.tensor([[1., 1., 1., 1.], [0., 1., 0., 1.]]).T                     # 4 x 2
+    figure, axes = plt.subplots(figsize=(10, 4.9))
+    white = lambda row, column: "white"
+    say = lambda x, y, text, **style: axes.text(x, y, text, **dict(ha="center", va="center", fontsize=10.5) | style)
+    say(1.15, 4.85, "the weights, whole", weight="bold")
+    say(1.15, 4.35, "A, cut in columns")
+    matrix(axes, 0.3, 3.55, first.tolist(), lambda row, column: OF_RANK[column // 2])
+    say(1.15, 2.3, "B, cut in rows")
+    matrix(axes, 0.72, 1.15, second.tolist(), lambda row, column: OF_RANK[row // 2])
+    axes.plot([2.55, 2.55], [0, 5], color="#cccccc", lw=1)
+    partials, outputs = [], []
+    for rank, middle in ((0, 3.55), (1, 1.15)):
+        mine = lambda row, column: OF_RANK[rank]
+        a, b = first[:, 2 * rank:2 * rank + 2], second[2 * rank:2 * rank + 2]
+        inner = x @ a
+        partials.append(inner @ b)
+        end = matrix(axes, 3.55, middle, x.tolist(), white)
+        say(end + 0.22, middle, "×", fontsize=14)
+        end = matrix(axes, end + 0.44, middle, a.tolist(), mine)
+        say(end + 0.25, middle, "=", fontsize=14)
+        end = matrix(axes, end + 0.5, middle, inner.tolist(), mine)
+        say(end + 0.22, middle, "×", fontsize=14)
+        end = matrix(axes, end + 0.44, middle, b.tolist(), mine)
+        say(end + 0.25, middle, "=", fontsize=14)
+        end = matrix(axes, end + 0.5, middle, partials[-1].tolist(), mine, hatch="///")
+        outputs.append(end)
+        say(2.95, middle, f"rank {rank}", weight="bold", ha="center")
+    for text, x_of in (("input", 3.97), ("its columns\nof A", 5.26), ("inner,\nfinal", 6.6), ("its rows\nof B", 7.88), ("partial\nsum", 9.22)):
+        say(x_of, 4.62, text)
+    total = sum(partials)
+    assert torch.equal(total, x @ first @ second)
+    for middle in (3.55, 1.15):
+        axes.annotate("", xy=(10.15, 2.35 + 0.32 * (1 if middle > 2 else -1)), xytext=(outputs[0] + 0.08, middle),
+                      arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8))
+    say(10.3, 2.35, "+", fontsize=17, color="#c8605a")
+    say(3.97, 2.6, "f", fontsize=17, style="italic", color="#c8605a")
+    say(3.97, 2.05, "in backward the two\ngradients are added")
+    say(10.3, 1.55, "g", fontsize=17, style="italic", color="#c8605a")
+    matrix(axes, 10.62, 2.35, total.tolist(), white)
+    say(11.04, 2.9, "final,\non both")
+    axes.set(xlim=(0.1, 11.6), ylim=(0, 5.1))
+    axes.axis("off")
+    figure.subplots_adjust(left=0.005, right=0.995, top=0.99, bottom=0.01)
+    figure.savefig(os.path.join(FIGURES, "weights.png"), dpi=110)
 
 
 def tensor(axes, x, y, rank, kind, sp):
@@ -509,7 +589,8 @@ if __name__ == "__main__":
         do_all(*sys.argv[2:])
     else:
         run_all()
+        weights_picture()
         block_picture()
         kept_picture()
-        put_into_readme(dict(regions=region_table(), wire=wire_table(), again=again_table(), parameters=parameter_table(), kept=kept_table(),
+        put_into_readme(dict(regions=region_table(), attention=attention_table(), wire=wire_table(), again=again_table(), parameters=parameter_table(), kept=kept_table(),
                              selective=selective_table(), summed=summed_table(), heads=heads_table()))
