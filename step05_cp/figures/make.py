@@ -30,7 +30,6 @@ from harness import Pool
 from jobs import attention_job, kept_job, ledger_rows
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
-COLORS = ["#4878a8", "#d9a441", "#6aa56e", "#c8605a"]
 RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]                               # of rank 0 to 3, from dark to light
 INKS = ["white", "white", "black", "black"]                                        # what can be read on them
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8, 64, 8, 4, 8, 192                   # tiny
@@ -594,7 +593,6 @@ def ring_or_allgather_picture():
             axes.plot([end, end], [-2.5 * row + 0.5, -2.5 * row - 1.45], color="#444444", lw=1.2)
             axes.text(end, -2.5 * row + 0.55, f"{end:.2f}", ha="center", va="bottom", fontsize=8)
             ends.append(end)
-            print(f"{tokens} tokens on a rank, {mode}: {end:.3f} ms")
         axes.set_yticks([-2.5 * row - 0.5 for row in range(len(rows))], [label for *_, label in rows], fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
         axes.set(xlim=(0, 1.12 * max(ends)), ylim=(-2.5 * len(rows) + 0.8, 1.3))
@@ -610,32 +608,34 @@ def ring_or_allgather_picture():
 
 
 def against_cp_picture(points):
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.3))
-    for mode, color, label in (("zigzag", COLORS[0], "ring, zigzag, allgather"), ("ulysses", COLORS[3], "ulysses")):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 3.5))
+    for mode, color, label in (("zigzag", RANKS[0], "ring, zigzag, allgather"), ("ulysses", RANKS[1], "ulysses")):
         many = np.linspace(1 if mode != "ulysses" else 1.02, 8, 100)
         left.plot(many, [kept_formula(cp, mode) / 2**10 for cp in many], color=color, lw=1)
         left.plot([2, 4], [points[mode, cp] / 2**10 for cp in (2, 4)], "o", color=color, ms=7, label=f"{label}, measured")
     left.plot([1], [points["zigzag", 1] / 2**10], "o", color="#444444", ms=7, label="one rank, measured")
-    left.set(xlabel="cp", ylabel="KiB", title=f"kept per layer: {BATCH} sequences of {SEQ_LEN} tokens, tiny, float32", ylim=(0, None))
+    left.set(xlabel="cp", ylabel="KiB", ylim=(0, None))
+    left.set_title(f"kept per layer: tiny, float32,\n{BATCH} sequences of {SEQ_LEN} tokens", fontsize=9)
     left.set_xticks([1, 2, 4, 8])
     tokens = BATCH * SEQ_LEN
     q, kv = tokens * HEADS * HEAD_DIM, 2 * tokens * KV_HEADS * HEAD_DIM                # of whole sequences
     lines = {"ring": lambda c: (2 * (c - 1) * 2 + c * 4) * kv / c, "allgather": lambda c: (c - 1) * (2 * 2 + 4) * kv / c,
              "ulysses": lambda c: (c - 1) / c * 2 * 2 * (2 * q + kv * (c / 4 if c > 4 else 1)) / c}
     sizes = [1, 2, 4, 8]
-    for mode, color, label in (("ring", COLORS[0], "ring, zigzag"), ("allgather", COLORS[2], "allgather"), ("ulysses", COLORS[3], "ulysses")):
+    for mode, color, label in (("ring", RANKS[0], "ring, zigzag"), ("allgather", RANKS[2], "allgather"), ("ulysses", RANKS[1], "ulysses")):
         line = [lines[mode](cp) / 2**10 if cp > 1 else 0 for cp in sizes]
         right.plot(sizes, line, color=color, lw=1, marker="x", ms=4)
         seen = [sum(numbers[3] for numbers in sent(mode, "bfloat16", cp=cp).values()) for cp in (2, 4)]
         assert np.allclose(seen, [1024 * line[1], 1024 * line[2]]), (mode, seen, line)
         right.plot([2, 4], [n / 2**10 for n in seen], "o", color=color, ms=7, label=f"{label}, measured")
-    right.set(xlabel="cp", ylabel="KiB on the wire, per rank", title="sent per layer, forward and backward: the same in bfloat16", ylim=(0, None))
+    right.set(xlabel="cp", ylabel="KiB on the wire, per rank", ylim=(0, None))
+    right.set_title("sent per layer, forward and backward:\nthe same in bfloat16", fontsize=9)
     right.set_xticks(sizes)
     for axes in (left, right):
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(FIGURES / "against_cp.png", dpi=110)
+    figure.savefig(FIGURES / "against_cp.png", dpi=150)
 
 
 def put_into_readme(tables):
