@@ -1,4 +1,4 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step02_dp/figures/make.py                 all of it (about four minutes on two cores)
     python step02_dp/figures/make.py grid ring       only these pictures, and no table (but crossing its own)
@@ -36,8 +36,9 @@ import optimizer
 import train
 
 # 7.9M parameters: 31.6 MB of float32 gradients in 75 tensors
-SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
-             num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
+             num_attention_heads=8, num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5,
+             rope_theta=500000.0, max_position_embeddings=4096)
 MODES = {"naive": "naive", "overlap": "overlap", "bucket": "bucket --bucket_mb 4"}
 BUCKETS = [0.25, 1, 4, 25, 100]
 SEQ_LEN, TOKENS, ROUNDS = 64, [64, 128, 256], 4          # tokens: of one step on one rank
@@ -47,8 +48,9 @@ def run(ranks, flags):
     """Runs the trainer under torchrun; returns what it printed, and its log lines."""
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "log.jsonl")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-                   os.path.join(STEP, "train.py"), *flags.split(), "--log_file", log]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"), *flags.split(),
+                   "--log_file", log]
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
         with open(log) as lines:
             return output, [json.loads(line) for line in lines]
@@ -432,7 +434,7 @@ def crossing_picture(folder):
 
 # ------------------------------------------------------------------------------------------------ overlap, traced
 def spans_of(trace):
-    """(start, end) in ms of backward, all-reduces (by thread) and optimizer, from the start of backward on."""
+    """(start, end) in ms of backward, all-reduces (by thread) and optimizer, from the start of backward."""
     with open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     reduces = [e for e in events if e["name"] == "gloo:all_reduce"]
@@ -440,18 +442,20 @@ def spans_of(trace):
     backward = [e for e in events if e["name"].startswith("autograd::engine")]
     adamw = next(e for e in events if e["name"].startswith("Optimizer.step"))
     start = min(e["ts"] for e in backward)
-    span = lambda es: ((min(e["ts"] for e in es) - start) / 1e3, (max(e["ts"] + e["dur"] for e in es) - start) / 1e3)
+    span = lambda es: ((min(e["ts"] for e in es) - start) / 1e3,
+                       (max(e["ts"] + e["dur"] for e in es) - start) / 1e3)
     threads = sorted({e["tid"] for e in reduces})
     return dict(backward=span(backward), optimizer=span([adamw]),
                 reduces=[(threads.index(e["tid"]), *span([e])) for e in reduces if e is not loss])
 
 
 def overlap_picture(folder):
-    """One training step of each mode, rank 0 of 2, from the start of backward: of three traces the shortest."""
+    """A training step of each mode, rank 0 of 2, from the start of backward: of three traces the shortest."""
     traces = {}
     for mode, flags in MODES.items():
         for _ in range(3):
-            run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 --steps 5 --dp_mode {flags} --profile {folder}")
+            run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 "
+                   f"--steps 5 --dp_mode {flags} --profile {folder}")
             spans = spans_of(os.path.join(folder, "trace_rank0.json"))
             if mode not in traces or spans["optimizer"][1] < traces[mode]["optimizer"][1]:
                 traces[mode] = spans
@@ -463,10 +467,12 @@ def overlap_picture(folder):
             axes.broken_barh([(begin, end - begin)], (1.1, 0.8), color=color)
             axes.text(end if name == "optimizer" else begin, 1.5, f" {name}", va="center", fontsize=9)
         for thread, begin, end in spans["reduces"]:
-            axes.broken_barh([(begin, end - begin)], (0.1 + 0.4 * (1 - thread), 0.38), facecolor="#d9a441", edgecolor="white", linewidth=0.5 * (end - begin > 3))
+            axes.broken_barh([(begin, end - begin)], (0.1 + 0.4 * (1 - thread), 0.38), facecolor="#d9a441",
+                             edgecolor="white", linewidth=0.5 * (end - begin > 3))
         over, done = spans["backward"][1], max(end for *_, end in spans["reduces"])
         axes.axvspan(over, max(over, done), color="#c8605a", alpha=0.2, linewidth=0)
-        axes.set(title=f"--dp_mode {flags}: {len(spans['reduces'])} all-reduces, {max(0, done - over):.0f} ms of them after backward", yticks=[0.5, 1.5],
+        late = f"{max(0, done - over):.0f} ms of them after backward"
+        axes.set(title=f"--dp_mode {flags}: {len(spans['reduces'])} all-reduces, {late}", yticks=[0.5, 1.5],
                  yticklabels=["network\n(2 threads)", "compute"], ylim=(0, 2))
         axes.title.set_fontsize(10)
     panels[-1].set(xlabel="ms", xlim=(0, None))
@@ -474,16 +480,19 @@ def overlap_picture(folder):
     figure.savefig(os.path.join(FIGURES, "overlap.png"), dpi=110)
 
 
-# ------------------------------------------------------------------------------------------------ timing the modes
+# ------------------------------------------------------------------------------------------- timing the modes
 def timing_worker(rank, port, folder, results):
-    """Times forward and backward, and the wait for the sum after it, in rounds in which all contestants take turns.
+    """Times forward and backward, and the wait for the sum after it, in rounds in which all take turns.
 
     Both are the fastest round's: on a machine that others use too, all else is their doing."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
     torch.set_num_threads(1)
     the_mesh, contestants, seconds = None, {}, {}
-    for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap", **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
-        args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 1 --global_batch_size 2 --dp_mode {flags}".split())
+    for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap",
+                        **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
+        args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 1 "
+                                 f"--global_batch_size 2 --dp_mode {flags}".split())
         args.dp = 2
         the_mesh = the_mesh or mesh.start_mesh(args)
         model = train.build_model(config.load_config(args), args)
@@ -506,7 +515,7 @@ def timing_worker(rank, port, folder, results):
         timed("network", lambda: None, lambda: [dist.all_reduce(part) for part in flat.split(25 * 2**18)])
         for tokens in TOKENS:
             rows = torch.randint(0, 4096, (tokens // SEQ_LEN, SEQ_LEN + 1))
-            batch = [(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])]           # one micro-batch of that many tokens
+            batch = [(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])]           # of that many tokens
             for name, (model, finish, args) in contestants.items():
                 if tokens == 128 or name in ("alone", "naive", "overlap", 4):
                     timed((tokens, name), lambda: train.forward_backward(model, batch, args), finish)
@@ -523,7 +532,8 @@ def timing_tables(folder):
     mp.spawn(timing_worker, args=(29671 + os.getpid() % 500, folder, results), nprocs=2)
     ms = results.get()
     network = ms["network"][1]
-    modes = ["| tokens per rank | compute | network | compute / network | wait: naive | overlap | bucket (4 MiB) |", "|" + "---|" * 7]
+    modes = ["| tokens per rank | compute | network | compute / network | wait: naive | overlap "
+             "| bucket (4 MiB) |", "|" + "---|" * 7]
     for tokens in TOKENS:
         compute = ms[tokens, "alone"][0]
         modes.append(f"| {tokens:,} | {compute:.0f} ms | {network:.0f} ms | {compute / network:.1f} | "
@@ -537,7 +547,7 @@ def timing_tables(folder):
     return dict(modes=modes, buckets=sizes)
 
 
-# ------------------------------------------------------------------------------------------------ the other tables
+# ------------------------------------------------------------------------------------------- the other tables
 def same_table():
     rows = ["| ranks (dp) | micro-batch | accumulation | loss of the 4th step, float64 |", "|---|---|---|---|"]
     for ranks, micro in ((1, 16), (1, 2), (2, 8), (2, 2), (4, 1)):
@@ -549,7 +559,8 @@ def same_table():
 def ledger_block():
     lines = ["```text"]
     for flags in ("naive", "bucket", "bucket --bucket_mb 0.5"):
-        table = re.search(r"^dimension.*\n(?:\w+ +\w+ .*\n)+", run(2, f"--steps 2 --ledger --dp_mode {flags}")[0], re.M)[0]
+        output, _ = run(2, f"--steps 2 --ledger --dp_mode {flags}")
+        table = re.search(r"^dimension.*\n(?:\w+ +\w+ .*\n)+", output, re.M)[0]
         lines += [f"--dp_mode {flags}", *table.splitlines(), ""]
     return lines[:-1] + ["```"]
 
@@ -571,14 +582,16 @@ def bfloat16_table():
     rows = ["| ranks | error of the sum in float32 | in bfloat16 |", "|---|---|---|"]
     for ranks in (2, 8, 64):
         exact = sum(g.double() for g in grads[:ranks])
-        error = lambda dtype: float((sum(g.to(dtype) for g in grads[:ranks]).double() - exact).norm() / exact.norm())
+        summed = lambda dtype: sum(g.to(dtype) for g in grads[:ranks])
+        error = lambda dtype: float((summed(dtype).double() - exact).norm() / exact.norm())
         rows.append(f"| {ranks} | {error(torch.float32):.0e} | {error(torch.bfloat16):.1%} |")
     return rows
 
 
 def bandwidth_table():
     bench = os.path.join(os.path.dirname(STEP), "tests", "bench_collectives.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", bench, "--out", os.path.join(FIGURES, "bandwidth.png")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               bench, "--out", os.path.join(FIGURES, "bandwidth.png")]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     return [line for line in output.splitlines() if line.startswith("|")]
 
@@ -588,7 +601,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -612,4 +626,5 @@ if __name__ == "__main__":
         if sys.argv[1:]:
             sys.exit()
         tables = timing_tables(folder)
-    put_into_readme(dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(), bandwidth=bandwidth_table()))
+    put_into_readme(dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(),
+                         bandwidth=bandwidth_table()))

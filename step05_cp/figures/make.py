@@ -1,4 +1,4 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step05_cp/figures/make.py             (about three minutes on two cores)
     python step05_cp/figures/make.py pictures    (only those pictures that take no run)
@@ -35,11 +35,11 @@ INKS = ["white", "white", "black", "black"]                                     
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8, 64, 8, 4, 8, 192                   # tiny
 SEQ_LEN, BATCH = 128, 4                                                              # one micro-batch
 FLAGS = f"--seq_len {SEQ_LEN} --global_batch_size {BATCH} --micro_batch_size {BATCH}"
-LONG, LONG_HEADS, LONG_KV_HEADS, LONG_DIM = 4096, 8, 4, 64                          # one attention, for what lives while it runs
+LONG, LONG_HEADS, LONG_KV_HEADS, LONG_DIM = 4096, 8, 4, 64                          # for memory in attention
 POOL = Pool()
 
 
-# ------------------------------------------------------------------------------------------------ inside a rank
+# ---------------------------------------------------------------------------------------------- inside a rank
 class Pairs(TorchDispatchMode):
     """Counts the (query, key) pairs of which the kernels of attention's forward compute a score."""
 
@@ -49,8 +49,10 @@ class Pairs(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname == "_scaled_dot_product_flash_attention_for_cpu":
-            q, k, causal = args[0], args[1], args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
-            self.pairs += q.shape[:2].numel() * (q.shape[2] * (k.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2])
+            q, k = args[:2]
+            causal = args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
+            pairs = q.shape[2] * (k.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2]
+            self.pairs += q.shape[:2].numel() * pairs
         return op(*args, **(kwargs or {}))
 
 
@@ -100,10 +102,11 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
     from torch.distributed.device_mesh import init_device_mesh
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    rows = len(context_parallel.local_positions(mesh, SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode)))
+    args = SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode)
+    rows = len(context_parallel.local_positions(mesh, args))
     q, k, v = (torch.randn(1, rows, n, head_dim, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-    group = mesh.get_group()
-    core = context_parallel.ulysses(model.sdpa, group) if mode == "ulysses" else context_parallel.in_blocks(mode, group)
+    group, ulysses, in_blocks = mesh.get_group(), context_parallel.ulysses, context_parallel.in_blocks
+    core = ulysses(model.sdpa, group) if mode == "ulysses" else in_blocks(mode, group)
     core = model.sdpa if mesh.size() == 1 else core
     grad = torch.randn(1, rows, heads, head_dim)
     with profiling.LiveStorages() as live:
@@ -147,10 +150,12 @@ def ring_share(rank, seq_len, cp):
 
 
 def balance_table():
-    rows = ["| mode | " + " | ".join(f"rank {r}" for r in range(CP)) + " | smallest / largest | slowest / even |", "|---|" + "---|" * (CP + 2)]
+    ranks = " | ".join(f"rank {r}" for r in range(CP))
+    rows = [f"| mode | {ranks} | smallest / largest | slowest / even |", "|---|" + "---|" * (CP + 2)]
     whole = LAYERS * BATCH * HEADS * SEQ_LEN * (SEQ_LEN + 1) // 2
-    rows.append("| ring, formula | " + " | ".join(f"{ring_share(r, SEQ_LEN, CP):.2%}" for r in range(CP))
-                + f" | {ring_share(0, SEQ_LEN, CP) / ring_share(CP - 1, SEQ_LEN, CP):.3f} | {CP * ring_share(CP - 1, SEQ_LEN, CP):.2f} |")
+    shares = [ring_share(r, SEQ_LEN, CP) for r in range(CP)]
+    rows.append("| ring, formula | " + " | ".join(f"{share:.2%}" for share in shares)
+                + f" | {shares[0] / shares[-1]:.3f} | {CP * shares[-1]:.2f} |")
     for mode in MODES:
         done = call(pairs_job, CP, f"{FLAGS} --steps 1 --cp {CP} --cp_mode {mode}")
         assert sum(done) == whole, (mode, done)
@@ -162,31 +167,40 @@ def balance_table():
 def sent(mode, dtype, more="", cp=CP):
     """{collective: (calls, payload, formula, wire)} over cp, for one layer and one micro-batch."""
     run = train(f"{FLAGS} --steps 2 --ledger --dtype {dtype} --cp {cp} --cp_mode {mode} {more}", cp)
-    return {collective: [n / LAYERS for n in numbers] for (dimension, collective), numbers in ledger_rows(run.output).items()
+    rows = ledger_rows(run.output).items()
+    return {collective: [n / LAYERS for n in numbers] for (dimension, collective), numbers in rows
             if dimension == "cp" and collective != "all_reduce"}
 
 
-FORMULAS = {"ring": {"send": "(2 (c − 1) e + c x) K"}, "allgather": {"all_gather": "2 c e K", "reduce_scatter": "c x K"},
+FORMULAS = {"ring": {"send": "(2 (c − 1) e + c x) K"},
+            "allgather": {"all_gather": "2 c e K", "reduce_scatter": "c x K"},
             "ulysses": {"all_to_all": "2 e (2 Q + K)"}}
 FORMULAS["zigzag"] = FORMULAS["ring"]
 
 
 def wire_tables():
-    rows = ["| mode | precision | collective | calls | payload, bytes: formula | measured | on the wire, bytes |", "|---|---|---|---|---|---|---|"]
-    again = ["| mode | as it is | `--recompute selective` | `--recompute full` | forward alone |", "|---|---|---|---|---|"]
+    rows = ["| mode | precision | collective | calls | payload, bytes: formula | measured "
+            "| on the wire, bytes |",
+            "|---|---|---|---|---|---|---|"]
+    again = ["| mode | as it is | `--recompute selective` | `--recompute full` | forward alone |",
+             "|---|---|---|---|---|"]
     tokens = BATCH * SEQ_LEN // CP
     symbols = dict(c=CP, K=2 * tokens * KV_HEADS * HEAD_DIM, Q=tokens * HEADS * HEAD_DIM)
     for mode in MODES:
         for dtype, e in (("float32", 4), ("bfloat16", 2)):
             for collective, numbers in sent(mode, dtype).items():
                 formula = FORMULAS[mode][collective]
-                spelled = re.sub(r"\) (?=[KQ(])|(?<=[\w)]) (?=[\w(])", lambda m: m[0].replace(" ", "*"), formula.replace("−", "-"))
+                factors = re.compile(r"\) (?=[KQ(])|(?<=[\w)]) (?=[\w(])")
+                spelled = factors.sub(lambda m: m[0].replace(" ", "*"), formula.replace("−", "-"))
                 value = eval(spelled, dict(symbols, e=e, x=4))
                 calls, payload, _, wire = numbers
                 assert payload == value, (mode, collective, payload, value)
-                rows.append(f"| {mode} | {dtype} | {collective} | {calls:g} | {formula} = {value:,.0f} | {payload:,.0f} | {wire:,.0f} |")
-        total = [sum(numbers[3] for numbers in sent(mode, "bfloat16", more).values()) for more in ("", "--recompute selective", "--recompute full")]
-        again.append(f"| {mode} | " + " | ".join(f"{n:,.0f}" for n in total) + f" | {total[2] - total[0]:,.0f} |")
+                rows.append(f"| {mode} | {dtype} | {collective} | {calls:g} | {formula} = {value:,.0f} "
+                            f"| {payload:,.0f} | {wire:,.0f} |")
+        total = [sum(numbers[3] for numbers in sent(mode, "bfloat16", more).values())
+                 for more in ("", "--recompute selective", "--recompute full")]
+        cells = " | ".join(f"{n:,.0f}" for n in [*total, total[2] - total[0]])
+        again.append(f"| {mode} | {cells} |")
     return rows, again
 
 
@@ -195,9 +209,11 @@ def of_a_layer(job, world, more, measured=lambda answers: answers[0]):
     seen = []
     for layers in (2, 3):
         with tempfile.TemporaryDirectory() as folder:
-            shape = dict(num_hidden_layers=layers, hidden_size=HIDDEN, intermediate_size=MLP, num_attention_heads=HEADS,
-                         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=256)
-            seen.append(measured(call(job, world, f"{cases.make(Path(folder), **shape)} {FLAGS} --steps 1 {more}")))
+            shape = dict(num_hidden_layers=layers, hidden_size=HIDDEN, intermediate_size=MLP,
+                         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+                         vocab_size=256)
+            flags = f"{cases.make(Path(folder), **shape)} {FLAGS} --steps 1 {more}"
+            seen.append(measured(call(job, world, flags)))
     return seen[1] - seen[0]
 
 
@@ -208,14 +224,16 @@ def kept(more, world):
 def kept_formula(cp=1, mode="zigzag", tp=1, sp="on"):
     """Bytes in float32."""
     tokens = BATCH * SEQ_LEN // cp
-    repeats = max(1, cp * tp / KV_HEADS) if mode == "ulysses" else 1               # of kv heads that are fewer than the ranks; for powers of two
+    # of kv heads that are fewer than the ranks; for powers of two
+    repeats = max(1, cp * tp / KV_HEADS) if mode == "ulysses" else 1
     inside = 2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM * repeats + HEADS + 4 * MLP
     inside += HEADS * HEAD_DIM if mode == "ulysses" and cp > 1 else 0
     return 4 * tokens * (inside / tp + (6 * HIDDEN + 2) / (tp if sp == "on" else 1))
 
 
 def kept_table():
-    rows = ["| mode | cp 1: formula | measured | cp 2: formula | measured | cp 4: formula | measured |", "|---|---|---|---|---|---|---|"]
+    rows = ["| mode | cp 1: formula | measured | cp 2: formula | measured | cp 4: formula | measured |",
+            "|---|---|---|---|---|---|---|"]
     points = {}
     for mode in MODES:
         cells = []
@@ -227,17 +245,23 @@ def kept_table():
 
 
 def with_sp_table():
-    rows = ["| layout | ranks | a layer's tokens inside the regions, and outside | kept per layer: formula | measured |", "|---|---|---|---|---|"]
-    for cp, tp, sp in ((1, 1, "on"), (1, 2, "off"), (1, 2, "on"), (2, 1, "on"), (1, 4, "on"), (4, 1, "on"), (2, 2, "off"), (2, 2, "on")):
+    rows = ["| layout | ranks | a layer's tokens inside the regions, and outside | kept per layer: formula "
+            "| measured |",
+            "|---|---|---|---|---|"]
+    layouts = ((1, 1, "on"), (1, 2, "off"), (1, 2, "on"), (2, 1, "on"), (1, 4, "on"), (4, 1, "on"),
+               (2, 2, "off"), (2, 2, "on"))
+    for cp, tp, sp in layouts:
         flags = f"--cp {cp} --tp {tp}" + (f" --sp {sp}" if tp > 1 else "")
         inside, outside = BATCH * SEQ_LEN // cp, BATCH * SEQ_LEN // cp // (tp if sp == "on" else 1)
-        rows.append(f"| `{flags}` | {cp * tp} | {inside}, {outside} | {kept_formula(cp, 'zigzag', tp, sp):,.0f} | {kept(flags, cp * tp):,} |")
+        rows.append(f"| `{flags}` | {cp * tp} | {inside}, {outside} "
+                    f"| {kept_formula(cp, 'zigzag', tp, sp):,.0f} | {kept(flags, cp * tp):,} |")
     return rows
 
 
 def recompute_table():
     """What is there after forward, whoever keeps it."""
-    rows = ["| mode | `none`: rank 0 | rank 3 | `selective`: rank 0 | rank 3 | `full`: rank 0 | rank 3 |", "|---|---|---|---|---|---|---|"]
+    rows = ["| mode | `none`: rank 0 | rank 3 | `selective`: rank 0 | rank 3 | `full`: rank 0 | rank 3 |",
+            "|---|---|---|---|---|---|---|"]
     for mode in ("one rank", *MODES):
         cells = []
         for recompute in ("none", "selective", "full"):
@@ -253,36 +277,41 @@ def alive_table():
     rows = ["| mode | in forward | in backward |", "|---|---|---|"]
     for mode in ("one rank", *MODES):
         world = 1 if mode == "one rank" else CP
-        seen = call(one_attention_job, world, mode=mode, seq_len=LONG, heads=LONG_HEADS, kv_heads=LONG_KV_HEADS, head_dim=LONG_DIM)
-        rows.append(f"| {mode} | " + " | ".join(f"{max(numbers) / 2**20:.1f} MiB" for numbers in zip(*seen)) + " |")
+        seen = call(one_attention_job, world, mode=mode, seq_len=LONG, heads=LONG_HEADS,
+                    kv_heads=LONG_KV_HEADS, head_dim=LONG_DIM)
+        rows.append(f"| {mode} | "
+                    + " | ".join(f"{max(numbers) / 2**20:.1f} MiB" for numbers in zip(*seen)) + " |")
     return rows
 
 
 def accuracy_table():
     per_rank = call(attention_job, 8, modes=MODES, seq_len=8192, dtypes=["float64", "float32", "bfloat16"])
     worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
-    rows = ["| | float64: output | gradients | float32: output | gradients | bfloat16: output | gradients |", "|---|---|---|---|---|---|---|"]
+    rows = ["| | float64: output | gradients | float32: output | gradients | bfloat16: output | gradients |",
+            "|---|---|---|---|---|---|---|"]
     for mode in ("flash", *MODES):
         cells = []
         for dtype in ("float64", "float32", "bfloat16"):
             out, *grads = worst[mode, dtype]
             cells += [f"{error:.1e}" if error else "0" for error in (out, max(grads))]
-        rows.append(f"| {'the flash kernel on the whole, on one rank' if mode == 'flash' else mode} | " + " | ".join(cells) + " |")
+        name = "the flash kernel on the whole, on one rank" if mode == "flash" else mode
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 def placed(rank, mode, length):
     """context_parallel.local_positions for a rank that is not there."""
     from types import SimpleNamespace
 
     import context_parallel
     mesh = SimpleNamespace(get_local_rank=lambda name: rank)
-    return context_parallel.local_positions(mesh, SimpleNamespace(seq_len=length, cp=CP, cp_mode=mode)).numpy()
+    args = SimpleNamespace(seq_len=length, cp=CP, cp_mode=mode)
+    return context_parallel.local_positions(mesh, args).numpy()
 
 
 def computed(mode, length):
-    """Who computes the score of each pair of a query and a key, and at which hop; -1: nobody. From visible() itself."""
+    """Who computes the score of each query and key, and at which hop; -1: nobody. From visible() itself."""
     import context_parallel
     who, when = np.full((length, length), -1), np.full((length, length), -1)
     for rank in range(CP):
@@ -292,7 +321,8 @@ def computed(mode, length):
             if block:
                 rows, columns, causal = block
                 queries, keys = placed(rank, mode, length)[rows], placed(source, mode, length)[columns]
-                mask = np.tri(len(queries), len(keys), dtype=bool) if causal else np.ones((len(queries), len(keys)), bool)
+                shape = len(queries), len(keys)
+                mask = np.tri(*shape, dtype=bool) if causal else np.ones(shape, bool)
                 index = np.ix_(queries, keys)
                 assert (who[index][mask] == -1).all()
                 who[index] = np.where(mask, rank, who[index])
@@ -302,7 +332,7 @@ def computed(mode, length):
 
 
 def timeline(mode, length):
-    """[(rank, hop, start, work)]: a hop starts when the rank is done with the last one and its keys have come, at once."""
+    """[(rank, hop, start, work)]: a hop starts when the last one is done and its keys have come, at once."""
     who, when = computed(mode, length)
     unit, start, done, bars = (length // CP) ** 2, {}, dict.fromkeys(range(CP), 0), []
     for hop in range(CP):
@@ -612,14 +642,16 @@ def against_cp_picture(points):
     for mode, color, label in (("zigzag", RANKS[0], "ring, zigzag, allgather"), ("ulysses", RANKS[1], "ulysses")):
         many = np.linspace(1 if mode != "ulysses" else 1.02, 8, 100)
         left.plot(many, [kept_formula(cp, mode) / 2**10 for cp in many], color=color, lw=1)
-        left.plot([2, 4], [points[mode, cp] / 2**10 for cp in (2, 4)], "o", color=color, ms=7, label=f"{label}, measured")
+        left.plot([2, 4], [points[mode, cp] / 2**10 for cp in (2, 4)], "o", color=color, ms=7,
+                  label=f"{label}, measured")
     left.plot([1], [points["zigzag", 1] / 2**10], "o", color="#444444", ms=7, label="one rank, measured")
     left.set(xlabel="cp", ylabel="KiB", ylim=(0, None))
     left.set_title(f"kept per layer: tiny, float32,\n{BATCH} sequences of {SEQ_LEN} tokens", fontsize=9)
     left.set_xticks([1, 2, 4, 8])
     tokens = BATCH * SEQ_LEN
     q, kv = tokens * HEADS * HEAD_DIM, 2 * tokens * KV_HEADS * HEAD_DIM                # of whole sequences
-    lines = {"ring": lambda c: (2 * (c - 1) * 2 + c * 4) * kv / c, "allgather": lambda c: (c - 1) * (2 * 2 + 4) * kv / c,
+    lines = {"ring": lambda c: (2 * (c - 1) * 2 + c * 4) * kv / c,
+             "allgather": lambda c: (c - 1) * (2 * 2 + 4) * kv / c,
              "ulysses": lambda c: (c - 1) / c * 2 * 2 * (2 * q + kv * (c / 4 if c > 4 else 1)) / c}
     sizes = [1, 2, 4, 8]
     for mode, color, label in (("ring", RANKS[0], "ring, zigzag"), ("allgather", RANKS[2], "allgather"), ("ulysses", RANKS[1], "ulysses")):
@@ -641,7 +673,8 @@ def against_cp_picture(points):
 def put_into_readme(tables):
     text = (STEP / "README.md").read_text()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     (STEP / "README.md").write_text(text)
 
@@ -655,8 +688,9 @@ def main():
     kept_rows, points = kept_table()
     against_cp_picture(points)
     wire, again = wire_tables()
-    put_into_readme(dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(), alive=alive_table(),
-                         recompute=recompute_table(), with_sp=with_sp_table(), accuracy=accuracy_table()))
+    put_into_readme(dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(),
+                         alive=alive_table(), recompute=recompute_table(), with_sp=with_sp_table(),
+                         accuracy=accuracy_table()))
     POOL.stop()
 
 

@@ -1,9 +1,9 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step08_5d/figures/make.py          (about five minutes on two cores)
     python step08_5d/figures/make.py drawn    (only the pictures)
 
-Nearly all of it are dry runs, one after the other in this process; the checkpoints are written by real, small runs.
+Nearly all of it are dry runs, one after the other in this process; the checkpoints are of real, small runs.
 """
 import contextlib
 import os
@@ -40,7 +40,7 @@ RANKS, SEQ, BATCH = 8, 8192, 8
 TOKENS = SEQ * BATCH
 
 
-# ------------------------------------------------------------------------------------------------ dry runs, watched
+# ------------------------------------------------------------------------------------------ dry runs, watched
 class Timed(ledger.Ledger):
     """Notes when it was sent, too."""
 
@@ -69,10 +69,13 @@ def seen_in(argv):
         expected = Counter()
         for group, collective, size in ledger.formula(model, mesh, args):
             expected[seen.sent.name(group), collective] += size
-        experts = [my_experts(layer.mlp) for layer in model.model.layers.values() if hasattr(layer.mlp, "experts")]
-        kept.append(SimpleNamespace(**vars(seen), expected=expected, by_phase=by_phase(seen.sent.sends, pipeline.events), layers=[int(i) for i in model.model.layers],
-                                    experts=experts[0] if experts else None, ends=[model.model.embed_tokens is not None, model.lm_head is not None],
-                                    mesh=mesh.mesh.tolist(), place_in_mesh={name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}))
+        experts = [my_experts(layer.mlp) for layer in model.model.layers.values()
+                   if hasattr(layer.mlp, "experts")]
+        kept.append(SimpleNamespace(
+            **vars(seen), expected=expected, by_phase=by_phase(seen.sent.sends, pipeline.events),
+            layers=[int(i) for i in model.model.layers], experts=experts[0] if experts else None,
+            ends=[model.model.embed_tokens is not None, model.lm_head is not None], mesh=mesh.mesh.tolist(),
+            place_in_mesh={name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}))
     with patch("train.watch", watch), patch("dry_run.Ledger", Timed):
         train.main(argv.split())
     return kept[0]
@@ -85,7 +88,8 @@ def my_experts(moe):
 
 
 def by_phase(sends, events):
-    """Bytes on the wire in forward, in backward, and in neither; a message to another stage belongs to what came before it."""
+    """Bytes on the wire in forward, in backward, and in neither; a message to another stage belongs to what
+    came before it."""
     phases = Counter()
     for seconds, dimension, collective, size in sends:
         inside = [event for event in events if event.start <= seconds <= event.end]
@@ -96,17 +100,20 @@ def by_phase(sends, events):
 
 
 def dry(flags, ranks=RANKS, rank=0, name="llama-8b", seq=SEQ, batch=BATCH):
-    return seen_in(f"--dry_run {ranks} --dry_run_rank {rank} --model {name} --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}")
+    return seen_in(f"--dry_run {ranks} --dry_run_rank {rank} --model {name} --seq_len {seq} "
+                   f"--global_batch_size {batch} --micro_batch_size 1 {flags}")
 
 
 def printed(flags):
-    return subprocess.run([sys.executable, os.path.join(STEP, "train.py"), *flags.split()], check=True, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout.rstrip().splitlines()
+    done = subprocess.run([sys.executable, os.path.join(STEP, "train.py"), *flags.split()], check=True,
+                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.stdout.rstrip().splitlines()
 
 
-# ------------------------------------------------------------------------------------------------ 5D in a nutshell
+# ------------------------------------------------------------------------------------------- 5D in a nutshell
 P = metrics.parameter_count(LLAMA)
-H, L, KV, V = LLAMA.hidden_size, LLAMA.num_hidden_layers, LLAMA.num_key_value_heads * LLAMA.head_dim, LLAMA.vocab_size
+H, L, V = LLAMA.hidden_size, LLAMA.num_hidden_layers, LLAMA.vocab_size
+KV = LLAMA.num_key_value_heads * LLAMA.head_dim
 NORMS = (2 * L + 1) * H
 LAYER = 2 * H * H + 2 * H * KV + 3 * H * LLAMA.intermediate_size + 2 * H
 OF_TP = (P - NORMS) // RANKS + NORMS
@@ -115,21 +122,28 @@ OF_PP = V * H + (STAGES[1] - STAGES[0]) * LAYER
 OF_EXPERTS = MIXTRAL.num_hidden_layers * 8 * 3 * MIXTRAL.hidden_size * MIXTRAL.intermediate_size
 with torch.device("meta"):
     OF_MIXTRAL = sum(param.numel() for param in model.Llama(MIXTRAL).parameters())
-STREAM = 2 * TOKENS * H                                   # bytes of a tensor [batch, seq, hidden] of the whole step
+STREAM = 2 * TOKENS * H                                   # bytes of a tensor [batch, seq, hidden], whole step
 KEYS = 2 * TOKENS // RANKS * KV * L                       # elements of a rank's keys and values, all layers
 ROWS = 2 * TOKENS // RANKS * 2 * H * L                    # bytes of rows sent to experts, all layers, top_k 2
-KEPT = V * H + LAYER + V * H + H                          # ZeRO-3: embedding, last layer and head are not gathered again
+KEPT = V * H + LAYER + V * H + H                          # ZeRO-3: embedding, last layer, head: gathered once
 SHARE = (RANKS - 1) / RANKS
 
-#  name, flags, model, parameters of weights / gradients / optimizer states with their formulas, bytes on the wire: forward, backward, step
+#  name, flags, model, parameters of weights / gradients / optimizer states with their formulas,
+#  bytes on the wire: forward, backward, step
 NUTSHELL = [
     ("DP", "--dp 8", "llama-8b", [(P, "P")] * 3, [0, 2 * SHARE * 4 * P, 0]),
-    ("ZeRO-1", "--zero 1", "llama-8b", [(P, "P"), (P, "P"), (P // 8, "P/8")], [0, SHARE * 4 * P, SHARE * 2 * P]),
-    ("ZeRO-2", "--zero 2", "llama-8b", [(P, "P"), (P // 8, "P/8"), (P // 8, "P/8")], [0, SHARE * 4 * P, SHARE * 2 * P]),
-    ("ZeRO-3", "--zero 3", "llama-8b", [(P // 8, "P/8")] * 3, [SHARE * 2 * P, SHARE * (4 * P + 2 * (P - KEPT)), 0]),
-    ("TP", "--tp 8 --sp off", "llama-8b", [(OF_TP, "P/8 + norms")] * 3, [2 * SHARE * (2 * L + 1) * STREAM, 2 * SHARE * (2 * L + 1) * STREAM, 0]),
-    ("TP+SP", "--tp 8", "llama-8b", [(OF_TP, "P/8 + norms")] * 3, [SHARE * (4 * L + 2) * STREAM, SHARE * (6 * L + 2) * STREAM, 0]),
-    ("CP", "--cp 8", "llama-8b", [(P, "P")] * 3, [7 * 2 * KEYS, 7 * 2 * KEYS + 8 * 4 * KEYS + 2 * SHARE * 4 * P, 0]),
+    ("ZeRO-1", "--zero 1", "llama-8b", [(P, "P"), (P, "P"), (P // 8, "P/8")],
+     [0, SHARE * 4 * P, SHARE * 2 * P]),
+    ("ZeRO-2", "--zero 2", "llama-8b", [(P, "P"), (P // 8, "P/8"), (P // 8, "P/8")],
+     [0, SHARE * 4 * P, SHARE * 2 * P]),
+    ("ZeRO-3", "--zero 3", "llama-8b", [(P // 8, "P/8")] * 3,
+     [SHARE * 2 * P, SHARE * (4 * P + 2 * (P - KEPT)), 0]),
+    ("TP", "--tp 8 --sp off", "llama-8b", [(OF_TP, "P/8 + norms")] * 3,
+     [2 * SHARE * (2 * L + 1) * STREAM, 2 * SHARE * (2 * L + 1) * STREAM, 0]),
+    ("TP+SP", "--tp 8", "llama-8b", [(OF_TP, "P/8 + norms")] * 3,
+     [SHARE * (4 * L + 2) * STREAM, SHARE * (6 * L + 2) * STREAM, 0]),
+    ("CP", "--cp 8", "llama-8b", [(P, "P")] * 3,
+     [7 * 2 * KEYS, 7 * 2 * KEYS + 8 * 4 * KEYS + 2 * SHARE * 4 * P, 0]),
     ("CP, ZeRO-3", "--cp 8 --zero 3", "llama-8b", [(P // 8, "P/8")] * 3, None),
     ("PP", "--pp 8", "llama-8b", [(OF_PP, "stage 0")] * 3, [STREAM, 0, 0]),
     ("DP, experts", "--dp 8", "mixtral-8x7b", [(OF_MIXTRAL, "Q")] * 3, [0, 2 * SHARE * 4 * OF_MIXTRAL, 0]),
@@ -138,9 +152,12 @@ NUTSHELL = [
 
 
 def nutshell_tables():
-    memory = ["| strategy | flags | weights, 2 bytes | gradients, 4 bytes | optimizer, 12 bytes | between steps, GiB: weights, gradients, optimizer | activations at most, GiB | peak of all, GiB | FLOPs of rank 0 |",
+    memory = ["| strategy | flags | weights, 2 bytes | gradients, 4 bytes | optimizer, 12 bytes "
+              "| between steps, GiB: weights, gradients, optimizer | activations at most, GiB "
+              "| peak of all, GiB | FLOPs of rank 0 |",
               "|---|---|---|---|---|---|---|---|---|"]
-    wire = ["| strategy | in forward, GB | in backward, GB | before and after, GB | collectives |", "|---|---|---|---|---|"]
+    wire = ["| strategy | in forward, GB | in backward, GB | before and after, GB | collectives |",
+            "|---|---|---|---|---|"]
     for name, flags, preset, parameters, sent in NUTSHELL:
         seen = dry(flags, name=preset)
         between = [seen.between[kind] for kind in ("parameters", "gradients", "optimizer states")]
@@ -148,22 +165,29 @@ def nutshell_tables():
             assert abs(measured - size * count) <= 1e-6 * measured, (name, measured, size * count)
         for what in {*seen.sent.payload, *seen.expected}:
             if seen.sent.wire[what] > 1e8:
-                assert seen.sent.payload[what] == seen.expected[what], (name, what, seen.sent.payload[what], seen.expected[what])
+                payload, expected = seen.sent.payload[what], seen.expected[what]
+                assert payload == expected, (name, what, payload, expected)
         phases = [seen.by_phase[phase] for phase in ("forward", "backward", "step")]
-        print(name, [f"{n / GB:.3f}" for n in phases], sent and [f"{n / GB:.3f}" for n in sent], dict(seen.sent.wire))
+        shown = [[f"{n / GB:.3f}" for n in some] for some in (phases, sent or [])]
+        print(name, *shown, dict(seen.sent.wire))
         if sent:
             assert abs(sum(phases) - sum(sent)) < 2e-3 * sum(sent), (name, phases, sent)
-        memory.append(f"| {name} | `{flags}` | {' | '.join(text for _, text in parameters)} | {', '.join(f'{n / GIB:.1f}' for n in between)} | {seen.most['activations'] / GIB:.1f} "
-                      f"| {sum(seen.peak.values()) / GIB:.1f} | {seen.flops:.2e} |")
-        calls = ", ".join(f"{seen.sent.calls[what]} {what[1]} ({what[0]})" for what in sorted(seen.sent.calls) if seen.sent.wire[what] > 1e8)
-        wire.append(f"| {name} | {' | '.join(f'{n / GB:.2f}' if n > 1e6 else '0' for n in phases)} | {calls} |")
+        memory.append(f"| {name} | `{flags}` | {' | '.join(text for _, text in parameters)} "
+                      f"| {', '.join(f'{n / GIB:.1f}' for n in between)} "
+                      f"| {seen.most['activations'] / GIB:.1f} | {sum(seen.peak.values()) / GIB:.1f} "
+                      f"| {seen.flops:.2e} |")
+        large = [what for what in sorted(seen.sent.calls) if seen.sent.wire[what] > 1e8]
+        calls = ", ".join(f"{seen.sent.calls[what]} {what[1]} ({what[0]})" for what in large)
+        cells = " | ".join(f"{n / GB:.2f}" if n > 1e6 else "0" for n in phases)
+        wire.append(f"| {name} | {cells} | {calls} |")
     return dict(memory=memory, wire=wire)
 
 
-# ------------------------------------------------------------------------------------------------ 8B, 1K to 128K
+# --------------------------------------------------------------------------------------------- 8B, 1K to 128K
 LENGTHS = [1024, 4096, 16384, 65536, 131072]
-WAYS = [("one GPU", "", 1, 1), ("ZeRO-3 on 8", "--zero 3", 8, 8), ("TP 8 (with SP)", "--tp 8", 8, 1), ("CP 8, ZeRO-3", "--cp 8 --zero 3", 8, 1),
-        ("TP 2 x CP 4, ZeRO-3", "--tp 2 --cp 4 --zero 3", 8, 1), ("TP 4 x PP 2", "--tp 4 --pp 2", 8, 2)]
+WAYS = [("one GPU", "", 1, 1), ("ZeRO-3 on 8", "--zero 3", 8, 8), ("TP 8 (with SP)", "--tp 8", 8, 1),
+        ("CP 8, ZeRO-3", "--cp 8 --zero 3", 8, 1), ("TP 2 x CP 4, ZeRO-3", "--tp 2 --cp 4 --zero 3", 8, 1),
+        ("TP 4 x PP 2", "--tp 4 --pp 2", 8, 2)]
 MOST = 160                                                # GiB that a panel shows
 
 
@@ -178,8 +202,9 @@ def memory_picture():
                     size = seen.peak[kind] / GIB
                     panel.bar(i, size, 0.78, bottom=low, color=color, label=kind if i == 0 else None)
                     low += size
-                panel.text(i, min(low, MOST - 7) + 1.5, f"{low:,.0f}", ha="center", va="bottom", fontsize=8.5, weight="bold" if low <= 80 else None,
-                           color="black", bbox=dict(facecolor="white", edgecolor="none", pad=0.6, alpha=0.85))
+                panel.text(i, min(low, MOST - 7) + 1.5, f"{low:,.0f}", ha="center", va="bottom", fontsize=8.5,
+                           weight="bold" if low <= 80 else None, color="black",
+                           bbox=dict(facecolor="white", edgecolor="none", pad=0.6, alpha=0.85))
                 print(title, recompute, seq, f"{low:.1f}")
             panel.axhline(80, color="black", ls="--", lw=1)
             panel.set(ylim=(0, MOST), xlim=(-0.6, len(LENGTHS) - 0.4))
@@ -190,9 +215,11 @@ def memory_picture():
                 panel.set_title(title, fontsize=11)
             else:
                 panel.set_xlabel("sequence length")
-        axes[row][0].set_ylabel(f"GiB at the peak, rank 0\n{'no recomputation' if recompute == 'none' else 'full recomputation'}")
+        what = "no recomputation" if recompute == "none" else "full recomputation"
+        axes[row][0].set_ylabel(f"GiB at the peak, rank 0\n{what}")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend([*handles, plt.Line2D([], [], color="black", ls="--", lw=1)], [*labels, "80 GiB"], loc="lower center", ncol=6, frameon=False)
+    figure.legend([*handles, plt.Line2D([], [], color="black", ls="--", lw=1)], [*labels, "80 GiB"],
+                  loc="lower center", ncol=6, frameon=False)
     figure.tight_layout(rect=(0, 0.045, 1, 1))
     figure.savefig(os.path.join(FIGURES, "memory.png"), dpi=110)
 
@@ -203,22 +230,28 @@ STAGE_COLORS, CHUNKS = ["#dce8f4", "#f6e6c8"], ["chunks 0 and 3", "chunks 1 and 
 
 def mesh_picture():
     """Drawn from what each of the 16 ranks has in a dry run."""
-    flags = "--model tiny-moe --seq_len 64 --global_batch_size 8 --micro_batch_size 2 --dp 2 --tp 2 --cp 2 --pp 2 --ep 4"
-    ranks = [seen_in(f"--dry_run 16 --dry_run_rank {rank} {flags}") for rank in range(16)]
+    flags = "--model tiny-moe --seq_len 64 --global_batch_size 8 --micro_batch_size 2"
+    layout = "--dp 2 --tp 2 --cp 2 --pp 2 --ep 4"
+    ranks = [seen_in(f"--dry_run 16 --dry_run_rank {rank} {flags} {layout}") for rank in range(16)]
     figure, axes = plt.subplots(figsize=(13.5, 7.4))
     for rank, seen in enumerate(ranks):
         at = seen.place_in_mesh
         assert seen.mesh[at["pp"]][at["dp"]][at["cp"]][at["tp"]] == rank
         x, y = at["pp"] * 7.4 + at["tp"] * 3.1, -(at["dp"] * 4.4 + at["cp"] * 1.9)
-        axes.add_patch(plt.Rectangle((x, y), 2.9, 1.6, facecolor=STAGE_COLORS[at["pp"]], edgecolor="#444444", lw=1))
+        axes.add_patch(plt.Rectangle((x, y), 2.9, 1.6, facecolor=STAGE_COLORS[at["pp"]],
+                                     edgecolor="#444444", lw=1))
         axes.text(x + 0.12, y + 1.5, f"{rank}", ha="left", va="top", fontsize=13, weight="bold")
         layers, experts = seen.layers, seen.experts
-        lines = [f"layers {layers[0]} to {layers[-1]}{', embedding' * seen.ends[0]}{', head' * seen.ends[1]}", f"{['first', 'second'][at['tp']]} half of each matrix",
-                 f"{['first', 'second'][at['dp']]} half of the batch", f"of a sequence: {CHUNKS[at['cp']]}", f"experts {experts[0]} and {experts[-1]}"]
-        axes.text(x + 2.82, y + 0.07, "\n".join(lines), ha="right", va="bottom", fontsize=8.6, linespacing=1.3)
+        lines = [f"layers {layers[0]} to {layers[-1]}{', embedding' * seen.ends[0]}{', head' * seen.ends[1]}",
+                 f"{['first', 'second'][at['tp']]} half of each matrix",
+                 f"{['first', 'second'][at['dp']]} half of the batch", f"of a sequence: {CHUNKS[at['cp']]}",
+                 f"experts {experts[0]} and {experts[-1]}"]
+        axes.text(x + 2.82, y + 0.07, "\n".join(lines), ha="right", va="bottom", fontsize=8.6,
+                  linespacing=1.3)
 
     def arrow(start, end, color, bend):
-        axes.annotate("", end, start, arrowprops=dict(arrowstyle="<->", color=color, lw=1.8, connectionstyle=f"arc3,rad={bend}"))
+        style = dict(arrowstyle="<->", color=color, lw=1.8, connectionstyle=f"arc3,rad={bend}")
+        axes.annotate("", end, start, arrowprops=style)
     arrow((1.45, 1.64), (4.55, 1.64), "#4878a8", -0.18)
     axes.text(3.0, 2.2, "tp", color="#4878a8", ha="center", fontsize=12, weight="bold")
     arrow((-0.1, 0.8), (-0.1, -1.1), "#6aa56e", 0.25)
@@ -227,7 +260,8 @@ def mesh_picture():
     axes.text(-1.62, -1.4, "dp", color="#c8605a", ha="right", va="center", fontsize=12, weight="bold")
     arrow((1.0, 1.64), (8.4, 1.64), "#d9a441", -0.3)
     axes.text(4.7, 3.25, "pp", color="#d9a441", ha="center", fontsize=12, weight="bold")
-    axes.text(-1.0, -7.3, "Rank 0 is in four groups: tp with 1, cp with 2, dp with 4, pp with 8. With --ep 4 its experts' tokens come from 0, 2, 4, 6: the ranks of dp x cp.",
+    axes.text(-1.0, -7.3, "Rank 0 is in four groups: tp with 1, cp with 2, dp with 4, pp with 8. "
+              "With --ep 4 its experts' tokens come from 0, 2, 4, 6: the ranks of dp x cp.",
               fontsize=10.5, ha="left")
     axes.set(xlim=(-2.0, 13.6), ylim=(-7.6, 3.8))
     axes.axis("off")
@@ -241,31 +275,42 @@ LARGE = "--dry_run 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --micro_batc
 
 def large_tables():
     short = printed(f"{LARGE} --seq_len 8192 --global_batch_size 2048")
-    rows = ["| flags | activations at most, MiB | peak of all, GiB | FLOPs of a token | cp on the wire, GB |", "|---|---|---|---|---|"]
-    for more in ("--seq_len 8192 --global_batch_size 2048", "--cp 16 --seq_len 131072 --global_batch_size 128", "--seq_len 8192 --global_batch_size 2048 --recompute selective",
+    rows = ["| flags | activations at most, MiB | peak of all, GiB | FLOPs of a token | cp on the wire, GB |",
+            "|---|---|---|---|---|"]
+    for more in ("--seq_len 8192 --global_batch_size 2048",
+                 "--cp 16 --seq_len 131072 --global_batch_size 128",
+                 "--seq_len 8192 --global_batch_size 2048 --recompute selective",
                  "--cp 16 --seq_len 131072 --global_batch_size 128 --recompute selective"):
         text = "\n".join(printed(f"{LARGE} {more}"))
         most = re.search(r"^activations .* ([\d,.]+)$", text, re.M)[1]
         peak = float(re.search(r"^all +\S+ +(\S+)$", text, re.M)[1].replace(",", "")) / 1024
         cp = re.search(r"^cp +send .* (\S+)$", text, re.M)
         flops = re.search(r"(\S+) for each of", text)[1]
-        rows.append(f"| `{more}` | {most} | {peak:.1f} | {flops} | {float(cp[1].replace(',', '')) / GB if cp else 0:.1f} |")
+        on_wire = float(cp[1].replace(",", "")) / GB if cp else 0
+        rows.append(f"| `{more}` | {most} | {peak:.1f} | {flops} | {on_wire:.1f} |")
     return dict(large=["```text", *short, "```"], larger=rows)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints, by real runs
-MAIN = "--model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --global_batch_size 16 --micro_batch_size 2 --steps 2 --ledger"
-SAVED = [(1, "--model tiny-moe --global_batch_size 16 --steps 1"), (4, "--model tiny-moe --ep 2 --zero 3 --global_batch_size 16 --steps 1"), (8, MAIN)]
+# ---------------------------------------------------------------------------------- checkpoints, by real runs
+MAIN = ("--model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --global_batch_size 16 --micro_batch_size 2 "
+        "--steps 2 --ledger")
+SAVED = [(1, "--model tiny-moe --global_batch_size 16 --steps 1"),
+         (4, "--model tiny-moe --ep 2 --zero 3 --global_batch_size 16 --steps 1"), (8, MAIN)]
 
 
 def checkpoint_tables():
     with torch.device("meta"):
         tiny = sum(param.numel() for param in model.Llama(config.PRESETS["tiny-moe"]).parameters())
-    rows = ["| written by | files | smallest and largest | tensors in them, bytes | 12 bytes x parameters | headers and index |", "|---|---|---|---|---|---|"]
+    rows = ["| written by | files | smallest and largest | tensors in them, bytes | 12 bytes x parameters "
+            "| headers and index |",
+            "|---|---|---|---|---|---|"]
     for ranks, flags in SAVED:
         with tempfile.TemporaryDirectory() as folder:
-            output = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"),
-                                     *flags.split(), "--checkpoint", folder], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"), *flags.split(),
+                       "--checkpoint", folder]
+            output = subprocess.run(command, check=True, capture_output=True, text=True,
+                                    env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
             saved = os.path.join(folder, max(os.listdir(folder)))
             sizes = {name: os.path.getsize(os.path.join(saved, name)) for name in os.listdir(saved)}
             headers = 0
@@ -276,16 +321,20 @@ def checkpoint_tables():
             files = sorted(size for name, size in sizes.items() if name != "index.json")
             tensors = sum(files) - headers
             assert tensors == 12 * tiny, (tensors, 12 * tiny)
-            name = "one process" if ranks == 1 else f"{ranks} ranks, `{' '.join(re.findall(r'--(?:pp|cp|tp|ep|zero) [0-9]+', flags))}`"
-            rows.append(f"| {name} | {len(files)} | {files[0]:,} and {files[-1]:,} | {tensors:,} | 12 x {tiny:,} = {12 * tiny:,} | {headers + sizes['index.json']:,} |")
+            layout = " ".join(re.findall(r"--(?:pp|cp|tp|ep|zero) [0-9]+", flags))
+            name = "one process" if ranks == 1 else f"{ranks} ranks, `{layout}`"
+            rows.append(f"| {name} | {len(files)} | {files[0]:,} and {files[-1]:,} | {tensors:,} "
+                        f"| 12 x {tiny:,} = {12 * tiny:,} | {headers + sizes['index.json']:,} |")
     lines = output[output.index("dimension"):].splitlines()
-    return dict(checkpoint=rows, main=["```text", *[line for line in lines if not line.startswith("step")], "```"])
+    return dict(checkpoint=rows,
+                main=["```text", *[line for line in lines if not line.startswith("step")], "```"])
 
 
-# ------------------------------------------------------------------------------------------------ choosing a layout
+# ------------------------------------------------------------------------------------------ choosing a layout
 def choice_tables():
     """What measured runs say."""
-    runs = subprocess.run([sys.executable, os.path.join(STEP, "../tests/fit_plan.py"), "--tables"], check=True, capture_output=True, text=True).stdout
+    runs = subprocess.run([sys.executable, os.path.join(STEP, "../tests/fit_plan.py"), "--tables"],
+                          check=True, capture_output=True, text=True).stdout
     best, changes, *_ = runs.strip().split("\n\n")
     return {"best runs": best.splitlines(), "changes": changes.splitlines()}
 
@@ -295,7 +344,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
