@@ -1,7 +1,8 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step08_5d/figures/make.py          (about five minutes on two cores)
-    python step08_5d/figures/make.py drawn    (only the pictures)
+    python step08_5d/figures/make.py                 (about five minutes on two cores)
+    python step08_5d/figures/make.py drawn           (only the pictures)
+    python step08_5d/figures/make.py choose cases    (only these, of PICTURES and TABLES)
 
 Nearly all of it are dry runs, one after the other in this process; the checkpoints are of real, small runs.
 """
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from unittest.mock import patch
 
 STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FIGURES = os.path.join(STEP, "figures")
-sys.path[:0] = [STEP, os.path.join(STEP, "planner")]
+sys.path[:0] = [STEP, os.path.join(STEP, "planner"), os.path.join(STEP, "../tests")]
 
 import matplotlib
 matplotlib.use("Agg")
@@ -26,6 +28,7 @@ import matplotlib.pyplot as plt
 
 import config
 import dry_run
+import fit_plan
 import ledger
 import metrics
 import model
@@ -233,7 +236,7 @@ def mesh_picture():
     flags = "--model tiny-moe --seq_len 64 --global_batch_size 8 --micro_batch_size 2"
     layout = "--dp 2 --tp 2 --cp 2 --pp 2 --ep 4"
     ranks = [seen_in(f"--dry_run 16 --dry_run_rank {rank} {flags} {layout}") for rank in range(16)]
-    figure, axes = plt.subplots(figsize=(13.5, 7.4))
+    figure, axes = plt.subplots(figsize=(9.4, 7.0))
     for rank, seen in enumerate(ranks):
         at = seen.place_in_mesh
         assert seen.mesh[at["pp"]][at["dp"]][at["cp"]][at["tp"]] == rank
@@ -242,12 +245,12 @@ def mesh_picture():
                                      edgecolor="#444444", lw=1))
         axes.text(x + 0.12, y + 1.5, f"{rank}", ha="left", va="top", fontsize=13, weight="bold")
         layers, experts = seen.layers, seen.experts
-        lines = [f"layers {layers[0]} to {layers[-1]}{', embedding' * seen.ends[0]}{', head' * seen.ends[1]}",
-                 f"{['first', 'second'][at['tp']]} half of each matrix",
-                 f"{['first', 'second'][at['dp']]} half of the batch", f"of a sequence: {CHUNKS[at['cp']]}",
+        lines = [f"layers {layers[0]}-{layers[-1]}{', embed.' * seen.ends[0]}{', head' * seen.ends[1]}",
+                 f"{['1st', '2nd'][at['tp']]} half of matrices",
+                 f"{['1st', '2nd'][at['dp']]} half of batch", CHUNKS[at['cp']],
                  f"experts {experts[0]} and {experts[-1]}"]
-        axes.text(x + 2.82, y + 0.07, "\n".join(lines), ha="right", va="bottom", fontsize=8.6,
-                  linespacing=1.3)
+        axes.text(x + 2.82, y + 0.07, "\n".join(lines), ha="right", va="bottom", fontsize=9.2,
+                  linespacing=1.25)
 
     def arrow(start, end, color, bend):
         style = dict(arrowstyle="<->", color=color, lw=1.8, connectionstyle=f"arc3,rad={bend}")
@@ -260,10 +263,10 @@ def mesh_picture():
     axes.text(-1.62, -1.4, "dp", color="#c8605a", ha="right", va="center", fontsize=12, weight="bold")
     arrow((1.0, 1.64), (8.4, 1.64), "#d9a441", -0.3)
     axes.text(4.7, 3.25, "pp", color="#d9a441", ha="center", fontsize=12, weight="bold")
-    axes.text(-1.0, -7.3, "Rank 0 is in four groups: tp with 1, cp with 2, dp with 4, pp with 8. "
-              "With --ep 4 its experts' tokens come from 0, 2, 4, 6: the ranks of dp x cp.",
+    axes.text(-1.0, -7.7, "Rank 0 is in four groups: tp with 1, cp with 2, dp with 4, pp with 8. "
+              "With --ep 4\nits experts' tokens come from 0, 2, 4, 6: the ranks of dp x cp.",
               fontsize=10.5, ha="left")
-    axes.set(xlim=(-2.0, 13.6), ylim=(-7.6, 3.8))
+    axes.set(xlim=(-2.0, 13.6), ylim=(-7.8, 3.8))
     axes.axis("off")
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "mesh.png"), dpi=110)
@@ -339,6 +342,155 @@ def choice_tables():
     return {"best runs": best.splitlines(), "changes": changes.splitlines()}
 
 
+CASES = {"case 8b": "--model llama-8b --gpus 64 --seq_len 4k --global_batch_tokens 4M",
+         "case 70b": "--model llama-70b --gpus 256 --seq_len 4k --global_batch_tokens 4M"}
+SHOWN = ("The second", "The fastest", "The playbook")
+
+
+def case_tables():
+    """The planner's own words: the first lines, the best three, and where others disagree. Columns are pushed
+    together and long lines wrapped."""
+    tables = {}
+    for name, words in CASES.items():
+        lines = subprocess.run([sys.executable, os.path.join(STEP, "planner"), *words.split()],
+                               check=True, capture_output=True, text=True).stdout.splitlines()
+        first = lines.index("") + 1
+        table = pushed_together(lines[first:lines.index("", first)])[:4]
+        memory = next(i for i, line in enumerate(lines) if line.startswith("memory of the fullest"))
+        kept = [lines[memory - 1], lines[memory]]
+        kept += [line for line in lines[memory:] if line.startswith(SHOWN)]
+        kept = [part for line in kept for part in textwrap.wrap(line, 118, subsequent_indent="    ")]
+        tables[name] = ["```text", *lines[:first - 1], "", *table, "...", "", *kept, "```"]
+    return tables
+
+
+def pushed_together(rows):
+    """The columns of a table with two spaces between them."""
+    width = max(map(len, rows))
+    rows = [row.ljust(width) for row in rows]
+    blank = [all(row[i] == " " for row in rows) for i in range(width)] + [False, False]
+    keep = [i for i in range(width) if not (blank[i] and blank[i + 1] and blank[i + 2])]
+    return ["".join(row[i] for i in keep).rstrip() for row in rows]
+
+
+# --------------------------------------------------------------------------------------------- published runs
+LINES = {"1B": ("#222222", "o"), "3B": ("#b5651d", "s"), "8B": ("#4878a8", "^")}       # of a model
+
+
+def throughput_picture():
+    """Read from the runs that others measured: the best of each degree, over ZeRO and the micro-batch."""
+    figure, (over_dp, over_tp) = plt.subplots(1, 2, figsize=(10, 4.9), sharey=True)
+    for name, (color, mark) in LINES.items():
+        tp = 2 if name == "8B" else 1
+        label = f"{name}, {'dp alone' if tp == 1 else 'with tp 2'}"
+        over_dp.plot(*fastest("dp", model=name, tp=tp, pp=1), color=color, marker=mark, label=label)
+        for nodes, dashes, inside in ((8, "-", color), (32, "--", "white")):
+            over_tp.plot(*fastest("tp", model=name, nodes=nodes, pp=1), dashes, color=color, marker=mark,
+                         markerfacecolor=inside, label=f"{name}, {8 * nodes} GPUs")
+    for panel in (over_dp, over_tp):
+        panel.set_xscale("log", base=2)
+        panel.minorticks_off()
+        panel.set_ylim(0, 42500)
+        panel.grid(axis="y", color="#dddddd", lw=0.6)
+        panel.legend(frameon=False, fontsize=9.8, loc="upper right")
+        panel.tick_params(axis="y", labelsize=10)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    degrees = [4, 8, 16, 32, 64, 128, 256]
+    over_dp.set_xticks(degrees, [f"{n}\n{2**10 // n}K" for n in degrees], fontsize=10)
+    over_dp.set_xlabel("dp; below it the tokens of a step on each of its ranks", fontsize=10.5)
+    over_dp.set_ylabel("tokens per second and GPU", fontsize=10.5)
+    over_dp.set_title("More dp, same batch of a million tokens", fontsize=11)
+    over_tp.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"], fontsize=10)
+    over_tp.set_xlabel("tp; dp is what is left of the GPUs", fontsize=10.5)
+    over_tp.set_title("More tp, same GPUs, same batch", fontsize=11)
+    border = 8 * 2**0.5                                   # between 8 and 16
+    over_tp.axvline(border, ymax=0.62, color="#888888", lw=1, ls=":")
+    over_tp.text(1.06 * border, 26000, "from here on tp\nleaves the node", fontsize=10, va="top",
+                 color="#555555")
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "throughput.png"), dpi=110)
+
+
+def fastest(degree, **wanted):
+    """Degrees, and tokens per second and GPU of the best run of each. The runs are those of `best runs`."""
+    found = {}
+    for row in fit_plan.load():
+        if row["status"] == "ok" and row["code"] != "legacy" \
+                and all(row[name] == str(value) for name, value in wanted.items()):
+            key = int(row[degree])
+            found[key] = max(found.get(key, 0), fit_plan.tokens_per_s(row))
+    return zip(*sorted(found.items()))
+
+
+# ---------------------------------------------------------------------------------------------- the two trees
+QUESTION, ANSWER, BANDS = "#f6e6c8", "#ffffff", ["#eef3f8", "#f4f4f0", "#eef5ee"]
+
+
+def choose_picture():
+    """What fits, and what is fast; between the two the batch."""
+    figure, axes = plt.subplots(figsize=(9.4, 10.6))
+
+    def box(x, y, width, height, text, color=ANSWER):
+        """By its middle."""
+        axes.add_patch(plt.Rectangle((x - width / 2, y - height / 2), width, height,
+                                     facecolor=color, edgecolor="#444444", lw=1, zorder=2))
+        axes.text(x, y, text, ha="center", va="center", fontsize=9.6, linespacing=1.35, zorder=3)
+
+    def arrow(start, end, text="", dx=0.0, dy=0.0):
+        """dx, dy: the words beside it, from its middle."""
+        axes.annotate("", end, start, arrowprops=dict(arrowstyle="->", color="#444444", lw=1.3), zorder=1)
+        middle = (start[0] + end[0]) / 2 + dx, (start[1] + end[1]) / 2 + dy
+        axes.text(*middle, text, fontsize=9.6, style="italic", ha="center", va="center", zorder=4)
+
+    def band(top, bottom, color, title):
+        axes.add_patch(plt.Rectangle((0, bottom), 18, top - bottom, facecolor=color, zorder=0))
+        axes.text(0.25, top - 0.25, title, fontsize=11, weight="bold", ha="left", va="top")
+
+    band(21.2, 11.8, BANDS[0], "1   Fit: does a training step fit in memory?")
+    box(9, 19.4, 7, 0.9, "How many parameters?", QUESTION)
+    sizes = [(3.1, "below 10B", -1.3, "one cut is enough:\ntp inside the node,\nor ZeRO-3"),
+             (9, "10B to 100B", 1.35, "tp 8 with pp or ZeRO-3;\nor ZeRO-3 alone"),
+             (14.9, "above 100B", 1.3, "tp, pp and ZeRO-1\ntogether")]
+    for x, size, aside, text in sizes:
+        near = 9 + 0.45 * (x - 9)
+        arrow((near, 18.95), (x, 17.75), size, aside, 0.08)
+        box(x, 16.85, 5.3, 1.8, text)
+        arrow((x, 15.95), (near, 15.05))
+    box(9, 14.6, 7, 0.9, "What else does not fit?", QUESTION)
+    rest = [(3.1, "activations of\none sequence", -1.75, "cp"),
+            (9, "experts", 0.75, "ep, inside dp x cp"),
+            (14.9, "still too much,\nno more GPUs", 1.75, "recompute;\nsmaller micro-batch")]
+    for x, why, aside, text in rest:
+        arrow((9 + 0.45 * (x - 9), 14.15), (x, 12.95), why, aside, 0.12)
+        box(x, 12.4, 4.6, 1.1, text)
+
+    band(11.75, 7.1, BANDS[1], "2   Batch: is it the global batch that you want?")
+    box(9, 10.2, 8.5, 0.9, "micro-batch x accumulation x dp = ?", QUESTION)
+    arrow((6.8, 9.75), (4.6, 8.75), "too small", -1.1, 0.12)
+    box(4.6, 8.05, 6.6, 1.4, "accumulate (saves GPU hours)\nor add dp (saves days)")
+    arrow((11.2, 9.75), (13.4, 8.75), "too large", 1.1, 0.12)
+    box(13.4, 8.05, 6.6, 1.4, "less dp: its ranks go to\ntp, cp or pp")
+
+    band(7.05, -0.45, BANDS[2], "3   Speed: is what is sent hidden?")
+    box(4.2, 5.35, 6.6, 1.4, "Is the model wide, and tp\nstill below the node's size?", QUESTION)
+    arrow((7.5, 5.35), (11.1, 5.35), "yes", dy=0.28)
+    box(13.9, 5.35, 5.6, 1.4, "try a larger tp,\nnever beyond the node")
+    arrow((4.2, 4.65), (4.2, 3.8), "then", dx=0.7)
+    box(4.2, 3.1, 6.6, 1.4, "Does dp's traffic hide behind\na micro-batch's backward?", QUESTION)
+    arrow((7.5, 3.3), (11.1, 3.6), "yes", dy=0.3)
+    box(13.9, 3.7, 5.6, 0.9, "more dp, with ZeRO")
+    arrow((7.5, 2.9), (11.1, 2.5), "no", dy=-0.32)
+    box(13.9, 2.4, 5.6, 0.9, "pp in place of some dp")
+    arrow((4.2, 2.4), (4.2, 1.25), "then", dx=0.7)
+    box(9, 0.55, 16.2, 1.4, "At last the micro-batch: the largest that fits.\n"
+                            "Then measure, and change one thing at a time.")
+    axes.set(xlim=(0, 18), ylim=(-0.45, 21.2))
+    axes.axis("off")
+    figure.tight_layout(pad=0.3)
+    figure.savefig(os.path.join(FIGURES, "choose.png"), dpi=110)
+
+
 def put_into_readme(tables):
     path = os.path.join(STEP, "README.md")
     with open(path) as file:
@@ -351,8 +503,19 @@ def put_into_readme(tables):
         file.write(text)
 
 
+PICTURES = dict(mesh=mesh_picture, memory=memory_picture, throughput=throughput_picture,
+                choose=choose_picture)
+TABLES = dict(nutshell=nutshell_tables, large=large_tables, checkpoint=checkpoint_tables,
+              choice=choice_tables, cases=case_tables)
+
 if __name__ == "__main__":
-    mesh_picture()
-    memory_picture()
-    if sys.argv[1:2] != ["drawn"]:
-        put_into_readme({**nutshell_tables(), **large_tables(), **checkpoint_tables(), **choice_tables()})
+    asked = sys.argv[1:] or [*PICTURES, *TABLES]
+    if asked == ["drawn"]:
+        asked = [*PICTURES]
+    made = {}
+    for name in asked:
+        if name in PICTURES:
+            PICTURES[name]()
+        else:
+            made |= TABLES[name]()
+    put_into_readme(made)
