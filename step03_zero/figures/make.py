@@ -166,15 +166,18 @@ def watch(group, argv):
     return seen
 
 
-# ------------------------------------------------------------------------------------------------ the timeline, inside a rank
+# -------------------------------------------------------------------------------- the timeline, inside a rank
 # 4.9M parameters in six blocks; one micro-batch of 4 x 64 tokens on each of two ranks
-TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
-              num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688,
+              num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+              rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
 TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4 --steps 40"
 
 
 def trace(out, argv):
-    """Runs the trainer; writes for every step what happened, and when by the clock of this thread, which stands while it waits."""
+    """Runs the trainer; writes for every step what happened, and when.
+
+    By the clock of this thread, which stands while it waits."""
     steps, number = [], {}
 
     class Traced(profiling.Profiler):
@@ -353,9 +356,11 @@ def holds_picture():
                                                  edgecolor="#666666" if held else "#cccccc",
                                                  facecolor=COLORS[what] if held else "white"))
         total = sum(share(what, stage, DP, "bfloat16") for what in WHAT)
-        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9), title=f"{titles[stage]}\n{total:g} bytes per\nparameter on each rank")
+        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9),
+                 title=f"{titles[stage]}\n{total:g} bytes per\nparameter on each rank")
         axes.title.set_fontsize(10)
-        axes.set_yticks([0.31 - rank for rank in range(DP)], [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP)
+        names = [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP
+        axes.set_yticks([0.31 - rank for rank in range(DP)], names)
         axes.set_xticks([0.5, 1.75, 3.0], ["weights\n2 B", "gradients\n4 B", "states\n12 B"])
         axes.tick_params(length=0)
         axes.tick_params(labelsize=9.5)
@@ -368,22 +373,27 @@ def holds_picture():
 def dp_picture():
     """Memory per rank against dp: formulas for llama-8b; formulas and measured points for tiny."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    styles, points = ["-", "--", "-.", ":"], ["o", "s", "^", "D"]                  # to tell them apart in grey as well
-    large, lines = metrics.parameter_count(config.PRESETS["llama-8b"]), ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
+    styles, points = ["-", "--", "-.", ":"], ["o", "s", "^", "D"]      # to tell them apart in grey as well
+    large = metrics.parameter_count(config.PRESETS["llama-8b"])
+    lines = ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
     sizes = [2 ** i for i in range(11)]
     for stage, color in enumerate(lines):
         per_rank = lambda dp: sum(share(what, stage, dp, "bfloat16") for what in WHAT)
-        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], styles[stage], color=color, lw=2, label=f"--zero {stage}")
+        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], styles[stage], color=color, lw=2,
+                  label=f"--zero {stage}")
         many = [1 + i / 10 for i in range(31)]
         right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], styles[stage], color=color, lw=1.5)
         measured = [sum(run(flags(stage, "bfloat16", dp), dp)["persistent"].values()) for dp in RUNS]
-        right.plot(list(RUNS), [b / 1e6 for b in measured], points[stage], color=color, ms=7, label=f"--zero {stage}")
+        right.plot(list(RUNS), [b / 1e6 for b in measured], points[stage], color=color, ms=7,
+                   label=f"--zero {stage}")
     left.axhline(80, color="#c8605a", ls="--", lw=1)
     left.text(950, 83, "80 GB", color="#c8605a", va="bottom", ha="right")
-    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", title="llama-8b, bfloat16: formula, nothing was run", xlim=(1, 1024))
+    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", xlim=(1, 1024),
+             title="llama-8b, bfloat16: formula, nothing was run")
     left.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
     left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    right.set(xlabel="dp", ylabel="MB per rank that persist", title="tiny, bfloat16: points measured, lines formula", ylim=(0, None))
+    right.set(xlabel="dp", ylabel="MB per rank that persist", ylim=(0, None),
+              title="tiny, bfloat16: points measured, lines formula")
     right.set_xticks([1, 2, 3, 4])
     for axes in (left, right):
         axes.legend(frameon=False, loc="lower left", fontsize=10, handlelength=3)
@@ -408,33 +418,41 @@ def step_picture():
                       textcoords="offset points", ha="center")
         axes.set(title=f"--zero {stage}", xlabel="allocations and frees, in order", xlim=(0, len(rows)))
         axes.locator_params(axis="x", nbins=4)
-        for below, kind, layer in zip(itertools.accumulate([0, *(layer[0] for layer in kinds)]), order[:3] if stage < 2 else [], kinds):
+        bottoms = itertools.accumulate([0, *(layer[0] for layer in kinds)])
+        for below, kind, layer in zip(bottoms, order[:3] if stage < 2 else [], kinds):
             axes.text(0.03 * len(rows), below + layer[0] / 2, kind, va="center", fontsize=9)
     for axes in panels[::2]:
         axes.set(ylabel="MiB alive on rank 0 of 4", ylim=(0, 1.2 * panels[0].dataLim.ymax))
-    panels[-1].legend(*(reversed(each) for each in panels[-1].get_legend_handles_labels()), loc="upper right", fontsize=9.5, frameon=False)
+    handles, labels = panels[-1].get_legend_handles_labels()
+    panels[-1].legend(handles[::-1], labels[::-1], loc="upper right", fontsize=9.5, frameon=False)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "step.png"), dpi=110)
 
 
 def traced_step():
-    """Rank 0's events of a step, as (what, unit, ms). All steps have the same; the time between two is the median of them."""
+    """Rank 0's events of a step, as (what, unit, ms).
+
+    All steps have the same; the time between two is the median of them."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(TRACED, file)
         out = os.path.join(folder, "trace.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", os.path.abspath(__file__), "trace", out]
-        subprocess.run([*command, "--model", folder, *TRACED_FLAGS.split()], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                   os.path.abspath(__file__), "trace", out, "--model", folder, *TRACED_FLAGS.split()]
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
         with open(out) as file:
             steps = json.load(file)[4:]
     names = [event[:2] for event in steps[0]]
     assert all([event[:2] for event in step] == names for step in steps)
-    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps) for i in range(1, len(names))]
+    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps)
+                  for i in range(1, len(names))]
     return [(*name, now) for name, now in zip(names, itertools.accumulate(gaps))]
 
 
 def timeline_picture():
-    """Rank 0 of 2: what it computes, the time that a gather and a sum have to hide in, and below whose weights are whole."""
+    """Rank 0 of 2: what it computes, and the time that a gather and a sum have to hide in.
+
+    Below: whose weights are whole."""
     events, blocks = traced_step(), TRACED["num_hidden_layers"]
     names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
     short = ["", *map(str, range(1, blocks + 1)), "head"]
@@ -467,11 +485,13 @@ def timeline_picture():
         axes.axvline(turn, color="#333333", ls=":", lw=1)
     above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
     above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
-    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed", "reduce-scatter:\nbegun until\nwaited for"])
+    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed",
+                                     "reduce-scatter:\nbegun until\nwaited for"])
     above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
     below.set_yticks(range(len(names)), names)
     below.invert_yaxis()
-    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole", fontsize=10)
+    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole",
+                    fontsize=10)
     below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
     for axes in (above, below):
         axes.tick_params(labelsize=9.5)

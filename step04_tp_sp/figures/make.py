@@ -339,11 +339,11 @@ def region_table():
 def attention_table():
     """The rows of one region, as in region_table."""
     first, last = ("residual stream", STREAM_DIMS), ("attention's output", STREAM_DIMS)
-    rows = region_table()
-    return rows[:2] + [rows[2 + i] for i in range(ROUTE.index(first), ROUTE.index(last) + 1) if ROUTE[i][0] != "softmax, per head"]
+    rows, region = region_table(), range(ROUTE.index(first), ROUTE.index(last) + 1)
+    return rows[:2] + [rows[2 + i] for i in region if ROUTE[i][0] != "softmax, per head"]
 
 
-# halves of all-reduces per layer and micro-batch, without and with a forward that runs again up to its last product
+# halves of all-reduces per layer and micro-batch, without and with forward run again up to its last product
 HALVES = {"off": (8, 10), "on": (10, 13)}
 
 
@@ -468,16 +468,20 @@ def heads_table():
 BLUE, ORANGE = profiling.KINDS["parameters"], profiling.KINDS["gradients"]
 #          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum;
 #          or a border: its name, and the places of the walk before and behind it
-BLOCK = [("residual\nstream", "stream"), ("norm", "stream"), ("f", "norm", "q"), ("q, k, v", "columns"), ("softmax\nper head", "columns"),
-         ("o_proj", "partial"), ("g", "o_proj's product", "attention's output"), ("residual\nstream", "stream"), ("norm", "stream"),
-         ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"), ("down_\nproj", "partial"),
-         ("g", "down_proj's product", "MLP's output"), ("residual\nstream", "stream")]
+BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
+         ("f", "norm", "q"), ("q, k, v", "columns"), ("softmax\nper head", "columns"),
+         ("o_proj", "partial"), ("g", "o_proj's product", "attention's output"),
+         ("residual\nstream", "stream"), ("norm", "stream"),
+         ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"),
+         ("down_\nproj", "partial"), ("g", "down_proj's product", "MLP's output"),
+         ("residual\nstream", "stream")]
 
 
 def border_words(before, after, sp):
     """What is sent at a border forward and backward, as the walk has seen it."""
     events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"]]
-    ways = between(events, ("forward", before), ("forward", after)), between(events, ("backward", after), ("backward", before))
+    ways = (between(events, ("forward", before), ("forward", after)),
+            between(events, ("backward", after), ("backward", before)))
     return [",\n".join(name.replace("_", "-") for name, _ in sent) or "nothing" for sent in ways]
 
 
@@ -485,15 +489,18 @@ def block_picture():
     figure, panels = plt.subplots(2, 1, figsize=(10, 9))
     for sp, axes in zip(SP, panels):
         for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
-            axes.add_patch(plt.Rectangle((start + 0.5, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none", zorder=0))
+            axes.add_patch(plt.Rectangle((start + 0.5, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
+                                         zorder=0))
             axes.text(start + 2.05, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
         for x, stop in enumerate(BLOCK):
             if len(stop) == 3:
                 axes.plot([x, x], [-2.3, 1.1], color="#c8605a", lw=2)
-                axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic", color="#c8605a")
+                axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic",
+                          color="#c8605a")
                 forward, backward = border_words(*stop[1:], sp)
-                axes.text(x, -2.4, f"forward →\n{forward}", ha="center", va="top", fontsize=10, linespacing=1.2)
-                axes.text(x, -3.15, f"← backward\n{backward}", ha="center", va="top", fontsize=10, linespacing=1.2)
+                small = dict(ha="center", va="top", fontsize=10, linespacing=1.2)
+                axes.text(x, -2.4, f"forward →\n{forward}", **small)
+                axes.text(x, -3.15, f"← backward\n{backward}", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
@@ -505,8 +512,9 @@ def block_picture():
         axes.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
-    figure.legend(legend, ["final numbers (down: sequence, across: hidden)", "some of the columns", "a partial sum of all of it"],
-                  loc="lower center", ncol=3, frameon=False, fontsize=10)
+    names = ["final numbers (down: sequence, across: hidden)", "some of the columns",
+             "a partial sum of all of it"]
+    figure.legend(legend, names, loc="lower center", ncol=3, frameon=False, fontsize=10)
     figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.05, hspace=0.03)
     figure.savefig(os.path.join(FIGURES, "block.png"), dpi=110)
 
@@ -516,7 +524,8 @@ def matrix(axes, left, middle, values, color_of, hatch=None):
     for row, numbers in enumerate(values):
         for column, number in enumerate(numbers):
             x, y = left + CELL * column, middle + CELL * (len(values) / 2 - 1 - row)
-            axes.add_patch(plt.Rectangle((x, y), CELL, CELL, facecolor=color_of(row, column), edgecolor="#555555", lw=0.8, hatch=hatch))
+            axes.add_patch(plt.Rectangle((x, y), CELL, CELL, facecolor=color_of(row, column),
+                                         edgecolor="#555555", lw=0.8, hatch=hatch))
             axes.text(x + CELL / 2, y + CELL / 2, f"{number:g}", ha="center", va="center", fontsize=12,
                       bbox=dict(facecolor="white", edgecolor="none", pad=1.2, alpha=0.85 if hatch else 0))
     return left + CELL * len(values[0])
@@ -529,11 +538,12 @@ OF_RANK = ["#7fa8d1", "#f3d9a4"]                          # apart in grey too
 def weights_picture():
     """The two weights of the README's example, cut, and what each rank makes of its parts."""
     x = torch.tensor([[1., 2.]])
-    first = torch.tensor([[1., 0.], [0., 1.], [1., 1.], [1., -1.]]).T                 # on paper, y = x W: 2 x 4
-    second = torch.tensor([[1., 1., 1., 1.], [0., 1., 0., 1.]]).T                     # 4 x 2
+    first = torch.tensor([[1., 0.], [0., 1.], [1., 1.], [1., -1.]]).T             # on paper, y = x W: 2 x 4
+    second = torch.tensor([[1., 1., 1., 1.], [0., 1., 0., 1.]]).T                 # 4 x 2
     figure, axes = plt.subplots(figsize=(10, 4.9))
     white = lambda row, column: "white"
-    say = lambda x, y, text, **style: axes.text(x, y, text, **dict(ha="center", va="center", fontsize=10.5) | style)
+    usual = dict(ha="center", va="center", fontsize=10.5)
+    say = lambda x, y, text, **style: axes.text(x, y, text, **usual | style)
     say(1.15, 4.85, "the weights, whole", weight="bold")
     say(1.15, 4.35, "A, cut in columns")
     matrix(axes, 0.3, 3.55, first.tolist(), lambda row, column: OF_RANK[column // 2])
@@ -557,12 +567,14 @@ def weights_picture():
         end = matrix(axes, end + 0.5, middle, partials[-1].tolist(), mine, hatch="///")
         outputs.append(end)
         say(2.95, middle, f"rank {rank}", weight="bold", ha="center")
-    for text, x_of in (("input", 3.97), ("its columns\nof A", 5.26), ("inner,\nfinal", 6.6), ("its rows\nof B", 7.88), ("partial\nsum", 9.22)):
+    for text, x_of in (("input", 3.97), ("its columns\nof A", 5.26), ("inner,\nfinal", 6.6),
+                       ("its rows\nof B", 7.88), ("partial\nsum", 9.22)):
         say(x_of, 4.62, text)
     total = sum(partials)
     assert torch.equal(total, x @ first @ second)
     for middle in (3.55, 1.15):
-        axes.annotate("", xy=(10.15, 2.35 + 0.32 * (1 if middle > 2 else -1)), xytext=(outputs[0] + 0.08, middle),
+        side = 1 if middle > 2 else -1
+        axes.annotate("", xy=(10.15, 2.35 + 0.32 * side), xytext=(outputs[0] + 0.08, middle),
                       arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8))
     say(10.3, 2.35, "+", fontsize=17, color="#c8605a")
     say(3.97, 2.6, "f", fontsize=17, style="italic", color="#c8605a")
@@ -646,5 +658,6 @@ if __name__ == "__main__":
         weights_picture()
         block_picture()
         kept_picture()
-        put_into_readme(dict(regions=region_table(), attention=attention_table(), wire=wire_table(), again=again_table(), parameters=parameter_table(), kept=kept_table(),
+        put_into_readme(dict(regions=region_table(), attention=attention_table(), wire=wire_table(),
+                             again=again_table(), parameters=parameter_table(), kept=kept_table(),
                              selective=selective_table(), summed=summed_table(), heads=heads_table()))

@@ -30,8 +30,8 @@ from harness import Pool
 from jobs import attention_job, kept_job, ledger_rows
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
-RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]                               # of rank 0 to 3, from dark to light
-INKS = ["white", "white", "black", "black"]                                        # what can be read on them
+RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]      # of rank 0 to 3, from dark to light
+INKS = ["white", "white", "black", "black"]               # what can be read on them
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8, 64, 8, 4, 8, 192                   # tiny
 SEQ_LEN, BATCH = 128, 4                                                              # one micro-batch
 FLAGS = f"--seq_len {SEQ_LEN} --global_batch_size {BATCH} --micro_batch_size {BATCH}"
@@ -350,21 +350,26 @@ def who_picture():
     figure, panels = plt.subplots(2, 2, figsize=(8.3, 6.6), gridspec_kw=dict(height_ratios=[6, 2.3]))
     for column, mode in enumerate(("ring", "zigzag")):
         axes, (who, when) = panels[0][column], computed(mode, length)
-        axes.imshow(np.ma.masked_less(who, 0), cmap=ListedColormap(RANKS), vmin=0, vmax=CP - 1, extent=(0, cells, cells, 0), interpolation="nearest")
+        axes.imshow(np.ma.masked_less(who, 0), cmap=ListedColormap(RANKS), vmin=0, vmax=CP - 1,
+                    extent=(0, cells, cells, 0), interpolation="nearest")
         size = length // cells
-        owner = [next(rank for rank in range(CP) if i * size in placed(rank, mode, length)) for i in range(cells)]
+        owner = [next(rank for rank in range(CP) if i * size in placed(rank, mode, length))
+                 for i in range(cells)]
         for i in range(cells):
             for j in range(i + 1):
                 inside = when[i * size:(i + 1) * size, j * size:(j + 1) * size]
                 hop, = set(inside[inside >= 0])
                 shift = 0.17 if i == j else 0                                  # into the triangle
-                axes.text(j + 0.5 - shift, i + 0.5 + shift, str(hop), ha="center", va="center", color=INKS[owner[i]], fontsize=9, fontweight="bold")
+                axes.text(j + 0.5 - shift, i + 0.5 + shift, str(hop), ha="center", va="center",
+                          color=INKS[owner[i]], fontsize=9, fontweight="bold")
         for line in range(cells + 1):
             axes.plot([0, line], [line, line], color="white", lw=0.8)
             axes.plot([line, line], [line, cells], color="white", lw=0.8)
-        axes.text(cells, 1.5, "colour: the rank that computes\nnumber: the hop at which it does", ha="right", va="center", fontsize=8)
-        axes.set_yticks(np.arange(cells) + 0.5, [f"chunk {i}: rank {rank}" for i, rank in enumerate(owner)], fontsize=8)
-        axes.set_xticks(np.arange(cells) + 0.5, [f"{i}\nr. {rank}" for i, rank in enumerate(owner)], fontsize=8)
+        axes.text(cells, 1.5, "colour: the rank that computes\nnumber: the hop at which it does",
+                  ha="right", va="center", fontsize=8)
+        middles = np.arange(cells) + 0.5
+        axes.set_yticks(middles, [f"chunk {i}: rank {rank}" for i, rank in enumerate(owner)], fontsize=8)
+        axes.set_xticks(middles, [f"{i}\nr. {rank}" for i, rank in enumerate(owner)], fontsize=8)
         axes.set_xlabel("keys: chunk, and the rank that they come from", fontsize=9)
         axes.set_ylabel("queries" if column == 0 else "", fontsize=9)
         axes.set_title(f"--cp_mode {mode}", fontsize=10)
@@ -375,7 +380,8 @@ def who_picture():
         for rank, hop, start, work in bars:
             if work:
                 axes.barh(-rank, work, left=start, height=0.72, color=RANKS[rank], edgecolor="white", lw=1.5)
-                axes.text(start + work / 2, -rank, str(hop), ha="center", va="center", color=INKS[rank], fontsize=9, fontweight="bold")
+                axes.text(start + work / 2, -rank, str(hop), ha="center", va="center", color=INKS[rank],
+                          fontsize=9, fontweight="bold")
         end = max(start + work for _, _, start, work in bars)
         axes.axvline(end, color="#444444", ls="--", lw=1)
         axes.text(end + 0.04, -1.5, f"{end:.1f}", va="center", color="#444444", fontsize=9)
@@ -390,10 +396,13 @@ def who_picture():
 
 
 def one_sequence(shape, recompute, tp=1):
-    """Bytes per token that one sequence keeps in bfloat16, as step 1 counts them, with fused norms; in parts over tp, with --sp on."""
+    """Bytes per token that one sequence keeps in bfloat16, as step 1 counts them, with fused norms.
+
+    In parts over tp, with --sp on."""
     kv = shape.num_key_value_heads * shape.head_dim
     layer = 2 * (6 * shape.hidden_size + 2 * kv + 4 * shape.intermediate_size)
-    if recompute == "full":                               # of every layer its input; and one layer whole, while backward is in it
+    if recompute == "full":
+        # of every layer its input; and one layer whole, while backward is in it
         return (2 * shape.hidden_size * shape.num_hidden_layers + layer) / tp
     return layer * shape.num_hidden_layers / tp
 
@@ -404,17 +413,20 @@ def too_long_picture():
     tokens = np.geomspace(2**11, 2**21, 100)
     for axes, name in zip(panels, ("llama-8b", "llama-70b")):
         shape = config.PRESETS[name]
-        lines = (("none", 1, "-", RANKS[1], "one GPU"), ("none", 8, "-", RANKS[0], "tp 8"), ("full", 8, "--", RANKS[0], "tp 8, --recompute full"))
+        lines = (("none", 1, "-", RANKS[1], "one GPU"), ("none", 8, "-", RANKS[0], "tp 8"),
+                 ("full", 8, "--", RANKS[0], "tp 8, --recompute full"))
         for recompute, tp, style, color, label in lines:
             each = one_sequence(shape, recompute, tp)
             axes.plot(tokens, tokens * each / 1e9, style, color=color, lw=2, label=label)
             axes.plot([80e9 / each], [80], "o", color=color, ms=5)
             most = float(f"{80e9 / each:.3g}")
-            axes.annotate(f"{most:,.0f}", (80e9 / each, 80), (2, -11), textcoords="offset points", fontsize=8, color=color)
+            axes.annotate(f"{most:,.0f}", (80e9 / each, 80), (2, -11), textcoords="offset points",
+                          fontsize=8, color=color)
         axes.axhline(80, color="#444444", lw=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks([2**n for n in (11, 13, 15, 17, 19, 21)], ["2K", "8K", "32K", "128K", "512K", "2M"], fontsize=8)
+        axes.set_xticks([2**n for n in (11, 13, 15, 17, 19, 21)],
+                        ["2K", "8K", "32K", "128K", "512K", "2M"], fontsize=8)
         axes.set_yticks([1, 10, 80, 1000, 10000], ["1", "10", "80 (one GPU)", "1,000", "10,000"], fontsize=8)
         axes.minorticks_off()
         axes.set(ylim=(1, 1e5), xlim=(2**11, 2**21))
@@ -452,36 +464,45 @@ def goes_round_picture():
                 x, y, source = hop * step_x, rank * step_y, (rank - hop) % CP
                 seen = local_block(mode, rank, source, length)
                 slowest = max(slowest, seen.mean())
-                axes.add_patch(Rectangle((x, y), side, side, facecolor="#f4f4f4", edgecolor="#aaaaaa", hatch="/////", lw=0))
-                axes.imshow(np.ma.masked_equal(seen, False), cmap=ListedColormap([RANKS[source]]), extent=(x, x + side, y + side, y),
-                            interpolation="nearest", zorder=2)
-                axes.add_patch(Rectangle((x, y), side, side, facecolor="none", edgecolor="#444444", lw=1, zorder=3))
+                axes.add_patch(Rectangle((x, y), side, side, facecolor="#f4f4f4", edgecolor="#aaaaaa",
+                                         hatch="/////", lw=0))
+                axes.imshow(np.ma.masked_equal(seen, False), cmap=ListedColormap([RANKS[source]]),
+                            extent=(x, x + side, y + side, y), interpolation="nearest", zorder=2)
+                axes.add_patch(Rectangle((x, y), side, side, facecolor="none", edgecolor="#444444", lw=1,
+                                         zorder=3))
                 if mode == "zigzag":                      # between the early chunk and the late one
                     axes.plot([x + side / 2] * 2, [y, y + side], color="#444444", lw=0.5, zorder=3)
                     axes.plot([x, x + side], [y + side / 2] * 2, color="#444444", lw=0.5, zorder=3)
                 axes.text(x + side / 2, y - 0.06, f"K, V of {source}", ha="center", va="bottom", fontsize=8)
                 if hop < CP - 1:
                     to = (rank + 1) % CP
-                    arrow = dict(arrowstyle="-|>", color=RANKS[source], lw=1.3, shrinkA=0, shrinkB=0, mutation_scale=8)
+                    left, right = x + side + 0.01, x + step_x - 0.01
+                    arrow = dict(arrowstyle="-|>", color=RANKS[source], lw=1.3, shrinkA=0, shrinkB=0,
+                                 mutation_scale=8)
                     if to:
-                        axes.annotate("", (x + step_x - 0.01, to * step_y + 0.12), (x + side + 0.01, y + 0.88), arrowprops=arrow, zorder=4)
+                        axes.annotate("", (right, to * step_y + 0.12), (left, y + 0.88), arrowprops=arrow,
+                                      zorder=4)
                     else:                                 # from the last rank to the first
-                        axes.annotate("", (x + step_x - 0.01, 0.5), (x + side + 0.01, y + 0.5), zorder=1,
+                        axes.annotate("", (right, 0.5), (left, y + 0.5), zorder=1,
                                       arrowprops=dict(arrow, ls=":", lw=1.6, connectionstyle="arc3,rad=0"))
-            axes.text(hop * step_x + side / 2, -0.62, f"hop {hop}", ha="center", fontsize=9, fontweight="bold")
-            axes.text(hop * step_x + side / 2, CP * step_y - 0.12, f"{slowest:.1f}", ha="center", fontsize=9)
-        total = sum(max(local_block(mode, rank, (rank - hop) % CP, length).mean() for rank in range(CP)) for hop in range(CP))
-        axes.text(CP * step_x / 2 - 0.2, CP * step_y + 0.3, f"blocks that the busiest rank computes in the hop: {total:.1f} in all", ha="center", fontsize=8)
+            middle = hop * step_x + side / 2
+            axes.text(middle, -0.62, f"hop {hop}", ha="center", fontsize=9, fontweight="bold")
+            axes.text(middle, CP * step_y - 0.12, f"{slowest:.1f}", ha="center", fontsize=9)
+        total = sum(max(local_block(mode, rank, (rank - hop) % CP, length).mean() for rank in range(CP))
+                    for hop in range(CP))
+        busiest = f"blocks that the busiest rank computes in the hop: {total:.1f} in all"
+        axes.text(CP * step_x / 2 - 0.2, CP * step_y + 0.3, busiest, ha="center", fontsize=8)
         chunks = [sorted(set(placed(rank, mode, 2 * CP))) for rank in range(CP)]
-        axes.set_yticks([rank * step_y + side / 2 for rank in range(CP)],
-                        [f"rank {rank}\nchunks {', '.join(map(str, chunks[rank]))}" for rank in range(CP)], fontsize=8)
+        names = [f"rank {rank}\nchunks {', '.join(map(str, chunks[rank]))}" for rank in range(CP)]
+        axes.set_yticks([rank * step_y + side / 2 for rank in range(CP)], names, fontsize=8)
         axes.set_xticks([])
         axes.set(xlim=(-0.1, CP * step_x - 0.3), ylim=(CP * step_y + 0.4, -0.85))
         axes.set_title(f"--cp_mode {mode}", fontsize=10)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     legend = [Patch(facecolor=RANKS[rank], label=f"keys and values of rank {rank}") for rank in range(CP)]
-    legend.append(Patch(facecolor="#f4f4f4", edgecolor="#aaaaaa", hatch="/////", label="masked: nobody computes it"))
+    legend.append(Patch(facecolor="#f4f4f4", edgecolor="#aaaaaa", hatch="/////",
+                        label="masked: nobody computes it"))
     figure.legend(handles=legend, ncols=3, loc="lower center", frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(FIGURES / "goes_round.png", dpi=150)
@@ -489,10 +510,11 @@ def goes_round_picture():
 
 
 def zigzag_gif():
-    """Attention's matrix gets computed while keys and values go round; a hop's transfer and its work at the same time."""
+    """Attention's matrix is computed while keys and values go round; a hop's transfer and work at once."""
     length, cells, moves, holds = 256, 2 * CP, 6, 5
     who, when = computed("zigzag", length)
     chunks = [sorted(set(placed(rank, "zigzag", cells))) for rank in range(CP)]
+    owner = [next(rank for rank in range(CP) if i in chunks[rank]) for i in range(cells)]
     colors = np.array([[int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)] for color in RANKS])
     places = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])                          # of the ranks, clockwise
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 4.3))
@@ -509,16 +531,16 @@ def zigzag_gif():
             shown[mask] = weight * colors[who[mask]] + (1 - weight)
         left.imshow(shown, extent=(0, cells, cells, 0), interpolation="nearest")
         for i in range(cells):
-            owner = next(rank for rank in range(CP) if i in chunks[rank])
             for j in range(i + 1):
                 at = when[i * length // cells + length // cells - 1, j * length // cells]
                 if at <= hop:
                     shift = 0.17 if i == j else 0
-                    left.text(j + 0.5 - shift, i + 0.5 + shift, str(at), ha="center", va="center", fontsize=9, fontweight="bold", color=INKS[owner])
+                    left.text(j + 0.5 - shift, i + 0.5 + shift, str(at), ha="center", va="center",
+                              fontsize=9, fontweight="bold", color=INKS[owner[i]])
         for line in range(cells + 1):
             left.plot([0, line], [line, line], color="white", lw=0.8)
             left.plot([line, line], [line, cells], color="white", lw=0.8)
-        left.set_yticks(np.arange(cells) + 0.5, [f"{i}: rank {next(r for r in range(CP) if i in chunks[r])}" for i in range(cells)], fontsize=9)
+        left.set_yticks(np.arange(cells) + 0.5, [f"{i}: rank {owner[i]}" for i in range(cells)], fontsize=9)
         left.set_xticks(np.arange(cells) + 0.5, range(cells), fontsize=9)
         left.set(xlabel="chunk of the keys", ylabel="chunk of the queries")
         left.set_title("colour: who computes   number: at which hop", fontsize=10)
@@ -528,9 +550,10 @@ def zigzag_gif():
         right.clear()
         for rank in range(CP):
             x, y = places[rank] * 1.35
-            right.add_patch(Rectangle((x - 0.5, y - 0.42), 1, 0.84, facecolor="white", edgecolor="black", lw=1.2))
+            right.add_patch(Rectangle((x - 0.5, y - 0.42), 1, 0.84, facecolor="white", edgecolor="black",
+                                      lw=1.2))
             right.text(x, y + 0.25, f"rank {rank}", ha="center", va="center", fontsize=10, fontweight="bold")
-            source, to = (rank - hop) % CP, (rank + 1) % CP
+            source = (rank - hop) % CP
             chip(*(places[rank] * 1.35 + [0, -0.1]), source)
             if hop < CP - 1 and 0 < part < 1:             # a copy travels, the original is in use
                 angle = np.pi / 2 - (rank + part) * np.pi / 2
@@ -540,7 +563,8 @@ def zigzag_gif():
                 turned = middle - np.pi / 2
                 centre = 1.75 * np.array([np.cos(middle), np.sin(middle)])
                 along = 0.25 * np.array([np.cos(turned), np.sin(turned)])
-                right.annotate("", centre + along, centre - along, arrowprops=dict(arrowstyle="-|>", color="#888888", lw=1.2))
+                right.annotate("", centre + along, centre - along,
+                               arrowprops=dict(arrowstyle="-|>", color="#888888", lw=1.2))
         said = "compute, and send K, V on" if hop < CP - 1 else "compute; nothing to send"
         right.text(0, 0, f"hop {hop}", ha="center", va="center", fontsize=13, fontweight="bold")
         right.set_title(said, fontsize=10)
@@ -549,9 +573,11 @@ def zigzag_gif():
 
     def chip(x, y, source, small=False):
         size = np.array([0.74, 0.3]) * (0.85 if small else 1)
-        right.add_patch(Rectangle((x, y) - size / 2, *size, facecolor=RANKS[source], edgecolor="black", lw=0.8, zorder=3))
+        right.add_patch(Rectangle((x, y) - size / 2, *size, facecolor=RANKS[source], edgecolor="black",
+                                  lw=0.8, zorder=3))
         early, late = chunks[source]
-        right.text(x, y, f"K,V {early} {late}", ha="center", va="center", fontsize=8, color=INKS[source], zorder=4)
+        right.text(x, y, f"K,V {early} {late}", ha="center", va="center", fontsize=8, color=INKS[source],
+                   zorder=4)
 
     with writer.saving(figure, FIGURES / "zigzag.gif", dpi=100):
         for hop in range(CP):
@@ -567,19 +593,24 @@ def zigzag_gif():
     assert (FIGURES / "zigzag.gif").stat().st_size < 2**20
 
 
-FLOPS, LINK = 400e12, 50e9                                # per second: a GPU, and what it sends to one in another node
+# per second: a GPU, and what it sends to one in another node
+FLOPS, LINK = 400e12, 50e9
 
 
 def simulated(mode, tokens, shape):
-    """One layer's forward on CP ranks with so many tokens each: {rank: (work, transfers)}, both [(start, end)] in seconds.
+    """One layer's forward on CP ranks with so many tokens each.
 
-    A ring's transfer starts when both ends have come to the hop, as in pass_on; what it brings is awaited before the next hop.
+    {rank: (work, transfers)}, both [(start, end)] in seconds. A ring's transfer starts when both ends have
+    come to the hop, as in pass_on; what it brings is awaited before the next hop.
     """
     length = 256
     who, when = computed("zigzag" if mode == "allgather" else mode, length)
-    pairs = [[((who == rank) & (when == hop)).sum() * (tokens * CP / length) ** 2 for hop in range(CP)] for rank in range(CP)]
-    work = 4 * shape.num_attention_heads * shape.head_dim * np.array(pairs) / FLOPS                  # [rank, hop]: q k and p v
-    transfer = 2 * shape.num_key_value_heads * shape.head_dim * 2 * tokens / LINK                    # K and V in bfloat16
+    cell = (tokens * CP / length) ** 2                    # pairs of tokens in a cell of the matrix
+    pairs = [[((who == rank) & (when == hop)).sum() * cell for hop in range(CP)] for rank in range(CP)]
+    # [rank, hop]: q k and p v
+    work = 4 * shape.num_attention_heads * shape.head_dim * np.array(pairs) / FLOPS
+    # K and V in bfloat16
+    transfer = 2 * shape.num_key_value_heads * shape.head_dim * 2 * tokens / LINK
     lanes = {rank: ([], []) for rank in range(CP)}
     if mode == "allgather":                               # CP - 1 transfers in a row, and then all the work
         for rank, (works, transfers) in lanes.items():
@@ -595,7 +626,7 @@ def simulated(mode, tokens, shape):
             if hop < CP - 1:                              # what it sends
                 start = max(ready[rank], ready[(rank + 1) % CP])
                 transfers.append((start, start + transfer))
-                for end in (rank, (rank + 1) % CP):       # pass_on waits for the one that comes and for the one that goes
+                for end in (rank, (rank + 1) % CP):       # pass_on waits for what comes and for what goes
                     came[end] = max(came[end], start + transfer)
         ready = np.array([max(came[rank], lanes[rank][0][-1][1]) for rank in range(CP)])
     return lanes
@@ -605,25 +636,30 @@ def ring_or_allgather_picture():
     import config
     shape = config.PRESETS["llama-8b"]
     figure, panels = plt.subplots(1, 2, figsize=(8.3, 3.9), sharey=True)
-    rows = [("ring", 0, "ring, rank 0"), ("ring", CP - 1, f"ring, rank {CP - 1}"), ("zigzag", 0, "zigzag,\nany rank"), ("allgather", 0, "allgather,\nany rank")]
+    rows = [("ring", 0, "ring, rank 0"), ("ring", CP - 1, f"ring, rank {CP - 1}"),
+            ("zigzag", 0, "zigzag,\nany rank"), ("allgather", 0, "allgather,\nany rank")]
     for axes, tokens in zip(panels, (2048, 8192)):
         ends = []
         for row, (mode, rank, _) in enumerate(rows):
-            lanes = simulated(mode, tokens, shape)
+            lanes, y = simulated(mode, tokens, shape), -2.5 * row
             end = 1e3 * max(work[-1][1] for work, _ in lanes.values())
             if mode != "ring":
                 assert all(np.allclose(lanes[rank][0], lanes[0][0]) for rank in range(CP))
             for hop, (start, stop) in enumerate(lanes[rank][0]):
                 if stop > start:
-                    axes.barh(-2.5 * row, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[0], edgecolor="white")
+                    axes.barh(y, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[0],
+                              edgecolor="white")
                     if 1e3 * (stop - start) > 0.04 * (0.9 if tokens == 2048 else 10):
-                        axes.text(5e2 * (start + stop), -2.5 * row, str(hop), ha="center", va="center", color="white", fontsize=8)
+                        axes.text(5e2 * (start + stop), y, str(hop), ha="center", va="center", color="white",
+                                  fontsize=8)
             for hop, (start, stop) in enumerate(lanes[rank][1]):
-                axes.barh(-2.5 * row - 0.95, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[3], edgecolor="#444444", lw=0.6, hatch="////")
-            axes.plot([end, end], [-2.5 * row + 0.5, -2.5 * row - 1.45], color="#444444", lw=1.2)
-            axes.text(end, -2.5 * row + 0.55, f"{end:.2f}", ha="center", va="bottom", fontsize=8)
+                axes.barh(y - 0.95, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[3],
+                          edgecolor="#444444", lw=0.6, hatch="////")
+            axes.plot([end, end], [y + 0.5, y - 1.45], color="#444444", lw=1.2)
+            axes.text(end, y + 0.55, f"{end:.2f}", ha="center", va="bottom", fontsize=8)
             ends.append(end)
-        axes.set_yticks([-2.5 * row - 0.5 for row in range(len(rows))], [label for *_, label in rows], fontsize=8)
+        axes.set_yticks([-2.5 * row - 0.5 for row in range(len(rows))], [label for *_, label in rows],
+                        fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
         axes.set(xlim=(0, 1.12 * max(ends)), ylim=(-2.5 * len(rows) + 0.8, 1.3))
         axes.set_xlabel("milliseconds, forward of one layer", fontsize=9)
@@ -639,7 +675,8 @@ def ring_or_allgather_picture():
 
 def against_cp_picture(points):
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 3.5))
-    for mode, color, label in (("zigzag", RANKS[0], "ring, zigzag, allgather"), ("ulysses", RANKS[1], "ulysses")):
+    for mode, color, label in (("zigzag", RANKS[0], "ring, zigzag, allgather"),
+                               ("ulysses", RANKS[1], "ulysses")):
         many = np.linspace(1 if mode != "ulysses" else 1.02, 8, 100)
         left.plot(many, [kept_formula(cp, mode) / 2**10 for cp in many], color=color, lw=1)
         left.plot([2, 4], [points[mode, cp] / 2**10 for cp in (2, 4)], "o", color=color, ms=7,
@@ -654,7 +691,8 @@ def against_cp_picture(points):
              "allgather": lambda c: (c - 1) * (2 * 2 + 4) * kv / c,
              "ulysses": lambda c: (c - 1) / c * 2 * 2 * (2 * q + kv * (c / 4 if c > 4 else 1)) / c}
     sizes = [1, 2, 4, 8]
-    for mode, color, label in (("ring", RANKS[0], "ring, zigzag"), ("allgather", RANKS[2], "allgather"), ("ulysses", RANKS[1], "ulysses")):
+    for mode, color, label in (("ring", RANKS[0], "ring, zigzag"), ("allgather", RANKS[2], "allgather"),
+                               ("ulysses", RANKS[1], "ulysses")):
         line = [lines[mode](cp) / 2**10 if cp > 1 else 0 for cp in sizes]
         right.plot(sizes, line, color=color, lw=1, marker="x", ms=4)
         seen = [sum(numbers[3] for numbers in sent(mode, "bfloat16", cp=cp).values()) for cp in (2, 4)]

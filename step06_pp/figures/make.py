@@ -456,7 +456,7 @@ def stages_table():
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 def phases(events, rank):
     """Where a rank's warm-up ends, with its first backward, and its steady phase, with its last forward."""
     mine = [event for event in events if event.rank == rank]
@@ -472,23 +472,29 @@ def mark_phases(axes, events):
         times = [time for rank in range(ranks) for time in [ends[rank][which]] * 2]
         edges = [edge for rank in range(ranks) for edge in (rank - 0.5, rank + 0.5)]
         axes.plot(times, edges, color="white", lw=4, solid_joinstyle="miter")
-        axes.plot(times, edges, color="black", lw=1.6, ls="-" if which == 0 else (0, (3, 1.2)), solid_joinstyle="miter")
+        axes.plot(times, edges, color="black", lw=1.6, ls="-" if which == 0 else (0, (3, 1.2)),
+                  solid_joinstyle="miter")
     borders = [0, *ends[0], length(events)]
     for name, left, right in zip(("warm-up", "steady", "cool-down"), borders, borders[1:]):
         if right > left:
-            axes.text((left + right) / 2, 1.02, name, ha="center", va="bottom", fontsize=9, transform=axes.get_xaxis_transform())
+            axes.text((left + right) / 2, 1.02, name, ha="center", va="bottom", fontsize=9,
+                      transform=axes.get_xaxis_transform())
 
 
 @contextlib.contextmanager
 def on_one_scale(units):
-    """schedules.draw, with a time axis that does not end where the schedule does, to be read 800 pixels wide; and the phases."""
+    """schedules.draw, with a time axis that does not end where the schedule does, and with the phases.
+
+    To be read 800 pixels wide."""
     close = plt.close
 
     def restyled(figure):
         axes = figure.axes[0]
         for label in axes.texts:                          # a number in a box: black where the box is light
-            box = next(bar for bar in axes.patches if bar.contains_point(axes.transData.transform(label.get_position())))
-            label.set(fontsize=8, color="white" if box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8") else "black")
+            at = axes.transData.transform(label.get_position())
+            box = next(bar for bar in axes.patches if bar.contains_point(at))
+            dark = box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8")
+            label.set(fontsize=8, color="white" if dark else "black")
         mark_phases(axes, restyled.events)
         axes.set(xlim=(0, units))
         axes.set_xlabel("units of time", fontsize=9)
@@ -502,8 +508,9 @@ def on_one_scale(units):
             handles = [*handles, plt.Rectangle((0, 0), 1, 1, color=handles[0].get_facecolor(), alpha=0.65)]
             names.append("light: second stage")
         solid, dashed = (plt.Line2D([], [], color="black", lw=1.6, ls=style) for style in ("-", "--"))
-        axes.legend([*handles, solid, dashed], [*names, "first backward begins", "last forward ends"], loc="upper center",
-                    bbox_to_anchor=(0.5, -0.24), ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2)
+        names = [*names, "first backward begins", "last forward ends"]
+        axes.legend([*handles, solid, dashed], names, loc="upper center", bbox_to_anchor=(0.5, -0.24),
+                    ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2)
         figure.set_size_inches(8.4, 2.5)
         figure.savefig(restyled.path, dpi=150, bbox_inches="tight")
         close(figure)
@@ -516,15 +523,19 @@ def on_one_scale(units):
     plt.close = close
 
 
+def idle_words(events):
+    return f"ranks idle {number(schedules.bubble(events)[0])} of {number(length(events))} units"
+
+
 def list_pictures():
     one = schedules.simulate(schedules.make("afab", PP, 1), M, M, M)
     with on_one_scale(length(one)) as draw:
-        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: ranks idle {number(schedules.bubble(one)[0])} of {number(length(one))} units")
+        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: {idle_words(one)}")
     with on_one_scale(33) as draw:
         for name in SCHEDULES:
             events = simulated(name)
             kept = ", ".join(map(str, counted(name))) + (" halves" if name in TWO else " micro-batches")
-            draw(events, name, f"{name}: ranks idle {number(schedules.bubble(events)[0])} of {number(length(events))} units, keep at most {kept}")
+            draw(events, name, f"{name}: {idle_words(events)}, keep at most {kept}")
 
 
 def fold_picture():
@@ -535,11 +546,14 @@ def fold_picture():
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8.4, 5.2), height_ratios=(1, 1))
 
     def box(axes, rank, row, stage, color):
-        axes.add_patch(plt.Rectangle((rank - 0.36, row - 0.3), 0.72, 0.6, facecolor=color, edgecolor="black", lw=0.8))
-        axes.text(rank, row, f"stage {stage}", ha="center", va="center", fontsize=8.5, color="white" if color == ways[0] else "black")
+        axes.add_patch(plt.Rectangle((rank - 0.36, row - 0.3), 0.72, 0.6, facecolor=color,
+                                     edgecolor="black", lw=0.8))
+        axes.text(rank, row, f"stage {stage}", ha="center", va="center", fontsize=8.5,
+                  color="white" if color == ways[0] else "black")
 
     def arrow(axes, start, end, color):
-        axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.8, shrinkA=0, shrinkB=0))
+        axes.annotate("", end, start,
+                      arrowprops=dict(arrowstyle="-|>", color=color, lw=1.8, shrinkA=0, shrinkB=0))
     for rank in range(2 * PP):                            # the right half is the left one's mirror image
         mine = stages[rank] if rank < PP else stages[last - rank][::-1]
         for row, stage, color in zip((1, 0), mine, ways):
@@ -550,8 +564,10 @@ def fold_picture():
     top.axvline(PP - 0.5, color="black", ls="--", lw=1.2)
     top.text(PP - 0.42, 1.52, "cut here", fontsize=9, va="center")
     top.text(-0.5, 1.52, "half of the micro-batches enter here", fontsize=9, va="center", color=ways[0])
-    top.text(last + 0.5, -0.52, "the other half enters here", fontsize=9, va="center", ha="right", color="#9a6a10")
-    top.set_title("DualPipe: 8 ranks, each stage exists twice (upper row one way, lower row the other)", fontsize=10, loc="left")
+    top.text(last + 0.5, -0.52, "the other half enters here", fontsize=9, va="center", ha="right",
+             color="#9a6a10")
+    top.set_title("DualPipe: 8 ranks, each stage exists twice (upper row one way, lower row the other)",
+                  fontsize=10, loc="left")
     for rank, (there, back) in enumerate(stages):
         box(bottom, rank, 1, there, ways[0])
         box(bottom, rank, 0, back, ways[1])
@@ -559,10 +575,13 @@ def fold_picture():
             arrow(bottom, (rank + 0.36, 1), (rank + 0.64, 1), ways[0])
             arrow(bottom, (rank + 0.64, 0), (rank + 0.36, 0), ways[1])
     arrow(bottom, (PP - 1, 0.7), (PP - 1, 0.3), "black")
-    bottom.text(PP - 0.5, 0.5, f"from stage {stages[-1][0]} to stage {stages[-1][1]}:\nsame rank, no message", fontsize=9, va="center")
+    there, back = stages[-1]
+    bottom.text(PP - 0.5, 0.5, f"from stage {there} to stage {back}:\nsame rank, no message",
+                fontsize=9, va="center")
     bottom.text(-0.5, 1.52, "all micro-batches enter here", fontsize=9, va="center", color=ways[0])
     bottom.text(-0.5, -0.52, "and have their loss here", fontsize=9, va="center", color="#9a6a10")
-    bottom.set_title("DualPipeV: 4 ranks, each stage exists once; a micro-batch goes there and back", fontsize=10, loc="left")
+    bottom.set_title("DualPipeV: 4 ranks, each stage exists once; a micro-batch goes there and back",
+                     fontsize=10, loc="left")
     for axes, ranks in ((top, 2 * PP), (bottom, PP)):
         axes.set(xlim=(-0.55, 2 * PP - 0.45), ylim=(-0.75, 1.75), yticks=[])
         axes.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=9)
@@ -575,21 +594,25 @@ def fold_picture():
 
 
 def in_flight_picture():
-    """How long rank 0 keeps what it needs of each micro-batch, from its F to its B, and how many it keeps at a time."""
+    """How long rank 0 keeps what it needs of a micro-batch, from its F to its B, and how many at a time."""
     figure, columns = plt.subplots(2, 2, figsize=(8.4, 4.4), sharex=True, sharey="row", height_ratios=(2, 1))
     for name, (above, below) in zip(("afab", "1f1b"), columns.T):
         mine = [event for event in simulated(name) if event.rank == 0]
-        starts, ends = ({event.action.micro_batch: event for event in mine if event.action.kind == kind} for kind in "FB")
+        starts, ends = ({event.action.micro_batch: event for event in mine if event.action.kind == kind}
+                        for kind in "FB")
         for i in starts:
-            above.barh(i, ends[i].end - starts[i].start, left=starts[i].start, height=0.75, color="#d8d8d8", edgecolor="#888888", lw=0.5)
+            above.barh(i, ends[i].end - starts[i].start, left=starts[i].start, height=0.75,
+                       color="#d8d8d8", edgecolor="#888888", lw=0.5)
             for event, color in ((starts[i], "#4878a8"), (ends[i], "#d9a441")):
                 above.barh(i, event.end - event.start, left=event.start, height=0.75, color=color)
-        times = sorted({0, *(event.start for event in starts.values()), *(event.end for event in ends.values())})
+        times = sorted({0, *(event.start for event in starts.values()),
+                        *(event.end for event in ends.values())})
         kept = [sum(starts[i].start <= time < ends[i].end for i in starts) for time in times]
-        assert max(kept) == counted(name)[0]
+        most = max(kept)
+        assert most == counted(name)[0]
         below.step(times, kept, where="post", color="black", lw=1.5)
         below.fill_between(times, kept, step="post", color="#d8d8d8")
-        below.text(times[kept.index(max(kept))] + 0.4, max(kept) + 0.25, f"at most {max(kept)}", fontsize=9, va="bottom")
+        below.text(times[kept.index(most)] + 0.4, most + 0.25, f"at most {most}", fontsize=9, va="bottom")
         above.set_title(f"rank 0 in {name}", fontsize=10, loc="left")
         below.set_xlabel("units of time", fontsize=9)
     columns[0, 0].set_ylabel("micro-batch", fontsize=9)
@@ -600,7 +623,8 @@ def in_flight_picture():
     for axes in columns.flat:
         axes.tick_params(labelsize=9)
     patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("#4878a8", "#d9a441", "#d8d8d8")]
-    figure.legend(patches, ["F", "B", "kept from F to B"], loc="upper center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(patches, ["F", "B", "kept from F to B"], loc="upper center", ncols=3, frameon=False,
+                  fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(os.path.join(FIGURES, "in_flight.png"), dpi=150)
     plt.close(figure)

@@ -445,7 +445,9 @@ EXPERT_COLORS = ["#4878a8", "#9cc3e4", "#d9a441", "#f0d9a8"]
 
 
 def layer_picture():
-    """One token through moe.MoE on one device: four experts, each one matrix, top_k 2; the tensors are those of the README's first block."""
+    """One token through moe.MoE on one device: four experts, each one matrix, top_k 2.
+
+    The tensors are those of the README's first block."""
     torch.manual_seed(17348)
     x, router, weights = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, 4)
     layer = moe.MoE(config.ModelConfig(256, 4, 4, 1, 1, 1, 4, num_local_experts=4, num_experts_per_tok=TOP_K))
@@ -461,11 +463,14 @@ def layer_picture():
     assert chosen == [0, 2] and torch.allclose(share[0] * outs[0] + share[1] * outs[1], y, atol=1e-6)
 
     figure, axes = plt.subplots(figsize=(11.5, 5.4))
-    box = lambda x, y, w, h, **kind: axes.add_patch(plt.Rectangle((x, y), w, h, lw=1.2, **{"facecolor": "white", "edgecolor": "#333333", **kind}))
-    words = lambda x, y, text, **kind: axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 13, **kind})
+    usual = {"facecolor": "white", "edgecolor": "#333333"}
+    box = lambda x, y, w, h, **kind: axes.add_patch(plt.Rectangle((x, y), w, h, lw=1.2, **usual | kind))
+    centred = {"ha": "center", "va": "center", "fontsize": 13}
+    words = lambda x, y, text, **kind: axes.text(x, y, text, **centred | kind)
 
     def arrow(start, end, **kind):
-        axes.annotate("", xy=end, xytext=start, arrowprops=dict(arrowstyle="-|>", **{"color": "#333333", "lw": 1.6, "shrinkA": 0, "shrinkB": 0, **kind}))
+        look = {"color": "#333333", "lw": 1.6, "shrinkA": 0, "shrinkB": 0, **kind}
+        axes.annotate("", xy=end, xytext=start, arrowprops=dict(arrowstyle="-|>", **look))
 
     def vector(x, y, values, name):
         for i, value in enumerate(values.tolist()):
@@ -479,7 +484,8 @@ def layer_picture():
     axes.plot([1.85, 4.25], [zero, zero], color="#999999", lw=0.8)
     for expert, value in enumerate(logits.tolist()):
         left = 1.95 + expert * 0.6
-        box(left, zero, 0.44, value * unit, facecolor=EXPERT_COLORS[expert] if expert in chosen else "#dddddd")
+        color = EXPERT_COLORS[expert] if expert in chosen else "#dddddd"
+        box(left, zero, 0.44, value * unit, facecolor=color)
         words(left + 0.22, zero + value * unit + (0.2 if value > 0 else -0.22), f"{value:.1f}", fontsize=12)
     words(3.05, 4.15, "one logit for each expert", fontsize=12, color="#555555")
     arrow((0.475, 3.75), (1.75, 5.6), connectionstyle="arc3,rad=-0.15")
@@ -491,18 +497,21 @@ def layer_picture():
     arrow((6.75, 5.85), (7.05, 5.85))
     for expert in range(4):
         y0 = 3.1 - expert * 1.15
-        box(3.0, y0, 1.75, 0.8, facecolor=EXPERT_COLORS[expert] if expert in chosen else "#f4f4f4", edgecolor="#333333" if expert in chosen else "#bbbbbb",
-            linestyle="-" if expert in chosen else "--")
-        words(3.875, y0 + 0.4, f"expert {expert}", color="white" if expert in chosen else "#777777", weight="bold" if expert in chosen else "normal")
         if expert in chosen:
+            box(3.0, y0, 1.75, 0.8, facecolor=EXPERT_COLORS[expert])
+            words(3.875, y0 + 0.4, f"expert {expert}", color="white", weight="bold")
             arrow((0.95, 2.18), (3.0, y0 + 0.4))
+        else:
+            box(3.0, y0, 1.75, 0.8, facecolor="#f4f4f4", edgecolor="#bbbbbb", linestyle="--")
+            words(3.875, y0 + 0.4, f"expert {expert}", color="#777777")
     for place, (expert, out) in enumerate(zip(chosen, outs)):
         y0 = 3.5 - expert * 1.15
         vector(5.55, y0 + 0.35 - place * 0.75, out, f"$E_{expert}$(x)")
         arrow((4.75, y0), (5.55, y0 - 0.05 - place * 0.75))
         end = (8.35, 1.72 if place == 0 else 1.18)
         arrow((6.5, y0 - 0.05 - place * 0.75), end)
-        words(8.3 if place == 0 else 7.6, 2.6 if place == 0 else 0.3, f"times {share[place]:.2f}", fontsize=12)
+        at = (8.3, 2.6) if place == 0 else (7.6, 0.3)
+        words(*at, f"times {share[place]:.2f}", fontsize=12)
     arrow((8.55, 5.35), (8.35, 2.85), color="#999999", linestyle="--")
     axes.add_patch(plt.Circle((8.62, 1.45), 0.36, facecolor="white", edgecolor="#333333", lw=1.2))
     words(8.62, 1.43, "+", fontsize=18)
@@ -524,8 +533,10 @@ def dispatch_picture():
     by_expert = [sorted(some, key=lambda row: row[1]) for some in rows]
     received = [[row for some in by_expert for row in some if row[1] // 2 == rank] for rank in (0, 1)]
     sorted_again = [sorted(some, key=lambda row: row[1]) for some in received]
-    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert), ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
-              ("put back:\nby rank", received), ("received back:\nby expert", by_expert), ("put back:\nby token, summed", rows)]
+    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert),
+              ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
+              ("put back:\nby rank", received), ("received back:\nby expert", by_expert),
+              ("put back:\nby token, summed", rows)]
     figure, axes = plt.subplots(figsize=(14, 5.6))
     place = {}
     for column, (title, ranks) in enumerate(stages):
@@ -534,8 +545,10 @@ def dispatch_picture():
             for i, (token, expert) in enumerate(some):
                 y = -i * 0.72 - rank * 6.4
                 place[column, token, expert] = y
-                axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert], edgecolor="#444444", lw=0.8))
-                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token, ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
+                axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert],
+                                             edgecolor="#444444", lw=0.8))
+                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token,
+                          ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
     for column in range(len(stages) - 1):
         for some in rows:
             for token, expert in some:
@@ -546,7 +559,8 @@ def dispatch_picture():
     for column, words in ((1, "all-to-all"), (4, "all-to-all")):
         axes.text(column * 2 + 1.4, -11.75, words, ha="center", va="center", fontsize=15, weight="bold")
     for rank in (0, 1):
-        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}", ha="right", va="center", fontsize=14)
+        name = f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}"
+        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, name, ha="right", va="center", fontsize=14)
     axes.set(xlim=(-1.8, 13.3), ylim=(-12.1, 2.2))
     axes.axis("off")
     figure.tight_layout()
