@@ -23,7 +23,8 @@ import torch
 
 from steps import clean_environment, step_dir
 
-KINDS = {"products": "gemm|cutlass|cublas|nvjet|_mm_", "attention": "flash|fmha|attention", "nccl": "nccl", "copies": "mem(cpy|set)"}
+KINDS = {"products": "gemm|cutlass|cublas|nvjet|_mm_", "attention": "flash|fmha|attention", "nccl": "nccl",
+         "copies": "mem(cpy|set)"}
 
 #         model, layers (None: all), micro-batch in sequences, recomputation
 RUNS = [("llama-1b", None, 4, "none"), ("llama-1b", None, 4, "selective"), ("llama-3b", None, 1, "none"),

@@ -46,7 +46,7 @@ def kernels_job(argv):
 LAYOUTS = {"llama-1b": "--dry_run 1 --seq_len 4096 --global_batch_size 4 --micro_batch_size 4",
            "llama-8b": "--dry_run 8 --tp 8 --seq_len 4096 --global_batch_size 1 --micro_batch_size 1",
            "llama-8b, ZeRO-3": "--dry_run 8 --zero 3 --seq_len 4096 --global_batch_size 8 --micro_batch_size 1 --recompute full",
-           "llama-70b": "--dry_run 32 --tp 8 --pp 4 --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 --recompute selective"}
+           "llama-70b": "--dry_run 32 --tp 8 --pp 4 --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 --recompute full"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -62,7 +62,7 @@ BYTES_OF_A_STEP = 526.2
 
 
 def test_bytes_of_a_micro_batch(pool):
-    """Read and written by the operations of one step of llama-1b with 4 x 4,096 tokens: what is bound by memory does not grow unseen."""
+    """Read and written by the operations of one step of llama-1b, 4 x 4,096 tokens: what memory bounds does not grow unseen."""
     _, moved = pool.call(kernels_job, STEP, argv=["--model", "llama-1b", *LAYOUTS["llama-1b"].split()])[0]
     assert sum(moved.values()) / 1e9 == pytest.approx(BYTES_OF_A_STEP, rel=0.01), moved
 
