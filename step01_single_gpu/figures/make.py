@@ -136,7 +136,8 @@ def memory_picture():
                        colors=COLORS.values(), step="post")
         total = [sum(row[1:]) / 2**20 for row in rows]
         peak = max(range(len(rows)), key=total.__getitem__)
-        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5), textcoords="offset points", ha="center")
+        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5),
+                      textcoords="offset points", ha="center")
         axes.set(title=f"--recompute {mode}", xlabel="allocations and frees", xlim=(0, len(rows)))
     panels[0].set(ylabel="MiB alive", ylim=(0, 34))
     for axes in panels:
@@ -153,8 +154,9 @@ def preset_table():
             "|---|---|---|---|---|---|"]
     for name, c in config.PRESETS.items():
         if name != "tiny":
-            P, kept = metrics.parameter_count(c), [n * c.num_hidden_layers * 4096 / 1e9 for n in activation_bytes(c)]
-            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 1e9:,.0f} GB | " + " | ".join(f"{gb:,.1f} GB" for gb in kept) + " |")
+            P = metrics.parameter_count(c)
+            kept = [f"{n * c.num_hidden_layers * 4096 / 1e9:,.1f} GB" for n in activation_bytes(c)]
+            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 1e9:,.0f} GB | {' | '.join(kept)} |")
     return rows
 
 
@@ -178,14 +180,15 @@ def with_probabilities(q, k, v):
     """Attention without a flash kernel: [seq, seq] probabilities per head, which backward needs."""
     seq, kv_heads, head_dim = k.shape[1:]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    scores = q.reshape(q.shape[0], kv_heads, -1, head_dim) @ k.mT * head_dim ** -0.5      # [batch, kv, heads / kv * seq, seq]
+    scores = q.reshape(q.shape[0], kv_heads, -1, head_dim) @ k.mT
+    scores = scores * head_dim ** -0.5                                # [batch, kv, heads / kv * seq, seq]
     later = torch.full((seq, seq), float("-inf"), dtype=q.dtype).triu(1)
     probabilities = (scores.unflatten(2, (-1, seq)) + later).softmax(-1)
     return (probabilities.flatten(2, 3) @ v).unflatten(2, (-1, seq)).flatten(1, 2).transpose(1, 2)
 
 
 def kept_at_full_size(c, seq_len, core=None):
-    """Bytes that a layer of a real model keeps of one sequence: live storages of fake tensors, which take no memory."""
+    """Bytes that a layer of a real model keeps of one sequence: live storages of fake tensors."""
     with FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
         block = llama.Block(c)
@@ -201,32 +204,40 @@ def kept_at_full_size(c, seq_len, core=None):
         with live:
             live.note(x, "activations")
             out = block(x.requires_grad_(), *tables)
-        return sum(live.timeline()[-1][4:]) - out.untyped_storage().nbytes()      # what a Function's forward makes is "rest"
+        # what a Function's forward makes is "rest"
+        return sum(live.timeline()[-1][4:]) - out.untyped_storage().nbytes()
 
 
 def attention_picture():
-    """Activations of one sequence over its length, with and without a flash kernel; formulas, and what is alive."""
+    """Activations of one sequence over its length, with and without a flash kernel."""
     c = config.PRESETS["llama-8b"]
     layers, flash = c.num_hidden_layers, activation_bytes(c)[0]
     curves = {"with": (None, lambda s: flash * s, "#4878a8", "-", [2048, 4096, 8192, 12288, 16384]),
-              "without": (with_probabilities, lambda s: flash * s + 2 * c.num_attention_heads * s * s, "#c8605a", "--", [1024, 2048, 4096, 6144, 8192])}
+              "without": (with_probabilities, lambda s: flash * s + 2 * c.num_attention_heads * s * s,
+                          "#c8605a", "--", [1024, 2048, 4096, 6144, 8192])}
     figure, axes = plt.subplots(figsize=(8, 4.4))
     lengths = range(0, 16385, 64)
     for name, (core, formula, color, style, measured) in curves.items():
-        axes.plot(lengths, [formula(s) * layers / 1e9 for s in lengths], style, color=color, lw=2, label=f"{name} a flash kernel: formula")
+        axes.plot(lengths, [formula(s) * layers / 1e9 for s in lengths], style, color=color, lw=2,
+                  label=f"{name} a flash kernel: formula")
         kept = [kept_at_full_size(c, s, core) for s in measured]
-        print(name, [f"{s:,}: {k / 1e9:.3f} GB a layer, {k / formula(s):.4f} of the formula" for s, k in zip(measured, kept)])
-        axes.plot(measured, [k * layers / 1e9 for k in kept], "o" if core is None else "s", color=color, ms=6, label=f"{name}: live storages of a layer, x {layers}")
+        for s, k in zip(measured, kept):
+            print(f"{name}, {s:,}: {k / 1e9:.3f} GB a layer, {k / formula(s):.4f} of the formula")
+        axes.plot(measured, [k * layers / 1e9 for k in kept], "o" if core is None else "s", color=color, ms=6,
+                  label=f"{name}: live storages of a layer, x {layers}")
         crossing = next(s for s in range(1, 10**6) if formula(s) * layers > H100 * 1e9)
         print(f"{name}: {H100} GB from {crossing:,} tokens on")
     axes.axhline(H100, color="black", lw=1.2)
     axes.text(10240, H100 + 2, "80 GB, an H100", ha="center", va="bottom", fontsize=10)
     top, bottom = (curves[name][1](4096) * layers / 1e9 for name in ("without", "with"))
     axes.annotate("", (4096, top), (4096, bottom), arrowprops=dict(arrowstyle="<->", lw=1.2))
-    axes.text(4200, (top + bottom) / 2 + 6, f"{top - bottom:.0f} GB of\nprobabilities", fontsize=10, va="center")
-    axes.set(xlabel="tokens in the sequence", ylabel="all 32 layers, GB", xlim=(0, 16500), ylim=(0, 200), xticks=range(0, 16385, 2048))
+    words = f"{top - bottom:.0f} GB of\nprobabilities"
+    axes.text(4200, (top + bottom) / 2 + 6, words, fontsize=10, va="center")
+    axes.set(xlabel="tokens in the sequence", ylabel="all 32 layers, GB",
+             xlim=(0, 16500), ylim=(0, 200), xticks=range(0, 16385, 2048))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.secondary_yaxis("right", functions=(lambda y: y / layers, lambda y: y * layers)).set_ylabel("one layer, GB")
+    one_layer = axes.secondary_yaxis("right", functions=(lambda y: y / layers, lambda y: y * layers))
+    one_layer.set_ylabel("one layer, GB")
     axes.legend(loc="upper right", fontsize=9.5, framealpha=1, bbox_to_anchor=(1, 0.99))
     axes.set_title("Activations of one sequence of llama-8b, nothing recomputed", fontsize=11)
     figure.tight_layout()
@@ -245,7 +256,8 @@ def fits_picture():
         sizes = [2 * P, 4 * P, 12 * P, activation_bytes(c)[0] * c.num_hidden_layers * 4096]
         for kind, color, size in zip(kinds, colors, sizes):
             gb = size / 1e9
-            axes.barh(row, gb, left=at, color=color, edgecolor="white", lw=1.5, height=0.62, label=kind if row == 0 else None)
+            axes.barh(row, gb, left=at, color=color, edgecolor="white", lw=1.5, height=0.62,
+                      label=kind if row == 0 else None)
             if gb > 11 and at + gb < 195:
                 axes.text(at + gb / 2, row, f"{gb:.0f}", ha="center", va="center", fontsize=10, weight="bold")
             at += gb
@@ -255,7 +267,8 @@ def fits_picture():
             axes.text(190, row, "...", ha="center", va="center", fontsize=16, weight="bold")
     axes.axvline(H100, color="black", lw=1.4)
     axes.text(H100 + 1.5, -0.62, "80 GB, an H100", fontsize=10, va="center")
-    axes.set(xlim=(0, 197), ylim=(len(names) - 0.5, -0.95), yticks=range(len(names)), xlabel="GB (the last bar goes on)")
+    axes.set(xlim=(0, 197), ylim=(len(names) - 0.5, -0.95), yticks=range(len(names)),
+             xlabel="GB (the last bar goes on)")
     axes.set_yticklabels(names, fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -265,7 +278,7 @@ def fits_picture():
 
 
 def noise_table():
-    """How much the gradient of a batch varies, against the gradient itself; from single sequences that training has not seen."""
+    """How much the gradient of a batch varies, against the gradient itself; from sequences not trained on."""
     args, sequences = config.parse_args(["--steps", "121"]), 256
     shape = config.load_config(args)
     tokens = train.load_tokens(args, shape.vocab_size)
@@ -286,11 +299,13 @@ def noise_table():
         return float((noise / (mean.square().sum() - noise / sequences)).sqrt())
 
     sizes = (1, 4, 16, 64, 256)
-    rows = ["| after | noise / gradient: 1 sequence | " + " | ".join(map(str, sizes[1:])) + " |", "|---|" + "---|" * len(sizes)]
+    rows = ["| after | noise / gradient: 1 sequence | " + " | ".join(map(str, sizes[1:])) + " |",
+            "|---|" + "---|" * len(sizes)]
     for step, micro_batches in enumerate(train.batches(tokens, args)):
         if step in (10, 30, 120):
             ratio = noise_over_gradient()
-            rows.append(f"| {step} steps | " + " | ".join(f"{ratio / size ** 0.5:.2f}" for size in sizes) + " |")
+            ratios = " | ".join(f"{ratio / size ** 0.5:.2f}" for size in sizes)
+            rows.append(f"| {step} steps | {ratios} |")
         train.forward_backward(model, micro_batches, args)
         optimizer.clip()
         optimizer.step(train.learning_rate(step, args))
@@ -310,8 +325,8 @@ def put_into_readme(tables):
 
 
 PICTURES = dict(fits=fits_picture, attention=attention_picture, memory=memory_picture)
-TABLES = dict(persistent=persistent_table, activations=activation_table, accumulation=accumulation_table, presets=preset_table,
-              noise=noise_table)
+TABLES = dict(persistent=persistent_table, activations=activation_table, accumulation=accumulation_table,
+              presets=preset_table, noise=noise_table)
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:
