@@ -103,7 +103,7 @@ def local_folder(flag, name):
         return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:
         presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
-        refuse(f"{flag} {name}: no such directory, and not on the hub ({type(error).__name__}){presets}")
+        refuse(f"{flag} {name}: no such directory, and the hub gave none ({type(error).__name__}){presets}")
 
 
 def load_config(args):

@@ -27,6 +27,8 @@ class ChunkedLoss(torch.autograd.Function):
         loss, grad_hidden = 0, torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         size = max(1, CHUNK // weight.shape[0])
+        if size > 128:
+            size -= size % 128                            # a GPU makes products in tiles of 128
         for x, target, grad_x in zip(hidden.split(size), targets.split(size), grad_hidden.split(size)):
             chunk_loss, grad_logits = cross_entropy(x @ weight.T, target)
             grad_logits = grad_logits.to(weight.dtype)                             # [chunk, vocab]

@@ -69,7 +69,7 @@ def tokenized(args):
                 documents = load_dataset(args.dataset, split="train")
         except Exception as error:
             missing = not os.path.exists(args.dataset)
-            what = "no such file, nor to be had from the hub" if missing else "no text, json or parquet file"
+            what = "no such file, and the hub gave none" if missing else "no text, json or parquet file"
             refuse(f"--dataset {args.dataset}: {what} ({type(error).__name__})")
         if not len(documents):
             refuse(f"--dataset {args.dataset}: there is no document in it")

@@ -4,13 +4,16 @@ Each row is a process of its own, the same batches, AdamW and precision in all: 
 "dry run" is what --dry_run says of the memory, where the process itself looked at its allocator. MFU counts 6N + 12 L h s
 FLOPs per token. 8B does not fit, its states alone are 135 GiB: half of its layers do, with recomputation.
 
+    python tests/bench_gpu.py --models llama-1b --contestants step01_single_gpu --compile yes         # pieces of ten minutes
     python tests/bench_gpu.py --kernels                              # the kernels that take longest in a step of step 1
+    python tests/bench_gpu.py --rank_of "8 --tp 8" --models llama-8b # one rank of eight, whose collectives are over at once
     python tests/bench_gpu.py --device cpu --models tiny --seq_len 128 --batch 8      # to see that it works
 """
 import argparse
 import collections
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +22,9 @@ import tempfile
 import torch
 
 from steps import clean_environment, step_dir
+
+KINDS = {"products": "gemm|cutlass|cublas|nvjet|_mm_", "attention": "flash|fmha|attention", "nccl": "nccl",
+         "copies": "mem(cpy|set)"}
 
 #         model, layers (None: all), micro-batch in sequences, recomputation
 RUNS = [("llama-1b", None, 4, "none"), ("llama-1b", None, 4, "selective"), ("llama-3b", None, 1, "none"),
@@ -57,6 +63,40 @@ def theirs(argv):
     loss = torch.compile(loss) if "--compile" in argv else loss
     train.build_model = Theirs
     train.main(argv)
+
+
+def one_of_many(world, argv):
+    """Step 8's rank 0 of so many, on this device: real kernels, and a process group whose collectives are over at once. What it
+    measures is what a rank computes, and whether the host keeps up; its losses mean nothing."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    sys.path.insert(0, str(step_dir("step08_5d")))
+    import train
+    init_process_group = dist.init_process_group
+
+    def fake(backend, **_):
+        return init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    os.environ.update(WORLD_SIZE=str(world), RANK="0")
+    with patch("torch.distributed.init_process_group", fake), patch("mesh.check_started"), \
+            patch("torch.distributed.Work.is_completed", lambda work: True), \
+            patch.dict(dist.Backend.backend_capability, fake=["cpu", "cuda"]):
+        train.main(argv)
+
+
+def ceiling(size=8192):
+    """TFLOP/s of a large product in bfloat16: what MFU could at most come to."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(20):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        a @ b
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * size**3 / statistics.median(times) / 1e9
 
 
 def start(command):
@@ -111,6 +151,11 @@ def print_kernels(trace):
         return print("no kernel in the trace: not a GPU's")
     whole = max(end for _, end in spans) - min(start for start, _ in spans)
     print(f"from the first kernel to the last {whole / 1e3:.1f} ms, in kernels {sum(spent.values()) / 1e3:.1f} ms")
+    groups = collections.Counter()
+    for name, micros in spent.items():
+        groups[next((kind for kind, words in KINDS.items() if re.search(words, name, re.I)), "elementwise and other")] += micros
+    for kind, micros in [*groups.most_common(), ("idle", whole - sum(spent.values()))]:
+        print(f"{micros / 1e3:9.2f} ms {micros / whole:6.1%}  {kind}")
     for name, micros in spent.most_common(25):
         print(f"{micros / 1e3:9.2f} ms {micros / whole:6.1%} {calls[name]:6} x  {name[:110]}")
 
@@ -122,23 +167,33 @@ def main():
     parser.add_argument("--seq_len", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=16, help="sequences per training step")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--contestants", nargs="*", help="step01_single_gpu, step08_5d, transformers; all if not given")
+    parser.add_argument("--recompute", nargs="*", help="of RUNS only those with one of these")
+    parser.add_argument("--compile", choices=["yes", "no", "both"], default="both")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--rank_of", help="so many ranks and a layout's flags: only rank 0 of them runs")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         return print("no GPU here; --device cpu --models tiny --seq_len 128 --batch 8 shows that the benchmark works")
     runs = [run for run in RUNS if not args.models or run[0] in args.models]
     runs = runs or [(model, None, 2, recompute) for model in args.models for recompute in ("none", "full")]
+    runs = [run for run in runs if not args.recompute or run[3] in args.recompute]
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    if args.device == "cuda":
+        print(f"a product of 8,192 cubed: {ceiling():,.0f} TFLOP/s")
     print(f"{name}, torch {torch.__version__}; sequences of {args.seq_len:,}, {args.batch} a step\n")
     print(f"{'model':<14}{'recompute':<11}{'':<19}{'compiled':<10}{'tokens/s':>10}{'MFU':>8}{'GiB':>8}{'dry run':>9}{'loss':>8}")
     contestants = {name: [step_dir(name) / "train.py"] for name in ("step01_single_gpu", "step08_5d")}
     contestants["transformers"] = [__file__, "theirs"]
+    if args.rank_of:
+        contestants = {"rank 0 of " + args.rank_of: [__file__, "one_of_many", *args.rank_of.split()]}
+    contestants = {name: command for name, command in contestants.items() if name in (args.contestants or contestants)}
     with tempfile.TemporaryDirectory() as folder:
         for model, layers, micro, recompute in runs:
             flags = ["--model", model_folder(model, layers, folder), "--seq_len", args.seq_len, "--global_batch_size", args.batch,
                      "--micro_batch_size", micro, "--recompute", recompute, "--steps", args.steps, "--lr", 1e-4,
                      "--device", args.device]
-            for compile in ([], ["--compile"]):
+            for compile in {"yes": [["--compile"]], "no": [[]], "both": [[], ["--compile"]]}[args.compile]:
                 for name, command in contestants.items():
                     if name == "transformers" and recompute == "selective":
                         continue                          # it has none
@@ -158,4 +213,9 @@ def main():
 
 
 if __name__ == "__main__":
-    theirs(sys.argv[2:]) if sys.argv[1:2] == ["theirs"] else main()
+    if sys.argv[1:2] == ["theirs"]:
+        theirs(sys.argv[2:])
+    elif sys.argv[1:2] == ["one_of_many"]:
+        one_of_many(int(sys.argv[2]), sys.argv[3:])
+    else:
+        main()

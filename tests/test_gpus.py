@@ -6,6 +6,7 @@
                                                                  # comes with 2.28); with
                                                                  # `nvidia-cuda-mps-control -d` processes need not take turns on it
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
+    GPU_TEST_STEPS=5 GPU_TEST_RANKS=2 python -m pytest tests/test_gpus.py                # a first look: short runs, few ranks
 
 In float64 a run is to equal that of one process to 1e-8, step for step, and its weights at the end, whatever nccl does
 meanwhile: a buffer that is reused too early, or a wait that is missing, is not a matter of rounding. The flash kernels of
@@ -33,11 +34,14 @@ LARGE = (dict(hidden_size=512, intermediate_size=768, head_dim=64, vocab_size=40
 DENSE = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, **LARGE)
 SHAPES = {"dense": DENSE, "moe": DENSE | dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)}
 STEPS, SEQ_LEN = (30, 256) if DEVICE == "cuda" else (6, 32)       # many steps, so that races show
+STEPS, MOST_RANKS = int(os.environ.get("GPU_TEST_STEPS", STEPS)), int(os.environ.get("GPU_TEST_RANKS", 8))
 FLAGS = f"--device {DEVICE} --seq_len {SEQ_LEN} --global_batch_size 24 --steps {STEPS} --lr 1e-3 --warmup 2 --grad_clip 0.5"
 BLOCK_MODES = ("zigzag", "ring", "allgather")             # of --cp_mode; their kernels on CUDA take bfloat16 only
 
 
 def need(ranks):
+    if ranks > MOST_RANKS:
+        pytest.skip(f"takes {ranks} ranks, GPU_TEST_RANKS is {MOST_RANKS}")
     if DEVICE == "cuda" and ranks > (8 * GPUS if SHARED else GPUS):
         pytest.skip(f"takes {ranks} GPUs, here are {GPUS}")
 

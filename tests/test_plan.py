@@ -35,6 +35,8 @@ import trainer
 import trust
 from costs import Layout
 from pipeline_parallel import first_layers, my_stages
+from steps import copy_repository
+from steps import run as steps_run
 
 TINY, MOE = models.PRESETS["tiny"], models.PRESETS["tiny-moe"]
 CONSTANTS = dict(time=speed.TIME, slack=1.0)
@@ -534,6 +536,18 @@ def test_the_tables_of_the_planners_readme(rows):
     text = fit_plan.README.read_text()
     for name, content in fit_plan.readme_tables(rows, which=("query", "published")).items():
         assert fit_plan.between(text, name) == content + "\n", name
+
+
+@pytest.mark.slow
+def test_the_cases_in_step_8s_readme(tmp_path):
+    """What the planner says of them is in the README, word for word. Made by `python step08_5d/figures/make.py cases`."""
+    copy_repository(tmp_path)
+    readme = tmp_path / "step08_5d/README.md"
+    before = readme.read_text()
+    for text in (before, before.replace("llama-70b, 70.55B parameters", "llama-70b, some parameters")):
+        readme.write_text(text)
+        status, output = steps_run([sys.executable, "step08_5d/figures/make.py", "cases"], tmp_path, timeout=300)
+        assert status == 0 and readme.read_text() == before, output
 
 
 @pytest.mark.slow

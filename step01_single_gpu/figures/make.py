@@ -1,4 +1,4 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step01_single_gpu/figures/make.py        (about two minutes on two cores)
 """
@@ -58,11 +58,14 @@ def persistent(model, optimizer):
 
 
 def persistent_table():
-    rows = ["| precision | weights | gradients | master weights | Adam | in all | formula, bytes per parameter |", "|---|---|---|---|---|---|---|"]
+    rows = ["| precision | weights | gradients | master weights | Adam | in all "
+            "| formula, bytes per parameter |",
+            "|---|---|---|---|---|---|---|"]
     for dtype, formula in (("float32", "4 + 4 + 0 + 8 = 16"), ("bfloat16", "2 + 4 + 4 + 8 = 18")):
         measured = run(f"--steps 2 --dtype {dtype}", persistent)[2]
         P = metrics.parameter_count(config.PRESETS["tiny"])
-        rows.append(f"| {dtype} | " + " | ".join(f"{b / P:g} P" for b in measured) + f" | {sum(measured) / P:g} P | {formula} |")
+        rows.append(f"| {dtype} | " + " | ".join(f"{b / P:g} P" for b in measured)
+                    + f" | {sum(measured) / P:g} P | {formula} |")
     return rows
 
 
@@ -88,22 +91,27 @@ def activation_table():
         "none": ("16 h + e (4 h + 2 kv + 4 i)", lambda e: 16 * h + e * (4 * h + 2 * kv + 4 * i)),
         "selective": ("e (5 h + 2 kv + 2 i)", lambda e: e * (5 * h + 2 * kv + 2 * i)),
         "full": ("e h", lambda e: e * h)}
-    rows = ["| `--recompute` | formula | float32 (e = 4): formula | measured | bfloat16 (e = 2): formula | measured |", "|---|---|---|---|---|---|"]
+    rows = ["| `--recompute` | formula | float32 (e = 4): formula | measured | bfloat16 (e = 2): formula "
+            "| measured |",
+            "|---|---|---|---|---|---|"]
     for mode, (text, formula) in formulas.items():
-        cells = [f"{formula(e):,} | {kept_by_a_layer(dtype, mode):,.0f}" for dtype, e in (("float32", 4), ("bfloat16", 2))]
+        cells = [f"{formula(e):,} | {kept_by_a_layer(dtype, mode):,.0f}"
+                 for dtype, e in (("float32", 4), ("bfloat16", 2))]
         rows.append(f"| {mode} | {text} | " + " | ".join(cells) + " |")
     return rows
 
 
 def accumulation_table():
     def gradient(micro_batch):
-        args = config.parse_args(f"--dtype float64 --global_batch_size 8 --micro_batch_size {micro_batch}".split())
+        flags = f"--dtype float64 --global_batch_size 8 --micro_batch_size {micro_batch}"
+        args = config.parse_args(flags.split())
         shape = config.load_config(args)
         model = train.build_model(shape, args)
         train.accumulate_gradients(model.parameters())
         train.forward_backward(model, train.micro_batches_of(args, shape), args)
         return torch.cat([p.main_grad.flatten() for p in model.parameters()])
-    train.micro_batches_of = lambda args, shape: next(train.batches(train.load_tokens(args, shape.vocab_size), args))
+    train.micro_batches_of = lambda args, shape: next(
+        train.batches(train.load_tokens(args, shape.vocab_size), args))
     whole = gradient(8)
     rows = ["| micro-batches | gradient norm | difference to one batch of 8, relative |", "|---|---|---|"]
     for micro_batch in (8, 4, 2, 1):
@@ -118,10 +126,12 @@ def memory_picture():
     for mode, axes in zip(MODES, panels):
         rows = run(f"--steps 4 --seq_len 256 --global_batch_size 6 --recompute {mode}", lambda **_: None)[1]
         seconds, *kinds = zip(*rows)
-        axes.stackplot(range(len(rows)), [[b / 2**20 for b in kind] for kind in kinds], labels=COLORS, colors=COLORS.values(), step="post")
+        axes.stackplot(range(len(rows)), [[b / 2**20 for b in kind] for kind in kinds], labels=COLORS,
+                       colors=COLORS.values(), step="post")
         total = [sum(row[1:]) / 2**20 for row in rows]
         peak = max(range(len(rows)), key=total.__getitem__)
-        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5), textcoords="offset points", ha="center")
+        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5),
+                      textcoords="offset points", ha="center")
         axes.set(title=f"--recompute {mode}", xlabel="allocations and frees, in order", xlim=(0, len(rows)))
     panels[0].set(ylabel="MiB alive", ylim=(0, 34))
     for axes in panels:
@@ -132,12 +142,17 @@ def memory_picture():
 
 
 def preset_table():
-    rows = ["| model | parameters | weights, gradients, optimizer | activations of one 4,096-token sequence: none | selective | full |", "|---|---|---|---|---|---|"]
+    rows = ["| model | parameters | weights, gradients, optimizer "
+            "| activations of one 4,096-token sequence: none | selective | full |",
+            "|---|---|---|---|---|---|"]
     for name, c in config.PRESETS.items():
         if name != "tiny":
-            P, h, kv, i = metrics.parameter_count(c), c.hidden_size, c.num_key_value_heads * c.head_dim, c.intermediate_size
-            kept = [n * c.num_hidden_layers * 4096 / 1e9 for n in (12 * h + 4 * kv + 8 * i, 10 * h + 4 * kv + 4 * i, 2 * h)]
-            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 1e9:,.0f} GB | " + " | ".join(f"{gb:,.1f} GB" for gb in kept) + " |")
+            P, h = metrics.parameter_count(c), c.hidden_size
+            kv, i = c.num_key_value_heads * c.head_dim, c.intermediate_size
+            kept = [n * c.num_hidden_layers * 4096 / 1e9
+                    for n in (12 * h + 4 * kv + 8 * i, 10 * h + 4 * kv + 4 * i, 2 * h)]
+            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 1e9:,.0f} GB | "
+                        + " | ".join(f"{gb:,.1f} GB" for gb in kept) + " |")
     return rows
 
 
@@ -146,7 +161,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -154,4 +170,5 @@ def put_into_readme(tables):
 
 if __name__ == "__main__":
     memory_picture()
-    put_into_readme(dict(persistent=persistent_table(), activations=activation_table(), accumulation=accumulation_table(), presets=preset_table()))
+    put_into_readme(dict(persistent=persistent_table(), activations=activation_table(),
+                         accumulation=accumulation_table(), presets=preset_table()))

@@ -1,4 +1,4 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step02_dp/figures/make.py                 all of it (about four minutes on two cores)
     python step02_dp/figures/make.py grid ring       only these pictures, and no table (but crossing its own)
@@ -36,8 +36,9 @@ import optimizer
 import train
 
 # 7.9M parameters: 31.6 MB of float32 gradients in 75 tensors
-SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
-             num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
+             num_attention_heads=8, num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5,
+             rope_theta=500000.0, max_position_embeddings=4096)
 MODES = {"naive": "naive", "overlap": "overlap", "bucket": "bucket --bucket_mb 4"}
 BUCKETS = [0.25, 1, 4, 25, 100]
 SEQ_LEN, TOKENS, ROUNDS = 64, [64, 128, 256], 4          # tokens: of one step on one rank
@@ -47,25 +48,29 @@ def run(ranks, flags):
     """Runs the trainer under torchrun; returns what it printed, and its log lines."""
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "log.jsonl")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-                   os.path.join(STEP, "train.py"), *flags.split(), "--log_file", log]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"), *flags.split(),
+                   "--log_file", log]
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
         with open(log) as lines:
             return output, [json.loads(line) for line in lines]
 
 
-# ------------------------------------------------------------------------------------------------ pictures of the idea
+# --------------------------------------------------------------------------------------- pictures of the idea
 RANKS = ["#9ecae8", "#f2b880", "#a8d5a2", "#d9b3d9"]      # one colour a rank
 SUM, NOTHING = "#3d5a80", "#eeeeee"                       # of a sum over all ranks; where nothing is
 
 
 def box(axes, x, y, width, height, text="", color="white", **how):
     axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="#444444", linewidth=0.8))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **{"fontsize": 9, "color": "white" if color == SUM else "black", **how})
+    ink = "white" if color == SUM else "black"
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center",
+              **{"fontsize": 9, "color": ink, **how})
 
 
 def arrow(axes, start, end, **how):
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, **{"color": "#444444", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, **how}))
+    look = {"color": "#444444", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, **how}
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, **look))
 
 
 def blank(figure, width, height, place=(0, 0, 1, 1)):
@@ -81,7 +86,7 @@ def save(figure, name):
 
 
 def shares_of(ranks):
-    """What each of so many ranks computes in the first step of the default run: its part of the loss, and one number of its gradient."""
+    """Each rank's part of the loss in the first step of the default run, and one number of its gradient."""
     args = config.parse_args([])
     args.dp = ranks
     shape = config.load_config(args)
@@ -104,34 +109,41 @@ def idea_picture():
         x = 0.1 + 1.97 * rank
         box(axes, x, 3.3, 1.85, 0.38, f"sequences {4 * rank} to {4 * rank + 3}", RANKS[rank])
         box(axes, x, 1.98, 1.85, 0.95, f"rank {rank}\nthe whole model,\nthe same weights", RANKS[rank])
-        box(axes, x, 1.2, 1.85, 0.42, f"loss {loss:.4f}\ngradient {1e3 * gradient:+.3f}e-3", RANKS[rank], fontsize=8.5)
+        box(axes, x, 1.2, 1.85, 0.42, f"loss {loss:.4f}\ngradient {1e3 * gradient:+.3f}e-3", RANKS[rank],
+            fontsize=8.5)
         arrow(axes, (x + 0.92, 3.3), (x + 0.92, 2.93))
         arrow(axes, (x + 0.92, 1.98), (x + 0.92, 1.62))
         arrow(axes, (x + 0.92, 1.2), (x + 0.92, 0.9))
     axes.text(0.62, 1.8, "forward,\nbackward", fontsize=8, va="center", ha="center")
     loss, gradient = (sum(column) for column in zip(*shares))
-    box(axes, 0.1, 0.5, 7.76, 0.4, f"sum, then on every rank:  loss {loss:.4f},  gradient {1e3 * gradient:+.3f}e-3"
-        f"      (one process alone: {whole[0]:.4f}, {1e3 * whole[1]:+.3f}e-3)", SUM)
-    axes.text(3.98, 0.3, "clip and AdamW, the same arithmetic on every rank: the weights stay the same", ha="center", va="center", fontsize=9)
-    axes.text(3.98, 0.08, '"gradient": one of its 427,072 numbers, that of model.norm.weight[0], in the first step of the default run', ha="center", va="center", fontsize=8)
+    summed = f"loss {loss:.4f},  gradient {1e3 * gradient:+.3f}e-3"
+    alone = f"{whole[0]:.4f}, {1e3 * whole[1]:+.3f}e-3"
+    box(axes, 0.1, 0.5, 7.76, 0.4,
+        f"sum, then on every rank:  {summed}      (one process alone: {alone})", SUM)
+    axes.text(3.98, 0.3, "clip and AdamW, the same arithmetic on every rank: the weights stay the same",
+              ha="center", va="center", fontsize=9)
+    which = "one of its 427,072 numbers, that of model.norm.weight[0], in the first step of the default run"
+    axes.text(3.98, 0.08, f'"gradient": {which}', ha="center", va="center", fontsize=8)
     save(figure, "idea.png")
 
 
 def grid_picture():
-    """Groups as torch's DeviceMesh gives them, asked on each of eight ranks; its process groups are fakes, which send nothing."""
+    """Groups as torch's DeviceMesh gives them, asked on each of eight ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
     groups = []
     for rank in range(8):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)      # it sends nothing
         the_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        groups.append([(the_mesh.get_local_rank(name), dist.get_process_group_ranks(the_mesh.get_group(name))) for name in ("dp", "tp")])
+        groups.append([(the_mesh.get_local_rank(name), dist.get_process_group_ranks(the_mesh.get_group(name)))
+                       for name in ("dp", "tp")])
         dist.destroy_process_group()
     figure = plt.figure(figsize=(8, 3.5))
     axes = blank(figure, 8, 3.5)
     for node in range(2):
         y = 1.86 - 1.62 * node
-        axes.add_patch(Rectangle((0.85, y - 0.12), 5.75, 1.3, facecolor="#f4f4f4", edgecolor="#888888", linestyle="--"))
+        axes.add_patch(Rectangle((0.85, y - 0.12), 5.75, 1.3, facecolor="#f4f4f4", edgecolor="#888888",
+                                 linestyle="--"))
         axes.text(6.68, y + 0.53, f"node {node}:\none machine,\n4 GPUs, NVLink", fontsize=8.5, va="center")
         axes.text(0.74, y + 0.53, f"dp = {node}", ha="right", va="center", fontsize=9)
     for rank, ((row, column), (tp, line)) in enumerate(groups):
@@ -143,12 +155,13 @@ def grid_picture():
             axes.plot([x + 0.57] * 2, [y, y - 0.8], color="#222222", linewidth=1.5, linestyle=(0, (4, 2)))
     for tp in range(4):
         axes.text(1.62 + 1.4 * tp, 3.1, f"tp = {tp}", ha="center", fontsize=9)
-    axes.text(0.1, 3.3, "world size 8 = dp 2 x tp 4, tp innermost: rank = 4 dp + tp", fontsize=10, weight="bold")
+    axes.text(0.1, 3.3, "world size 8 = dp 2 x tp 4, tp innermost: rank = 4 dp + tp",
+              fontsize=10, weight="bold")
     axes.text(6.68, 1.48, "thick: a tp group\ndashed: a dp group", fontsize=8.5, va="center")
     save(figure, "grid.png")
 
 
-# ------------------------------------------------------------------------------------------------ the collectives
+# -------------------------------------------------------------------------------------------- the collectives
 def collective_worker(rank, folder, results):
     """Every collective once, on four gloo ranks: (name, what this rank has before, what after)."""
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -168,12 +181,14 @@ def collective_worker(rank, folder, results):
     z = four.clone()
     note("all-reduce", lambda: dist.all_reduce(z), four, z)
     whole = torch.zeros(4, dtype=torch.long)
-    note("gather, to rank 0", lambda: dist.gather(one, list(whole.split(1)) if rank == 0 else None, dst=0), one, whole if rank == 0 else none)
+    places = list(whole.split(1)) if rank == 0 else None
+    note("gather, to rank 0", lambda: dist.gather(one, places, dst=0), one, whole if rank == 0 else none)
     both = torch.zeros(4, dtype=torch.long)
     note("all-gather", lambda: dist.all_gather_into_tensor(both, one), one, both)
     part = torch.zeros(1, dtype=torch.long)
     there = torch.tensor([5, 6, 7, 8])
-    note("scatter, from rank 0", lambda: dist.scatter(part, list(there.split(1)) if rank == 0 else None, src=0), there if rank == 0 else none, part)
+    parts = list(there.split(1)) if rank == 0 else None
+    note("scatter, from rank 0", lambda: dist.scatter(part, parts, src=0), there if rank == 0 else none, part)
     share = torch.zeros(1, dtype=torch.long)
     note("reduce-scatter", lambda: dist.reduce_scatter_tensor(share, four), four, share)
     theirs = torch.zeros(4, dtype=torch.long)
@@ -197,7 +212,8 @@ def collectives_picture():
         ranks = dict(results.get() for _ in range(4))
     figure = plt.figure(figsize=(8, 7.4))
     for number, (name, *_) in enumerate(ranks[0]):
-        axes = blank(figure, 10.4, 5.6, (0.005 + 0.333 * (number % 3), 0.985 - 0.325 * (number // 3 + 1), 0.325, 0.315))
+        column, row = number % 3, number // 3
+        axes = blank(figure, 10.4, 5.6, (0.005 + 0.333 * column, 0.985 - 0.325 * (row + 1), 0.325, 0.315))
         axes.text(5.2, 5.3, name, ha="center", va="center", fontsize=10, weight="bold")
         axes.text(0.45, 4.72, "rank", ha="center", va="center", fontsize=8)
         axes.text(3.05, 4.72, "before", ha="center", va="center", fontsize=8)
@@ -209,7 +225,8 @@ def collectives_picture():
             _, before, after = ranks[rank][number]
             for left, values in ((1.05, before), (6.15, after)):
                 for i, value in enumerate(values):
-                    box(axes, left + i, y, 1, 0.84, str(value), RANKS[cells[value]] if value in cells else SUM)
+                    color = RANKS[cells[value]] if value in cells else SUM
+                    box(axes, left + i, y, 1, 0.84, str(value), color)
                 if not values:
                     box(axes, left, y, 1, 0.84, "-", NOTHING)
         arrow(axes, (5.25, 2.25), (5.95, 2.25))
@@ -218,17 +235,21 @@ def collectives_picture():
 
 # ------------------------------------------------------------------------------------------------ the ring
 def ring_moves(n=4):
-    """The messages of a ring all-reduce, worked through on a table: (phase, table before, [(from, to, part, value)], table after)."""
+    """The messages of a ring all-reduce, worked through on a table.
+
+    They are [(phase, table before, [(from, to, part, value)], table after)]."""
     table, moves = [[(part + 1) * 10**rank for part in range(n)] for rank in range(n)], []
     for i in range(2 * (n - 1)):
         summing = i < n - 1
-        parts = [(rank - i if summing else rank - (i - n + 1) + 1) % n for rank in range(n)]         # as in the README's ring_all_reduce
+        # as in the README's ring_all_reduce
+        parts = [(rank - i if summing else rank - (i - n + 1) + 1) % n for rank in range(n)]
         messages = [(rank, (rank + 1) % n, parts[rank], table[rank][parts[rank]]) for rank in range(n)]
         before = [list(row) for row in table]
         for _, to, part, value in messages:
             table[to][part] = table[to][part] + value if summing else value
-        moves.append((f"reduce-scatter, message {i + 1} of {n - 1}: add what arrives" if summing else f"all-gather, message {i - n + 2} of {n - 1}: keep what arrives",
-                      before, messages, [list(row) for row in table]))
+        phase = (f"reduce-scatter, message {i + 1} of {n - 1}: add what arrives" if summing
+                 else f"all-gather, message {i - n + 2} of {n - 1}: keep what arrives")
+        moves.append((phase, before, messages, [list(row) for row in table]))
     return moves
 
 
@@ -236,17 +257,18 @@ def ring_gif():
     corners, width, height = [(0.25, 2.85), (4.75, 2.85), (4.75, 0.75), (0.25, 0.75)], 0.75, 0.62
     moves = ring_moves()
     total = [sum((part + 1) * 10**rank for rank in range(4)) for part in range(4)]
-    frames = [(None, 0)] * 4 + [(move, step) for move in moves for step in (0, 0, 0.25, 0.5, 0.75, 1, 1, 1)] + [(None, 1)] * 8
+    start = "start: every rank has four parts", moves[0][1], [], moves[0][1]
+    end = "every rank has every sum: 6 messages of a quarter each", moves[-1][3], [], moves[-1][3]
+    moving = [(move, step) for move in moves for step in (0, 0, 0.25, 0.5, 0.75, 1, 1, 1)]
+    frames = [(start, 0)] * 4 + moving + [(end, 1)] * 8
     figure = plt.figure(figsize=(8, 4.3))
     axes = blank(figure, 8, 4.3)
 
     def draw(frame):
-        move, way = frame
+        (title, before, messages, after), way = frame
         axes.clear()
         axes.set(xlim=(0, 8), ylim=(0, 4.3))
         axes.axis("off")
-        title, before, messages, after = move or (("start: every rank has four parts" if way == 0 else "every rank has every sum: 6 messages of a quarter each"),
-                                                  moves[0][1] if way == 0 else moves[-1][3], [], moves[-1][3])
         axes.text(0.25, 4.05, title, fontsize=12, weight="bold", va="center")
         arrow(axes, (3.4, 3.16), (4.65, 3.16), color="#bbbbbb")
         arrow(axes, (6.25, 2.75), (6.25, 1.7), color="#bbbbbb")
@@ -257,29 +279,39 @@ def ring_gif():
             axes.text(x, y + height + 0.16, f"rank {rank}", fontsize=10, va="center")
             for part, value in enumerate(table[rank]):
                 changed = way == 1 and any(to == rank and p == part for _, to, p, _ in messages)
-                box(axes, x + width * part, y, width, height, f"{value}", SUM if value == total[part] else "#f6d98b" if changed else "white", fontsize=11)
+                color = SUM if value == total[part] else "#f6d98b" if changed else "white"
+                box(axes, x + width * part, y, width, height, f"{value}", color, fontsize=11)
         if 0 <= way < 1:
             for rank, to, part, value in messages:
                 (x0, y0), (x1, y1) = corners[rank], corners[to]
-                box(axes, x0 + (x1 - x0) * way + width * part, y0 + (y1 - y0) * way, width, height, f"{value}", "#e3a008", fontsize=11, weight="bold")
-        axes.text(0.25, 0.3, "yellow: on its way, or just added        dark: the sum of all four", fontsize=9.5, va="center")
-    FuncAnimation(figure, draw, frames=frames).save(os.path.join(FIGURES, "ring.gif"), writer=PillowWriter(fps=4), dpi=100)
+                x, y = x0 + (x1 - x0) * way + width * part, y0 + (y1 - y0) * way
+                box(axes, x, y, width, height, f"{value}", "#e3a008", fontsize=11, weight="bold")
+        axes.text(0.25, 0.3, "yellow: on its way, or just added        dark: the sum of all four",
+                  fontsize=9.5, va="center")
+    animation = FuncAnimation(figure, draw, frames=frames)
+    animation.save(os.path.join(FIGURES, "ring.gif"), writer=PillowWriter(fps=4), dpi=100)
     plt.close(figure)
 
 
-# ------------------------------------------------------------------------------------------------ buckets that fill
+# ------------------------------------------------------------------------------------------ buckets that fill
 def buckets_worker(rank, port, folder, results):
-    """One training step after another with --bucket_mb 4, watched; of the fastest backward: when each gradient came, each all-reduce began and ended."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """One training step after another with --bucket_mb 4, watched.
+
+    Of the fastest backward: when each gradient came, and when each all-reduce began and ended."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 --bucket_mb 4".split())
+    args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 "
+                             "--global_batch_size 8 --bucket_mb 4".split())
     args.dp = 2
     the_mesh = mesh.start_mesh(args)
     model = train.build_model(config.load_config(args), args)
     optimizer.accumulate_gradients(model.parameters())
-    names, came, reduces, all_reduce = {id(p): name for name, p in model.named_parameters()}, [], [], dist.all_reduce
+    names = {id(p): name for name, p in model.named_parameters()}
+    came, reduces, all_reduce = [], [], dist.all_reduce
+    note = lambda param: came.append((names[id(param)], param.main_grad.nbytes, time.perf_counter()))
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: came.append((names[id(param)], param.main_grad.nbytes, time.perf_counter())))
+        param.register_post_accumulate_grad_hook(note)
     sum_gradients = dp.data_parallel(model.parameters(), the_mesh.get_group("dp"), args)
 
     def watched(tensor, **how):
@@ -311,7 +343,8 @@ def buckets_worker(rank, port, folder, results):
 
 def where(name):
     """The place of a parameter in the model, in few letters."""
-    return {"lm_head.weight": "head", "model.embed_tokens.weight": "embedding", "model.norm.weight": "norm"}.get(name) or f"layer {name.split('.')[2]}"
+    others = {"lm_head.weight": "head", "model.embed_tokens.weight": "embedding", "model.norm.weight": "norm"}
+    return others.get(name) or f"layer {name.split('.')[2]}"
 
 
 def buckets_picture(folder):
@@ -322,48 +355,55 @@ def buckets_picture(folder):
     first, shades = 0, ["#2f6f9f", "#d9862b"]
     for number, (last, begin, end) in enumerate(step["reduces"]):
         grads, color = step["came"][first:last], shades[number % 2]
+        lane, alpha, ink = (0.55, 0.85, "white") if number % 2 == 0 else (0.08, 0.6, "black")
         previous = step["came"][first - 1][2] if first else 0
         times, level = [previous], [0]
         for _, size, time_ in grads:
             times += [time_, time_]
             level += [level[-1], level[-1] + size / 2**20]
-        upper.fill_between(times, level, color=color, alpha=0.85 if number % 2 == 0 else 0.6, linewidth=0)
+        upper.fill_between(times, level, color=color, alpha=alpha, linewidth=0)
         places = list(dict.fromkeys(where(name) for name, *_ in grads))
         upper.text(times[-1], level[-1] + 0.12, f"{number + 1}", ha="center", fontsize=10, weight="bold")
-        upper.text((times[0] + times[-1]) / 2, level[-1] + 0.75, places[0] if len(places) == 1 else f"{places[0]}\nto {places[-1]}", ha="center", fontsize=8)
+        span = places[0] if len(places) == 1 else f"{places[0]}\nto {places[-1]}"
+        upper.text((times[0] + times[-1]) / 2, level[-1] + 0.75, span, ha="center", fontsize=8)
         upper.plot([times[-1]] * 2, [level[-1], 0], color=color, linewidth=3, solid_capstyle="butt")
-        lane = 0.55 if number % 2 == 0 else 0.08
-        lower.broken_barh([(begin, end - begin)], (lane, 0.38), facecolor=color, alpha=0.85 if number % 2 == 0 else 0.6, edgecolor="black", linewidth=0.8)
-        lower.text((begin + end) / 2, lane + 0.18, f"{number + 1}", ha="center", va="center", fontsize=10, weight="bold", color="white" if number % 2 == 0 else "black")
+        lower.broken_barh([(begin, end - begin)], (lane, 0.38), facecolor=color, alpha=alpha,
+                          edgecolor="black", linewidth=0.8)
+        lower.text((begin + end) / 2, lane + 0.18, f"{number + 1}", ha="center", va="center", fontsize=10,
+                   weight="bold", color=ink)
         first = last
     done = max(step["end"], max(end for *_, end in step["reduces"]))
     for axes in (upper, lower):
         axes.axvline(step["end"], color="black", linestyle="--", linewidth=1)
         axes.axvspan(step["end"], done, color="#c8605a", alpha=0.25, linewidth=0)
         axes.spines[["top", "right"]].set_visible(False)
-    upper.set(ylabel="MiB in the bucket", ylim=(0, 7.6), title="Each bucket fills, and leaves when it is full (rank 0 of 2, --bucket_mb 4)")
+    upper.set(ylabel="MiB in the bucket", ylim=(0, 7.6),
+              title="Each bucket fills, and leaves when it is full (rank 0 of 2, --bucket_mb 4)")
     upper.title.set_fontsize(10)
     lower.text(step["end"], 1.06, "backward ends  ", ha="right", fontsize=8.5)
-    lower.set(xlabel="ms since the start of backward", ylabel="all-reduce\nunder way", yticks=[], ylim=(0, 1.25), xlim=(-0.03 * done, done * 1.01))
+    lower.set(xlabel="ms since the start of backward", ylabel="all-reduce\nunder way", yticks=[],
+              ylim=(0, 1.25), xlim=(-0.03 * done, done * 1.01))
     figure.tight_layout()
     save(figure, "buckets.png")
 
 
-# ------------------------------------------------------------------------------------------------ from waiting to hidden
-BANDWIDTH, MESSAGE = 125e6, 0.34e-3                       # bytes per second: 1 Gbit/s; seconds that any message takes: 4 KiB in the README's table
+# ------------------------------------------------------------------------------------- from waiting to hidden
+# bytes per second: 1 Gbit/s; seconds that any message takes: 4 KiB in the README's table
+BANDWIDTH, MESSAGE = 125e6, 0.34e-3
 MANY_TOKENS = [64, 128, 256, 512, 1024, 2048]
 
 
 def arrivals(folder, tokens, rounds=4):
-    """Of one backward pass, alone: [(bytes, second at which the gradient is there)] in order, and the second of its end.
+    """Of one backward pass, alone: [(bytes, second when the gradient is there)] in order, and when it ends.
 
     Seconds of this thread's processor time, since others use the machine too; of the rounds the fastest."""
     args = config.parse_args(["--model", folder])
     model = train.build_model(config.load_config(args), args)
     optimizer.accumulate_gradients(model.parameters())
     came, fastest = [], None
+    note = lambda param: came.append((param.main_grad.nbytes, time.thread_time()))
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: came.append((param.main_grad.nbytes, time.thread_time())))
+        param.register_post_accumulate_grad_hook(note)
     for _ in range(rounds + 1):
         rows = torch.randint(0, 4096, (tokens // SEQ_LEN, SEQ_LEN + 1))
         loss = model(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])
@@ -373,7 +413,8 @@ def arrivals(folder, tokens, rounds=4):
         end = time.thread_time() - start
         if fastest is None or end < fastest[1]:
             fastest = [(size, t - start) for size, t in came], end
-    sizes = {mb: [bucket.flat.nbytes for bucket in dp.make_buckets(list(model.parameters()), mb * 2**20)] for mb in (4, 25)}
+    params = list(model.parameters())
+    sizes = {mb: [bucket.flat.nbytes for bucket in dp.make_buckets(params, mb * 2**20)] for mb in (4, 25)}
     return *fastest, sizes
 
 
@@ -382,7 +423,8 @@ def waits(came, end, sizes):
     def rest(messages):                                   # (bytes, ready)
         free = 0
         for size, ready in messages:
-            free = max(free, ready) + MESSAGE + size / BANDWIDTH           # 2 ranks: a ring sends 2 (n - 1)/n = 1 times the payload
+            # on 2 ranks a ring sends 2 (n - 1)/n = 1 times the payload
+            free = max(free, ready) + MESSAGE + size / BANDWIDTH
         return max(0, free - end)
 
     def buckets(sizes):
@@ -404,35 +446,44 @@ def crossing_picture(folder):
     network = sum(size for size, _ in measured[64][0]) / BANDWIDTH
     backward = {tokens: end for tokens, (_, end, _) in measured.items()}
     figure, axes = plt.subplots(figsize=(8, 4.4))
-    looks = {"naive": ("#777777", "s-"), "overlap": ("#d9862b", "^-"), "bucket, 4 MB": ("#2f6f9f", "o-"), "bucket, 25 MB": ("#2f6f9f", "o:")}
+    looks = {"naive": ("#777777", "s-"), "overlap": ("#d9862b", "^-"),
+             "bucket, 4 MB": ("#2f6f9f", "o-"), "bucket, 25 MB": ("#2f6f9f", "o:")}
     for name, (color, line) in looks.items():
-        axes.plot(MANY_TOKENS, [1e3 * found[tokens][name] for tokens in MANY_TOKENS], line, color=color, label=name, markersize=5)
+        late = [1e3 * found[tokens][name] for tokens in MANY_TOKENS]
+        axes.plot(MANY_TOKENS, late, line, color=color, label=name, markersize=5)
     fine = np.arange(MANY_TOKENS[0], MANY_TOKENS[-1] + 1)
     rule = network - np.interp(fine, MANY_TOKENS, list(backward.values()))
     cross = int(fine[rule <= 0][0])
-    axes.plot(fine, 1e3 * rule.clip(0), color="#c8605a", linewidth=5, alpha=0.4, label="the rule: network - backward, at least 0", zorder=0)
+    axes.plot(fine, 1e3 * rule.clip(0), color="#c8605a", linewidth=5, alpha=0.4, zorder=0,
+              label="the rule: network - backward, at least 0")
     axes.axvline(cross, color="black", linestyle="--", linewidth=1)
     axes.axvspan(64, cross, color="#c8605a", alpha=0.08, linewidth=0)
     axes.text(cross * 0.95, 1e3 * network * 1.2, "wait", ha="right", fontsize=11, weight="bold")
-    axes.text(cross * 1.05, 1e3 * network * 1.2, f"hidden: from {cross:,.0f} tokens on\nbackward is longer than the network", fontsize=9, va="center")
+    hidden = f"hidden: from {cross:,.0f} tokens on\nbackward is longer than the network"
+    axes.text(cross * 1.05, 1e3 * network * 1.2, hidden, fontsize=9, va="center")
     axes.set_xscale("log", base=2)
     axes.set_xticks(MANY_TOKENS, [f"{tokens:,}" for tokens in MANY_TOKENS])
-    axes.set_title(f"{1e-6 * sum(size for size, _ in measured[64][0]):.1f} MB of gradients over {BANDWIDTH / 1e6:.0f} MB/s, {1e3 * MESSAGE} ms per message: simulated network, measured backward", fontsize=9)
-    axes.set(xlabel="tokens per rank in the last micro-batch", ylabel="ms of waiting after backward", xlim=(64, 2048), ylim=(0, 1e3 * network * 1.35))
+    megabytes = 1e-6 * sum(size for size, _ in measured[64][0])
+    axes.set_title(f"{megabytes:.1f} MB of gradients over {BANDWIDTH / 1e6:.0f} MB/s, "
+                   f"{1e3 * MESSAGE} ms per message: simulated network, measured backward", fontsize=9)
+    axes.set(xlabel="tokens per rank in the last micro-batch", ylabel="ms of waiting after backward",
+             xlim=(64, 2048), ylim=(0, 1e3 * network * 1.35))
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.42))
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     save(figure, "crossing.png")
     ms = lambda seconds: f"{1e3 * seconds:.0f} ms"
-    rows = ["| tokens per rank | backward | network | the rule | " + " | ".join(looks) + " |", "|" + "---|" * 8]
+    rows = ["| tokens per rank | backward | network | the rule | " + " | ".join(looks) + " |",
+            "|" + "---|" * 8]
     for tokens, end in backward.items():
-        rows.append(f"| {tokens:,} | {ms(end)} | {ms(network)} | {ms(max(0, network - end))} | " + " | ".join(ms(found[tokens][name]) for name in looks) + " |")
+        rows.append(f"| {tokens:,} | {ms(end)} | {ms(network)} | {ms(max(0, network - end))} | "
+                    + " | ".join(ms(found[tokens][name]) for name in looks) + " |")
     put_into_readme(dict(crossing=rows))
 
 
-# ------------------------------------------------------------------------------------------------ overlap, traced
+# -------------------------------------------------------------------------------------------- overlap, traced
 def spans_of(trace):
-    """(start, end) in ms of backward, all-reduces (by thread) and optimizer, from the start of backward on."""
+    """(start, end) in ms of backward, all-reduces (by thread) and optimizer, from the start of backward."""
     with open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     reduces = [e for e in events if e["name"] == "gloo:all_reduce"]
@@ -440,18 +491,20 @@ def spans_of(trace):
     backward = [e for e in events if e["name"].startswith("autograd::engine")]
     adamw = next(e for e in events if e["name"].startswith("Optimizer.step"))
     start = min(e["ts"] for e in backward)
-    span = lambda es: ((min(e["ts"] for e in es) - start) / 1e3, (max(e["ts"] + e["dur"] for e in es) - start) / 1e3)
+    span = lambda es: ((min(e["ts"] for e in es) - start) / 1e3,
+                       (max(e["ts"] + e["dur"] for e in es) - start) / 1e3)
     threads = sorted({e["tid"] for e in reduces})
     return dict(backward=span(backward), optimizer=span([adamw]),
                 reduces=[(threads.index(e["tid"]), *span([e])) for e in reduces if e is not loss])
 
 
 def overlap_picture(folder):
-    """One training step of each mode, rank 0 of 2, from the start of backward: of three traces the shortest."""
+    """A training step of each mode, rank 0 of 2, from the start of backward: of three traces the shortest."""
     traces = {}
     for mode, flags in MODES.items():
         for _ in range(3):
-            run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 --steps 5 --dp_mode {flags} --profile {folder}")
+            run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 "
+                   f"--steps 5 --dp_mode {flags} --profile {folder}")
             spans = spans_of(os.path.join(folder, "trace_rank0.json"))
             if mode not in traces or spans["optimizer"][1] < traces[mode]["optimizer"][1]:
                 traces[mode] = spans
@@ -463,10 +516,12 @@ def overlap_picture(folder):
             axes.broken_barh([(begin, end - begin)], (1.1, 0.8), color=color)
             axes.text(end if name == "optimizer" else begin, 1.5, f" {name}", va="center", fontsize=9)
         for thread, begin, end in spans["reduces"]:
-            axes.broken_barh([(begin, end - begin)], (0.1 + 0.4 * (1 - thread), 0.38), facecolor="#d9a441", edgecolor="white", linewidth=0.5 * (end - begin > 3))
+            axes.broken_barh([(begin, end - begin)], (0.1 + 0.4 * (1 - thread), 0.38), facecolor="#d9a441",
+                             edgecolor="white", linewidth=0.5 * (end - begin > 3))
         over, done = spans["backward"][1], max(end for *_, end in spans["reduces"])
         axes.axvspan(over, max(over, done), color="#c8605a", alpha=0.2, linewidth=0)
-        axes.set(title=f"--dp_mode {flags}: {len(spans['reduces'])} all-reduces, {max(0, done - over):.0f} ms of them after backward", yticks=[0.5, 1.5],
+        late = f"{max(0, done - over):.0f} ms of them after backward"
+        axes.set(title=f"--dp_mode {flags}: {len(spans['reduces'])} all-reduces, {late}", yticks=[0.5, 1.5],
                  yticklabels=["network\n(2 threads)", "compute"], ylim=(0, 2))
         axes.title.set_fontsize(10)
     panels[-1].set(xlabel="ms", xlim=(0, None))
@@ -474,16 +529,19 @@ def overlap_picture(folder):
     figure.savefig(os.path.join(FIGURES, "overlap.png"), dpi=110)
 
 
-# ------------------------------------------------------------------------------------------------ timing the modes
+# ------------------------------------------------------------------------------------------- timing the modes
 def timing_worker(rank, port, folder, results):
-    """Times forward and backward, and the wait for the sum after it, in rounds in which all contestants take turns.
+    """Times forward and backward, and the wait for the sum after it, in rounds in which all take turns.
 
     Both are the fastest round's: on a machine that others use too, all else is their doing."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
     torch.set_num_threads(1)
     the_mesh, contestants, seconds = None, {}, {}
-    for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap", **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
-        args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 1 --global_batch_size 2 --dp_mode {flags}".split())
+    for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap",
+                        **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
+        args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 1 "
+                                 f"--global_batch_size 2 --dp_mode {flags}".split())
         args.dp = 2
         the_mesh = the_mesh or mesh.start_mesh(args)
         model = train.build_model(config.load_config(args), args)
@@ -506,7 +564,7 @@ def timing_worker(rank, port, folder, results):
         timed("network", lambda: None, lambda: [dist.all_reduce(part) for part in flat.split(25 * 2**18)])
         for tokens in TOKENS:
             rows = torch.randint(0, 4096, (tokens // SEQ_LEN, SEQ_LEN + 1))
-            batch = [(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])]           # one micro-batch of that many tokens
+            batch = [(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])]           # of that many tokens
             for name, (model, finish, args) in contestants.items():
                 if tokens == 128 or name in ("alone", "naive", "overlap", 4):
                     timed((tokens, name), lambda: train.forward_backward(model, batch, args), finish)
@@ -523,7 +581,8 @@ def timing_tables(folder):
     mp.spawn(timing_worker, args=(29671 + os.getpid() % 500, folder, results), nprocs=2)
     ms = results.get()
     network = ms["network"][1]
-    modes = ["| tokens per rank | compute | network | compute / network | wait: naive | overlap | bucket (4 MiB) |", "|" + "---|" * 7]
+    modes = ["| tokens per rank | compute | network | compute / network | wait: naive | overlap "
+             "| bucket (4 MiB) |", "|" + "---|" * 7]
     for tokens in TOKENS:
         compute = ms[tokens, "alone"][0]
         modes.append(f"| {tokens:,} | {compute:.0f} ms | {network:.0f} ms | {compute / network:.1f} | "
@@ -533,13 +592,14 @@ def timing_tables(folder):
     for mb in BUCKETS:
         model = train.build_model(config.load_config(args), args)
         optimizer.accumulate_gradients(model.parameters())
-        sizes.append(f"| {mb} | {len(dp.make_buckets(list(model.parameters()), mb * 2**20))} | {ms[128, mb][1]:.1f} ms |")
+        count = len(dp.make_buckets(list(model.parameters()), mb * 2**20))
+        sizes.append(f"| {mb} | {count} | {ms[128, mb][1]:.1f} ms |")
     return dict(modes=modes, buckets=sizes)
 
 
-# ------------------------------------------------------------------------------------------------ the other tables
+# ------------------------------------------------------------------------------------------- the other tables
 def same_table():
-    rows = ["| ranks (dp) | micro-batch | accumulation | loss of the 4th step, float64 |", "|---|---|---|---|"]
+    rows = ["| ranks (dp) | micro-batch | accumulation | loss of the 4th step, float64 |", "|" + "---|" * 4]
     for ranks, micro in ((1, 16), (1, 2), (2, 8), (2, 2), (4, 1)):
         loss = run(ranks, f"--steps 4 --dtype float64 --micro_batch_size {micro}")[1][-1]["loss"]
         rows.append(f"| {ranks} | {micro} | {16 // ranks // micro} | {loss:.14f} |")
@@ -549,7 +609,8 @@ def same_table():
 def ledger_block():
     lines = ["```text"]
     for flags in ("naive", "bucket", "bucket --bucket_mb 0.5"):
-        table = re.search(r"^dimension.*\n(?:\w+ +\w+ .*\n)+", run(2, f"--steps 2 --ledger --dp_mode {flags}")[0], re.M)[0]
+        output, _ = run(2, f"--steps 2 --ledger --dp_mode {flags}")
+        table = re.search(r"^dimension.*\n(?:\w+ +\w+ .*\n)+", output, re.M)[0]
         lines += [f"--dp_mode {flags}", *table.splitlines(), ""]
     return lines[:-1] + ["```"]
 
@@ -571,14 +632,16 @@ def bfloat16_table():
     rows = ["| ranks | error of the sum in float32 | in bfloat16 |", "|---|---|---|"]
     for ranks in (2, 8, 64):
         exact = sum(g.double() for g in grads[:ranks])
-        error = lambda dtype: float((sum(g.to(dtype) for g in grads[:ranks]).double() - exact).norm() / exact.norm())
+        summed = lambda dtype: sum(g.to(dtype) for g in grads[:ranks])
+        error = lambda dtype: float((summed(dtype).double() - exact).norm() / exact.norm())
         rows.append(f"| {ranks} | {error(torch.float32):.0e} | {error(torch.bfloat16):.1%} |")
     return rows
 
 
 def bandwidth_table():
     bench = os.path.join(os.path.dirname(STEP), "tests", "bench_collectives.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", bench, "--out", os.path.join(FIGURES, "bandwidth.png")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               bench, "--out", os.path.join(FIGURES, "bandwidth.png")]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     return [line for line in output.splitlines() if line.startswith("|")]
 
@@ -588,7 +651,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -612,4 +676,5 @@ if __name__ == "__main__":
         if sys.argv[1:]:
             sys.exit()
         tables = timing_tables(folder)
-    put_into_readme(dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(), bandwidth=bandwidth_table()))
+    put_into_readme(dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(),
+                         bandwidth=bandwidth_table()))

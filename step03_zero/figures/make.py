@@ -1,4 +1,4 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step03_zero/figures/make.py                 (about three minutes on two cores)
     python step03_zero/figures/make.py timeline        (the timeline alone)
@@ -40,10 +40,12 @@ DP = 4
 
 def flags(stage, dtype="float32", dp=DP, micro_batches=1, more=""):
     """Four sequences on each rank."""
-    return f"--zero {stage} --dtype {dtype} --seq_len 32 --global_batch_size {4 * dp} --micro_batch_size {4 // micro_batches} {more}"
+    batch = f"--global_batch_size {4 * dp} --micro_batch_size {4 // micro_batches}"
+    return f"--zero {stage} --dtype {dtype} --seq_len 32 {batch} {more}"
 
 
-UNITS = [("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4), ("all", "the whole model", 1)]
+UNITS = [("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4),
+         ("all", "the whole model", 1)]
 RUNS = {dp: [(flags(stage, "bfloat16", dp), "1") for stage in range(4)] for dp in (1, 2, 3, DP)}
 RUNS[DP] += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1, 2, 4)]
 RUNS[DP] += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
@@ -53,7 +55,7 @@ SEEN = {}                                                 # by (number of ranks,
 BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
 
 
-# ------------------------------------------------------------------------------------------------ inside a rank
+# ---------------------------------------------------------------------------------------------- inside a rank
 class Watch(profiling.LiveStorages):
     """Sees storages resized as well, which no operation does."""
     def __enter__(self):
@@ -77,9 +79,11 @@ def tensors_of(model, optimizer):
     """What persists, by kind."""
     params, units = list(model.parameters()), units_of(model)
     masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
+    grads = [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None]
+    states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
     return {"parameters": params + [unit.weight_slice for unit in units],
-            "gradients": [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None] or [p.main_grad for p in params],
-            "optimizer states": masters + [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]}
+            "gradients": grads or [p.main_grad for p in params],
+            "optimizer states": masters + states}
 
 
 def bytes_of(tensors):
@@ -94,8 +98,10 @@ def cut_into_units(group, model, args):
     if group == "all":
         units = [[decoder.embed_tokens, *layers, decoder.norm, model.lm_head]]
     else:
-        halves = [[[layer.input_layernorm, layer.self_attn], [layer.post_attention_layernorm, layer.mlp]] for layer in layers]
-        blocks = sum(halves, []) if group == "half" else [layers[i:i + int(group)] for i in range(0, len(layers), int(group))]
+        halves = [[[layer.input_layernorm, layer.self_attn], [layer.post_attention_layernorm, layer.mlp]]
+                  for layer in layers]
+        blocks = (sum(halves, []) if group == "half" else
+                  [layers[i:i + int(group)] for i in range(0, len(layers), int(group))])
         units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
     for modules in units:
         params = [param for module in modules for param in module.parameters()]
@@ -127,7 +133,8 @@ def watch(group, argv):
             kept["first"] = len(live.events)
             yield
             kept["last"] = len(live.events)
-    add, gather, cut, profiler = zero.Unit2.add_gradient, zero.Unit3.gather_if_released, zero.zero_units, train.Profiler
+    add, gather = zero.Unit2.add_gradient, zero.Unit3.gather_if_released
+    cut, profiler = zero.zero_units, train.Profiler
 
     def noted_add(unit, param):
         add(unit, param)
@@ -143,12 +150,15 @@ def watch(group, argv):
         zero.Unit.all = units_of(model)
     zero.Unit2.add_gradient, zero.Unit3.gather_if_released = noted_add, noted_gather
     ledger.print_table = lambda sent, formula: seen.update(
-        calls={" ".join(key): n for key, n in sent.calls.items()}, wire={" ".join(key): n for key, n in sent.wire.items()},
-        payload={" ".join(key): n for key, n in sent.payload.items()}, formula={" ".join(key): n for key, n in formula.items()})
+        calls={" ".join(key): n for key, n in sent.calls.items()},
+        wire={" ".join(key): n for key, n in sent.wire.items()},
+        payload={" ".join(key): n for key, n in sent.payload.items()},
+        formula={" ".join(key): n for key, n in formula.items()})
     train.Profiler, train.zero_units = Keeping, noted_units
     with live:
         train.main(argv)
-    zero.Unit2.add_gradient, zero.Unit3.gather_if_released, train.zero_units, train.Profiler = add, gather, cut, profiler
+    zero.Unit2.add_gradient, zero.Unit3.gather_if_released = add, gather
+    train.zero_units, train.Profiler = cut, profiler
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
     seen["grads"] = max(alive)                            # those under way among them
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
@@ -156,15 +166,18 @@ def watch(group, argv):
     return seen
 
 
-# ------------------------------------------------------------------------------------------------ the timeline, inside a rank
+# -------------------------------------------------------------------------------- the timeline, inside a rank
 # 4.9M parameters in six blocks; one micro-batch of 4 x 64 tokens on each of two ranks
-TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
-              num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688,
+              num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+              rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
 TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4 --steps 40"
 
 
 def trace(out, argv):
-    """Runs the trainer; writes for every step what happened, and when by the clock of this thread, which stands while it waits."""
+    """Runs the trainer; writes for every step what happened, and when.
+
+    By the clock of this thread, which stands while it waits."""
     steps, number = [], {}
 
     class Traced(profiling.Profiler):
@@ -222,11 +235,14 @@ def run_all():
     for dp, runs in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "seen.json")
-            # a store of its own for every run: in one that another run has used, ranks find the addresses of the last run
-            stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+            # a store for every run: in one that another run has used, ranks find the addresses of that run
+            stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                      for _ in runs]
             described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(dp), os.path.abspath(__file__)]
-            subprocess.run([*command, "watch", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       "--nproc_per_node", str(dp), os.path.abspath(__file__)]
+            subprocess.run([*command, "watch", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"},
+                           check=True, timeout=600)
             with open(out) as file:
                 SEEN.update({(dp, *key): seen for key, seen in zip(runs, json.load(file))})
     for key, seen in SEEN.items():
@@ -244,7 +260,8 @@ def share(what, stage, dp, dtype="float32"):
 
 
 def persistent_table():
-    rows = ["| precision | stage | parameters: formula | measured | gradients: formula | measured | optimizer states: formula | measured | in all |",
+    rows = ["| precision | stage | parameters: formula | measured | gradients: formula | measured "
+            "| optimizer states: formula | measured | in all |",
             "|---|---|---|---|---|---|---|---|---|"]
     for dtype in ("float32", "bfloat16"):
         for stage in range(4):
@@ -264,54 +281,68 @@ def wire_table():
     """P counts elements here; one, and four micro-batches a step; the loss and the norm left out."""
     again = P - 2 * 16384 - 64 - (P - 2 * 16384 - 64) // 8                         # all blocks but the last
     assert again == P - 16384 - 16448 - 49280
-    rows = ["| stage | micro-batches | reduced, elements: formula | measured | gathered: formula | measured | bytes on the wire per rank | calls |",
+    rows = ["| stage | micro-batches | reduced, elements: formula | measured | gathered: formula "
+            "| measured | bytes on the wire per rank | calls |",
             "|---|---|---|---|---|---|---|---|"]
     for m in (1, 4):
         for stage in range(4):
             seen = run(flags(stage, micro_batches=m))
             paid = lambda name: seen["payload"].get("dp " + name, 0) // 4
-            reduced, gathered = (2 * (paid("all_reduce") - 2), 0) if stage == 0 else (paid("reduce_scatter"), paid("all_gather"))
-            formula = [("2P", 2 * P), ("P", P), ("mP", m * P), ("mP", m * P)][stage], [("0", 0), ("P", P), ("P", P), ("m(P + R)", m * (P + again))][stage]
-            assert (reduced, gathered) == (formula[0][1], formula[1][1])
+            reduced, gathered = paid("reduce_scatter"), paid("all_gather")
+            if stage == 0:
+                reduced, gathered = 2 * (paid("all_reduce") - 2), 0
+            to_reduce, reduces = [("2P", 2 * P), ("P", P), ("mP", m * P), ("mP", m * P)][stage]
+            to_gather, gathers = [("0", 0), ("P", P), ("P", P), ("m(P + R)", m * (P + again))][stage]
+            assert (reduced, gathered) == (reduces, gathers)
             calls = sum(seen["calls"].values()) - 2
-            rows.append(f"| {stage} | {m} | {formula[0][0]} = {formula[0][1]:,} | {reduced:,} | {formula[1][0]} = {formula[1][1]:,} | {gathered:,} "
-                        f"| {wire_of(seen, 'all_reduce', 'reduce_scatter', 'all_gather') - 2 * 4 * 1.5:,.0f} | {calls} |")
+            on_wire = wire_of(seen, "all_reduce", "reduce_scatter", "all_gather") - 2 * 4 * 1.5
+            rows.append(f"| {stage} | {m} | {to_reduce} = {reduces:,} | {reduced:,} "
+                        f"| {to_gather} = {gathers:,} | {gathered:,} | {on_wire:,.0f} | {calls} |")
     return rows
 
 
 def unit_table():
-    rows = ["| unit | units | all-gathers | reduce-scatters | bytes gathered on the wire | largest whole weights | largest gradient buffers | peak of all memory |",
+    rows = ["| unit | units | all-gathers | reduce-scatters | bytes gathered on the wire "
+            "| largest whole weights | largest gradient buffers | peak of all memory |",
             "|---|---|---|---|---|---|---|---|"]
     for group, name, count in UNITS:
         seen = run(flags(3), group=group)
-        rows.append(f"| {name} | {count} | {seen['calls']['dp all_gather']} | {seen['calls']['dp reduce_scatter']} | {wire_of(seen, 'all_gather'):,.0f} "
-                    f"| {seen['whole'] / 4 / P:.2f} P | {seen['grads'] / 4 / P:.2f} P | {seen['peak'] / 2**20:.2f} MiB |")
+        rows.append(f"| {name} | {count} | {seen['calls']['dp all_gather']} "
+                    f"| {seen['calls']['dp reduce_scatter']} | {wire_of(seen, 'all_gather'):,.0f} "
+                    f"| {seen['whole'] / 4 / P:.2f} P | {seen['grads'] / 4 / P:.2f} P "
+                    f"| {seen['peak'] / 2**20:.2f} MiB |")
     return rows
 
 
 def peak_table():
     """What comes and goes within a step, in float32."""
-    rows = ["| stage | persists | whole weights at most | gradient buffers at most | peak of all memory, activations included |", "|---|---|---|---|---|"]
+    rows = ["| stage | persists | whole weights at most | gradient buffers at most "
+            "| peak of all memory, activations included |",
+            "|---|---|---|---|---|"]
     for stage in range(4):
         seen = run(flags(stage))
         whole = f"{seen['whole'] // 4:,} elements" if stage == 3 else "persist"
         grads = f"{seen['grads'] // 4:,} elements" if stage > 1 else "persist"
-        rows.append(f"| {stage} | {sum(seen['persistent'].values()) / 2**20:.2f} MiB | {whole} | {grads} | {seen['peak'] / 2**20:.2f} MiB |")
+        rows.append(f"| {stage} | {sum(seen['persistent'].values()) / 2**20:.2f} MiB | {whole} | {grads} "
+                    f"| {seen['peak'] / 2**20:.2f} MiB |")
     return rows
 
 
 def hybrid_table():
-    rows = ["| stage | `--zero_shard` | persists, P bytes | on the wire inside a group | on the wire across groups |", "|---|---|---|---|---|"]
+    rows = ["| stage | `--zero_shard` | persists, P bytes | on the wire inside a group "
+            "| on the wire across groups |",
+            "|---|---|---|---|---|"]
     for stage in (1, 3):
         for shard in (4, 2):
             seen = run(flags(stage, more="--zero_shard 2" if shard == 2 else ""))
             inside = wire_of(seen, "reduce_scatter", "all_gather")
             across = seen["wire"].get("replicate all_reduce", 0)
-            rows.append(f"| {stage} | {shard} | {sum(seen['persistent'].values()) / P:g} | {inside:,.0f} | {across:,.0f} |")
+            rows.append(f"| {stage} | {shard} | {sum(seen['persistent'].values()) / P:g} | {inside:,.0f} "
+                        f"| {across:,.0f} |")
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 def holds_picture():
     """Who holds what: a row per rank, a column of four quarters per kind."""
     figure, panels = plt.subplots(1, 4, figsize=(10, 3.7))
@@ -321,12 +352,15 @@ def holds_picture():
             for column, what in enumerate(WHAT):
                 for quarter in range(DP):
                     held = stage < BYTES[what][2] or quarter == rank
-                    axes.add_patch(plt.Rectangle((column * 1.25 + quarter * 0.25, -rank), 0.25, 0.62, lw=0.8, edgecolor="#666666" if held else "#cccccc",
+                    axes.add_patch(plt.Rectangle((column * 1.25 + quarter * 0.25, -rank), 0.25, 0.62, lw=0.8,
+                                                 edgecolor="#666666" if held else "#cccccc",
                                                  facecolor=COLORS[what] if held else "white"))
         total = sum(share(what, stage, DP, "bfloat16") for what in WHAT)
-        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9), title=f"{titles[stage]}\n{total:g} bytes per\nparameter on each rank")
+        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9),
+                 title=f"{titles[stage]}\n{total:g} bytes per\nparameter on each rank")
         axes.title.set_fontsize(10)
-        axes.set_yticks([0.31 - rank for rank in range(DP)], [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP)
+        names = [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP
+        axes.set_yticks([0.31 - rank for rank in range(DP)], names)
         axes.set_xticks([0.5, 1.75, 3.0], ["weights\n2 B", "gradients\n4 B", "states\n12 B"])
         axes.tick_params(length=0)
         axes.tick_params(labelsize=9.5)
@@ -339,22 +373,27 @@ def holds_picture():
 def dp_picture():
     """Memory per rank against dp: formulas for llama-8b; formulas and measured points for tiny."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    styles, points = ["-", "--", "-.", ":"], ["o", "s", "^", "D"]                  # to tell them apart in grey as well
-    large, lines = metrics.parameter_count(config.PRESETS["llama-8b"]), ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
+    styles, points = ["-", "--", "-.", ":"], ["o", "s", "^", "D"]      # to tell them apart in grey as well
+    large = metrics.parameter_count(config.PRESETS["llama-8b"])
+    lines = ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
     sizes = [2 ** i for i in range(11)]
     for stage, color in enumerate(lines):
         per_rank = lambda dp: sum(share(what, stage, dp, "bfloat16") for what in WHAT)
-        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], styles[stage], color=color, lw=2, label=f"--zero {stage}")
+        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], styles[stage], color=color, lw=2,
+                  label=f"--zero {stage}")
         many = [1 + i / 10 for i in range(31)]
         right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], styles[stage], color=color, lw=1.5)
         measured = [sum(run(flags(stage, "bfloat16", dp), dp)["persistent"].values()) for dp in RUNS]
-        right.plot(list(RUNS), [b / 1e6 for b in measured], points[stage], color=color, ms=7, label=f"--zero {stage}")
+        right.plot(list(RUNS), [b / 1e6 for b in measured], points[stage], color=color, ms=7,
+                   label=f"--zero {stage}")
     left.axhline(80, color="#c8605a", ls="--", lw=1)
     left.text(950, 83, "80 GB", color="#c8605a", va="bottom", ha="right")
-    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", title="llama-8b, bfloat16: formula, nothing was run", xlim=(1, 1024))
+    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", xlim=(1, 1024),
+             title="llama-8b, bfloat16: formula, nothing was run")
     left.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
     left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    right.set(xlabel="dp", ylabel="MB per rank that persist", title="tiny, bfloat16: points measured, lines formula", ylim=(0, None))
+    right.set(xlabel="dp", ylabel="MB per rank that persist", ylim=(0, None),
+              title="tiny, bfloat16: points measured, lines formula")
     right.set_xticks([1, 2, 3, 4])
     for axes in (left, right):
         axes.legend(frameon=False, loc="lower left", fontsize=10, handlelength=3)
@@ -371,39 +410,49 @@ def step_picture():
         rows = run(flags(stage, micro_batches=2))["rows"]
         order = ["optimizer states", "gradients", "parameters", "activations", "rest"]
         kinds = [[row[list(COLORS).index(kind)] / 2**20 for row in rows] for kind in order]
-        axes.stackplot(range(len(rows)), kinds, labels=order, colors=[COLORS[kind] for kind in order], step="post")
+        axes.stackplot(range(len(rows)), kinds, labels=order,
+                       colors=[COLORS[kind] for kind in order], step="post")
         total = [sum(row) / 2**20 for row in rows]
         peak = max(range(len(rows)), key=total.__getitem__)
-        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5), textcoords="offset points", ha="center")
+        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5),
+                      textcoords="offset points", ha="center")
         axes.set(title=f"--zero {stage}", xlabel="allocations and frees, in order", xlim=(0, len(rows)))
         axes.locator_params(axis="x", nbins=4)
-        for below, kind, layer in zip(itertools.accumulate([0, *(layer[0] for layer in kinds)]), order[:3] if stage < 2 else [], kinds):
+        bottoms = itertools.accumulate([0, *(layer[0] for layer in kinds)])
+        for below, kind, layer in zip(bottoms, order[:3] if stage < 2 else [], kinds):
             axes.text(0.03 * len(rows), below + layer[0] / 2, kind, va="center", fontsize=9)
     for axes in panels[::2]:
         axes.set(ylabel="MiB alive on rank 0 of 4", ylim=(0, 1.2 * panels[0].dataLim.ymax))
-    panels[-1].legend(*(reversed(each) for each in panels[-1].get_legend_handles_labels()), loc="upper right", fontsize=9.5, frameon=False)
+    handles, labels = panels[-1].get_legend_handles_labels()
+    panels[-1].legend(handles[::-1], labels[::-1], loc="upper right", fontsize=9.5, frameon=False)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "step.png"), dpi=110)
 
 
 def traced_step():
-    """Rank 0's events of a step, as (what, unit, ms). All steps have the same; the time between two is the median of them."""
+    """Rank 0's events of a step, as (what, unit, ms).
+
+    All steps have the same; the time between two is the median of them."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(TRACED, file)
         out = os.path.join(folder, "trace.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", os.path.abspath(__file__), "trace", out]
-        subprocess.run([*command, "--model", folder, *TRACED_FLAGS.split()], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                   os.path.abspath(__file__), "trace", out, "--model", folder, *TRACED_FLAGS.split()]
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
         with open(out) as file:
             steps = json.load(file)[4:]
     names = [event[:2] for event in steps[0]]
     assert all([event[:2] for event in step] == names for step in steps)
-    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps) for i in range(1, len(names))]
+    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps)
+                  for i in range(1, len(names))]
     return [(*name, now) for name, now in zip(names, itertools.accumulate(gaps))]
 
 
 def timeline_picture():
-    """Rank 0 of 2: what it computes, the time that a gather and a sum have to hide in, and below whose weights are whole."""
+    """Rank 0 of 2: what it computes, and the time that a gather and a sum have to hide in.
+
+    Below: whose weights are whole."""
     events, blocks = traced_step(), TRACED["num_hidden_layers"]
     names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
     short = ["", *map(str, range(1, blocks + 1)), "head"]
@@ -436,11 +485,13 @@ def timeline_picture():
         axes.axvline(turn, color="#333333", ls=":", lw=1)
     above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
     above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
-    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed", "reduce-scatter:\nbegun until\nwaited for"])
+    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed",
+                                     "reduce-scatter:\nbegun until\nwaited for"])
     above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
     below.set_yticks(range(len(names)), names)
     below.invert_yaxis()
-    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole", fontsize=10)
+    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole",
+                    fontsize=10)
     below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
     for axes in (above, below):
         axes.tick_params(labelsize=9.5)
@@ -454,7 +505,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -473,4 +525,5 @@ if __name__ == "__main__":
         holds_picture()
         step_picture()
         dp_picture()
-        put_into_readme(dict(persistent=persistent_table(), wire=wire_table(), peak=peak_table(), units=unit_table(), hybrid=hybrid_table()))
+        put_into_readme(dict(persistent=persistent_table(), wire=wire_table(), peak=peak_table(),
+                             units=unit_table(), hybrid=hybrid_table()))

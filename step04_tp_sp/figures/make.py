@@ -1,4 +1,4 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step04_tp_sp/figures/make.py        (about a minute on two cores)
 
@@ -48,14 +48,17 @@ def world_of(flags):
 
 
 # (job, its arguments), by number of ranks
-JOBS = {tp: [("kept_by_a_layer", (f"--tp {tp} --sp {sp}", "again")) for sp in (SP if tp > 1 else ["on"])] for tp in TPS}
+JOBS = {tp: [("kept_by_a_layer", (f"--tp {tp} --sp {sp}", "again")) for sp in (SP if tp > 1 else ["on"])]
+        for tp in TPS}
 for tp in (2, 4, 8):
     JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on", "gathered"))]
-    JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on --recompute selective", keep)) for keep in ("again", "every product")]
+    JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on --recompute selective", keep))
+                 for keep in ("again", "every product")]
 JOBS[1] += [("kept_by_a_layer", ("--tp 1 --sp on --recompute selective", "again"))]
 for tp in (1, 2):
     JOBS[tp] += [("walk", (f"--tp {tp} --sp {sp}",)) for sp in (SP if tp > 1 else ["on"])]
-JOBS[4] += [("sent_by_a_layer", (f"--tp 4 --sp {sp} --recompute {mode}", "again")) for sp in SP for mode in RECOMPUTE]
+JOBS[4] += [("sent_by_a_layer", (f"--tp 4 --sp {sp} --recompute {mode}", "again"))
+            for sp in SP for mode in RECOMPUTE]
 JOBS[4] += [("sent_by_a_layer", ("--tp 4 --sp on --recompute none", "gathered"))]
 for flags in SUMMED:
     JOBS[world_of(flags)] += [("summed_once_a_step", (flags,))]
@@ -63,7 +66,7 @@ JOBS[8] += [("heads_of_ranks", ("--tp 8",))]
 SEEN = {}                                                 # by (job, *arguments)
 
 
-# ------------------------------------------------------------------------------------------------ inside a rank
+# ---------------------------------------------------------------------------------------------- inside a rank
 def do_all(out, jobs):
     dist.init_process_group("gloo")
     seen = [globals()[job](*arguments) for job, arguments in json.loads(jobs)]
@@ -71,6 +74,7 @@ def do_all(out, jobs):
         with open(out, "w") as file:
             json.dump(seen, file)
     dist.destroy_process_group()
+    gc.collect()                                          # gloo's threads must not outlive the interpreter
 
 
 def set_up(flags, layers=TINY.num_hidden_layers):
@@ -87,7 +91,7 @@ def set_up(flags, layers=TINY.num_hidden_layers):
 
 
 def keep_the_gathered_input(linears):
-    """In place of tensor_parallel.project_together: plain products, which keep what they are given, gathered."""
+    """For tensor_parallel.project_together: plain products, which keep what they are given, gathered."""
     def project(x):
         x = tensor_parallel.enter(x, linears[0].border)
         return tuple(torch.nn.functional.linear(x, linear.weight) for linear in linears)
@@ -110,7 +114,8 @@ def sent_by_a_layer(flags, keep):
     def measure(args, mesh, model, zero, micro_batches):
         with ledger.Ledger(mesh) as sent:
             train.forward_backward(model, micro_batches, args)
-        return {f"{what} {collective}": n for what, counts in (("calls", sent.calls), ("payload", sent.payload), ("wire", sent.wire))
+        counters = ("calls", sent.calls), ("payload", sent.payload), ("wire", sent.wire)
+        return {f"{what} {collective}": n for what, counts in counters
                 for (dimension, collective), n in counts.items() if dimension == "tp"}
     return per_layer(measure, flags, keep)
 
@@ -124,7 +129,7 @@ def kept_by_a_layer(flags, keep):
         with live:
             hidden = model.model(*micro_batches[0][:2])
         gc.collect()
-        time.sleep(0.3)                                   # gloo's threads let go of what they sent a little after the wait
+        time.sleep(0.3)                                   # gloo's threads let go of what they sent a bit late
         kept = sum(size for _, number, size in live.events if live.kinds[number] != "parameters")
         model.lm_head(hidden, micro_batches[0][2]).backward()
         return {"bytes": kept, "parameters": sum(param.numel() for param in model.parameters())}
@@ -149,7 +154,8 @@ def heads_of_ranks(flags):
         count, index = len(linear.weight) // attention.head_dim, linear.weight.placement.parts[0].index
         return list(range(index * count, (index + 1) * count))
     shared = attention.k_proj.weight.placement.sum_over
-    return gather_objects((heads(attention.q_proj), heads(attention.k_proj), dist.get_process_group_ranks(shared) if shared else []))
+    sharing = dist.get_process_group_ranks(shared) if shared else []
+    return gather_objects((heads(attention.q_proj), heads(attention.k_proj), sharing))
 
 
 def gather_objects(mine):
@@ -170,7 +176,8 @@ class Events(ledger.Ledger):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         before = self.payload.copy()
         result = super().__torch_dispatch__(op, types, args, kwargs)
-        self.list += [("wire", collective, size) for (dimension, collective), size in (self.payload - before).items() if dimension == "tp"]
+        self.list += [("wire", collective, size) for (dimension, collective), size
+                      in (self.payload - before).items() if dimension == "tp"]
         return result
 
     def note(self, place, tensor):
@@ -181,7 +188,7 @@ class Events(ledger.Ledger):
 
 
 def walk(flags):
-    """One forward and backward: at each place the shape, and whether ranks have the same there; the collectives on each way."""
+    """One forward and backward: each place's shape, whether ranks have the same there; the collectives."""
     args, mesh, model, _, micro_batches = set_up(flags, 1)
     events, decoder, head = Events(mesh), model.model, model.lm_head
     layer = decoder.layers["0"]
@@ -205,14 +212,15 @@ def walk(flags):
         events.note(next(partial_sums), x)
         return leave(x, border)
 
-    def noted_enter(x, border):                           # the regions enter in `project`, only the head enters here
+    def noted_enter(x, border):                           # of the head; the regions enter in `project`
         events.note("head's input", gathered := enter(x, border))
         return gathered
     enter, leave, partial_sums = tensor_parallel.enter, tensor_parallel.leave, iter(PARTIAL_SUMS)
     tensor_parallel.enter, tensor_parallel.leave = noted_enter, noted_leave
     if args.tp == 1:                                      # then there are no borders
         before("head's input", head)
-        for place, module in zip(PARTIAL_SUMS, (decoder.embed_tokens, layer.self_attn.o_proj, layer.mlp.down_proj)):
+        modules = decoder.embed_tokens, layer.self_attn.o_proj, layer.mlp.down_proj
+        for place, module in zip(PARTIAL_SUMS, modules):
             after(place, module)
     core, cross_entropy = layer.self_attn.core, head.cross_entropy
 
@@ -255,23 +263,31 @@ def run_all():
     for world, jobs in JOBS.items():
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "seen.json")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), os.path.abspath(__file__)]
-            subprocess.run([*command, "do", out, json.dumps(jobs)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       "--nproc_per_node", str(world), os.path.abspath(__file__)]
+            subprocess.run([*command, "do", out, json.dumps(jobs)],
+                           env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
             with open(out) as file:
-                SEEN.update({(job, *arguments): seen for (job, arguments), seen in zip(jobs, json.load(file))})
+                SEEN.update({(job, *arguments): seen
+                             for (job, arguments), seen in zip(jobs, json.load(file))})
 
 
 # ------------------------------------------------------------------------------------------------ the tables
 # the names of a place's dimensions, or of the border between the place before it and the place after
 STREAM_DIMS = ("batch", "sequence", "hidden")
 ROUTE = [
-    ("tokens", ("batch", "sequence")), ("embedding's rows", STREAM_DIMS), "out of the embedding, **g**", ("residual stream", STREAM_DIMS),
-    ("norm", STREAM_DIMS), "into attention, **f**", ("q", ("batch", "sequence", "heads")),
-    ("softmax, per head", ("batch", "sequence", "heads", "head_dim")), ("o_proj's product", STREAM_DIMS), "out of attention, **g**",
-    ("attention's output", STREAM_DIMS), ("residual stream, 2", STREAM_DIMS), ("norm, 2", STREAM_DIMS), "into the MLP, **f**",
-    ("gate", ("batch", "sequence", "inner dimension")), ("silu(gate) · up", ("batch", "sequence", "inner dimension")), ("down_proj's product", STREAM_DIMS),
-    "out of the MLP, **g**", ("MLP's output", STREAM_DIMS), ("residual stream, 3", STREAM_DIMS), ("last norm", STREAM_DIMS),
-    "into the head, **f**", ("head's input", STREAM_DIMS), ("logits", ("tokens", "vocabulary")), "in the cross-entropy", ("loss", ())]
+    ("tokens", ("batch", "sequence")), ("embedding's rows", STREAM_DIMS),
+    "out of the embedding, **g**", ("residual stream", STREAM_DIMS), ("norm", STREAM_DIMS),
+    "into attention, **f**", ("q", ("batch", "sequence", "heads")),
+    ("softmax, per head", ("batch", "sequence", "heads", "head_dim")), ("o_proj's product", STREAM_DIMS),
+    "out of attention, **g**", ("attention's output", STREAM_DIMS), ("residual stream, 2", STREAM_DIMS),
+    ("norm, 2", STREAM_DIMS),
+    "into the MLP, **f**", ("gate", ("batch", "sequence", "inner dimension")),
+    ("silu(gate) · up", ("batch", "sequence", "inner dimension")), ("down_proj's product", STREAM_DIMS),
+    "out of the MLP, **g**", ("MLP's output", STREAM_DIMS), ("residual stream, 3", STREAM_DIMS),
+    ("last norm", STREAM_DIMS),
+    "into the head, **f**", ("head's input", STREAM_DIMS), ("logits", ("tokens", "vocabulary")),
+    "in the cross-entropy", ("loss", ())]
 
 
 def between(events, first, last):
@@ -284,9 +300,11 @@ def said(collectives):
 
 
 def place_cell(place, names, sp):
-    (shape, same), (whole, _) = (SEEN["walk", flags]["places"][place] for flags in (f"--tp 2 --sp {sp}", "--tp 1 --sp on"))
+    (shape, same), (whole, _) = (SEEN["walk", flags]["places"][place]
+                                 for flags in (f"--tp 2 --sp {sp}", "--tp 1 --sp on"))
     cut = [name for name, size, whole_size in zip(names, shape, whole) if size != whole_size]
-    assert all(size * 2 == whole_size for size, whole_size in zip(shape, whole) if size != whole_size) and len(cut) < 2
+    assert all(2 * size == whole_size for size, whole_size in zip(shape, whole) if size != whole_size)
+    assert len(cut) < 2
     who = f"half of the {cut[0]}" if cut else "whole" if same else "**a partial sum**"
     return f"{who} {shape if shape else ''}".strip()
 
@@ -297,24 +315,35 @@ def border_cell(before, after, sp):
     if after == "loss":
         return f"forward: {said(forward)}"
     # before its border the head's input is the last norm's, and tokens have no gradient
-    return f"forward: {said(forward)}<br>backward: {said(between(events, ('backward', after), ('backward', before)))}"
+    backward = between(events, ("backward", after), ("backward", before))
+    return f"forward: {said(forward)}<br>backward: {said(backward)}"
 
 
 def region_table():
     rows = ["| place | `--sp off` | `--sp on` |", "|---|---|---|"]
     for i, stop in enumerate(ROUTE):
         if isinstance(stop, str):
-            rows.append(f"| → {stop} | " + " | ".join(border_cell(ROUTE[i - 1][0], ROUTE[i + 1][0], sp) for sp in SP) + " |")
+            rows.append(f"| → {stop} | "
+                        + " | ".join(border_cell(ROUTE[i - 1][0], ROUTE[i + 1][0], sp) for sp in SP) + " |")
         else:
-            rows.append(f"| {stop[0].split(', 2')[0].split(', 3')[0]} | " + " | ".join(place_cell(*stop, sp) for sp in SP) + " |")
+            rows.append(f"| {stop[0].split(', 2')[0].split(', 3')[0]} | "
+                        + " | ".join(place_cell(*stop, sp) for sp in SP) + " |")
     for sp in SP:                                         # nothing is sent anywhere else
         sizes = [event[2] for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"] if event[0] == "wire"]
         shown = " ".join(row.split(" | ")[1 + SP.index(sp)] for row in rows if "forward" in row)
-        assert sum(sizes) == sum(int(n.replace(",", "")) for n in re.findall(r"(?:reduce|gather|scatter) ([\d,]+)", shown)), sp
+        numbers = re.findall(r"(?:reduce|gather|scatter) ([\d,]+)", shown)
+        assert sum(sizes) == sum(int(n.replace(",", "")) for n in numbers), sp
     return rows
 
 
-# halves of all-reduces per layer and micro-batch, without and with a forward that runs again up to its last product
+def attention_table():
+    """The rows of one region, as in region_table."""
+    first, last = ("residual stream", STREAM_DIMS), ("attention's output", STREAM_DIMS)
+    rows, region = region_table(), range(ROUTE.index(first), ROUTE.index(last) + 1)
+    return rows[:2] + [rows[2 + i] for i in region if ROUTE[i][0] != "softmax, per head"]
+
+
+# halves of all-reduces per layer and micro-batch, without and with forward run again up to its last product
 HALVES = {"off": (8, 10), "on": (10, 13)}
 
 
@@ -323,7 +352,8 @@ def counts(seen):
 
 
 def wire_cells(seen, tp=4):
-    payload, wire = (sum(n for what, n in seen.items() if what.startswith(kind)) for kind in ("payload", "wire"))
+    payload, wire = (sum(n for what, n in seen.items() if what.startswith(kind))
+                     for kind in ("payload", "wire"))
     reduces, gathers, scatters = counts(seen)
     halves = 2 * reduces + gathers + scatters
     assert payload == (reduces + gathers + scatters) * STREAM and wire == halves * STREAM * (tp - 1) / tp
@@ -331,23 +361,30 @@ def wire_cells(seen, tp=4):
 
 
 def wire_table():
-    rows = ["| `--sp` | recomputation | all-reduces | all-gathers | reduce-scatters | payload | on the wire per rank | formula |", "|---|---|---|---|---|---|---|---|"]
+    rows = ["| `--sp` | recomputation | all-reduces | all-gathers | reduce-scatters | payload "
+            "| on the wire per rank | formula |",
+            "|---|---|---|---|---|---|---|---|"]
     for mode in RECOMPUTE:
         for sp in SP:
-            cells, halves = wire_cells(SEEN["sent_by_a_layer", f"--tp 4 --sp {sp} --recompute {mode}", "again"])
+            seen = SEEN["sent_by_a_layer", f"--tp 4 --sp {sp} --recompute {mode}", "again"]
+            cells, halves = wire_cells(seen)
             expected = HALVES[sp][mode != "none"]
             assert halves == expected
-            rows.append(f"| {sp} | {mode} | {cells} | {expected} · S · 3/4 = {expected * STREAM * 3 / 4:,.0f} |")
+            rows.append(f"| {sp} | {mode} | {cells} "
+                        f"| {expected} · S · 3/4 = {expected * STREAM * 3 / 4:,.0f} |")
     return rows
 
 
 def again_table():
-    rows = ["| backward has f's input | all-gathers | reduce-scatters | on the wire per rank, tp 4 | kept, numbers per token: tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|---|---|"]
+    rows = ["| backward has f's input | all-gathers | reduce-scatters | on the wire per rank, tp 4 "
+            "| kept, numbers per token: tp 2 | tp 4 | tp 8 |",
+            "|---|---|---|---|---|---|---|"]
     for keep, name in ("gathered", "from forward, gathered"), ("again", "gathered once more"):
         seen = SEEN["sent_by_a_layer", "--tp 4 --sp on --recompute none", keep]
         wire = sum(n for what, n in seen.items() if what.startswith("wire"))
         kept = " | ".join(f"{kept_per_token(tp, 'on', keep):,.1f}" for tp in (2, 4, 8))
-        rows.append(f"| {name} | {seen['calls all_gather']} | {seen['calls reduce_scatter']} | {wire:,.0f} | {kept} |")
+        rows.append(f"| {name} | {seen['calls all_gather']} | {seen['calls reduce_scatter']} "
+                    f"| {wire:,.0f} | {kept} |")
     return rows
 
 
@@ -358,46 +395,59 @@ def kept_per_token(tp, sp, keep="again"):
 def kept_formula(tp, shape=TINY, of_norms=6):
     """Numbers per token inside the regions, and outside with and without sp."""
     kv_heads = max(shape.num_key_value_heads / tp, 1)
-    inside = (2 * shape.num_attention_heads / tp + 2 * kv_heads) * shape.head_dim + (shape.num_attention_heads + 4 * shape.intermediate_size) / tp
+    projected = (2 * shape.num_attention_heads / tp + 2 * kv_heads) * shape.head_dim
+    inside = projected + (shape.num_attention_heads + 4 * shape.intermediate_size) / tp
     outside = of_norms * shape.hidden_size + 2
     return inside, outside / tp, outside
 
 
 def kept_table():
-    rows = ["| tp | inside the regions | outside, `--sp off` | in all | measured | outside, `--sp on` | in all | measured |", "|---|---|---|---|---|---|---|---|"]
+    rows = ["| tp | inside the regions | outside, `--sp off` | in all | measured | outside, `--sp on` "
+            "| in all | measured |",
+            "|---|---|---|---|---|---|---|---|"]
     for tp in TPS:
         inside, cut, whole = kept_formula(tp)
         off, on = kept_per_token(tp, "off" if tp > 1 else "on"), kept_per_token(tp, "on")
-        rows.append(f"| {tp} | {inside:,.0f} | {whole:,.0f} | {inside + whole:,.1f} | {off:,.1f} | {cut:,.1f} | {inside + cut:,.1f} | {on:,.1f} |")
+        rows.append(f"| {tp} | {inside:,.0f} | {whole:,.0f} | {inside + whole:,.1f} | {off:,.1f} "
+                    f"| {cut:,.1f} | {inside + cut:,.1f} | {on:,.1f} |")
         assert abs(off - inside - whole) < 1 and abs(on - inside - cut) < 1
     return rows
 
 
 def selective_table():
     rows = ["| `--recompute` | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
-    for name, flags, keep in (("`none`", "", "again"), ("`selective`, if it kept every product", " --recompute selective", "every product"),
-                              ("`selective`", " --recompute selective", "again")):
-        cells = [SEEN["kept_by_a_layer", f"--tp {tp} --sp on{flags}", "again" if tp == 1 else keep]["bytes"] / 4 / TOKENS for tp in TPS]
+    ways = (("`none`", "", "again"),
+            ("`selective`, if it kept every product", " --recompute selective", "every product"),
+            ("`selective`", " --recompute selective", "again"))
+    for name, flags, keep in ways:
+        kept = [SEEN["kept_by_a_layer", f"--tp {tp} --sp on{flags}", "again" if tp == 1 else keep]
+                for tp in TPS]
+        cells = [seen["bytes"] / 4 / TOKENS for seen in kept]
         rows.append(f"| {name} | {' | '.join(f'{cell:,.1f}' for cell in cells)} |")
     return rows
 
 
 def parameter_table():
     rows = ["| tp | parameters of a layer: formula | measured | of tp 1 |", "|---|---|---|---|"]
+    measured = {tp: SEEN["kept_by_a_layer", f"--tp {tp} --sp on", "again"]["parameters"] for tp in TPS}
     for tp in TPS:
-        columns = (2 * TINY.num_attention_heads / tp + 2 * max(TINY.num_key_value_heads / tp, 1)) * TINY.head_dim + 3 * TINY.intermediate_size / tp
-        expected, seen = TINY.hidden_size * (columns + 2), SEEN["kept_by_a_layer", f"--tp {tp} --sp on", "again"]["parameters"]
+        heads = 2 * TINY.num_attention_heads / tp + 2 * max(TINY.num_key_value_heads / tp, 1)
+        columns = heads * TINY.head_dim + 3 * TINY.intermediate_size / tp
+        expected, seen = TINY.hidden_size * (columns + 2), measured[tp]
         assert expected == seen
-        rows.append(f"| {tp} | {expected:,.0f} | {seen:,} | 1/{SEEN['kept_by_a_layer', '--tp 1 --sp on', 'again']['parameters'] / seen:.2f} |")
+        rows.append(f"| {tp} | {expected:,.0f} | {seen:,} | 1/{measured[1] / seen:.2f} |")
     return rows
 
 
 def summed_table():
-    rows = ["| flags | norms over tp: calls, bytes | shared heads over the ranks that have them: calls, bytes |", "|---|---|---|"]
+    rows = ["| flags | norms over tp: calls, bytes "
+            "| shared heads over the ranks that have them: calls, bytes |",
+            "|---|---|---|"]
     for flags in SUMMED:
         cells = []
         for group in ("tp", "kv_heads"):
-            seen = sorted({tuple(rank.get(group, (0, 0))) for rank in SEEN["summed_once_a_step", flags]}, reverse=True)
+            ranks = SEEN["summed_once_a_step", flags]
+            seen = sorted({tuple(rank.get(group, (0, 0))) for rank in ranks}, reverse=True)
             cells.append(" or ".join(f"{calls}, {size:,}" if calls else "none" for calls, size in seen))
         rows.append(f"| `{flags}` | {cells[0]} | {cells[1]} |")
     return rows
@@ -406,87 +456,182 @@ def summed_table():
 def heads_table():
     ranks = SEEN["heads_of_ranks", "--tp 8"]
     rows = ["| rank | " + " | ".join(map(str, range(len(ranks)))) + " |", "|---" * (len(ranks) + 1) + "|"]
-    for name, cells in (("query head", [q for q, _, _ in ranks]), ("key-value head", [kv for _, kv, _ in ranks])):
+    for name, cells in (("query head", [q for q, _, _ in ranks]),
+                        ("key-value head", [kv for _, kv, _ in ranks])):
         rows.append(f"| {name} | " + " | ".join(", ".join(map(str, cell)) for cell in cells) + " |")
-    rows.append("| sums its gradient with rank | " + " | ".join(str(next(other for other in shared if other != rank)) for rank, (_, _, shared) in enumerate(ranks)) + " |")
+    partners = [next(other for other in shared if other != rank) for rank, (_, _, shared) in enumerate(ranks)]
+    rows.append("| sums its gradient with rank | " + " | ".join(map(str, partners)) + " |")
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 BLUE, ORANGE = profiling.KINDS["parameters"], profiling.KINDS["gradients"]
-#          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum
-BLOCK = [("residual\nstream", "stream"), ("norm", "stream"), "f", ("q, k, v", "columns"), ("softmax\nper head", "columns"), ("o_proj", "partial"), "g",
-         ("residual\nstream", "stream"), ("norm", "stream"), "f", ("gate, up", "columns"), ("silu · up", "columns"), ("down_proj", "partial"), "g",
+#          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum;
+#          or a border: its name, and the places of the walk before and behind it
+BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
+         ("f", "norm", "q"), ("q, k, v", "columns"), ("softmax\nper head", "columns"),
+         ("o_proj", "partial"), ("g", "o_proj's product", "attention's output"),
+         ("residual\nstream", "stream"), ("norm", "stream"),
+         ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"),
+         ("down_\nproj", "partial"), ("g", "down_proj's product", "MLP's output"),
          ("residual\nstream", "stream")]
-BORDERS = {("off", "f"): ("identity", "all-reduce"), ("off", "g"): ("all-reduce", "identity"),
-           ("on", "f"): ("all-gather", "reduce-\nscatter"), ("on", "g"): ("reduce-\nscatter", "all-gather")}
+
+
+def border_words(before, after, sp):
+    """What is sent at a border forward and backward, as the walk has seen it."""
+    events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"]]
+    ways = (between(events, ("forward", before), ("forward", after)),
+            between(events, ("backward", after), ("backward", before)))
+    return [",\n".join(name.replace("_", "-") for name, _ in sent) or "nothing" for sent in ways]
 
 
 def block_picture():
-    figure, panels = plt.subplots(2, 1, figsize=(15, 9.4))
+    figure, panels = plt.subplots(2, 1, figsize=(10, 9))
     for sp, axes in zip(SP, panels):
-        for start, name in ((2, "attention: half of the heads"), (9, "MLP: half of the columns")):
-            axes.add_patch(plt.Rectangle((start + 0.5, -1.62), 4, 3.3, facecolor="#f3f0e8", edgecolor="none", zorder=0))
-            axes.text(start + 2.25, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
+        for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
+            axes.add_patch(plt.Rectangle((start + 0.5, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
+                                         zorder=0))
+            axes.text(start + 2.05, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
         for x, stop in enumerate(BLOCK):
-            if isinstance(stop, str):
-                axes.plot([x, x], [-1.62, 1.1], color="#c8605a", lw=2)
-                axes.text(x, 1.42, stop, ha="center", va="center", fontsize=17, style="italic", color="#c8605a")
-                forward, backward = BORDERS[sp, stop]
-                axes.text(x, -1.72, f"forward →\n{forward}", ha="center", va="top", fontsize=9, linespacing=1.25)
-                axes.text(x, -2.5, f"← backward\n{backward}", ha="center", va="top", fontsize=9, linespacing=1.25)
+            if len(stop) == 3:
+                axes.plot([x, x], [-2.3, 1.1], color="#c8605a", lw=2)
+                axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic",
+                          color="#c8605a")
+                forward, backward = border_words(*stop[1:], sp)
+                small = dict(ha="center", va="top", fontsize=10, linespacing=1.2)
+                axes.text(x, -2.4, f"forward →\n{forward}", **small)
+                axes.text(x, -3.15, f"← backward\n{backward}", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
-            axes.text(x, -1.72, stop[0], ha="center", va="top", fontsize=9, color="#444444")
+            axes.text(x, -1.5, stop[0], ha="center", va="top", fontsize=10, color="#444444", linespacing=1.1)
         for rank, y in ((0, 0.62), (1, -0.72)):
-            axes.text(-0.62, y, f"rank {rank}", ha="right", va="center", fontsize=10)
-        axes.text(-1.25, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
-        axes.set(xlim=(-1.3, len(BLOCK) - 0.3), ylim=(-3.3, 1.75))
+            axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
+        axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
+        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.1, 1.75))
         axes.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
-    figure.legend(legend, ["final values (down: sequence, across: hidden)", "a part of the columns: heads, or inner dimension", "a partial sum of all of it"],
-                  loc="lower center", ncol=3, frameon=False, fontsize=10)
+    names = ["final numbers (down: sequence, across: hidden)", "some of the columns",
+             "a partial sum of all of it"]
+    figure.legend(legend, names, loc="lower center", ncol=3, frameon=False, fontsize=10)
     figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.05, hspace=0.03)
     figure.savefig(os.path.join(FIGURES, "block.png"), dpi=110)
+
+
+def matrix(axes, left, middle, values, color_of, hatch=None):
+    """A matrix with its numbers, the middle of its left edge at (left, middle); color_of(row, column)."""
+    for row, numbers in enumerate(values):
+        for column, number in enumerate(numbers):
+            x, y = left + CELL * column, middle + CELL * (len(values) / 2 - 1 - row)
+            axes.add_patch(plt.Rectangle((x, y), CELL, CELL, facecolor=color_of(row, column),
+                                         edgecolor="#555555", lw=0.8, hatch=hatch))
+            axes.text(x + CELL / 2, y + CELL / 2, f"{number:g}", ha="center", va="center", fontsize=12,
+                      bbox=dict(facecolor="white", edgecolor="none", pad=1.2, alpha=0.85 if hatch else 0))
+    return left + CELL * len(values[0])
+
+
+CELL = 0.42
+OF_RANK = ["#7fa8d1", "#f3d9a4"]                          # apart in grey too
+
+
+def weights_picture():
+    """The two weights of the README's example, cut, and what each rank makes of its parts."""
+    x = torch.tensor([[1., 2.]])
+    first = torch.tensor([[1., 0.], [0., 1.], [1., 1.], [1., -1.]]).T             # on paper, y = x W: 2 x 4
+    second = torch.tensor([[1., 1., 1., 1.], [0., 1., 0., 1.]]).T                 # 4 x 2
+    figure, axes = plt.subplots(figsize=(10, 4.9))
+    white = lambda row, column: "white"
+    usual = dict(ha="center", va="center", fontsize=10.5)
+    say = lambda x, y, text, **style: axes.text(x, y, text, **usual | style)
+    say(1.15, 4.85, "the weights, whole", weight="bold")
+    say(1.15, 4.35, "A, cut in columns")
+    matrix(axes, 0.3, 3.55, first.tolist(), lambda row, column: OF_RANK[column // 2])
+    say(1.15, 2.3, "B, cut in rows")
+    matrix(axes, 0.72, 1.15, second.tolist(), lambda row, column: OF_RANK[row // 2])
+    axes.plot([2.55, 2.55], [0, 5], color="#cccccc", lw=1)
+    partials, outputs = [], []
+    for rank, middle in ((0, 3.55), (1, 1.15)):
+        mine = lambda row, column: OF_RANK[rank]
+        a, b = first[:, 2 * rank:2 * rank + 2], second[2 * rank:2 * rank + 2]
+        inner = x @ a
+        partials.append(inner @ b)
+        end = matrix(axes, 3.55, middle, x.tolist(), white)
+        say(end + 0.22, middle, "×", fontsize=14)
+        end = matrix(axes, end + 0.44, middle, a.tolist(), mine)
+        say(end + 0.25, middle, "=", fontsize=14)
+        end = matrix(axes, end + 0.5, middle, inner.tolist(), mine)
+        say(end + 0.22, middle, "×", fontsize=14)
+        end = matrix(axes, end + 0.44, middle, b.tolist(), mine)
+        say(end + 0.25, middle, "=", fontsize=14)
+        end = matrix(axes, end + 0.5, middle, partials[-1].tolist(), mine, hatch="///")
+        outputs.append(end)
+        say(2.95, middle, f"rank {rank}", weight="bold", ha="center")
+    for text, x_of in (("input", 3.97), ("its columns\nof A", 5.26), ("inner,\nfinal", 6.6),
+                       ("its rows\nof B", 7.88), ("partial\nsum", 9.22)):
+        say(x_of, 4.62, text)
+    total = sum(partials)
+    assert torch.equal(total, x @ first @ second)
+    for middle in (3.55, 1.15):
+        side = 1 if middle > 2 else -1
+        axes.annotate("", xy=(10.15, 2.35 + 0.32 * side), xytext=(outputs[0] + 0.08, middle),
+                      arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8))
+    say(10.3, 2.35, "+", fontsize=17, color="#c8605a")
+    say(3.97, 2.6, "f", fontsize=17, style="italic", color="#c8605a")
+    say(3.97, 2.05, "in backward the two\ngradients are added")
+    say(10.3, 1.55, "g", fontsize=17, style="italic", color="#c8605a")
+    matrix(axes, 10.62, 2.35, total.tolist(), white)
+    say(11.04, 2.9, "final,\non both")
+    axes.set(xlim=(0.1, 11.6), ylim=(0, 5.1))
+    axes.axis("off")
+    figure.subplots_adjust(left=0.005, right=0.995, top=0.99, bottom=0.01)
+    figure.savefig(os.path.join(FIGURES, "weights.png"), dpi=110)
 
 
 def tensor(axes, x, y, rank, kind, sp):
     """A tensor as a grid of sequence (down) by hidden (across), with what this rank has of it filled."""
     for row in range(2):
         for column in range(2):
-            held = kind == "partial" or (kind == "columns" and column == rank) or (kind == "stream" and (sp == "off" or row == rank))
-            style = dict(facecolor="#f2dfb6", hatch="////") if kind == "partial" else dict(facecolor=ORANGE if kind == "columns" else BLUE)
-            axes.add_patch(plt.Rectangle((x - 0.36 + 0.36 * column, y + 0.45 - 0.45 * (row + 1)), 0.36, 0.45, lw=0.8,
-                                         edgecolor=("#8a6d1f" if kind == "partial" else "#555555") if held else "#cccccc", zorder=2 if held else 1,
-                                         **style if held else dict(facecolor="white")))
+            held = {"partial": True, "columns": column == rank, "stream": sp == "off" or row == rank}[kind]
+            style = {"partial": dict(facecolor="#f2dfb6", hatch="////", edgecolor="#8a6d1f"),
+                     "columns": dict(facecolor=ORANGE, edgecolor="#555555"),
+                     "stream": dict(facecolor=BLUE, edgecolor="#555555")}[kind]
+            axes.add_patch(plt.Rectangle((x - 0.36 + 0.36 * column, y + 0.45 - 0.45 * (row + 1)), 0.36, 0.45,
+                                         lw=0.8, zorder=2 if held else 1,
+                                         **style if held else dict(facecolor="white", edgecolor="#cccccc")))
 
 
 def kept_picture():
-    """What a layer keeps per token against tp: measured bars with the formula; and the formula for a large model."""
+    """What a layer keeps per token against tp: measured, with the formula; the formula for a large model."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
     off_color, on_color = profiling.KINDS["activations"], BLUE
     places = range(len(TPS))
     for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
-        bars = left.bar([x + shift for x in places], [kept_per_token(tp, sp if tp > 1 else "on") for tp in TPS], 0.38, color=color, label=f"--sp {sp}, measured")
+        kept = [kept_per_token(tp, sp if tp > 1 else "on") for tp in TPS]
+        bars = left.bar([x + shift for x in places], kept, 0.38, color=color, label=f"--sp {sp}, measured")
         left.bar_label(bars, fmt="{:,.0f}", fontsize=9, padding=4)
         formula = [kept_formula(tp)[0] + kept_formula(tp)[1 if sp == "on" else 2] for tp in TPS]
-        left.hlines(formula, [x + shift - 0.19 for x in places], [x + shift + 0.19 for x in places], color="black", lw=1.6,
-                    label="formula" if sp == "on" else None)
+        left.hlines(formula, [x + shift - 0.19 for x in places], [x + shift + 0.19 for x in places],
+                    color="black", lw=1.6, label="formula" if sp == "on" else None)
     left.set_xticks(places, TPS)
-    left.set(xlabel="tp", ylabel="numbers per token and layer", title="tiny in float32 on the CPU", ylim=(0, 1550))
+    left.set(xlabel="tp", ylabel="numbers per token and layer", title="tiny in float32 on the CPU",
+             ylim=(0, 1550))
     left.legend(frameon=False, fontsize=9)
     large = config.PRESETS["llama-70b"]
     gigabytes = lambda number: number * 2 * 4096 * large.num_hidden_layers / 1e9
     inside, outside = [gigabytes(kept_formula(tp, large, of_norms=4)[0]) for tp in TPS], {}
-    outside["off"], outside["on"] = ([gigabytes(kept_formula(tp, large, of_norms=4)[part]) for tp in TPS] for part in (2, 1))
+    outside["off"], outside["on"] = ([gigabytes(kept_formula(tp, large, of_norms=4)[part]) for tp in TPS]
+                                     for part in (2, 1))
     for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
-        right.bar([x + shift for x in places], inside, 0.38, color="#bbbbbb", label="inside the regions" if sp == "off" else None)
-        bars = right.bar([x + shift for x in places], outside[sp], 0.38, bottom=inside, color=color, label=f"outside, --sp {sp}")
+        right.bar([x + shift for x in places], inside, 0.38, color="#bbbbbb",
+                  label="inside the regions" if sp == "off" else None)
+        bars = right.bar([x + shift for x in places], outside[sp], 0.38, bottom=inside, color=color,
+                         label=f"outside, --sp {sp}")
         right.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(inside, outside[sp])], fontsize=9, padding=2)
     right.set_xticks(places, TPS)
-    right.set(xlabel="tp", ylabel="GB per rank, 80 layers", title="llama-70b, one sequence of 4,096, 2 bytes a number, fused norms:\nformula only, nothing was run", ylim=(0, 140))
+    right.set(xlabel="tp", ylabel="GB per rank, 80 layers", ylim=(0, 140),
+              title="llama-70b, one sequence of 4,096, 2 bytes a number, fused norms:\n"
+                    "formula only, nothing was run")
     right.title.set_fontsize(11)
     right.legend(frameon=False, fontsize=9)
     figure.tight_layout()
@@ -498,7 +643,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -509,7 +655,9 @@ if __name__ == "__main__":
         do_all(*sys.argv[2:])
     else:
         run_all()
+        weights_picture()
         block_picture()
         kept_picture()
-        put_into_readme(dict(regions=region_table(), wire=wire_table(), again=again_table(), parameters=parameter_table(), kept=kept_table(),
+        put_into_readme(dict(regions=region_table(), attention=attention_table(), wire=wire_table(),
+                             again=again_table(), parameters=parameter_table(), kept=kept_table(),
                              selective=selective_table(), summed=summed_table(), heads=heads_table()))

@@ -1,6 +1,7 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step05_cp/figures/make.py        (about three minutes on two cores)
+    python step05_cp/figures/make.py             (about three minutes on two cores)
+    python step05_cp/figures/make.py pictures    (only those pictures that take no run)
 
 The ranks are the workers of tests/harness.py; some of what they measure, they measure as the tests do.
 """
@@ -19,7 +20,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.animation import PillowWriter
 from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch, Rectangle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
@@ -27,15 +30,16 @@ from harness import Pool
 from jobs import attention_job, kept_job, ledger_rows
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
-COLORS = ["#4878a8", "#d9a441", "#6aa56e", "#c8605a"]
+RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]      # of rank 0 to 3, from dark to light
+INKS = ["white", "white", "black", "black"]               # what can be read on them
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8, 64, 8, 4, 8, 192                   # tiny
 SEQ_LEN, BATCH = 128, 4                                                              # one micro-batch
 FLAGS = f"--seq_len {SEQ_LEN} --global_batch_size {BATCH} --micro_batch_size {BATCH}"
-LONG, LONG_HEADS, LONG_KV_HEADS, LONG_DIM = 4096, 8, 4, 64                          # one attention, for what lives while it runs
+LONG, LONG_HEADS, LONG_KV_HEADS, LONG_DIM = 4096, 8, 4, 64                          # for memory in attention
 POOL = Pool()
 
 
-# ------------------------------------------------------------------------------------------------ inside a rank
+# ---------------------------------------------------------------------------------------------- inside a rank
 class Pairs(TorchDispatchMode):
     """Counts the (query, key) pairs of which the kernels of attention's forward compute a score."""
 
@@ -45,8 +49,10 @@ class Pairs(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname == "_scaled_dot_product_flash_attention_for_cpu":
-            q, k, causal = args[0], args[1], args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
-            self.pairs += q.shape[:2].numel() * (q.shape[2] * (k.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2])
+            q, k = args[:2]
+            causal = args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
+            pairs = q.shape[2] * (k.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2]
+            self.pairs += q.shape[:2].numel() * pairs
         return op(*args, **(kwargs or {}))
 
 
@@ -96,10 +102,11 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
     from torch.distributed.device_mesh import init_device_mesh
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    rows = len(context_parallel.local_positions(mesh, SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode)))
+    args = SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode)
+    rows = len(context_parallel.local_positions(mesh, args))
     q, k, v = (torch.randn(1, rows, n, head_dim, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-    group = mesh.get_group()
-    core = context_parallel.ulysses(model.sdpa, group) if mode == "ulysses" else context_parallel.in_blocks(mode, group)
+    group, ulysses, in_blocks = mesh.get_group(), context_parallel.ulysses, context_parallel.in_blocks
+    core = ulysses(model.sdpa, group) if mode == "ulysses" else in_blocks(mode, group)
     core = model.sdpa if mesh.size() == 1 else core
     grad = torch.randn(1, rows, heads, head_dim)
     with profiling.LiveStorages() as live:
@@ -143,10 +150,12 @@ def ring_share(rank, seq_len, cp):
 
 
 def balance_table():
-    rows = ["| mode | " + " | ".join(f"rank {r}" for r in range(CP)) + " | smallest / largest | slowest / even |", "|---|" + "---|" * (CP + 2)]
+    ranks = " | ".join(f"rank {r}" for r in range(CP))
+    rows = [f"| mode | {ranks} | smallest / largest | slowest / even |", "|---|" + "---|" * (CP + 2)]
     whole = LAYERS * BATCH * HEADS * SEQ_LEN * (SEQ_LEN + 1) // 2
-    rows.append("| ring, formula | " + " | ".join(f"{ring_share(r, SEQ_LEN, CP):.2%}" for r in range(CP))
-                + f" | {ring_share(0, SEQ_LEN, CP) / ring_share(CP - 1, SEQ_LEN, CP):.3f} | {CP * ring_share(CP - 1, SEQ_LEN, CP):.2f} |")
+    shares = [ring_share(r, SEQ_LEN, CP) for r in range(CP)]
+    rows.append("| ring, formula | " + " | ".join(f"{share:.2%}" for share in shares)
+                + f" | {shares[0] / shares[-1]:.3f} | {CP * shares[-1]:.2f} |")
     for mode in MODES:
         done = call(pairs_job, CP, f"{FLAGS} --steps 1 --cp {CP} --cp_mode {mode}")
         assert sum(done) == whole, (mode, done)
@@ -158,31 +167,40 @@ def balance_table():
 def sent(mode, dtype, more="", cp=CP):
     """{collective: (calls, payload, formula, wire)} over cp, for one layer and one micro-batch."""
     run = train(f"{FLAGS} --steps 2 --ledger --dtype {dtype} --cp {cp} --cp_mode {mode} {more}", cp)
-    return {collective: [n / LAYERS for n in numbers] for (dimension, collective), numbers in ledger_rows(run.output).items()
+    rows = ledger_rows(run.output).items()
+    return {collective: [n / LAYERS for n in numbers] for (dimension, collective), numbers in rows
             if dimension == "cp" and collective != "all_reduce"}
 
 
-FORMULAS = {"ring": {"send": "(2 (c − 1) e + c x) K"}, "allgather": {"all_gather": "2 c e K", "reduce_scatter": "c x K"},
+FORMULAS = {"ring": {"send": "(2 (c − 1) e + c x) K"},
+            "allgather": {"all_gather": "2 c e K", "reduce_scatter": "c x K"},
             "ulysses": {"all_to_all": "2 e (2 Q + K)"}}
 FORMULAS["zigzag"] = FORMULAS["ring"]
 
 
 def wire_tables():
-    rows = ["| mode | precision | collective | calls | payload, bytes: formula | measured | on the wire, bytes |", "|---|---|---|---|---|---|---|"]
-    again = ["| mode | as it is | `--recompute selective` | `--recompute full` | forward alone |", "|---|---|---|---|---|"]
+    rows = ["| mode | precision | collective | calls | payload, bytes: formula | measured "
+            "| on the wire, bytes |",
+            "|---|---|---|---|---|---|---|"]
+    again = ["| mode | as it is | `--recompute selective` | `--recompute full` | forward alone |",
+             "|---|---|---|---|---|"]
     tokens = BATCH * SEQ_LEN // CP
     symbols = dict(c=CP, K=2 * tokens * KV_HEADS * HEAD_DIM, Q=tokens * HEADS * HEAD_DIM)
     for mode in MODES:
         for dtype, e in (("float32", 4), ("bfloat16", 2)):
             for collective, numbers in sent(mode, dtype).items():
                 formula = FORMULAS[mode][collective]
-                spelled = re.sub(r"\) (?=[KQ(])|(?<=[\w)]) (?=[\w(])", lambda m: m[0].replace(" ", "*"), formula.replace("−", "-"))
+                factors = re.compile(r"\) (?=[KQ(])|(?<=[\w)]) (?=[\w(])")
+                spelled = factors.sub(lambda m: m[0].replace(" ", "*"), formula.replace("−", "-"))
                 value = eval(spelled, dict(symbols, e=e, x=4))
                 calls, payload, _, wire = numbers
                 assert payload == value, (mode, collective, payload, value)
-                rows.append(f"| {mode} | {dtype} | {collective} | {calls:g} | {formula} = {value:,.0f} | {payload:,.0f} | {wire:,.0f} |")
-        total = [sum(numbers[3] for numbers in sent(mode, "bfloat16", more).values()) for more in ("", "--recompute selective", "--recompute full")]
-        again.append(f"| {mode} | " + " | ".join(f"{n:,.0f}" for n in total) + f" | {total[2] - total[0]:,.0f} |")
+                rows.append(f"| {mode} | {dtype} | {collective} | {calls:g} | {formula} = {value:,.0f} "
+                            f"| {payload:,.0f} | {wire:,.0f} |")
+        total = [sum(numbers[3] for numbers in sent(mode, "bfloat16", more).values())
+                 for more in ("", "--recompute selective", "--recompute full")]
+        cells = " | ".join(f"{n:,.0f}" for n in [*total, total[2] - total[0]])
+        again.append(f"| {mode} | {cells} |")
     return rows, again
 
 
@@ -191,9 +209,11 @@ def of_a_layer(job, world, more, measured=lambda answers: answers[0]):
     seen = []
     for layers in (2, 3):
         with tempfile.TemporaryDirectory() as folder:
-            shape = dict(num_hidden_layers=layers, hidden_size=HIDDEN, intermediate_size=MLP, num_attention_heads=HEADS,
-                         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=256)
-            seen.append(measured(call(job, world, f"{cases.make(Path(folder), **shape)} {FLAGS} --steps 1 {more}")))
+            shape = dict(num_hidden_layers=layers, hidden_size=HIDDEN, intermediate_size=MLP,
+                         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+                         vocab_size=256)
+            flags = f"{cases.make(Path(folder), **shape)} {FLAGS} --steps 1 {more}"
+            seen.append(measured(call(job, world, flags)))
     return seen[1] - seen[0]
 
 
@@ -204,14 +224,16 @@ def kept(more, world):
 def kept_formula(cp=1, mode="zigzag", tp=1, sp="on"):
     """Bytes in float32."""
     tokens = BATCH * SEQ_LEN // cp
-    repeats = max(1, cp * tp / KV_HEADS) if mode == "ulysses" else 1               # of kv heads that are fewer than the ranks; for powers of two
+    # of kv heads that are fewer than the ranks; for powers of two
+    repeats = max(1, cp * tp / KV_HEADS) if mode == "ulysses" else 1
     inside = 2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM * repeats + HEADS + 4 * MLP
     inside += HEADS * HEAD_DIM if mode == "ulysses" and cp > 1 else 0
     return 4 * tokens * (inside / tp + (6 * HIDDEN + 2) / (tp if sp == "on" else 1))
 
 
 def kept_table():
-    rows = ["| mode | cp 1: formula | measured | cp 2: formula | measured | cp 4: formula | measured |", "|---|---|---|---|---|---|---|"]
+    rows = ["| mode | cp 1: formula | measured | cp 2: formula | measured | cp 4: formula | measured |",
+            "|---|---|---|---|---|---|---|"]
     points = {}
     for mode in MODES:
         cells = []
@@ -223,17 +245,23 @@ def kept_table():
 
 
 def with_sp_table():
-    rows = ["| layout | ranks | a layer's tokens inside the regions, and outside | kept per layer: formula | measured |", "|---|---|---|---|---|"]
-    for cp, tp, sp in ((1, 1, "on"), (1, 2, "off"), (1, 2, "on"), (2, 1, "on"), (1, 4, "on"), (4, 1, "on"), (2, 2, "off"), (2, 2, "on")):
+    rows = ["| layout | ranks | a layer's tokens inside the regions, and outside | kept per layer: formula "
+            "| measured |",
+            "|---|---|---|---|---|"]
+    layouts = ((1, 1, "on"), (1, 2, "off"), (1, 2, "on"), (2, 1, "on"), (1, 4, "on"), (4, 1, "on"),
+               (2, 2, "off"), (2, 2, "on"))
+    for cp, tp, sp in layouts:
         flags = f"--cp {cp} --tp {tp}" + (f" --sp {sp}" if tp > 1 else "")
         inside, outside = BATCH * SEQ_LEN // cp, BATCH * SEQ_LEN // cp // (tp if sp == "on" else 1)
-        rows.append(f"| `{flags}` | {cp * tp} | {inside}, {outside} | {kept_formula(cp, 'zigzag', tp, sp):,.0f} | {kept(flags, cp * tp):,} |")
+        rows.append(f"| `{flags}` | {cp * tp} | {inside}, {outside} "
+                    f"| {kept_formula(cp, 'zigzag', tp, sp):,.0f} | {kept(flags, cp * tp):,} |")
     return rows
 
 
 def recompute_table():
     """What is there after forward, whoever keeps it."""
-    rows = ["| mode | `none`: rank 0 | rank 3 | `selective`: rank 0 | rank 3 | `full`: rank 0 | rank 3 |", "|---|---|---|---|---|---|---|"]
+    rows = ["| mode | `none`: rank 0 | rank 3 | `selective`: rank 0 | rank 3 | `full`: rank 0 | rank 3 |",
+            "|---|---|---|---|---|---|---|"]
     for mode in ("one rank", *MODES):
         cells = []
         for recompute in ("none", "selective", "full"):
@@ -249,36 +277,41 @@ def alive_table():
     rows = ["| mode | in forward | in backward |", "|---|---|---|"]
     for mode in ("one rank", *MODES):
         world = 1 if mode == "one rank" else CP
-        seen = call(one_attention_job, world, mode=mode, seq_len=LONG, heads=LONG_HEADS, kv_heads=LONG_KV_HEADS, head_dim=LONG_DIM)
-        rows.append(f"| {mode} | " + " | ".join(f"{max(numbers) / 2**20:.1f} MiB" for numbers in zip(*seen)) + " |")
+        seen = call(one_attention_job, world, mode=mode, seq_len=LONG, heads=LONG_HEADS,
+                    kv_heads=LONG_KV_HEADS, head_dim=LONG_DIM)
+        rows.append(f"| {mode} | "
+                    + " | ".join(f"{max(numbers) / 2**20:.1f} MiB" for numbers in zip(*seen)) + " |")
     return rows
 
 
 def accuracy_table():
     per_rank = call(attention_job, 8, modes=MODES, seq_len=8192, dtypes=["float64", "float32", "bfloat16"])
     worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
-    rows = ["| | float64: output | gradients | float32: output | gradients | bfloat16: output | gradients |", "|---|---|---|---|---|---|---|"]
+    rows = ["| | float64: output | gradients | float32: output | gradients | bfloat16: output | gradients |",
+            "|---|---|---|---|---|---|---|"]
     for mode in ("flash", *MODES):
         cells = []
         for dtype in ("float64", "float32", "bfloat16"):
             out, *grads = worst[mode, dtype]
             cells += [f"{error:.1e}" if error else "0" for error in (out, max(grads))]
-        rows.append(f"| {'the flash kernel on the whole, on one rank' if mode == 'flash' else mode} | " + " | ".join(cells) + " |")
+        name = "the flash kernel on the whole, on one rank" if mode == "flash" else mode
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 def placed(rank, mode, length):
     """context_parallel.local_positions for a rank that is not there."""
     from types import SimpleNamespace
 
     import context_parallel
     mesh = SimpleNamespace(get_local_rank=lambda name: rank)
-    return context_parallel.local_positions(mesh, SimpleNamespace(seq_len=length, cp=CP, cp_mode=mode)).numpy()
+    args = SimpleNamespace(seq_len=length, cp=CP, cp_mode=mode)
+    return context_parallel.local_positions(mesh, args).numpy()
 
 
 def computed(mode, length):
-    """Who computes the score of each pair of a query and a key, and at which hop; -1: nobody. From visible() itself."""
+    """Who computes the score of each query and key, and at which hop; -1: nobody. From visible() itself."""
     import context_parallel
     who, when = np.full((length, length), -1), np.full((length, length), -1)
     for rank in range(CP):
@@ -288,7 +321,8 @@ def computed(mode, length):
             if block:
                 rows, columns, causal = block
                 queries, keys = placed(rank, mode, length)[rows], placed(source, mode, length)[columns]
-                mask = np.tri(len(queries), len(keys), dtype=bool) if causal else np.ones((len(queries), len(keys)), bool)
+                shape = len(queries), len(keys)
+                mask = np.tri(*shape, dtype=bool) if causal else np.ones(shape, bool)
                 index = np.ix_(queries, keys)
                 assert (who[index][mask] == -1).all()
                 who[index] = np.where(mask, rank, who[index])
@@ -298,7 +332,7 @@ def computed(mode, length):
 
 
 def timeline(mode, length):
-    """[(rank, hop, start, work)]: a hop starts when the rank is done with the last one and its keys have come, at once."""
+    """[(rank, hop, start, work)]: a hop starts when the last one is done and its keys have come, at once."""
     who, when = computed(mode, length)
     unit, start, done, bars = (length // CP) ** 2, {}, dict.fromkeys(range(CP), 0), []
     for hop in range(CP):
@@ -313,92 +347,388 @@ def timeline(mode, length):
 
 def who_picture():
     length, cells = 256, 2 * CP
-    figure, panels = plt.subplots(2, 2, figsize=(12, 8.8), gridspec_kw=dict(height_ratios=[6, 2.3]))
+    figure, panels = plt.subplots(2, 2, figsize=(8.3, 6.6), gridspec_kw=dict(height_ratios=[6, 2.3]))
     for column, mode in enumerate(("ring", "zigzag")):
         axes, (who, when) = panels[0][column], computed(mode, length)
-        axes.imshow(np.ma.masked_less(who, 0), cmap=ListedColormap(COLORS), vmin=0, vmax=CP - 1, extent=(0, cells, cells, 0), interpolation="nearest")
+        axes.imshow(np.ma.masked_less(who, 0), cmap=ListedColormap(RANKS), vmin=0, vmax=CP - 1,
+                    extent=(0, cells, cells, 0), interpolation="nearest")
         size = length // cells
+        owner = [next(rank for rank in range(CP) if i * size in placed(rank, mode, length))
+                 for i in range(cells)]
         for i in range(cells):
             for j in range(i + 1):
                 inside = when[i * size:(i + 1) * size, j * size:(j + 1) * size]
                 hop, = set(inside[inside >= 0])
                 shift = 0.17 if i == j else 0                                  # into the triangle
-                axes.text(j + 0.5 - shift, i + 0.5 + shift, str(hop), ha="center", va="center", color="white", fontsize=12, fontweight="bold")
+                axes.text(j + 0.5 - shift, i + 0.5 + shift, str(hop), ha="center", va="center",
+                          color=INKS[owner[i]], fontsize=9, fontweight="bold")
         for line in range(cells + 1):
             axes.plot([0, line], [line, line], color="white", lw=0.8)
             axes.plot([line, line], [line, cells], color="white", lw=0.8)
-        owner = [next(rank for rank in range(CP) if i * size in placed(rank, mode, length)) for i in range(cells)]
-        axes.text(cells, 1.6, "colour: the rank that computes the scores\nnumber: the hop at which it does", ha="right", va="center", fontsize=10)
-        names = [f"chunk {i}: rank {rank}" for i, rank in enumerate(owner)]
-        axes.set_yticks(np.arange(cells) + 0.5, names)
-        axes.set_xticks(np.arange(cells) + 0.5, [f"{i}\nrank {rank}" for i, rank in enumerate(owner)], fontsize=9)
-        for label, rank in zip(axes.get_yticklabels(), owner):
-            label.set_color(COLORS[rank])
-        axes.set(xlabel="keys: chunk, and the rank that they come from", title=f"--cp_mode {mode}")
-        axes.set_ylabel("queries" if column == 0 else "")
+        axes.text(cells, 1.5, "colour: the rank that computes\nnumber: the hop at which it does",
+                  ha="right", va="center", fontsize=8)
+        middles = np.arange(cells) + 0.5
+        axes.set_yticks(middles, [f"chunk {i}: rank {rank}" for i, rank in enumerate(owner)], fontsize=8)
+        axes.set_xticks(middles, [f"{i}\nr. {rank}" for i, rank in enumerate(owner)], fontsize=8)
+        axes.set_xlabel("keys: chunk, and the rank that they come from", fontsize=9)
+        axes.set_ylabel("queries" if column == 0 else "", fontsize=9)
+        axes.set_title(f"--cp_mode {mode}", fontsize=10)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
 
         axes, bars = panels[1][column], timeline(mode, length)
         for rank, hop, start, work in bars:
             if work:
-                axes.barh(-rank, work, left=start, height=0.72, color=COLORS[rank], edgecolor="white", lw=1.5)
-                axes.text(start + work / 2, -rank, str(hop), ha="center", va="center", color="white", fontsize=11, fontweight="bold")
+                axes.barh(-rank, work, left=start, height=0.72, color=RANKS[rank], edgecolor="white", lw=1.5)
+                axes.text(start + work / 2, -rank, str(hop), ha="center", va="center", color=INKS[rank],
+                          fontsize=9, fontweight="bold")
         end = max(start + work for _, _, start, work in bars)
         axes.axvline(end, color="#444444", ls="--", lw=1)
-        axes.text(end + 0.04, -1.5, f"{end:.1f}", va="center", color="#444444")
-        axes.set_yticks([-rank for rank in range(CP)], [f"rank {rank}" for rank in range(CP)])
-        axes.set(xlim=(0, 4), xlabel="time, in units of one whole block of scores; transfers take none", ylim=(-CP + 0.5, 0.5))
+        axes.text(end + 0.04, -1.5, f"{end:.1f}", va="center", color="#444444", fontsize=9)
+        axes.set_yticks([-rank for rank in range(CP)], [f"rank {rank}" for rank in range(CP)], fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set(xlim=(0, 4), ylim=(-CP + 0.5, 0.5))
+        axes.set_xlabel("time, in whole blocks of scores; transfers take none", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(h_pad=2)
-    figure.savefig(FIGURES / "who_computes.png", dpi=110)
+    figure.tight_layout(h_pad=1.5)
+    figure.savefig(FIGURES / "who_computes.png", dpi=150)
+    plt.close(figure)
+
+
+def one_sequence(shape, recompute, tp=1):
+    """Bytes per token that one sequence keeps in bfloat16, as step 1 counts them, with fused norms.
+
+    In parts over tp, with --sp on."""
+    kv = shape.num_key_value_heads * shape.head_dim
+    layer = 2 * (6 * shape.hidden_size + 2 * kv + 4 * shape.intermediate_size)
+    if recompute == "full":
+        # of every layer its input; and one layer whole, while backward is in it
+        return (2 * shape.hidden_size * shape.num_hidden_layers + layer) / tp
+    return layer * shape.num_hidden_layers / tp
+
+
+def too_long_picture():
+    import config
+    figure, panels = plt.subplots(1, 2, figsize=(8.3, 3.5), sharey=True)
+    tokens = np.geomspace(2**11, 2**21, 100)
+    for axes, name in zip(panels, ("llama-8b", "llama-70b")):
+        shape = config.PRESETS[name]
+        lines = (("none", 1, "-", RANKS[1], "one GPU"), ("none", 8, "-", RANKS[0], "tp 8"),
+                 ("full", 8, "--", RANKS[0], "tp 8, --recompute full"))
+        for recompute, tp, style, color, label in lines:
+            each = one_sequence(shape, recompute, tp)
+            axes.plot(tokens, tokens * each / 1e9, style, color=color, lw=2, label=label)
+            axes.plot([80e9 / each], [80], "o", color=color, ms=5)
+            most = float(f"{80e9 / each:.3g}")
+            axes.annotate(f"{most:,.0f}", (80e9 / each, 80), (2, -11), textcoords="offset points",
+                          fontsize=8, color=color)
+        axes.axhline(80, color="#444444", lw=1)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([2**n for n in (11, 13, 15, 17, 19, 21)],
+                        ["2K", "8K", "32K", "128K", "512K", "2M"], fontsize=8)
+        axes.set_yticks([1, 10, 80, 1000, 10000], ["1", "10", "80 (one GPU)", "1,000", "10,000"], fontsize=8)
+        axes.minorticks_off()
+        axes.set(ylim=(1, 1e5), xlim=(2**11, 2**21))
+        axes.set_xlabel("tokens in the sequence", fontsize=9)
+        axes.set_title(name, fontsize=10)
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("GB kept for backward, on each GPU", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(FIGURES / "too_long.png", dpi=150)
+    plt.close(figure)
+
+
+def local_block(mode, rank, source, length):
+    """[queries of rank, keys of source]: whether rank computes the score. From visible() itself."""
+    import context_parallel
+    seen = np.zeros((length // CP, length // CP), dtype=bool)
+    block = context_parallel.visible(rank, source, mode, length // CP)
+    if block:
+        rows, columns, causal = block
+        shape = seen[rows, columns].shape
+        seen[rows, columns] = np.tri(*shape, dtype=bool) if causal else True
+    queries, keys = placed(rank, mode, length), placed(source, mode, length)
+    assert (seen == (queries[:, None] >= keys[None, :])).all()
+    return seen
+
+
+def goes_round_picture():
+    length, side, step_x, step_y = 2**10, 1.0, 1.42, 1.5
+    figure, panels = plt.subplots(1, 2, figsize=(8.3, 4.9))
+    for axes, mode in zip(panels, ("ring", "zigzag")):
+        for hop in range(CP):
+            slowest = 0
+            for rank in range(CP):
+                x, y, source = hop * step_x, rank * step_y, (rank - hop) % CP
+                seen = local_block(mode, rank, source, length)
+                slowest = max(slowest, seen.mean())
+                axes.add_patch(Rectangle((x, y), side, side, facecolor="#f4f4f4", edgecolor="#aaaaaa",
+                                         hatch="/////", lw=0))
+                axes.imshow(np.ma.masked_equal(seen, False), cmap=ListedColormap([RANKS[source]]),
+                            extent=(x, x + side, y + side, y), interpolation="nearest", zorder=2)
+                axes.add_patch(Rectangle((x, y), side, side, facecolor="none", edgecolor="#444444", lw=1,
+                                         zorder=3))
+                if mode == "zigzag":                      # between the early chunk and the late one
+                    axes.plot([x + side / 2] * 2, [y, y + side], color="#444444", lw=0.5, zorder=3)
+                    axes.plot([x, x + side], [y + side / 2] * 2, color="#444444", lw=0.5, zorder=3)
+                axes.text(x + side / 2, y - 0.06, f"K, V of {source}", ha="center", va="bottom", fontsize=8)
+                if hop < CP - 1:
+                    to = (rank + 1) % CP
+                    left, right = x + side + 0.01, x + step_x - 0.01
+                    arrow = dict(arrowstyle="-|>", color=RANKS[source], lw=1.3, shrinkA=0, shrinkB=0,
+                                 mutation_scale=8)
+                    if to:
+                        axes.annotate("", (right, to * step_y + 0.12), (left, y + 0.88), arrowprops=arrow,
+                                      zorder=4)
+                    else:                                 # from the last rank to the first
+                        axes.annotate("", (right, 0.5), (left, y + 0.5), zorder=1,
+                                      arrowprops=dict(arrow, ls=":", lw=1.6, connectionstyle="arc3,rad=0"))
+            middle = hop * step_x + side / 2
+            axes.text(middle, -0.62, f"hop {hop}", ha="center", fontsize=9, fontweight="bold")
+            axes.text(middle, CP * step_y - 0.12, f"{slowest:.1f}", ha="center", fontsize=9)
+        total = sum(max(local_block(mode, rank, (rank - hop) % CP, length).mean() for rank in range(CP))
+                    for hop in range(CP))
+        busiest = f"blocks that the busiest rank computes in the hop: {total:.1f} in all"
+        axes.text(CP * step_x / 2 - 0.2, CP * step_y + 0.3, busiest, ha="center", fontsize=8)
+        chunks = [sorted(set(placed(rank, mode, 2 * CP))) for rank in range(CP)]
+        names = [f"rank {rank}\nchunks {', '.join(map(str, chunks[rank]))}" for rank in range(CP)]
+        axes.set_yticks([rank * step_y + side / 2 for rank in range(CP)], names, fontsize=8)
+        axes.set_xticks([])
+        axes.set(xlim=(-0.1, CP * step_x - 0.3), ylim=(CP * step_y + 0.4, -0.85))
+        axes.set_title(f"--cp_mode {mode}", fontsize=10)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    legend = [Patch(facecolor=RANKS[rank], label=f"keys and values of rank {rank}") for rank in range(CP)]
+    legend.append(Patch(facecolor="#f4f4f4", edgecolor="#aaaaaa", hatch="/////",
+                        label="masked: nobody computes it"))
+    figure.legend(handles=legend, ncols=3, loc="lower center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(FIGURES / "goes_round.png", dpi=150)
+    plt.close(figure)
+
+
+def zigzag_gif():
+    """Attention's matrix is computed while keys and values go round; a hop's transfer and work at once."""
+    length, cells, moves, holds = 256, 2 * CP, 6, 5
+    who, when = computed("zigzag", length)
+    chunks = [sorted(set(placed(rank, "zigzag", cells))) for rank in range(CP)]
+    owner = [next(rank for rank in range(CP) if i in chunks[rank]) for i in range(cells)]
+    colors = np.array([[int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)] for color in RANKS])
+    places = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])                          # of the ranks, clockwise
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 4.3))
+    writer = PillowWriter(fps=5)
+
+    def frame(hop, part):
+        """Of a hop the part that is done."""
+        left.clear()
+        shown = np.ones((length, length, 3))
+        shown[np.tri(length, dtype=bool)] = 0.92
+        for done in range(hop + 1):
+            weight = 1 if done < hop else 0.35 + 0.65 * part
+            mask = when == done
+            shown[mask] = weight * colors[who[mask]] + (1 - weight)
+        left.imshow(shown, extent=(0, cells, cells, 0), interpolation="nearest")
+        for i in range(cells):
+            for j in range(i + 1):
+                at = when[i * length // cells + length // cells - 1, j * length // cells]
+                if at <= hop:
+                    shift = 0.17 if i == j else 0
+                    left.text(j + 0.5 - shift, i + 0.5 + shift, str(at), ha="center", va="center",
+                              fontsize=9, fontweight="bold", color=INKS[owner[i]])
+        for line in range(cells + 1):
+            left.plot([0, line], [line, line], color="white", lw=0.8)
+            left.plot([line, line], [line, cells], color="white", lw=0.8)
+        left.set_yticks(np.arange(cells) + 0.5, [f"{i}: rank {owner[i]}" for i in range(cells)], fontsize=9)
+        left.set_xticks(np.arange(cells) + 0.5, range(cells), fontsize=9)
+        left.set(xlabel="chunk of the keys", ylabel="chunk of the queries")
+        left.set_title("colour: who computes   number: at which hop", fontsize=10)
+        left.tick_params(length=0)
+        left.spines[:].set_visible(False)
+
+        right.clear()
+        for rank in range(CP):
+            x, y = places[rank] * 1.35
+            right.add_patch(Rectangle((x - 0.5, y - 0.42), 1, 0.84, facecolor="white", edgecolor="black",
+                                      lw=1.2))
+            right.text(x, y + 0.25, f"rank {rank}", ha="center", va="center", fontsize=10, fontweight="bold")
+            source = (rank - hop) % CP
+            chip(*(places[rank] * 1.35 + [0, -0.1]), source)
+            if hop < CP - 1 and 0 < part < 1:             # a copy travels, the original is in use
+                angle = np.pi / 2 - (rank + part) * np.pi / 2
+                chip(1.35 * np.cos(angle), 1.35 * np.sin(angle) - 0.1, source, small=True)
+            if hop < CP - 1:
+                middle = np.pi / 2 - (rank + 0.5) * np.pi / 2
+                turned = middle - np.pi / 2
+                centre = 1.75 * np.array([np.cos(middle), np.sin(middle)])
+                along = 0.25 * np.array([np.cos(turned), np.sin(turned)])
+                right.annotate("", centre + along, centre - along,
+                               arrowprops=dict(arrowstyle="-|>", color="#888888", lw=1.2))
+        said = "compute, and send K, V on" if hop < CP - 1 else "compute; nothing to send"
+        right.text(0, 0, f"hop {hop}", ha="center", va="center", fontsize=13, fontweight="bold")
+        right.set_title(said, fontsize=10)
+        right.set(xlim=(-2.1, 2.1), ylim=(-2.0, 2.0), aspect="equal")
+        right.axis("off")
+
+    def chip(x, y, source, small=False):
+        size = np.array([0.74, 0.3]) * (0.85 if small else 1)
+        right.add_patch(Rectangle((x, y) - size / 2, *size, facecolor=RANKS[source], edgecolor="black",
+                                  lw=0.8, zorder=3))
+        early, late = chunks[source]
+        right.text(x, y, f"K,V {early} {late}", ha="center", va="center", fontsize=8, color=INKS[source],
+                   zorder=4)
+
+    with writer.saving(figure, FIGURES / "zigzag.gif", dpi=100):
+        for hop in range(CP):
+            for move in range(moves + 1):
+                frame(hop, move / moves)
+                if hop == move == 0:
+                    figure.tight_layout()
+                for _ in range(holds if move == moves else 1):
+                    writer.grab_frame()
+        for _ in range(2 * holds):
+            writer.grab_frame()
+    plt.close(figure)
+    assert (FIGURES / "zigzag.gif").stat().st_size < 2**20
+
+
+# per second: a GPU, and what it sends to one in another node
+FLOPS, LINK = 400e12, 50e9
+
+
+def simulated(mode, tokens, shape):
+    """One layer's forward on CP ranks with so many tokens each.
+
+    {rank: (work, transfers)}, both [(start, end)] in seconds. A ring's transfer starts when both ends have
+    come to the hop, as in pass_on; what it brings is awaited before the next hop.
+    """
+    length = 256
+    who, when = computed("zigzag" if mode == "allgather" else mode, length)
+    cell = (tokens * CP / length) ** 2                    # pairs of tokens in a cell of the matrix
+    pairs = [[((who == rank) & (when == hop)).sum() * cell for hop in range(CP)] for rank in range(CP)]
+    # [rank, hop]: q k and p v
+    work = 4 * shape.num_attention_heads * shape.head_dim * np.array(pairs) / FLOPS
+    # K and V in bfloat16
+    transfer = 2 * shape.num_key_value_heads * shape.head_dim * 2 * tokens / LINK
+    lanes = {rank: ([], []) for rank in range(CP)}
+    if mode == "allgather":                               # CP - 1 transfers in a row, and then all the work
+        for rank, (works, transfers) in lanes.items():
+            transfers += [(hop * transfer, (hop + 1) * transfer) for hop in range(CP - 1)]
+            ends = (CP - 1) * transfer + np.concatenate([[0], work[rank].cumsum()])
+            works += list(zip(ends[:-1], ends[1:]))
+        return lanes
+    ready = np.zeros(CP)
+    for hop in range(CP):
+        came = np.zeros(CP)
+        for rank, (works, transfers) in lanes.items():
+            works.append((ready[rank], ready[rank] + work[rank][hop]))
+            if hop < CP - 1:                              # what it sends
+                start = max(ready[rank], ready[(rank + 1) % CP])
+                transfers.append((start, start + transfer))
+                for end in (rank, (rank + 1) % CP):       # pass_on waits for what comes and for what goes
+                    came[end] = max(came[end], start + transfer)
+        ready = np.array([max(came[rank], lanes[rank][0][-1][1]) for rank in range(CP)])
+    return lanes
+
+
+def ring_or_allgather_picture():
+    import config
+    shape = config.PRESETS["llama-8b"]
+    figure, panels = plt.subplots(1, 2, figsize=(8.3, 3.9), sharey=True)
+    rows = [("ring", 0, "ring, rank 0"), ("ring", CP - 1, f"ring, rank {CP - 1}"),
+            ("zigzag", 0, "zigzag,\nany rank"), ("allgather", 0, "allgather,\nany rank")]
+    for axes, tokens in zip(panels, (2048, 8192)):
+        ends = []
+        for row, (mode, rank, _) in enumerate(rows):
+            lanes, y = simulated(mode, tokens, shape), -2.5 * row
+            end = 1e3 * max(work[-1][1] for work, _ in lanes.values())
+            if mode != "ring":
+                assert all(np.allclose(lanes[rank][0], lanes[0][0]) for rank in range(CP))
+            for hop, (start, stop) in enumerate(lanes[rank][0]):
+                if stop > start:
+                    axes.barh(y, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[0],
+                              edgecolor="white")
+                    if 1e3 * (stop - start) > 0.04 * (0.9 if tokens == 2048 else 10):
+                        axes.text(5e2 * (start + stop), y, str(hop), ha="center", va="center", color="white",
+                                  fontsize=8)
+            for hop, (start, stop) in enumerate(lanes[rank][1]):
+                axes.barh(y - 0.95, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[3],
+                          edgecolor="#444444", lw=0.6, hatch="////")
+            axes.plot([end, end], [y + 0.5, y - 1.45], color="#444444", lw=1.2)
+            axes.text(end, y + 0.55, f"{end:.2f}", ha="center", va="bottom", fontsize=8)
+            ends.append(end)
+        axes.set_yticks([-2.5 * row - 0.5 for row in range(len(rows))], [label for *_, label in rows],
+                        fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set(xlim=(0, 1.12 * max(ends)), ylim=(-2.5 * len(rows) + 0.8, 1.3))
+        axes.set_xlabel("milliseconds, forward of one layer", fontsize=9)
+        axes.set_title(f"{tokens:,} tokens on each of {CP} ranks", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(facecolor=RANKS[0], label="attention's kernel, with the number of the hop"),
+               Patch(facecolor=RANKS[3], edgecolor="#444444", hatch="////", label="sending K and V")]
+    figure.legend(handles=handles, ncols=2, loc="lower center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(FIGURES / "ring_or_allgather.png", dpi=150)
+    plt.close(figure)
 
 
 def against_cp_picture(points):
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.3))
-    for mode, color, label in (("zigzag", COLORS[0], "ring, zigzag, allgather"), ("ulysses", COLORS[3], "ulysses")):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 3.5))
+    for mode, color, label in (("zigzag", RANKS[0], "ring, zigzag, allgather"),
+                               ("ulysses", RANKS[1], "ulysses")):
         many = np.linspace(1 if mode != "ulysses" else 1.02, 8, 100)
         left.plot(many, [kept_formula(cp, mode) / 2**10 for cp in many], color=color, lw=1)
-        left.plot([2, 4], [points[mode, cp] / 2**10 for cp in (2, 4)], "o", color=color, ms=7, label=f"{label}, measured")
+        left.plot([2, 4], [points[mode, cp] / 2**10 for cp in (2, 4)], "o", color=color, ms=7,
+                  label=f"{label}, measured")
     left.plot([1], [points["zigzag", 1] / 2**10], "o", color="#444444", ms=7, label="one rank, measured")
-    left.set(xlabel="cp", ylabel="KiB", title=f"kept per layer: {BATCH} sequences of {SEQ_LEN} tokens, tiny, float32", ylim=(0, None))
+    left.set(xlabel="cp", ylabel="KiB", ylim=(0, None))
+    left.set_title(f"kept per layer: tiny, float32,\n{BATCH} sequences of {SEQ_LEN} tokens", fontsize=9)
     left.set_xticks([1, 2, 4, 8])
     tokens = BATCH * SEQ_LEN
     q, kv = tokens * HEADS * HEAD_DIM, 2 * tokens * KV_HEADS * HEAD_DIM                # of whole sequences
-    lines = {"ring": lambda c: (2 * (c - 1) * 2 + c * 4) * kv / c, "allgather": lambda c: (c - 1) * (2 * 2 + 4) * kv / c,
+    lines = {"ring": lambda c: (2 * (c - 1) * 2 + c * 4) * kv / c,
+             "allgather": lambda c: (c - 1) * (2 * 2 + 4) * kv / c,
              "ulysses": lambda c: (c - 1) / c * 2 * 2 * (2 * q + kv * (c / 4 if c > 4 else 1)) / c}
     sizes = [1, 2, 4, 8]
-    for mode, color, label in (("ring", COLORS[0], "ring, zigzag"), ("allgather", COLORS[2], "allgather"), ("ulysses", COLORS[3], "ulysses")):
+    for mode, color, label in (("ring", RANKS[0], "ring, zigzag"), ("allgather", RANKS[2], "allgather"),
+                               ("ulysses", RANKS[1], "ulysses")):
         line = [lines[mode](cp) / 2**10 if cp > 1 else 0 for cp in sizes]
         right.plot(sizes, line, color=color, lw=1, marker="x", ms=4)
         seen = [sum(numbers[3] for numbers in sent(mode, "bfloat16", cp=cp).values()) for cp in (2, 4)]
         assert np.allclose(seen, [1024 * line[1], 1024 * line[2]]), (mode, seen, line)
         right.plot([2, 4], [n / 2**10 for n in seen], "o", color=color, ms=7, label=f"{label}, measured")
-    right.set(xlabel="cp", ylabel="KiB on the wire, per rank", title="sent per layer, forward and backward: the same in bfloat16", ylim=(0, None))
+    right.set(xlabel="cp", ylabel="KiB on the wire, per rank", ylim=(0, None))
+    right.set_title("sent per layer, forward and backward:\nthe same in bfloat16", fontsize=9)
     right.set_xticks(sizes)
     for axes in (left, right):
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(FIGURES / "against_cp.png", dpi=110)
+    figure.savefig(FIGURES / "against_cp.png", dpi=150)
 
 
 def put_into_readme(tables):
     text = (STEP / "README.md").read_text()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     (STEP / "README.md").write_text(text)
 
 
 def main():
     os.environ["OMP_NUM_THREADS"] = "1"
-    who_picture()
+    for draw in (too_long_picture, goes_round_picture, zigzag_gif, who_picture, ring_or_allgather_picture):
+        draw()
+    if sys.argv[1:] == ["pictures"]:
+        return
     kept_rows, points = kept_table()
     against_cp_picture(points)
     wire, again = wire_tables()
-    put_into_readme(dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(), alive=alive_table(),
-                         recompute=recompute_table(), with_sp=with_sp_table(), accuracy=accuracy_table()))
+    put_into_readme(dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(),
+                         alive=alive_table(), recompute=recompute_table(), with_sp=with_sp_table(),
+                         accuracy=accuracy_table()))
     POOL.stop()
 
 

@@ -1,9 +1,9 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
     python step06_pp/figures/make.py          (about two minutes on two cores)
     python step06_pp/figures/make.py drawn    (only what needs no run: the pictures of the lists)
 
-The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all ranks saw of each.
+The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all saw of each.
 """
 import contextlib
 import gc
@@ -38,10 +38,13 @@ import zero
 PP, M = 4, 8
 SCHEDULES = list(schedules.SCHEDULES)
 TWO = {"interleaved": 2, "dualpipe": 2}                   # stages on a rank
-COLORS = {"afab": "#444444", "1f1b": "#4878a8", "interleaved": "#d9a441", "zerobubble": "#6aa56e", "dualpipe": "#c8605a"}
+COLORS = {"afab": "#444444", "1f1b": "#4878a8", "interleaved": "#d9a441", "zerobubble": "#6aa56e",
+          "dualpipe": "#c8605a"}
 P = metrics.parameter_count(config.PRESETS["tiny"])
-HIDDEN, SEQ, UNIT = 64, 32, 0.04                          # UNIT: seconds that a sleeping rank takes for one unit of time
-SLEEPS = [(name, (1, 1, 1)) for name in SCHEDULES] + [(name, times) for times in ((1.25, 1, 0.75), (1, 1, 1.5), (1, 1.25, 0.75)) for name in ("1f1b", "zerobubble")]
+HIDDEN, SEQ, UNIT = 64, 32, 0.04                          # UNIT: seconds of sleep in place of a unit of time
+SLEEPS = [(name, (1, 1, 1)) for name in SCHEDULES]
+SLEEPS += [(name, times) for times in ((1.25, 1, 0.75), (1, 1, 1.5), (1, 1.25, 0.75))
+           for name in ("1f1b", "zerobubble")]
 
 
 def flags(more, batch=16, micro_batch=2):
@@ -54,17 +57,22 @@ def same_flags(more):
 
 LAYOUTS = ["--pp 4", "--pp 2 --tp 2", "--pp 2 --tp 2 --sp off", "--pp 2 --cp 2", "--pp 2 --dp 2"]
 #          flags, sequences in the global batch and in a micro-batch
-AGAINST = [("--zero 3", 16, 4), ("--zero 3", 32, 4), ("--zero 3", 32, 8), ("--pp 4", 16, 2), ("--pp 4", 32, 2), ("--pp 2 --zero 3", 16, 2), ("--pp 2 --zero 3", 32, 2),
+AGAINST = [("--zero 3", 16, 4), ("--zero 3", 32, 4), ("--zero 3", 32, 8), ("--pp 4", 16, 2),
+           ("--pp 4", 32, 2), ("--pp 2 --zero 3", 16, 2), ("--pp 2 --zero 3", 32, 2),
            ("--pp 2 --zero 1", 16, 2), ("--pp 2 --zero 1", 32, 2)]
-SAME = [f"--pp 4 --schedule {name}" for name in SCHEDULES] + ["--pp 2 --tp 2 --schedule zerobubble", "--pp 2 --cp 2 --schedule interleaved", "--pp 2 --zero 3 --schedule dualpipe"]
+SAME = [*(f"--pp 4 --schedule {name}" for name in SCHEDULES), "--pp 2 --tp 2 --schedule zerobubble",
+        "--pp 2 --cp 2 --schedule interleaved", "--pp 2 --zero 3 --schedule dualpipe"]
 RUNS = {1: [("watch", flags("")), ("same", same_flags(""))],
-        PP: [("watch", flags(f"--pp 4 --schedule {name}")) for name in SCHEDULES] + [("watch", flags(more)) for more in LAYOUTS[1:]]
-        + [("watch", flags(*more)) for more in AGAINST if more != ("--pp 4", 16, 2)] + [("same", same_flags(more)) for more in SAME]
-        + [(f"sleep {' '.join(map(str, times))}", flags(f"--pp 4 --schedule {name}")) for name, times in SLEEPS]}
+        PP: [*(("watch", flags(f"--pp 4 --schedule {name}")) for name in SCHEDULES),
+             *(("watch", flags(more)) for more in LAYOUTS[1:]),
+             *(("watch", flags(*more)) for more in AGAINST if more != ("--pp 4", 16, 2)),
+             *(("same", same_flags(more)) for more in SAME),
+             *((f"sleep {' '.join(map(str, times))}", flags(f"--pp 4 --schedule {name}"))
+               for name, times in SLEEPS)]}
 SEEN = {}                                                 # by (kind of run, flags): what every rank saw
 
 
-# ------------------------------------------------------------------------------------------------ inside a rank
+# ---------------------------------------------------------------------------------------------- inside a rank
 def run_all_here(out, runs):
     seen = []
     for kind, argv, port in json.loads(runs):
@@ -78,8 +86,8 @@ def run_all_here(out, runs):
 def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks = {}, []
-    kept = dict(Pipeline=train.Pipeline, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero, Metrics=train.Metrics,
-                zero_units=train.zero_units)
+    kept = dict(Pipeline=train.Pipeline, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero,
+                Metrics=train.Metrics, zero_units=train.zero_units)
 
     class Finishing(zero.Zero):
         def wait(self):                                   # the last thing before the processes part
@@ -104,7 +112,7 @@ def one_run(kind, argv):
 
 
 def sleeping(seen, *seconds):
-    """A pipeline whose stages only take time: messages of the right size go where they should, and are never looked at."""
+    """A pipeline whose stages only take time: messages of the right size go where they should, unread."""
     class Sleeping(pipeline_parallel.Pipeline):
         def __init__(self, model, config, mesh, args):
             super().__init__(model, config, mesh, args)
@@ -124,7 +132,8 @@ def sleeping(seen, *seconds):
         def run(self, micro_batches):
             dist.barrier()
             loss = super().run(micro_batches)
-            seen["events"] = [(event.rank, list(event.action), event.start, event.end) for event in self.events]
+            seen["events"] = [(event.rank, list(event.action), event.start, event.end)
+                              for event in self.events]
             return loss
     return Sleeping
 
@@ -136,8 +145,9 @@ def units_of(model):
 def tensors_of(model, optimizer):
     """What persists."""
     params, units = list(model.parameters()), units_of(model)
-    return params + optimizer.params + optimizer.grads + optimizer.masters + [unit.grads for unit in units if unit.grads is not None] \
-        + [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
+    return [*params, *optimizer.params, *optimizer.grads, *optimizer.masters,
+            *(unit.grads for unit in units if unit.grads is not None),
+            *(t for state in optimizer.adamw.state.values() for t in state.values() if t.dim())]
 
 
 def bytes_of(tensors):
@@ -145,17 +155,19 @@ def bytes_of(tensors):
 
 
 def watch(seen):
-    """Sees of the first training step products multiplied and hooks that fire; of the second bytes sent, and alive between actions."""
+    """Sees of the first training step products multiplied and hooks that fire; of the second bytes sent, and
+    alive between actions."""
     live, marks, fired = profiling.LiveStorages(), [], {}
 
     class Watched(pipeline_parallel.Pipeline):
         def __init__(self, model, config, mesh, args):
             super().__init__(model, config, mesh, args)
             for name, param in model.named_parameters():
-                param.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
+                param.register_post_accumulate_grad_hook(
+                    lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
 
         def run(self, micro_batches):
-            if not fired:                                 # the first step, since counting products keeps tensors alive
+            if not fired:                                 # the first step: counting keeps tensors alive
                 with FlopCounterMode(display=False) as flops:
                     loss = super().run(micro_batches)
                 seen.update(flops=flops.get_total_flops(), fired=sorted(set(fired.values())))
@@ -176,7 +188,7 @@ def watch(seen):
             seen["persistent"], first = bytes_of(tensors_of(self.model, self.optimizer)), len(live.events)
             with live:
                 yield
-            profiling.note_state(live, self.model, self.optimizer)                 # AdamW makes its states in step 0
+            profiling.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
             if step == 0:
                 return
             alive = [0]
@@ -194,19 +206,22 @@ def watch(seen):
             key = f"{sent.name(group)} {collective}"
             expected[key] = expected.get(key, 0) + size
         of = lambda counter: {" ".join(key): n for key, n in counter.items()}
-        seen.update(calls=of(sent.calls), payload=of(sent.payload), wire=of(sent.wire), formula={key: n for key, n in expected.items() if n})
+        seen.update(calls=of(sent.calls), payload=of(sent.payload), wire=of(sent.wire),
+                    formula={key: n for key, n in expected.items() if n})
     gather = zero.Unit3.gather_if_released
 
     def noted_gather(unit):
         gather(unit)
-        seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in Watched.units))
+        seen["whole"] = max(seen.get("whole", 0),
+                            sum(u.weights.untyped_storage().nbytes() for u in Watched.units))
 
     def noted_units(model, args):
         cut(model, args)
         Watched.units = units_of(model)
     cut = zero.zero_units
     zero.Unit3.gather_if_released = noted_gather
-    train.Pipeline, train.Profiler, train.ledger, train.zero_units = Watched, Keeping, noted_ledger, noted_units
+    train.Pipeline, train.Profiler = Watched, Keeping
+    train.ledger, train.zero_units = noted_ledger, noted_units
 
 
 # ------------------------------------------------------------------------------------------------ the runs
@@ -215,16 +230,19 @@ def run_all():
     for world, runs in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "seen.json")
-            # a store of its own for every run: in one that another run has used, ranks find the addresses of the last run
+            # a store for every run: in one that another run has used, ranks find the addresses of that run
             stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
             described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), os.path.abspath(__file__)]
-            subprocess.run([*command, "rank", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=900)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       "--nproc_per_node", str(world), os.path.abspath(__file__)]
+            subprocess.run([*command, "rank", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"},
+                           check=True, timeout=900)
             with open(out) as file:
                 SEEN.update(zip(runs, json.load(file)))
     for (kind, argv), ranks in SEEN.items():
         for rank, seen in enumerate(ranks):
-            assert kind != "watch" or seen["payload"] == seen["formula"], (argv, rank, seen["payload"], seen["formula"])
+            if kind == "watch":
+                assert seen["payload"] == seen["formula"], (argv, rank, seen["payload"], seen["formula"])
 
 
 def watched(more, batch=16, micro_batch=2):
@@ -237,7 +255,8 @@ def share(name):
 
 
 def simulated(name, times=(1, 1, 1), m=M, p=PP):
-    return schedules.simulate(schedules.make(name, p, m, share(name)), *(time / share(name) for time in times))
+    lists = schedules.make(name, p, m, share(name))
+    return schedules.simulate(lists, *(time / share(name) for time in times))
 
 
 def length(events):
@@ -247,15 +266,18 @@ def length(events):
 def ran(name, times=(1, 1, 1)):
     """The events of a sleeping run, of all ranks, in units of time."""
     ranks = SEEN[f"sleep {' '.join(map(str, times))}", flags(f"--pp 4 --schedule {name}")]
-    return [schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT) for seen in ranks for rank, action, start, end in seen["events"]]
+    return [schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
+            for seen in ranks for rank, action, start, end in seen["events"]]
 
 
-FORMULAS = {"afab": "(p - 1)(F + I + W)", "1f1b": "(p - 1)(F + I + W)", "interleaved": "(p - 1)(F + I + W) / v", "zerobubble": "(p - 1)(F + I - W)",
+FORMULAS = {"afab": "(p - 1)(F + I + W)", "1f1b": "(p - 1)(F + I + W)",
+            "interleaved": "(p - 1)(F + I + W) / v", "zerobubble": "(p - 1)(F + I - W)",
             "dualpipe": "(p - 1)(F + I - W) / 2"}
 
 
 def idle_formula(name, F=1, I=1, W=1, p=PP):
-    return (p - 1) * {"afab": F + I + W, "1f1b": F + I + W, "interleaved": (F + I + W) / 2, "zerobubble": max(F, I, F + I - W), "dualpipe": (F + I - W) / 2}[name]
+    return (p - 1) * {"afab": F + I + W, "1f1b": F + I + W, "interleaved": (F + I + W) / 2,
+                      "zerobubble": max(F, I, F + I - W), "dualpipe": (F + I - W) / 2}[name]
 
 
 def number(x):
@@ -263,33 +285,44 @@ def number(x):
 
 
 def bubble_table():
-    rows = ["| schedule | idle: formula | of 4 ranks | simulation | per work | whole step: simulation | real run | difference |", "|---|---|---|---|---|---|---|---|"]
+    rows = ["| schedule | idle: formula | of 4 ranks | simulation | per work | whole step: simulation "
+            "| real run | difference |",
+            "|---|---|---|---|---|---|---|---|"]
     for name in SCHEDULES:
         events = simulated(name)
         idle, whole, real = schedules.bubble(events), length(events), length(ran(name))
         assert {round(time, 6) for time in idle} == {idle_formula(name)}, (name, idle)
-        rows.append(f"| {name} | {FORMULAS[name]} | {number(idle_formula(name))} | {number(idle[0])} | {idle[0] / (whole - idle[0]):.1%} | {number(whole)} units = {whole * UNIT:.2f} s "
+        rows.append(f"| {name} | {FORMULAS[name]} | {number(idle_formula(name))} | {number(idle[0])} "
+                    f"| {idle[0] / (whole - idle[0]):.1%} | {number(whole)} units = {whole * UNIT:.2f} s "
                     f"| {real * UNIT:.3f} s | {real / whole - 1:+.1%} |")
     return rows
 
 
 def uneven_table():
-    rows = ["| F, I, W | 1f1b: formula | simulation | real run | zerobubble: formula | simulation | real run |", "|---|---|---|---|---|---|---|"]
+    rows = ["| F, I, W | 1f1b: formula | simulation | real run | zerobubble: formula | simulation "
+            "| real run |",
+            "|---|---|---|---|---|---|---|"]
     for times in dict.fromkeys(times for _, times in SLEEPS):
         cells = []
         for name in ("1f1b", "zerobubble"):
             idle, real = schedules.bubble(simulated(name, times))[0], schedules.bubble(ran(name, times))
             assert round(idle, 6) == round(idle_formula(name, *times), 6), (name, times, idle)
-            cells.append(f"{number(idle_formula(name, *times))} | {number(idle)} | {sum(real) / len(real):.2f}")
+            formula = number(idle_formula(name, *times))
+            cells.append(f"{formula} | {number(idle)} | {sum(real) / len(real):.2f}")
         rows.append(f"| {', '.join(map(number, times))} | {' | '.join(cells)} |")
     return rows
 
 
 def message_table():
-    rows = ["| a message takes | micro-batches | " + " | ".join(SCHEDULES) + " |", "|---" * (2 + len(SCHEDULES)) + "|"]
+    rows = ["| a message takes | micro-batches | " + " | ".join(SCHEDULES) + " |",
+            "|---" * (2 + len(SCHEDULES)) + "|"]
     for message in (0, 0.25, 0.5):
         for m in (8, 16, 32):
-            idle = [max(schedules.bubble(schedules.simulate(schedules.make(name, PP, m, share(name)), *[1 / share(name)] * 3, message=message))) for name in SCHEDULES]
+            idle = []
+            for name in SCHEDULES:
+                lists = schedules.make(name, PP, m, share(name))
+                events = schedules.simulate(lists, *[1 / share(name)] * 3, message=message)
+                idle.append(max(schedules.bubble(events)))
             rows.append(f"| {number(message)} | {m} | " + " | ".join(map(number, idle)) + " |")
     return rows
 
@@ -298,53 +331,73 @@ def counted(name, p=PP, m=M):
     return [schedules.in_flight(actions) for actions in schedules.make(name, p, m, share(name))]
 
 
-KEPT = {"afab": "m", "1f1b": "min(m, p - r)", "interleaved": "min(mv, 2(p - 1 - r) + (v - 1) R + 1)", "zerobubble": "min(m, p)", "dualpipe": "2p + 1"}
+KEPT = {"afab": "m", "1f1b": "min(m, p - r)", "interleaved": "min(mv, 2(p - 1 - r) + (v - 1) R + 1)",
+        "zerobubble": "min(m, p)", "dualpipe": "2p + 1"}
 
 
 def kept_by_formula(name):
-    return [{"afab": M, "1f1b": min(M, PP - r), "interleaved": min(2 * M, 2 * (PP - 1 - r) + PP + 1), "zerobubble": min(M, PP), "dualpipe": 2 * PP + 1}[name] for r in range(PP)]
+    return [{"afab": M, "1f1b": min(M, PP - r), "interleaved": min(2 * M, 2 * (PP - 1 - r) + PP + 1),
+             "zerobubble": min(M, PP), "dualpipe": 2 * PP + 1}[name] for r in range(PP)]
 
 
 def memory_table():
-    rows = ["| schedule | stages' worth: formula | ranks 0 to 3, counted | measured, in forwards of a stage | measured, KiB | worth of whole ranks, rank 0 |", "|---|---|---|---|---|---|"]
+    rows = ["| schedule | stages' worth: formula | ranks 0 to 3, counted | measured, in forwards of a stage "
+            "| measured, KiB | worth of whole ranks, rank 0 |",
+            "|---|---|---|---|---|---|"]
     for name in SCHEDULES:
         ranks = watched(f"--pp 4 --schedule {name}")
         assert counted(name) == kept_by_formula(name)
-        rows.append(f"| {name} | {KEPT[name]} | {', '.join(map(str, counted(name)))} | {', '.join(f'''{seen['kept'] / seen['of_one']:.1f}''' for seen in ranks)} "
-                    f"| {', '.join(f'''{seen['kept'] / 1024:,.0f}''' for seen in ranks)} | {number(counted(name)[0] / share(name))} |")
+        forwards = ", ".join(f"{seen['kept'] / seen['of_one']:.1f}" for seen in ranks)
+        kib = ", ".join(f"{seen['kept'] / 1024:,.0f}" for seen in ranks)
+        rows.append(f"| {name} | {KEPT[name]} | {', '.join(map(str, counted(name)))} | {forwards} | {kib} "
+                    f"| {number(counted(name)[0] / share(name))} |")
     return rows
 
 
 def work_table():
     one = watched("")[0]
-    rows = ["| run | floating-point operations of one step, all ranks | times a gradient's hook fires per micro-batch |", "|---|---|---|",
+    rows = ["| run | floating-point operations of one step, all ranks "
+            "| times a gradient's hook fires per micro-batch |",
+            "|---|---|---|",
             f"| one process | {one['flops']:,} | {', '.join(number(n / M) for n in one['fired'])} |"]
     for name in SCHEDULES:
         ranks = watched(f"--pp 4 --schedule {name}")
-        rows.append(f"| `--pp 4 --schedule {name}` | {sum(seen['flops'] for seen in ranks):,} | {', '.join(number(n / M) for n in sorted({n for seen in ranks for n in seen['fired']}))} |")
+        fired = sorted({n for seen in ranks for n in seen["fired"]})
+        rows.append(f"| `--pp 4 --schedule {name}` | {sum(seen['flops'] for seen in ranks):,} "
+                    f"| {', '.join(number(n / M) for n in fired)} |")
     return rows
 
 
 def wire_table():
     """Of all ranks of --pp 4; an element is 4 bytes."""
-    rows = ["| schedule | borders between ranks | messages per step, all ranks: 2 m borders | measured | bytes: messages x 2 x 32 x 64 x 4 | measured | by rank 0, 1, 2, 3 |", "|---|---|---|---|---|---|---|"]
+    rows = ["| schedule | borders between ranks | messages per step, all ranks: 2 m borders | measured "
+            "| bytes: messages x 2 x 32 x 64 x 4 | measured | by rank 0, 1, 2, 3 |",
+            "|---|---|---|---|---|---|---|"]
     for name in SCHEDULES:
         ranks = watched(f"--pp 4 --schedule {name}")
         borders = PP * share(name) - 1 - (name == "dualpipe")
-        calls, sent = sum(seen["calls"]["pp send"] for seen in ranks), [seen["payload"]["pp send"] for seen in ranks]
+        calls = sum(seen["calls"]["pp send"] for seen in ranks)
+        sent = [seen["payload"]["pp send"] for seen in ranks]
         assert calls == 2 * M * borders and sum(sent) == calls * 2 * SEQ * HIDDEN * 4
-        rows.append(f"| {name} | {borders} | {2 * M * borders} | {calls} | {2 * M * borders * 2 * SEQ * HIDDEN * 4:,} | {sum(sent):,} | {', '.join(f'{n:,}' for n in sent)} |")
+        rows.append(f"| {name} | {borders} | {2 * M * borders} | {calls} "
+                    f"| {2 * M * borders * 2 * SEQ * HIDDEN * 4:,} | {sum(sent):,} "
+                    f"| {', '.join(f'{n:,}' for n in sent)} |")
     return rows
 
 
 def layout_table():
-    rows = ["| layout | micro-batches | elements of a message: formula | measured | bytes sent by a rank in a step |", "|---|---|---|---|---|"]
+    rows = ["| layout | micro-batches | elements of a message: formula | measured "
+            "| bytes sent by a rank in a step |",
+            "|---|---|---|---|---|"]
     for more in LAYOUTS:
         ranks = watched(more if more != "--pp 4" else "--pp 4 --schedule 1f1b")
-        seen, tokens = ranks[0], SEQ // (2 if "--cp 2" in more or "--tp 2" in more and "off" not in more else 1)
-        size = seen["payload"]["pp send"] // seen["calls"]["pp send"] // 4
+        halved = "--cp 2" in more or "--tp 2" in more and "off" not in more
+        tokens = SEQ // 2 if halved else SEQ
+        calls, payload = ranks[0]["calls"]["pp send"], ranks[0]["payload"]["pp send"]
+        size = payload // calls // 4
         assert size == 2 * tokens * HIDDEN
-        rows.append(f"| `{more}` | {seen['calls']['pp send']} | 2 x {tokens} x 64 = {2 * tokens * HIDDEN:,} | {size:,} | {seen['payload']['pp send']:,} |")
+        rows.append(f"| `{more}` | {calls} | 2 x {tokens} x 64 = {2 * tokens * HIDDEN:,} | {size:,} "
+                    f"| {payload:,} |")
     return rows
 
 
@@ -354,31 +407,41 @@ def wire(seen, *names):
 
 def against_table():
     """The rank with the most, in float32."""
-    rows = ["| run | sequences in a step, in a micro-batch | micro-batches | persists | weights whole at most | gathered | reduced | sent to a stage | all on the wire | peak of all memory |",
+    rows = ["| run | sequences in a step, in a micro-batch | micro-batches | persists "
+            "| weights whole at most | gathered | reduced | sent to a stage | all on the wire "
+            "| peak of all memory |",
             "|---|---|---|---|---|---|---|---|---|---|"]
     for more, batch, micro_batch in AGAINST:
-        ranks = watched(more if more != "--pp 4" or batch != 16 else "--pp 4 --schedule 1f1b", batch, micro_batch)
+        seen_as = more if more != "--pp 4" or batch != 16 else "--pp 4 --schedule 1f1b"
+        ranks = watched(seen_as, batch, micro_batch)
         dp = 4 if "--pp" not in more else 2 if "--pp 2" in more else 1
         most = lambda get: max(get(seen) for seen in ranks)
         whole = f"{most(lambda seen: seen.get('whole', 0)) / P:.2f} P" if "zero 3" in more else "persist"
-        cells = [most(lambda seen: wire(seen, name)) for name in ("all_gather", "reduce_scatter", "send")] + [most(lambda seen: wire(seen, "all_gather", "reduce_scatter", "send"))]
-        rows.append(f"| `{more}` | {batch}, {micro_batch} | {batch // dp // micro_batch} | {most(lambda seen: seen['persistent']) / P:.2f} P | {whole} | "
-                    + " | ".join(f"{n:,.0f}" for n in cells) + f" | {most(lambda seen: seen['peak']) / 2**20:.2f} MiB |")
+        names = "all_gather", "reduce_scatter", "send"
+        cells = [most(lambda seen: wire(seen, *some)) for some in (*((name,) for name in names), names)]
+        persists, peak = most(lambda seen: seen["persistent"]), most(lambda seen: seen["peak"])
+        rows.append(f"| `{more}` | {batch}, {micro_batch} | {batch // dp // micro_batch} "
+                    f"| {persists / P:.2f} P | {whole} | {' | '.join(f'{n:,.0f}' for n in cells)} "
+                    f"| {peak / 2**20:.2f} MiB |")
     return rows
 
 
 def same_table():
     rows = ["| run | loss of the 4th step, float64 | gradient norm |", "|---|---|---|"]
     one = SEEN["same", same_flags("")][0]
-    for name, seen in [("one process", one), *((f"`{more}`", SEEN["same", same_flags(more)][0]) for more in SAME)]:
-        assert abs(seen["loss"] / one["loss"] - 1) < 1e-12 and abs(seen["grad_norm"] / one["grad_norm"] - 1) < 1e-10
+    runs = {"one process": one, **{f"`{more}`": SEEN["same", same_flags(more)][0] for more in SAME}}
+    for name, seen in runs.items():
+        assert abs(seen["loss"] / one["loss"] - 1) < 1e-12
+        assert abs(seen["grad_norm"] / one["grad_norm"] - 1) < 1e-10
         rows.append(f"| {name} | {seen['loss']:.12f} | {seen['grad_norm']:.10f} |")
     return rows
 
 
 def stages_table():
     """First layers and parameters of four stages."""
-    rows = ["| model | embedding or head, in layers | layers of stages 0 to 3 | parameters of each, in billions | computation of each, as many layers |", "|---|---|---|---|---|"]
+    rows = ["| model | embedding or head, in layers | layers of stages 0 to 3 "
+            "| parameters of each, in billions | computation of each, as many layers |",
+            "|---|---|---|---|---|"]
     for model in ("tiny", "llama-1b", "llama-8b", "llama-70b"):
         shape = config.PRESETS[model]
         first, ends = pipeline_parallel.first_layers(shape, 4), shape.vocab_size * shape.hidden_size
@@ -386,12 +449,14 @@ def stages_table():
         counts = [b - a for a, b in zip(first, first[1:])]
         held = [count * layer + ends * (i in (0, 3)) for i, count in enumerate(counts)]
         scale = 1e9 if model != "tiny" else 1e3
-        rows.append(f"| `{model}` | {ends / layer:.1f} | {', '.join(map(str, counts))} | {', '.join(f'{n / scale:.2f}' for n in held)}{' thousand' * (scale < 1e9)} "
-                    f"| {', '.join(f'{count + (i == 3) * ends / layer:.1f}' for i, count in enumerate(counts))} |")
+        parameters = ", ".join(f"{n / scale:.2f}" for n in held) + " thousand" * (scale < 1e9)
+        computed = ", ".join(f"{count + (i == 3) * ends / layer:.1f}" for i, count in enumerate(counts))
+        rows.append(f"| `{model}` | {ends / layer:.1f} | {', '.join(map(str, counts))} | {parameters} "
+                    f"| {computed} |")
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 def phases(events, rank):
     """Where a rank's warm-up ends, with its first backward, and its steady phase, with its last forward."""
     mine = [event for event in events if event.rank == rank]
@@ -407,23 +472,29 @@ def mark_phases(axes, events):
         times = [time for rank in range(ranks) for time in [ends[rank][which]] * 2]
         edges = [edge for rank in range(ranks) for edge in (rank - 0.5, rank + 0.5)]
         axes.plot(times, edges, color="white", lw=4, solid_joinstyle="miter")
-        axes.plot(times, edges, color="black", lw=1.6, ls="-" if which == 0 else (0, (3, 1.2)), solid_joinstyle="miter")
+        axes.plot(times, edges, color="black", lw=1.6, ls="-" if which == 0 else (0, (3, 1.2)),
+                  solid_joinstyle="miter")
     borders = [0, *ends[0], length(events)]
     for name, left, right in zip(("warm-up", "steady", "cool-down"), borders, borders[1:]):
         if right > left:
-            axes.text((left + right) / 2, 1.02, name, ha="center", va="bottom", fontsize=9, transform=axes.get_xaxis_transform())
+            axes.text((left + right) / 2, 1.02, name, ha="center", va="bottom", fontsize=9,
+                      transform=axes.get_xaxis_transform())
 
 
 @contextlib.contextmanager
 def on_one_scale(units):
-    """schedules.draw, with a time axis that does not end where the schedule does, to be read 800 pixels wide; and the phases."""
+    """schedules.draw, with a time axis that does not end where the schedule does, and with the phases.
+
+    To be read 800 pixels wide."""
     close = plt.close
 
     def restyled(figure):
         axes = figure.axes[0]
         for label in axes.texts:                          # a number in a box: black where the box is light
-            box = next(bar for bar in axes.patches if bar.contains_point(axes.transData.transform(label.get_position())))
-            label.set(fontsize=8, color="white" if box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8") else "black")
+            at = axes.transData.transform(label.get_position())
+            box = next(bar for bar in axes.patches if bar.contains_point(at))
+            dark = box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8")
+            label.set(fontsize=8, color="white" if dark else "black")
         mark_phases(axes, restyled.events)
         axes.set(xlim=(0, units))
         axes.set_xlabel("units of time", fontsize=9)
@@ -437,8 +508,9 @@ def on_one_scale(units):
             handles = [*handles, plt.Rectangle((0, 0), 1, 1, color=handles[0].get_facecolor(), alpha=0.65)]
             names.append("light: second stage")
         solid, dashed = (plt.Line2D([], [], color="black", lw=1.6, ls=style) for style in ("-", "--"))
-        axes.legend([*handles, solid, dashed], [*names, "first backward begins", "last forward ends"], loc="upper center",
-                    bbox_to_anchor=(0.5, -0.24), ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2)
+        names = [*names, "first backward begins", "last forward ends"]
+        axes.legend([*handles, solid, dashed], names, loc="upper center", bbox_to_anchor=(0.5, -0.24),
+                    ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2)
         figure.set_size_inches(8.4, 2.5)
         figure.savefig(restyled.path, dpi=150, bbox_inches="tight")
         close(figure)
@@ -451,15 +523,19 @@ def on_one_scale(units):
     plt.close = close
 
 
+def idle_words(events):
+    return f"ranks idle {number(schedules.bubble(events)[0])} of {number(length(events))} units"
+
+
 def list_pictures():
     one = schedules.simulate(schedules.make("afab", PP, 1), M, M, M)
     with on_one_scale(length(one)) as draw:
-        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: ranks idle {number(schedules.bubble(one)[0])} of {number(length(one))} units")
+        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: {idle_words(one)}")
     with on_one_scale(33) as draw:
         for name in SCHEDULES:
             events = simulated(name)
             kept = ", ".join(map(str, counted(name))) + (" halves" if name in TWO else " micro-batches")
-            draw(events, name, f"{name}: ranks idle {number(schedules.bubble(events)[0])} of {number(length(events))} units, keep at most {kept}")
+            draw(events, name, f"{name}: {idle_words(events)}, keep at most {kept}")
 
 
 def fold_picture():
@@ -470,11 +546,14 @@ def fold_picture():
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8.4, 5.2), height_ratios=(1, 1))
 
     def box(axes, rank, row, stage, color):
-        axes.add_patch(plt.Rectangle((rank - 0.36, row - 0.3), 0.72, 0.6, facecolor=color, edgecolor="black", lw=0.8))
-        axes.text(rank, row, f"stage {stage}", ha="center", va="center", fontsize=8.5, color="white" if color == ways[0] else "black")
+        axes.add_patch(plt.Rectangle((rank - 0.36, row - 0.3), 0.72, 0.6, facecolor=color,
+                                     edgecolor="black", lw=0.8))
+        axes.text(rank, row, f"stage {stage}", ha="center", va="center", fontsize=8.5,
+                  color="white" if color == ways[0] else "black")
 
     def arrow(axes, start, end, color):
-        axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=color, lw=1.8, shrinkA=0, shrinkB=0))
+        axes.annotate("", end, start,
+                      arrowprops=dict(arrowstyle="-|>", color=color, lw=1.8, shrinkA=0, shrinkB=0))
     for rank in range(2 * PP):                            # the right half is the left one's mirror image
         mine = stages[rank] if rank < PP else stages[last - rank][::-1]
         for row, stage, color in zip((1, 0), mine, ways):
@@ -485,8 +564,10 @@ def fold_picture():
     top.axvline(PP - 0.5, color="black", ls="--", lw=1.2)
     top.text(PP - 0.42, 1.52, "cut here", fontsize=9, va="center")
     top.text(-0.5, 1.52, "half of the micro-batches enter here", fontsize=9, va="center", color=ways[0])
-    top.text(last + 0.5, -0.52, "the other half enters here", fontsize=9, va="center", ha="right", color="#9a6a10")
-    top.set_title("DualPipe: 8 ranks, each stage exists twice (upper row one way, lower row the other)", fontsize=10, loc="left")
+    top.text(last + 0.5, -0.52, "the other half enters here", fontsize=9, va="center", ha="right",
+             color="#9a6a10")
+    top.set_title("DualPipe: 8 ranks, each stage exists twice (upper row one way, lower row the other)",
+                  fontsize=10, loc="left")
     for rank, (there, back) in enumerate(stages):
         box(bottom, rank, 1, there, ways[0])
         box(bottom, rank, 0, back, ways[1])
@@ -494,10 +575,13 @@ def fold_picture():
             arrow(bottom, (rank + 0.36, 1), (rank + 0.64, 1), ways[0])
             arrow(bottom, (rank + 0.64, 0), (rank + 0.36, 0), ways[1])
     arrow(bottom, (PP - 1, 0.7), (PP - 1, 0.3), "black")
-    bottom.text(PP - 0.5, 0.5, f"from stage {stages[-1][0]} to stage {stages[-1][1]}:\nsame rank, no message", fontsize=9, va="center")
+    there, back = stages[-1]
+    bottom.text(PP - 0.5, 0.5, f"from stage {there} to stage {back}:\nsame rank, no message",
+                fontsize=9, va="center")
     bottom.text(-0.5, 1.52, "all micro-batches enter here", fontsize=9, va="center", color=ways[0])
     bottom.text(-0.5, -0.52, "and have their loss here", fontsize=9, va="center", color="#9a6a10")
-    bottom.set_title("DualPipeV: 4 ranks, each stage exists once; a micro-batch goes there and back", fontsize=10, loc="left")
+    bottom.set_title("DualPipeV: 4 ranks, each stage exists once; a micro-batch goes there and back",
+                     fontsize=10, loc="left")
     for axes, ranks in ((top, 2 * PP), (bottom, PP)):
         axes.set(xlim=(-0.55, 2 * PP - 0.45), ylim=(-0.75, 1.75), yticks=[])
         axes.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=9)
@@ -510,21 +594,25 @@ def fold_picture():
 
 
 def in_flight_picture():
-    """How long rank 0 keeps what it needs of each micro-batch, from its F to its B, and how many it keeps at a time."""
+    """How long rank 0 keeps what it needs of a micro-batch, from its F to its B, and how many at a time."""
     figure, columns = plt.subplots(2, 2, figsize=(8.4, 4.4), sharex=True, sharey="row", height_ratios=(2, 1))
     for name, (above, below) in zip(("afab", "1f1b"), columns.T):
         mine = [event for event in simulated(name) if event.rank == 0]
-        starts, ends = ({event.action.micro_batch: event for event in mine if event.action.kind == kind} for kind in "FB")
+        starts, ends = ({event.action.micro_batch: event for event in mine if event.action.kind == kind}
+                        for kind in "FB")
         for i in starts:
-            above.barh(i, ends[i].end - starts[i].start, left=starts[i].start, height=0.75, color="#d8d8d8", edgecolor="#888888", lw=0.5)
+            above.barh(i, ends[i].end - starts[i].start, left=starts[i].start, height=0.75,
+                       color="#d8d8d8", edgecolor="#888888", lw=0.5)
             for event, color in ((starts[i], "#4878a8"), (ends[i], "#d9a441")):
                 above.barh(i, event.end - event.start, left=event.start, height=0.75, color=color)
-        times = sorted({0, *(event.start for event in starts.values()), *(event.end for event in ends.values())})
+        times = sorted({0, *(event.start for event in starts.values()),
+                        *(event.end for event in ends.values())})
         kept = [sum(starts[i].start <= time < ends[i].end for i in starts) for time in times]
-        assert max(kept) == counted(name)[0]
+        most = max(kept)
+        assert most == counted(name)[0]
         below.step(times, kept, where="post", color="black", lw=1.5)
         below.fill_between(times, kept, step="post", color="#d8d8d8")
-        below.text(times[kept.index(max(kept))] + 0.4, max(kept) + 0.25, f"at most {max(kept)}", fontsize=9, va="bottom")
+        below.text(times[kept.index(most)] + 0.4, most + 0.25, f"at most {most}", fontsize=9, va="bottom")
         above.set_title(f"rank 0 in {name}", fontsize=10, loc="left")
         below.set_xlabel("units of time", fontsize=9)
     columns[0, 0].set_ylabel("micro-batch", fontsize=9)
@@ -535,7 +623,8 @@ def in_flight_picture():
     for axes in columns.flat:
         axes.tick_params(labelsize=9)
     patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("#4878a8", "#d9a441", "#d8d8d8")]
-    figure.legend(patches, ["F", "B", "kept from F to B"], loc="upper center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(patches, ["F", "B", "kept from F to B"], loc="upper center", ncols=3, frameon=False,
+                  fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(os.path.join(FIGURES, "in_flight.png"), dpi=150)
     plt.close(figure)
@@ -544,7 +633,8 @@ def in_flight_picture():
 def ran_picture():
     events = ran("zerobubble")
     with on_one_scale(33) as draw:
-        draw(events, "ran", f"zerobubble, as it ran on four processes: {length(events):.1f} units of {UNIT * 1000:.0f} ms")
+        took = f"{length(events):.1f} units of {UNIT * 1000:.0f} ms"
+        draw(events, "ran", f"zerobubble, as it ran on four processes: {took}")
 
 
 def bubble_picture():
@@ -553,21 +643,27 @@ def bubble_picture():
     many = range(PP, 33)
     for name in SCHEDULES:
         style = dict(color=COLORS[name])
-        left.plot(many, [idle_formula(name) / (3 * m) for m in many], lw=1, ls="--" if name == "afab" else "-", **style)
+        left.plot(many, [idle_formula(name) / (3 * m) for m in many], lw=1,
+                  ls="--" if name == "afab" else "-", **style)
         points = [m for m in (4, 8, 12, 16, 24, 32) if m >= 2 * PP or name != "dualpipe"]
-        left.plot(points, [schedules.bubble(simulated(name, m=m))[0] / (3 * m) for m in points], "o", ms=7 if name == "afab" else 4, label=name, **style)
+        idle = [schedules.bubble(simulated(name, m=m))[0] / (3 * m) for m in points]
+        left.plot(points, idle, "o", ms=7 if name == "afab" else 4, label=name, **style)
         real = ran(name)
         left.plot(M, sum(schedules.bubble(real)) / PP / (3 * M), "x", ms=9, mew=1.5, **style)
     left.plot([], [], "x", color="black", label="a real run")
-    left.set(xlabel="micro-batches m", ylabel="idle time, as a share of the work", title="lines: formula; dots: simulation", ylim=(0, None))
+    left.set(xlabel="micro-batches m", ylabel="idle time, as a share of the work",
+             title="lines: formula; dots: simulation", ylim=(0, None))
     left.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, 0))
     left.legend(frameon=False, fontsize=9)
     for i, name in enumerate(SCHEDULES):
         ranks = watched(f"--pp 4 --schedule {name}")
         places = [rank + (i - 2) * 0.16 for rank in range(PP)]
-        right.bar(places, [n / share(name) for n in counted(name)], width=0.14, color=COLORS[name], label=name)
-        right.plot(places, [seen["kept"] / seen["of_one"] / share(name) for seen in ranks], "k_", ms=9, mew=1.5, label="measured" if i == 4 else None)
-    right.set(ylabel="micro-batches kept, of a rank's whole share", title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 11.5))
+        right.bar(places, [n / share(name) for n in counted(name)], width=0.14,
+                  color=COLORS[name], label=name)
+        measured = [seen["kept"] / seen["of_one"] / share(name) for seen in ranks]
+        right.plot(places, measured, "k_", ms=9, mew=1.5, label="measured" if i == 4 else None)
+    right.set(ylabel="micro-batches kept, of a rank's whole share",
+              title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 11.5))
     right.set_xticks(range(PP), [f"rank {rank}" for rank in range(PP)])
     right.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
     figure.tight_layout()
@@ -579,7 +675,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -597,5 +694,6 @@ if __name__ == "__main__":
             run_all()
             ran_picture()
             bubble_picture()
-            put_into_readme(dict(bubble=bubble_table(), uneven=uneven_table(), memory=memory_table(), work=work_table(), wire=wire_table(), layouts=layout_table(),
+            put_into_readme(dict(bubble=bubble_table(), uneven=uneven_table(), memory=memory_table(),
+                                 work=work_table(), wire=wire_table(), layouts=layout_table(),
                                  against=against_table(), same=same_table()))

@@ -1,9 +1,9 @@
-"""Makes the pictures of this step's README and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step07_ep/figures/make.py          (about ten minutes on two cores, most of it three trainings of 200 steps)
+    python step07_ep/figures/make.py          (about ten minutes on two cores, most of it three trainings)
     python step07_ep/figures/make.py drawn    (only what needs no run)
 
-The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all ranks saw of each.
+The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all saw of each.
 """
 import contextlib
 import json
@@ -42,7 +42,8 @@ ROW = HIDDEN * 4                                          # bytes
 
 
 def flags(more, batch=16, micro_batch=4):
-    return f"--model tiny-moe --seq_len {SEQ} --global_batch_size {batch} --micro_batch_size {micro_batch} {more if '--steps' in more else more + ' --steps 2'}"
+    batch = f"--global_batch_size {batch} --micro_batch_size {micro_batch}"
+    return f"--model tiny-moe --seq_len {SEQ} {batch} {more if '--steps' in more else more + ' --steps 2'}"
 
 
 def same_flags(more):
@@ -55,19 +56,25 @@ def long_flags(balance):
 
 #        flags, sequences in the global batch, in a micro-batch
 WIRE = [("--ep 1", 16, 4), ("--ep 2", 16, 4), ("--ep 4", 16, 4), ("--ep 4", 64, 16), ("--ep 4", 64, 4),
-        ("--zero 3", 16, 4), ("--zero 3", 64, 16), ("--zero 3", 64, 4), ("--ep 4 --zero 3", 16, 4), ("--ep 4 --zero 3", 64, 4)]
-MEMORY = ["--ep 1", "--ep 2", "--ep 4", "--tp 2 --ep 2", "--ep 2 --zero 1", "--ep 2 --zero 3", "--ep 4 --zero 3"]
+        ("--zero 3", 16, 4), ("--zero 3", 64, 16), ("--zero 3", 64, 4),
+        ("--ep 4 --zero 3", 16, 4), ("--ep 4 --zero 3", 64, 4)]
+MEMORY = ["--ep 1", "--ep 2", "--ep 4", "--tp 2 --ep 2", "--ep 2 --zero 1", "--ep 2 --zero 3",
+          "--ep 4 --zero 3"]
 OVER_TP = ["--ep 4", "--tp 2 --ep 2", "--tp 4"]
-LOAD = [("watch", "--ep 4 --balance none"), ("watch", "--ep 4 --balance none --steps 10"), ("forced", "--ep 4 --balance none")]
-SAME = ["--ep 2 --dp 2", "--ep 4", "--ep 4 --balance aux", "--ep 4 --cp 2", "--ep 2 --tp 2", "--ep 2 --zero 3", "--ep 2 --pp 2 --schedule zerobubble"]
+LOAD = [("watch", "--ep 4 --balance none"), ("watch", "--ep 4 --balance none --steps 10"),
+        ("forced", "--ep 4 --balance none")]
+SAME = ["--ep 2 --dp 2", "--ep 4", "--ep 4 --balance aux", "--ep 4 --cp 2", "--ep 2 --tp 2",
+        "--ep 2 --zero 3", "--ep 2 --pp 2 --schedule zerobubble"]
 RUNS = {1: [("same", same_flags("")), ("same", same_flags("--balance aux"))],
         2: [("balance", long_flags(balance)) for balance in BALANCES] + [("same", same_flags(SAME[0]))],
-        RANKS: list(dict.fromkeys([("same", same_flags(more)) for more in SAME[1:]] + [("watch", flags(*run)) for run in WIRE]
-                                  + [("watch", flags(more)) for more in MEMORY + OVER_TP] + [(kind, flags(more)) for kind, more in LOAD]))}
+        RANKS: list(dict.fromkeys([*(("same", same_flags(more)) for more in SAME[1:]),
+                                   *(("watch", flags(*run)) for run in WIRE),
+                                   *(("watch", flags(more)) for more in MEMORY + OVER_TP),
+                                   *((kind, flags(more)) for kind, more in LOAD)]))}
 SEEN = {}                                                 # by (kind of run, flags): what every rank saw
 
 
-# ------------------------------------------------------------------------------------------------ inside a rank
+# ---------------------------------------------------------------------------------------------- inside a rank
 def run_all_here(out, runs):
     seen = []
     for kind, argv, port in json.loads(runs):
@@ -81,7 +88,8 @@ def run_all_here(out, runs):
 def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks, balances, batches = {}, [], [], []
-    kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero, Metrics=train.Metrics, Balance=train.Balance)
+    kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero,
+                Metrics=train.Metrics, Balance=train.Balance)
     compute = moe.Experts.forward
 
     class Finishing(train.Zero):
@@ -132,7 +140,8 @@ def one_run(kind, argv):
 
 @torch.no_grad()
 def without_bias(of, balance, batches):
-    """Of the last batches, after the training: the loss as it was trained, and with experts chosen by the scores alone; the share of choices that change."""
+    """Of the last batches, after the training: the loss as it was trained, and with experts chosen by the
+    scores alone; the share of choices that change."""
     losses, choices, bias = [], [], balance.bias.clone()
     for biased in (True, False):
         chosen, loss, tokens = [], torch.zeros(()), 0
@@ -148,7 +157,8 @@ def without_bias(of, balance, batches):
         choices.append(torch.cat([expert.flatten(0, 1) for expert in chosen]))
     there = (choices[1].unsqueeze(-1) == choices[0].unsqueeze(-2)).any(-1).double().mean()
     dist.all_reduce(there)
-    return dict(losses=losses, changed=1 - float(there) / dist.get_world_size(), bias=[float(bias.min()), float(bias.max())])
+    return dict(losses=losses, changed=1 - float(there) / dist.get_world_size(),
+                bias=[float(bias.min()), float(bias.max())])
 
 
 def bytes_of(tensors):
@@ -161,10 +171,12 @@ def persistent(of, optimizer):
     rest = [param for name, param in of.named_parameters() if ".experts." not in name]
 
     def gradients(params):
-        if not hasattr(params[0], "unit"):                # in one flat buffer with others' perhaps: each by itself
-            return [param.main_grad for param in params], lambda grad: grad.data_ptr(), lambda grads: sum(grad.nbytes for grad in grads)
+        if not hasattr(params[0], "unit"):                # in a flat buffer, perhaps with others': one by one
+            size = lambda grads: sum(grad.nbytes for grad in grads)
+            return [param.main_grad for param in params], lambda grad: grad.data_ptr(), size
         units = list(dict.fromkeys(param.unit for param in params))
-        return [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None], lambda grad: grad.untyped_storage()._cdata, bytes_of
+        grads = [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None]
+        return grads, lambda grad: grad.untyped_storage()._cdata, bytes_of
 
     def weights(params):
         units = dict.fromkeys(param.unit for param in params if hasattr(param, "unit"))
@@ -173,11 +185,13 @@ def persistent(of, optimizer):
     mine, states = {which(grad) for grad in grads}, [[], []]
     for master, grad in zip(optimizer.masters, optimizer.grads):
         states[which(grad) in mine] += [t for t in optimizer.adamw.state[master].values() if t.dim()]
-    return dict(weights=bytes_of(weights(experts)), gradients=size(grads), states=bytes_of(states[1]), others=bytes_of(weights(rest)) + size(other_grads) + bytes_of(states[0]))
+    others = bytes_of(weights(rest)) + size(other_grads) + bytes_of(states[0])
+    return dict(weights=bytes_of(weights(experts)), gradients=size(grads), states=bytes_of(states[1]),
+                others=others)
 
 
 class Ledger(ledger.Ledger):
-    counts = 0                                            # bytes of the all-to-alls that say how many rows will come
+    counts = 0                                            # bytes of all-to-alls that say how many rows come
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname == "alltoall_base_" and not args[4]:
@@ -186,7 +200,7 @@ class Ledger(ledger.Ledger):
 
 
 def watch(seen):
-    """Sees of the last training step the bytes sent, the bytes alive, and the rows that the experts of this rank had."""
+    """Sees of the last training step bytes sent, bytes alive, and rows that the experts of this rank had."""
     live, compute, rows = profiling.LiveStorages(), moe.Experts.forward, []
 
     def counted(experts, x, counts):
@@ -223,7 +237,8 @@ def watch(seen):
             key = f"{sent.name(group)} {collective}"
             expected[key] = expected.get(key, 0) + size
         names = lambda counter: {" ".join(key): n for key, n in counter.items()}
-        seen.update(payload=names(sent.payload), wire=names(sent.wire), formula={key: n for key, n in expected.items() if n}, counts_sent=sent.counts)
+        seen.update(payload=names(sent.payload), wire=names(sent.wire),
+                    formula={key: n for key, n in expected.items() if n}, counts_sent=sent.counts)
     train.Profiler, train.ledger = Keeping, noted_ledger
 
 
@@ -233,20 +248,23 @@ def run_all():
     for world, runs in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             out = os.path.join(folder, "seen.json")
-            # a store of its own for every run: in one that another run has used, ranks find the addresses of the last run
+            # a store for every run: in one that another run has used, ranks find the addresses of that run
             stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
             described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), os.path.abspath(__file__)]
-            subprocess.run([*command, "rank", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=2400)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       "--nproc_per_node", str(world), os.path.abspath(__file__)]
+            subprocess.run([*command, "rank", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"},
+                           check=True, timeout=2400)
             with open(out) as file:
                 SEEN.update(zip(runs, json.load(file)))
     for (kind, argv), ranks in SEEN.items():
         if kind not in ("watch", "forced"):
             continue
-        for key in ranks[0]["formula"]:                   # of an all-to-all only the sum over ranks is known beforehand
+        for key in ranks[0]["formula"]:                   # of an all-to-all only the sum over ranks is known
             of = lambda what: [seen[what].get(key, 0) for seen in ranks]
             measured, expected = of("payload"), of("formula")
-            assert sum(measured) == sum(expected) and (measured == expected or "all_to_all" in key), (argv, key, measured, expected)
+            assert sum(measured) == sum(expected), (argv, key, measured, expected)
+            assert measured == expected or "all_to_all" in key, (argv, key, measured, expected)
 
 
 def watched(more, batch=16, micro_batch=4, kind="watch"):
@@ -255,6 +273,10 @@ def watched(more, batch=16, micro_batch=4, kind="watch"):
 
 def wire(seen, *names):
     return sum(n for key, n in seen["wire"].items() if key.split()[1] in names)
+
+
+def dispatched(seen):
+    return sum(n for key, n in seen["payload"].items() if "all_to_all" in key)
 
 
 def mean(ranks, get):
@@ -271,77 +293,105 @@ def same_table():
     for more in ("", *SAME):
         aux = "--balance aux" if "aux" in more else ""
         one, seen = SEEN["same", same_flags(aux)][0], SEEN["same", same_flags(more)][0]
-        assert abs(seen["losses"][3] / one["losses"][3] - 1) < 1e-12 and abs(seen["norms"][3] / one["norms"][3] - 1) < 1e-10 and seen["balance"] == one["balance"]
-        for name, line in [("one process, `--balance aux`", one)] * bool(aux) + [(f"`{more}`" if more else "one process", seen)]:
-            rows.append(f"| {name} | {line['losses'][3]:.12f} | {line['norms'][3]:.10f} | {line['balance'][3]:.4f} |")
+        assert abs(seen["losses"][3] / one["losses"][3] - 1) < 1e-12
+        assert abs(seen["norms"][3] / one["norms"][3] - 1) < 1e-10 and seen["balance"] == one["balance"]
+        lines = [("one process, `--balance aux`", one)] if aux else []
+        lines += [(f"`{more}`" if more else "one process", seen)]
+        for name, line in lines:
+            loss, norm, balance = line["losses"][3], line["norms"][3], line["balance"][3]
+            rows.append(f"| {name} | {loss:.12f} | {norm:.10f} | {balance:.4f} |")
     return rows
 
 
 def wire_table():
-    rows = ["| run | tokens of a rank | micro-batches | all-to-all, bytes of a rank: formula | measured, mean | on the wire, mean | counts | weights and gradients on the wire | in all |",
+    rows = ["| run | tokens of a rank | micro-batches | all-to-all, bytes of a rank: formula "
+            "| measured, mean | on the wire, mean | counts | weights and gradients on the wire | in all |",
             "|---|---|---|---|---|---|---|---|---|"]
     for more, batch, micro_batch in WIRE:
-        ranks, ep, tokens, m = watched(more, batch, micro_batch), degree(more, "ep"), batch // RANKS * SEQ, batch // RANKS // micro_batch
+        ranks, ep = watched(more, batch, micro_batch), degree(more, "ep")
+        tokens, m = batch // RANKS * SEQ, batch // RANKS // micro_batch
         formula, counts = (4 * LAYERS * TOP_K * tokens * ROW, LAYERS * EXPERTS * 8 * m) if ep > 1 else (0, 0)
-        sent = mean(ranks, lambda seen: sum(n for key, n in seen["payload"].items() if "all_to_all" in key) - seen["counts_sent"])
+        sent = mean(ranks, lambda seen: dispatched(seen) - seen["counts_sent"])
         assert sent == formula and all(seen["counts_sent"] == counts for seen in ranks)
         parameters = mean(ranks, lambda seen: wire(seen, "all_reduce", "all_gather", "reduce_scatter"))
         there = mean(ranks, lambda seen: wire(seen, "all_to_all"))
         if "zero" not in more:                            # and a few numbers: norm, loss, load
             by_hand = 2 * 4 * (OTHERS * 3 / 4 + OF_EXPERTS / ep * (1 - ep / RANKS))
             assert by_hand <= parameters < by_hand + 2000, (more, by_hand, parameters)
-        rows.append(f"| `{more}` | {tokens} | {m} | {f'4 x {LAYERS} x {TOP_K} x {tokens} x {ROW} = ' if ep > 1 else ''}{formula:,} | {sent:,.0f} | {there:,.0f} | {counts:,} | {parameters:,.0f} | {there + parameters:,.0f} |")
+        product = f"4 x {LAYERS} x {TOP_K} x {tokens} x {ROW} = " if ep > 1 else ""
+        rows.append(f"| `{more}` | {tokens} | {m} | {product}{formula:,} | {sent:,.0f} | {there:,.0f} "
+                    f"| {counts:,} | {parameters:,.0f} | {there + parameters:,.0f} |")
     return rows
 
 
 def load_table():
     names = ["2nd step, `--balance none`", "10th step, `--balance none`", "all tokens to the experts 0 and 1"]
-    rows = ["| `--ep 4`, in the | rows of ranks 0 to 3, all layers | most on one rank, a layer | all wait for | all-to-all, KiB of ranks 0 to 3 | peak of all memory, MiB of ranks 0 to 3 |", "|---|---|---|---|---|---|"]
+    rows = ["| `--ep 4`, in the | rows of ranks 0 to 3, all layers | most on one rank, a layer "
+            "| all wait for | all-to-all, KiB of ranks 0 to 3 | peak of all memory, MiB of ranks 0 to 3 |",
+            "|---|---|---|---|---|---|"]
     for name, (kind, more) in zip(names, LOAD):
         ranks = watched(more, kind=kind)
         even = TOP_K * 16 * SEQ / RANKS                   # of a layer
         layers = list(zip(*(seen["rows"] for seen in ranks)))
         assert len(layers) == LAYERS and all(sum(layer) == even * RANKS for layer in layers)
-        sent = [sum(n for key, n in seen["payload"].items() if "all_to_all" in key) for seen in ranks]
-        rows.append(f"| {name} | {', '.join(f'''{sum(seen['rows']):,}''' for seen in ranks)} | {max(map(max, layers)) / even:.2f} of the mean | {sum(map(max, layers)) / even / LAYERS:.2f} of the mean "
-                    f"| {', '.join(f'{n / 1024:,.0f}' for n in sent)} | {', '.join(f'''{seen['peak'] / 2**20:.1f}''' for seen in ranks)} |")
+        sent = [dispatched(seen) for seen in ranks]
+        of_ranks = ", ".join(f"{sum(seen['rows']):,}" for seen in ranks)
+        peaks = ", ".join(f"{seen['peak'] / 2**20:.1f}" for seen in ranks)
+        rows.append(f"| {name} | {of_ranks} | {max(map(max, layers)) / even:.2f} of the mean "
+                    f"| {sum(map(max, layers)) / even / LAYERS:.2f} of the mean "
+                    f"| {', '.join(f'{n / 1024:,.0f}' for n in sent)} | {peaks} |")
     return rows
 
 
 def memory_table():
-    rows = ["| run | experts' weights: formula | measured | gradients | optimizer states | everything else that persists | peak of all memory, the highest |", "|---|---|---|---|---|---|---|"]
+    rows = ["| run | experts' weights: formula | measured | gradients | optimizer states | everything else "
+            "that persists | peak of all memory, the highest |",
+            "|---|---|---|---|---|---|---|"]
     for more in MEMORY:
         ranks, cut = watched(more), degree(more, "ep") * degree(more, "tp")
         seen, zero = ranks[0]["persistent"], degree(more, "zero") if "zero" in more else 0
         assert all(other["persistent"] == seen for other in ranks)
         by_stage = [4 * OF_EXPERTS // (RANKS if zero >= stage else cut) for stage in (3, 2, 1)]
-        assert [seen["weights"], seen["gradients"], seen["states"]] == [by_stage[0], by_stage[1], 2 * by_stage[2]], (more, seen, by_stage)
+        weights, gradients, states = seen["weights"], seen["gradients"], seen["states"]
+        assert [weights, gradients, states // 2] == by_stage and states % 2 == 0, (more, seen, by_stage)
         divisor = f"/{OF_EXPERTS * 4 // by_stage[0]}" if by_stage[0] < OF_EXPERTS * 4 else ""
-        rows.append(f"| `{more}` | 4E{divisor} = {by_stage[0]:,} | " + " | ".join(f"{seen[what]:,}" for what in ("weights", "gradients", "states", "others"))
-                    + f" | {max(other['peak'] for other in ranks) / 2**20:.1f} MiB |")
+        peak = max(other["peak"] for other in ranks)
+        rows.append(f"| `{more}` | 4E{divisor} = {by_stage[0]:,} | {weights:,} | {gradients:,} | {states:,} "
+                    f"| {seen['others']:,} | {peak / 2**20:.1f} MiB |")
     return rows
 
 
 def tensor_table():
-    rows = ["| run | experts of a rank | rows for them, mean | all-to-all on the wire, mean | gathered and scattered on the wire, whole layer | of it by the MoE | tokens' traffic of the MoE |", "|---|---|---|---|---|---|---|"]
+    rows = ["| run | experts of a rank | rows for them, mean | all-to-all on the wire, mean "
+            "| gathered and scattered on the wire, whole layer | of it by the MoE "
+            "| tokens' traffic of the MoE |",
+            "|---|---|---|---|---|---|---|"]
     for more in OVER_TP:
         ranks, ep, tp = watched(more), degree(more, "ep"), degree(more, "tp")
         there = mean(ranks, lambda seen: wire(seen, "all_to_all"))
         stream = 16 // (RANKS // tp) * SEQ * ROW
-        layers = mean(ranks, lambda seen: sum(n for key, n in seen["wire"].items() if key in ("tp all_gather", "tp reduce_scatter"))) - 2 * 2 * stream * (tp - 1) / tp * (tp > 1)
-        if tp > 1:                                        # the embedding and the head: one gather and one scatter each
+        over_tp = mean(ranks, lambda seen: sum(seen["wire"].get(f"tp {name}", 0)
+                                               for name in ("all_gather", "reduce_scatter")))
+        # less the embedding and the head: one gather and one scatter each
+        layers = over_tp - 2 * 2 * stream * (tp - 1) / tp * (tp > 1)
+        if tp > 1:
             assert layers == 9 * LAYERS * stream * (tp - 1) / tp, (more, layers)
         experts = f"{EXPERTS // ep}" + (f", 1/{tp} of each" if tp > 1 else "")
-        rows.append(f"| `{more}` | {experts} | {mean(ranks, lambda seen: sum(seen['rows'])) / LAYERS:.0f} a layer | {there:,.0f} | {layers:,.0f} | {layers * 4 / 9:,.0f} | {there + layers * 4 / 9:,.0f} |")
+        received = mean(ranks, lambda seen: sum(seen["rows"])) / LAYERS
+        rows.append(f"| `{more}` | {experts} | {received:.0f} a layer | {there:,.0f} | {layers:,.0f} "
+                    f"| {layers * 4 / 9:,.0f} | {there + layers * 4 / 9:,.0f} |")
     return rows
 
 
 def kept_table():
     """What autograd saves of one dense and of some MoE layers, in one process."""
-    rows = ["| layer | weights that a token meets | kept for backward, elements per token: formula | measured |", "|---|---|---|---|"]
+    rows = ["| layer | weights that a token meets | kept for backward, elements per token: formula "
+            "| measured |",
+            "|---|---|---|---|"]
     tokens = 4 * SEQ
     for top_k in (0, 1, 2, 4):
-        shape = config.ModelConfig(256, HIDDEN, INTERMEDIATE if top_k else 2 * INTERMEDIATE, 1, 8, 4, 8, num_local_experts=EXPERTS, num_experts_per_tok=top_k)
+        shape = config.ModelConfig(256, HIDDEN, INTERMEDIATE if top_k else 2 * INTERMEDIATE, 1, 8, 4, 8,
+                                   num_local_experts=EXPERTS, num_experts_per_tok=top_k)
         torch.manual_seed(0)
         layer, saved = moe.MoE(shape) if top_k else model.MLP(shape), {}
         for param in layer.parameters():
@@ -355,37 +405,49 @@ def kept_table():
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             layer(torch.randn(4, SEQ, HIDDEN, requires_grad=True))
         measured = bytes_of(saved.values()) / 4 / tokens
-        small = [tensor for tensor in saved.values() if tensor.untyped_storage().nbytes() < tokens * HIDDEN * 2]     # the router's shares
+        # less the router's shares
+        small = [t for t in saved.values() if t.untyped_storage().nbytes() < tokens * HIDDEN * 2]
         measured -= bytes_of(small) / 4 / tokens
         k, width = max(top_k, 1), INTERMEDIATE if top_k else 2 * INTERMEDIATE
         formula = 4 * width + HIDDEN if not top_k else HIDDEN + 2 * k * HIDDEN + 4 * k * width
         assert measured == formula, (top_k, measured, formula, [t.shape for t in saved.values()])
-        name = f"{EXPERTS} experts, 3 x {HIDDEN} x {INTERMEDIATE} each, top_k {k}" if top_k else f"dense, 3 x {HIDDEN} x {width}"
-        rows.append(f"| {name} | {3 * HIDDEN * width * k:,} | {'h + 4 I' if not top_k else 'h + k (2 h + 4 I)'} = {formula} | {measured:g} |")
+        name, spelled = f"dense, 3 x {HIDDEN} x {width}", "h + 4 I"
+        if top_k:
+            name = f"{EXPERTS} experts, 3 x {HIDDEN} x {INTERMEDIATE} each, top_k {k}"
+            spelled = "h + k (2 h + 4 I)"
+        rows.append(f"| {name} | {3 * HIDDEN * width * k:,} | {spelled} = {formula} | {measured:g} |")
     return rows
 
 
 def balance_table():
-    rows = ["| `--balance` | balance, 1st step | the highest | the lowest | last 20 steps, mean | loss, last 20 steps, mean |", "|---|---|---|---|---|---|"]
+    rows = ["| `--balance` | balance, 1st step | the highest | the lowest | last 20 steps, mean "
+            "| loss, last 20 steps, mean |",
+            "|---|---|---|---|---|---|"]
     for balance in BALANCES:
         seen = SEEN["balance", long_flags(balance)][0]
         load = seen["balance"]
-        rows.append(f"| {balance} | {load[0]:.2f} | {max(load):.2f} | {min(load):.2f} | {sum(load[-20:]) / 20:.2f} | {sum(seen['losses'][-20:]) / 20:.3f} |")
+        loss = sum(seen["losses"][-20:]) / 20
+        rows.append(f"| {balance} | {load[0]:.2f} | {max(load):.2f} | {min(load):.2f} "
+                    f"| {sum(load[-20:]) / 20:.2f} | {loss:.3f} |")
     return rows
 
 
 def saved_table():
     seen = SEEN["balance", long_flags("bias")][0]["without_bias"]
-    return ["| after 200 steps, experts chosen by | loss of the last 10 batches | choices that are others |", "|---|---|---|", f"| score + bias | {seen['losses'][0]:.3f} | |",
+    return ["| after 200 steps, experts chosen by | loss of the last 10 batches | choices that are others |",
+            "|---|---|---|",
+            f"| score + bias | {seen['losses'][0]:.3f} | |",
             f"| the score alone | {seen['losses'][1]:.3f} | {seen['changed']:.0%} |"]
 
 
-# ------------------------------------------------------------------------------------------------ the pictures
+# ----------------------------------------------------------------------------------------------- the pictures
 EXPERT_COLORS = ["#4878a8", "#9cc3e4", "#d9a441", "#f0d9a8"]
 
 
 def layer_picture():
-    """One token through moe.MoE on one device: four experts, each one matrix, top_k 2; the tensors are those of the README's first block."""
+    """One token through moe.MoE on one device: four experts, each one matrix, top_k 2.
+
+    The tensors are those of the README's first block."""
     torch.manual_seed(17348)
     x, router, weights = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, 4)
     layer = moe.MoE(config.ModelConfig(256, 4, 4, 1, 1, 1, 4, num_local_experts=4, num_experts_per_tok=TOP_K))
@@ -401,11 +463,14 @@ def layer_picture():
     assert chosen == [0, 2] and torch.allclose(share[0] * outs[0] + share[1] * outs[1], y, atol=1e-6)
 
     figure, axes = plt.subplots(figsize=(11.5, 5.4))
-    box = lambda x, y, w, h, **kind: axes.add_patch(plt.Rectangle((x, y), w, h, lw=1.2, **{"facecolor": "white", "edgecolor": "#333333", **kind}))
-    words = lambda x, y, text, **kind: axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 13, **kind})
+    usual = {"facecolor": "white", "edgecolor": "#333333"}
+    box = lambda x, y, w, h, **kind: axes.add_patch(plt.Rectangle((x, y), w, h, lw=1.2, **usual | kind))
+    centred = {"ha": "center", "va": "center", "fontsize": 13}
+    words = lambda x, y, text, **kind: axes.text(x, y, text, **centred | kind)
 
     def arrow(start, end, **kind):
-        axes.annotate("", xy=end, xytext=start, arrowprops=dict(arrowstyle="-|>", **{"color": "#333333", "lw": 1.6, "shrinkA": 0, "shrinkB": 0, **kind}))
+        look = {"color": "#333333", "lw": 1.6, "shrinkA": 0, "shrinkB": 0, **kind}
+        axes.annotate("", xy=end, xytext=start, arrowprops=dict(arrowstyle="-|>", **look))
 
     def vector(x, y, values, name):
         for i, value in enumerate(values.tolist()):
@@ -419,7 +484,8 @@ def layer_picture():
     axes.plot([1.85, 4.25], [zero, zero], color="#999999", lw=0.8)
     for expert, value in enumerate(logits.tolist()):
         left = 1.95 + expert * 0.6
-        box(left, zero, 0.44, value * unit, facecolor=EXPERT_COLORS[expert] if expert in chosen else "#dddddd")
+        color = EXPERT_COLORS[expert] if expert in chosen else "#dddddd"
+        box(left, zero, 0.44, value * unit, facecolor=color)
         words(left + 0.22, zero + value * unit + (0.2 if value > 0 else -0.22), f"{value:.1f}", fontsize=12)
     words(3.05, 4.15, "one logit for each expert", fontsize=12, color="#555555")
     arrow((0.475, 3.75), (1.75, 5.6), connectionstyle="arc3,rad=-0.15")
@@ -431,18 +497,21 @@ def layer_picture():
     arrow((6.75, 5.85), (7.05, 5.85))
     for expert in range(4):
         y0 = 3.1 - expert * 1.15
-        box(3.0, y0, 1.75, 0.8, facecolor=EXPERT_COLORS[expert] if expert in chosen else "#f4f4f4", edgecolor="#333333" if expert in chosen else "#bbbbbb",
-            linestyle="-" if expert in chosen else "--")
-        words(3.875, y0 + 0.4, f"expert {expert}", color="white" if expert in chosen else "#777777", weight="bold" if expert in chosen else "normal")
         if expert in chosen:
+            box(3.0, y0, 1.75, 0.8, facecolor=EXPERT_COLORS[expert])
+            words(3.875, y0 + 0.4, f"expert {expert}", color="white", weight="bold")
             arrow((0.95, 2.18), (3.0, y0 + 0.4))
+        else:
+            box(3.0, y0, 1.75, 0.8, facecolor="#f4f4f4", edgecolor="#bbbbbb", linestyle="--")
+            words(3.875, y0 + 0.4, f"expert {expert}", color="#777777")
     for place, (expert, out) in enumerate(zip(chosen, outs)):
         y0 = 3.5 - expert * 1.15
         vector(5.55, y0 + 0.35 - place * 0.75, out, f"$E_{expert}$(x)")
         arrow((4.75, y0), (5.55, y0 - 0.05 - place * 0.75))
         end = (8.35, 1.72 if place == 0 else 1.18)
         arrow((6.5, y0 - 0.05 - place * 0.75), end)
-        words(8.3 if place == 0 else 7.6, 2.6 if place == 0 else 0.3, f"times {share[place]:.2f}", fontsize=12)
+        at = (8.3, 2.6) if place == 0 else (7.6, 0.3)
+        words(*at, f"times {share[place]:.2f}", fontsize=12)
     arrow((8.55, 5.35), (8.35, 2.85), color="#999999", linestyle="--")
     axes.add_patch(plt.Circle((8.62, 1.45), 0.36, facecolor="white", edgecolor="#333333", lw=1.2))
     words(8.62, 1.43, "+", fontsize=18)
@@ -459,12 +528,15 @@ def layer_picture():
 def dispatch_picture():
     """Two ranks with two experts each, three tokens each, top_k 2."""
     chosen = [[(0, 2), (3, 0), (2, 1)], [(1, 2), (2, 3), (2, 0)]]
-    rows = [[(f"{'abc' if rank == 0 else 'xyz'}"[t], e) for t, pair in enumerate(tokens) for e in pair] for rank, tokens in enumerate(chosen)]
+    rows = [[(f"{'abc' if rank == 0 else 'xyz'}"[t], e) for t, pair in enumerate(tokens) for e in pair]
+            for rank, tokens in enumerate(chosen)]
     by_expert = [sorted(some, key=lambda row: row[1]) for some in rows]
     received = [[row for some in by_expert for row in some if row[1] // 2 == rank] for rank in (0, 1)]
     sorted_again = [sorted(some, key=lambda row: row[1]) for some in received]
-    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert), ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
-              ("put back:\nby rank", received), ("received back:\nby expert", by_expert), ("put back:\nby token, summed", rows)]
+    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert),
+              ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
+              ("put back:\nby rank", received), ("received back:\nby expert", by_expert),
+              ("put back:\nby token, summed", rows)]
     figure, axes = plt.subplots(figsize=(14, 5.6))
     place = {}
     for column, (title, ranks) in enumerate(stages):
@@ -473,18 +545,22 @@ def dispatch_picture():
             for i, (token, expert) in enumerate(some):
                 y = -i * 0.72 - rank * 6.4
                 place[column, token, expert] = y
-                axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert], edgecolor="#444444", lw=0.8))
-                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token, ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
+                axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert],
+                                             edgecolor="#444444", lw=0.8))
+                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token,
+                          ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
     for column in range(len(stages) - 1):
         for some in rows:
             for token, expert in some:
                 a, b = place[column, token, expert], place[column + 1, token, expert]
                 wire = column in (1, 4)
-                axes.plot([column * 2 + 0.83, column * 2 + 1.97], [a + 0.3, b + 0.3], color="#444444" if wire else "#bbbbbb", lw=1.4 if wire else 0.9, zorder=0)
+                axes.plot([column * 2 + 0.83, column * 2 + 1.97], [a + 0.3, b + 0.3],
+                          color="#444444" if wire else "#bbbbbb", lw=1.4 if wire else 0.9, zorder=0)
     for column, words in ((1, "all-to-all"), (4, "all-to-all")):
         axes.text(column * 2 + 1.4, -11.75, words, ha="center", va="center", fontsize=15, weight="bold")
     for rank in (0, 1):
-        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}", ha="right", va="center", fontsize=14)
+        name = f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}"
+        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, name, ha="right", va="center", fontsize=14)
     axes.set(xlim=(-1.8, 13.3), ylim=(-12.1, 2.2))
     axes.axis("off")
     figure.tight_layout()
@@ -493,38 +569,48 @@ def dispatch_picture():
 
 def experts_picture():
     """Tokens of each expert of each layer over the mean, at the start and over the last 20 steps."""
-    runs = {balance: torch.tensor(SEEN["balance", long_flags(balance)][0]["counts"]).double() for balance in BALANCES}
+    runs = {balance: torch.tensor(SEEN["balance", long_flags(balance)][0]["counts"]).double()
+            for balance in BALANCES}
     share = lambda counts: counts / counts.mean(-1, keepdim=True)
-    panels = [("step 1", share(runs["none"][0]))] + [(f"--balance {balance}\nlast 20 steps", share(runs[balance][-20:].mean(0))) for balance in BALANCES]
+    panels = [("step 1", share(runs["none"][0]))]
+    for balance, counts in runs.items():
+        panels.append((f"--balance {balance}\nlast 20 steps", share(counts[-20:].mean(0))))
     figure, axes = plt.subplots(1, 4, figsize=(14, 4.6), sharey=True)
     for panel, (title, shares) in zip(axes, panels):
-        image = panel.imshow(shares, cmap="RdBu_r", norm=matplotlib.colors.TwoSlopeNorm(1.0, 0.0, 4.0), aspect="equal")
+        image = panel.imshow(shares, cmap="RdBu_r", norm=matplotlib.colors.TwoSlopeNorm(1.0, 0.0, 4.0),
+                             aspect="equal")
         for layer in range(LAYERS):
             for expert in range(EXPERTS):
                 value = float(shares[layer, expert])
-                panel.text(expert, layer, f"{value:.1f}", ha="center", va="center", fontsize=8.5, color="white" if value > 2.8 or value < 0.25 else "black")
+                panel.text(expert, layer, f"{value:.1f}", ha="center", va="center", fontsize=8.5,
+                           color="white" if value > 2.8 or value < 0.25 else "black")
         panel.set(title=title, xlabel="expert")
         panel.set_xticks(range(EXPERTS))
     axes[0].set_ylabel("layer")
     axes[0].set_yticks(range(LAYERS))
-    figure.colorbar(image, ax=axes, label="tokens of an expert / mean", shrink=0.62, pad=0.015, ticks=[0, 0.5, 1, 2, 3, 4])
+    figure.colorbar(image, ax=axes, label="tokens of an expert / mean", shrink=0.62, pad=0.015,
+                    ticks=[0, 0.5, 1, 2, 3, 4])
     figure.savefig(os.path.join(FIGURES, "experts.png"), dpi=110, bbox_inches="tight")
 
 
 def balance_picture():
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
-    smooth = lambda values, n=10: [sum(values[max(0, i - n + 1):i + 1]) / (i + 1 - max(0, i - n + 1)) for i in range(len(values))]
+    last = lambda values, i, n=10: values[max(0, i - n + 1):i + 1]
+    smooth = lambda values: [sum(last(values, i)) / len(last(values, i)) for i in range(len(values))]
     for balance, color in BALANCES.items():
         seen = SEEN["balance", long_flags(balance)][0]
         steps = range(1, STEPS + 1)
         left.plot(steps, seen["balance"], color=color, label=f"--balance {balance}")
         right.plot(steps, smooth(seen["losses"]), color=color, label=f"--balance {balance}")
     left.axhline(EXPERTS / TOP_K, color="#999999", ls="--", lw=1)
-    left.text(STEPS, EXPERTS / TOP_K + 0.04, "all tokens to the same two experts", ha="right", va="bottom", color="#666666", fontsize=9)
+    left.text(STEPS, EXPERTS / TOP_K + 0.04, "all tokens to the same two experts", ha="right", va="bottom",
+              color="#666666", fontsize=9)
     left.axhline(1, color="#999999", ls="--", lw=1)
     left.text(STEPS, 0.97, "all experts alike", ha="right", va="top", color="#666666", fontsize=9)
-    left.set(xlabel="training step", ylabel="largest / mean tokens of an expert", title="balance, mean of the layers", ylim=(0.8, 4.4))
-    right.set(xlabel="training step", ylabel="loss, mean of 10 steps", title="loss, without its first steps", ylim=(2.15, 3.45))
+    left.set(xlabel="training step", ylabel="largest / mean tokens of an expert",
+             title="balance, mean of the layers", ylim=(0.8, 4.4))
+    right.set(xlabel="training step", ylabel="loss, mean of 10 steps", title="loss, without its first steps",
+              ylim=(2.15, 3.45))
     right.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "balance.png"), dpi=110)
@@ -535,7 +621,8 @@ def put_into_readme(tables):
     with open(path) as file:
         text = file.read()
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
         assert found == 1, f"README.md has {found} tables of the name {name}"
     with open(path, "w") as file:
         file.write(text)
@@ -552,4 +639,6 @@ if __name__ == "__main__":
             run_all()
             experts_picture()
             balance_picture()
-            put_into_readme(dict(same=same_table(), wire=wire_table(), load=load_table(), memory=memory_table(), tensor=tensor_table(), balance=balance_table(), saved=saved_table()))
+            put_into_readme(dict(same=same_table(), wire=wire_table(), load=load_table(),
+                                 memory=memory_table(), tensor=tensor_table(), balance=balance_table(),
+                                 saved=saved_table()))

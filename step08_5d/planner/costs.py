@@ -325,7 +325,8 @@ def loss_memory(c, l, number):
     """loss.py's forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input.
     Backward takes less."""
     words, size = c.vocab_size // l.tp, number * l.tokens * c.hidden_size
-    chunk = min(l.tokens, max(1, 2**27 // words)) * words
+    rows = max(1, 2**27 // words)
+    chunk = min(l.tokens, rows - rows % 128 if rows > 128 else rows) * words
     copies = (l.tp == 1 and number == BF16) + (l.tokens * words > chunk)
     logits = chunk * (2 * FLOAT32 + number * copies)
     most = max(logits, number * words * c.hidden_size + 2 * chunk)

@@ -165,10 +165,12 @@ def runs_job(bucket_bytes):
     then append the parameter and add its bytes. Make a Bucket of each list.""")
 def test_which_gradients_share_a_bucket(pool):
     """In the order of backward (the last parameter first), a bucket is closed when it has at least `bucket_bytes`."""
-    expected_by_size = {1: [[40], [30], [20], [10]], 200: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]], 10**6: [[40, 30, 20, 10]]}
+    expected_by_size = {1: [[40], [30], [20], [10]], 200: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]],
+                        10**6: [[40, 30, 20, 10]]}
     for size, expected in expected_by_size.items():
         found = pool.call(runs_job, STEP, bucket_bytes=size)[0]
-        assert found == expected, f"with {size} bytes, parameters of 10, 20, 30, 40 numbers are put together as {found}, not {expected}"
+        assert found == expected, (f"with {size} bytes, parameters of 10, 20, 30, 40 numbers are put together "
+                                   f"as {found}, not {expected}")
 
 
 @rung({"data_parallel.py": ["bucketed"]}, hints="""

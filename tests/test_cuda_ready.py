@@ -1,0 +1,135 @@
+"""What can be seen of the CUDA path without a GPU: shapes and bytes of a rank's kernels, and code that only CUDA takes."""
+import contextlib
+import os
+from unittest.mock import patch
+
+import cases
+import pytest
+from jobs import assert_refused
+
+STEP = "step08_5d"
+slow = pytest.mark.slow
+
+
+# ------------------------------------------------------------------------------------------------ a rank's kernels
+def kernels_job(argv):
+    """The products of one training step in a dry run, as (m, n, k): calls; and the bytes that its operations read and write."""
+    import math
+    from collections import Counter
+
+    import torch
+    import train
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    products, moved = Counter(), Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            result = op(*args, **(kwargs or {}))
+            if op._opname == "mm":
+                products[(*args[0].shape, args[1].shape[1])] += 1
+            if not op.is_view and op.namespace == "aten":
+                tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
+                moved[op._opname] += sum(math.prod(n for n, stride in zip(t.shape, t.stride()) if stride) * t.itemsize
+                                             for t in tensors)
+            return result
+
+    @contextlib.contextmanager
+    def watch(*_):
+        with Watch():
+            yield
+    with patch("train.watch", watch):
+        train.main(argv)
+    return dict(products), dict(moved)
+
+
+LAYOUTS = {"llama-1b": "--dry_run 1 --seq_len 4096 --global_batch_size 4 --micro_batch_size 4",
+           "llama-8b": "--dry_run 8 --tp 8 --seq_len 4096 --global_batch_size 1 --micro_batch_size 1",
+           "llama-8b, ZeRO-3": "--dry_run 8 --zero 3 --seq_len 4096 --global_batch_size 8 --micro_batch_size 1 --recompute full",
+           "llama-70b": "--dry_run 32 --tp 8 --pp 4 --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 --recompute full"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_are_of_whole_tiles(pool, layout):
+    """A GPU makes a product in tiles of 128 or more: what is left over costs as much as a whole one. Llama 3's vocabulary is
+    1,002 tiles, of which eight ranks have 125 and a quarter each."""
+    products, _ = pool.call(kernels_job, STEP, argv=["--model", layout.split(",")[0], *LAYOUTS[layout].split()])[0]
+    odd = {n for shape in products for n in shape if n % 128}
+    assert products and odd <= ({128256 // 8} if "--tp 8" in LAYOUTS[layout] else set())
+
+
+BYTES_OF_A_STEP = 526.2
+
+
+def test_bytes_of_a_micro_batch(pool):
+    """Read and written by the operations of one step of llama-1b, 4 x 4,096 tokens: what memory bounds does not grow unseen."""
+    _, moved = pool.call(kernels_job, STEP, argv=["--model", "llama-1b", *LAYOUTS["llama-1b"].split()])[0]
+    assert sum(moved.values()) / 1e9 == pytest.approx(BYTES_OF_A_STEP, rel=0.01), moved
+
+
+# ------------------------------------------------------------------------------------------------ what only CUDA runs
+def flash_job():
+    import context_parallel
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    found = []
+    with FakeTensorMode():
+        for causal, keys in ((True, 128), (False, 64)):
+            q = torch.empty(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+            k, v = (torch.empty(2, 4, keys, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            out, lse = context_parallel.flash(q, k, v, causal)
+            grads = context_parallel.flash_backward(torch.empty_like(out), q, k, v, out, lse, causal)[:3]
+            found.append([(list(t.shape), str(t.dtype), t.device.type) for t in (out, lse, *grads)])
+    return found
+
+
+def test_the_flash_kernels_of_cuda_take_what_they_are_given(pool):
+    """On tensors that have no data: that the operations exist with these arguments, and what they return."""
+    for keys, found in zip((128, 64), pool.call(flash_job, STEP)[0]):
+        q, kv = [2, 4, 128, 64], [2, 4, keys, 64]
+        assert found == [(q, "torch.bfloat16", "cuda"), ([2, 4, 128], "torch.float32", "cuda"), (q, "torch.bfloat16", "cuda"),
+                         (kv, "torch.bfloat16", "cuda"), (kv, "torch.bfloat16", "cuda")]
+
+
+@pytest.mark.parametrize("mode, refused", [("zigzag", True), ("allgather", True), ("ulysses", False)])
+def test_a_width_that_the_flash_kernels_do_not_take_is_refused(pool, tmp_path, mode, refused):
+    flags = f"{cases.make(tmp_path)} --seq_len 16 --cp 2 --cp_mode {mode} --dry_run 2 --global_batch_size 2 --micro_batch_size 1"
+    if refused:
+        assert_refused(pool, STEP, 1, flags, "head_dim 10 is not a multiple of 8")
+    else:
+        pool.call(kernels_job, STEP, argv=flags.split())
+
+
+def environment_job(argv):
+    """What start_mesh sets before it starts NCCL; there is none here, so that is where this ends."""
+    import config
+    import mesh
+    import torch
+    args = config.parse_args(argv)
+    args.device, args.pp, args.dp, args.cp, args.tp = "cuda", 1, 1, 1, 1
+    os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
+    with patch("torch.cuda.set_device"), patch("torch.distributed.init_process_group", side_effect=ZeroDivisionError) as started:
+        with pytest.raises(ZeroDivisionError):
+            mesh.start_mesh(args)
+    in_float32 = not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return started.call_args[0], os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT"), in_float32
+
+
+def test_what_is_set_for_cuda(pool):
+    assert pool.call(environment_job, STEP, argv=[]) == [(("nccl",), "1", True)]
+
+
+def many_layers_job(argv):
+    import torch._dynamo
+    import train
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        train.main(argv)
+
+
+@slow
+def test_twelve_layers_are_compiled_once(pool, tmp_path):
+    """Not once per layer: from the eighth on PyTorch would give up and say so in a log that nobody reads."""
+    flags = f"{cases.make(tmp_path, num_hidden_layers=12)} --steps 2 --micro_batch_size 6 --compile"
+    pool.call(many_layers_job, STEP, argv=flags.split())
+    pool.stop()                                           # garbage collection is slow where something was compiled
