@@ -96,7 +96,7 @@ def trainings(calls):
     """(step, number of ranks, flags) of each call of a train.py."""
     found = []
     for words in calls:
-        script = next((word for word in words if word.endswith("train.py")), None)
+        script = next((word for word in words if word.endswith("/train.py")), None)
         if script:
             before = [*words[:words.index(script)], "--nnodes", "1", "--nproc_per_node", "1"]
             world = [int(before[before.index(name) + 1]) for name in ("--nnodes", "--nproc_per_node")]
@@ -111,10 +111,11 @@ def refused(commands):
 
 
 def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
-    """Flags that a step knows, and a layout that it takes, with so many ranks."""
-    texts = [block.text for page in PAGES for block in blocks((ROOT / page).read_text())
-             if block.language == "bash" and block.directive in ("no, needs a GPU", "no, needs a cluster")]
-    commands = trainings(called(texts, tmp_path))
+    """Flags that a step knows, and a layout that it takes, with so many ranks. The blocks of a page are one session."""
+    not_run = ("no, needs a GPU", "no, needs a cluster")
+    sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
+                        if block.language == "bash" and block.directive in not_run) for page in PAGES]
+    commands = trainings(called(sessions, tmp_path))
     assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
     assert refused(commands) == []
 
@@ -215,7 +216,8 @@ def test_broken_links_are_seen(tmp_path):
 
 def test_broken_anchors_are_seen(tmp_path):
     (tmp_path / "step").mkdir()
-    (tmp_path / "step/README.md").write_text("## Run it, twice\n### `Enter` and [g](x.md)\n<a id=\"old\"></a>\n```\n# no heading\n```\n")
+    (tmp_path / "step/README.md").write_text(
+        "## Run it, twice\n### `Enter` and [g](x.md)\n<a id=\"old\"></a>\n```\n# no heading\n```\n")
     text = "# Here\n[a](#here) [b](#there) " + " ".join(
         f"[c](step{name}#{place})" for name in ("", "/README.md") for place in ("run-it-twice", "enter-and-g", "old", "no-heading"))
     (tmp_path / "README.md").write_text(text)

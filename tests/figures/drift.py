@@ -30,8 +30,9 @@ STEPS = (0, 3, 19)
 
 def train(trainer, world, flags, log):
     if not Path(log).exists():
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), trainer / "train.py",
-                   *flags.split(), "--device", "cpu", "--steps", str(STEPS[-1] + 1), "--log_file", f"{log}.part"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
+                   trainer / "train.py", *flags.split(), "--device", "cpu", "--steps", str(STEPS[-1] + 1),
+                   "--log_file", f"{log}.part"]
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
         os.rename(f"{log}.part", log)
     return [json.loads(line) for line in open(log)]
@@ -52,8 +53,9 @@ def measure(logs, folder):
         apart[dtype] = {}
         for layout, (world, flags) in LAYOUTS.items():
             lines = train(trainers[layout], world, f"--dtype {dtype} {flags}", f"{logs}/{dtype} {layout}.jsonl")
-            apart[dtype][layout] = {key: list(accumulate((abs(line[key] / of_one[key] - 1) for line, of_one in zip(lines, one)), max))
+            apart[dtype][layout] = {key: [abs(line[key] / of_one[key] - 1) for line, of_one in zip(lines, one)]
                                     for key in ("loss", "grad_norm")}
+            apart[dtype][layout] = {key: list(accumulate(values, max)) for key, values in apart[dtype][layout].items()}
             print(dtype, layout, flush=True)
     return apart
 

@@ -119,9 +119,10 @@ def main():
     for axis, way in zip(axes.flat, WAYS):
         panel(axis, has[way[0]], *way)
     boxes = [plt.Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="#333333", linewidth=0.8) for color in COLORS.values()]
-    figure.legend(boxes, ["rank 0 has it", "rank 1 has it", "both have it"], loc="upper center", ncols=3, frameon=False, fontsize=10)
-    figure.text(0.5, 0.014, "Left: the tokens of a batch. Right: four layers; in each, above the weights, below them AdamW's states.",
-                ha="center", fontsize=8.6)
+    names = ["rank 0 has it", "rank 1 has it", "both have it"]
+    figure.legend(boxes, names, loc="upper center", ncols=3, frameon=False, fontsize=10)
+    explained = "Left: the tokens of a batch. Right: four layers; in each, above the weights, below them AdamW's states."
+    figure.text(0.5, 0.014, explained, ha="center", fontsize=8.6)
     figure.subplots_adjust(left=0.02, right=0.99, top=0.955, bottom=0.045, wspace=0.06, hspace=0.1)
     figure.savefig(TESTS / "figures/ways.png", dpi=150)
 
