@@ -2,7 +2,7 @@
 are summed.
 
 The loss is a sum divided by the tokens of the global batch, so summing over ranks gives the gradient of the
-mean. The same sum three ways, each with less waiting than the one before:
+mean. The same sum three ways:
 
     naive     when backward is over, one all-reduce per parameter, one after the other
     overlap   an all-reduce per parameter as soon as its gradient is there, while backward goes on

@@ -60,6 +60,13 @@ def test_diff_sizes():
         assert size in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_the_main_path_is_read_in_three_quarters_of_an_hour(step):
+    text = (ROOT / step / "README.md").read_text()
+    assert 1000 < main_path_words(text) <= 3000
+    assert all(f"\n## {name}\n" in text for name in ("Break it", "Exercises", "Check yourself", "Second reading"))
+
+
 # ------------------------------------------------------------------------------- commands that need GPUs
 STUB = '#!/bin/bash\nprintf "%q " "${0##*/}" "$@" >> "$RECORD"; echo >> "$RECORD"\n'
 REFUSED = """

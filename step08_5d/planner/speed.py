@@ -278,10 +278,11 @@ def data_parallel_seconds(c, l, cluster, stage, k, last):
         seconds["dp"] += l.accumulation * exposed(reduce + latency, k["overlap"] * last)
     if l.zero in (1, 2):                               # the new weights, unit by unit behind the next forward
         seconds["dp"] += exposed(BF16 * byte + latency, k["overlap"] * last / 2)
-    if l.zero == 3:                                       # gathered twice and reduced: behind forward too
-        gathers = 1 if l.pp > 1 else 2 * l.accumulation
-        moved = gathers * (BF16 * byte + latency) + l.accumulation * (reduce + latency)
-        seconds["dp"] += exposed(moved, 1.5 * k["overlap"] * l.accumulation * last)
+    if l.zero == 3:                # gathered behind forward; again, and reduced, behind backward
+        gather, reduce = BF16 * byte + latency, reduce + latency
+        again = gather if l.pp == 1 else 0.0              # in a pipeline weights stay from first to last
+        seconds["dp"] += (1 if l.pp > 1 else l.accumulation) * exposed(gather, k["overlap"] * last / 2)
+        seconds["dp"] += l.accumulation * exposed(again + reduce, k["overlap"] * last)
     return seconds
 
 

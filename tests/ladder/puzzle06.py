@@ -1,0 +1,96 @@
+"""A puzzle of step 6: write a schedule by hand.
+
+    python tests/ladder/puzzle06.py            # judges exercise/puzzle06.txt, which it makes if it is not there
+
+Three ranks have one stage each, and there are four micro-batches. F, I and W take one unit of time each, B is I and W. The file has
+a line for each rank: its actions in order, such as F0 F1 I0 W0 ... In the beginning it has 1F1B, where each rank idles 6 units and
+the ranks keep 3, 2 and 1 micro-batches, 6 in all. You can do better. For each column of this table there are lists:
+
+    kept, by all ranks together     3   4   5   6   7   9
+    idle, each rank                16  10   5   4   3   2
+
+No list idles less and keeps no more: all possible ones have been tried, by `least_idle`.
+"""
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "exercise/puzzle06.txt"
+RANKS, M = 3, 4
+ONE_F_ONE_B = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3\n"
+
+
+def ours():
+    """The schedules.py of step 6."""
+    spec = importlib.util.spec_from_file_location("schedules", ROOT / "step06_pp/schedules.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(text, schedules):
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        for word in line:
+            if word[0] not in "FBIW" or not word[1:].isdigit() or int(word[1:]) >= M:
+                raise ValueError(f"{word!r} of rank {number}: an action is F, B, I or W and a micro-batch, 0 to {M - 1}")
+        done = sorted(kind + word[1:] for word in line for kind in word[0].replace("B", "IW"))
+        wanted = sorted(f"{kind}{i}" for kind in "FIW" for i in range(M))
+        if done != wanted:
+            raise ValueError(f"rank {number} does {' '.join(done)}, and should do each of {' '.join(wanted)} once (B is I and W)")
+    if len(lines) != RANKS:
+        raise ValueError(f"{len(lines)} lines, not {RANKS}: one for each rank")
+    return [[schedules.Action(word[0], rank, int(word[1:])) for word in line] for rank, line in enumerate(lines)]
+
+
+def judge(text):
+    """The timeline, how long each rank idles, and how many micro-batches each keeps."""
+    schedules = ours()
+    lists = read(text, schedules)
+    events = schedules.simulate(lists)
+    return schedules.text(events), schedules.bubble(events)[0], [schedules.in_flight(actions) for actions in lists]
+
+
+def least_idle(kept):
+    """With so many micro-batches kept at most on each rank. A state says of each rank how many F, I and W it has done."""
+    for idle in itertools.count():
+        states = {((0, 0, 0),) * RANKS}
+        for time in range(1, 3 * M + idle + 1):
+            states = {after for state in states for after in itertools.product(*(
+                moves(state, rank, kept[rank], time, idle) for rank in range(RANKS)))}
+        if states:
+            return idle
+
+
+def moves(state, rank, kept, time, idle):
+    """What a rank can have done after the next unit of time, of those that do not idle longer than this."""
+    F, I, W = state[rank]
+    if F < M and F - W < kept and (rank == 0 or F < state[rank - 1][0]):
+        yield F + 1, I, W
+    if I < F and (rank == RANKS - 1 or I < state[rank + 1][1]):
+        yield F, I + 1, W
+    if W < I:
+        yield F, I, W + 1
+    if F + I + W >= time - idle:
+        yield F, I, W
+
+
+def main():
+    if not FILE.exists():
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(ONE_F_ONE_B)
+    shown = FILE.relative_to(ROOT)
+    try:
+        timeline, idle, kept = judge(FILE.read_text())
+    except (ValueError, RuntimeError) as error:           # what is no schedule, and one that waits for itself
+        sys.exit(f"{shown}: {error}")
+    best = least_idle(kept)
+    print(f"{timeline}\n\neach rank idles {idle} units; the ranks keep {kept}, {sum(kept)} micro-batches in all")
+    print("With no more kept on any rank, nobody can idle less." if idle == best else
+          f"With no more kept on any rank, {best} units are possible. Edit {shown} and try again.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,438 @@
+"""The ladder of step 4: matrices cut over ranks, and what is sent at the borders. Each test is a rung; exercise.py says how they
+are used."""
+import contextlib
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import layouts
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from exercise import rung
+from observe import check
+from torch import nn
+
+STEP = "step04_tp_sp"
+# the matrices of the README: 2 -> 4 and 4 -> 2
+UP = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]]
+DOWN = [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]]
+
+
+# ------------------------------------------------------------------------------------------------ on every rank
+def start():
+    """This rank's number, and the group of all."""
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.group.WORLD
+
+
+def border_without_sp(group):
+    from tensor_parallel import all_reduce, identity
+    return identity, all_reduce, group
+
+
+@contextlib.contextmanager
+def watched():
+    """A list of the collectives that are started, each with the number of elements of its output."""
+    calls = []
+
+    def noted(name, collective):
+        def start_it(*args, **kwargs):
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            calls.append((name, tensors[0].numel()))
+            assert name == "all_reduce" or all(tensor.is_contiguous() for tensor in tensors), (
+                f"dist.{name} was called with a tensor that is not contiguous: on GPUs it refuses that; use x.contiguous()")
+            return collective(*args, **kwargs)
+        return start_it
+    names = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+    with patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
+        yield calls
+
+
+def parts_job():
+    import parts
+    whole, found = torch.arange(1.0, 17).view(4, 4), []
+    for cuts in ([(0, 2, 1)], [(1, 2, 0)], [(1, 4, 2)], [(0, 2, 1), (1, 2, 0)], []):
+        shape = [4, 4]
+        for dim, count, _ in cuts:
+            shape[dim] //= count
+        param = nn.Parameter(torch.zeros(shape))
+        param.placement = SimpleNamespace(parts=[parts.Part(None, *cut) for cut in cuts])
+        index = parts.my_part(param)
+        assert type(index) is tuple and len(index) == 2, f"of a matrix my_part must return a tuple of two slices; came {index}"
+        found.append((cuts, whole[index].tolist(), list(parts.whole_shape(param))))
+    products = []
+    for rank in (0, 1):
+        rows, columns = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+        for param, dim in ((rows, 0), (columns, 1)):
+            param.placement = SimpleNamespace(parts=[parts.Part(None, dim, 2, rank)])
+        outputs = F.linear(torch.tensor([1.0, 2.0]), torch.tensor(UP)[parts.my_part(rows)])
+        terms = F.linear(outputs, torch.tensor(DOWN)[parts.my_part(columns)])
+        products.append((outputs.tolist(), terms.tolist()))
+    return found, products
+
+
+@rung({"parts.py": ["my_part", "whole_shape"]}, hints="""
+    `param` is the part that this rank has, and `param.placement.parts` says how it was cut: a list of Parts, which may be empty. To
+    cut a matrix in two along dimension 0 means that each rank has half of the rows.
+
+    An index for all dimensions is a tuple with a slice for each: `whole[slice(0, 2), slice(None)]` is the first two rows;
+    `slice(None)` takes all of a dimension. The length of a slice is the part's own: `param.shape[part.dim]`.
+
+    my_part: begin with `index = [slice(None)] * param.dim()`. For each part: `size = param.shape[part.dim]`, and
+    `index[part.dim] = slice(part.index * size, (part.index + 1) * size)`. Return tuple(index). whole_shape: begin with
+    `list(param.shape)`, and multiply the entry of each `part.dim` by `part.parts`.""")
+def test_which_part_of_a_matrix_a_rank_has(pool):
+    """`my_part(param)` returns the index of this rank's part: whole[my_part(param)] is what the rank has. `whole_shape(param)`
+    returns the shape of the whole parameter. Both go by the Parts in param.placement.parts."""
+    (found, products), = pool.call(parts_job, STEP)
+    expected = [[[9, 10, 11, 12], [13, 14, 15, 16]], [[1, 2], [5, 6], [9, 10], [13, 14]], [[3], [7], [11], [15]],
+                [[9, 10], [13, 14]], [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]]
+    for (cuts, part, shape), want in zip(found, expected):
+        cut = " and ".join(f"part {index} of {count} along dimension {dim}" for dim, count, index in cuts) or "all"
+        assert part == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {cut}: expected is {want}, came {part}"
+        assert shape == [4, 4], f"a rank has {cut} of a matrix of the shape [4, 4]: whole_shape returns {shape}"
+    # what the two cuts are for: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
+    assert products == [([1, 2], [3, 2]), ([3, -1], [2, -1])], (
+        f"outputs of the first matrix, terms of the second: expected are [1, 2], [3, 2] and [3, -1], [2, -1], came {products}")
+
+
+def all_reduce_job():
+    from tensor_parallel import all_reduce
+    rank, group = start()
+    found = []
+    for x in torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).T:
+        x *= 10**rank
+        before = x.tolist()
+        with watched() as calls:
+            result = all_reduce(x, group)
+            started = len(calls)
+            assert callable(result), f"all_reduce has returned {type(result)}, not a function without arguments"
+            found.append((started, result().tolist(), x.tolist() == before))
+    return found
+
+
+@rung({"tensor_parallel.py": ["all_reduce"]}, hints="""
+    `identity`, above it, shows the form: it does its work and returns a function that gives the result. Here the function has to
+    wait first. Between the two calls whoever has called can compute something else.
+
+    `dist.all_reduce(tensor, group=group, async_op=True)` returns a work at once; after `work.wait()` the tensor has the sums. It
+    changes the tensor in place, so make a copy first: `x.clone(memory_format=torch.contiguous_format)`. The elements of this copy
+    lie in order in memory, also where x is a transposed tensor.
+
+    `x = x.clone(memory_format=torch.contiguous_format)`; `work = dist.all_reduce(x, group=group, async_op=True)`; then define a
+    function `result()` that calls `work.wait()` and returns x; return the function, not its result.""")
+def test_a_sum_that_is_waited_for_later(pool):
+    """`all_reduce(x, group)` starts to sum x over the ranks of the group, and returns a function. This function waits, and returns
+    the sum. x itself stays as it is. x may also be a transposed tensor."""
+    for answers in pool.call(all_reduce_job, STEP, world=2):
+        for (started, found, unchanged), expected in zip(answers, ([11, 22], [[11, 44], [22, 55], [33, 66]])):
+            assert started == 1, f"all_reduce must start one collective before it returns; it has started {started}"
+            assert found == expected, f"with x ten times as large on rank 1 the sum is {found}, expected is {expected}"
+            assert unchanged, "all_reduce has changed x: others still need it, so the sum must be made in a copy"
+
+
+def f_and_g_job():
+    from tensor_parallel import Enter, Leave
+    rank, group = start()
+    gather, reduce, _ = border = border_without_sp(group)
+    found = {}
+    for name, kind, mine, gradient in [("Enter", Enter, [1.0, 2.0], [[1.0, 1.0], [2.0, 0.0]][rank]),
+                                       ("Leave", Leave, [[3.0, 2.0], [2.0, -1.0]][rank], [1.0, 0.0])]:
+        # with the two functions in each other's place, what was summed is not, and what was not is
+        for how, a_border in (("", border), (", with gather and reduce exchanged", (reduce, gather, group))):
+            x = torch.tensor([[mine]], requires_grad=True)
+            y = kind.apply(x, *a_border)
+            y.backward(torch.tensor([[gradient]]))
+            found[name + how] = y.flatten().tolist(), x.grad.flatten().tolist()
+    return found
+
+
+@rung({"tensor_parallel.py": ["Enter.forward", "Enter.backward", "Leave.forward", "Leave.backward"]}, hints="""
+    When a region is entered, all ranks have the input already, so forward there is nothing to do with --sp off. But each rank finds
+    only its own share of the input's gradient: backward has to add them up. When a region is left it is the other way round. Both
+    classes are told by their arguments which functions do that: `gather` and `reduce`.
+
+    Each of the two functions starts something and returns a function that waits: `gather(x, group)()` does both. What backward
+    needs, forward keeps on ctx: `ctx.reduce, ctx.group = reduce, group`. backward returns a gradient for every argument of forward
+    but ctx: x, gather, reduce, group. For what is no tensor it is None.
+
+    Enter.forward: keep reduce and group on ctx, return `gather(x, group)()`. Enter.backward: return
+    `ctx.reduce(grad, ctx.group)(), None, None, None`. Leave is the same, with gather and reduce exchanged.""")
+def test_f_and_g(pool):
+    """Enter is f: forward it returns what `gather` makes of x, and backward what `reduce` makes of the gradient. Leave is g:
+    forward `reduce`, backward `gather`. Use the functions that come as arguments: with --sp off they are identity and
+    all_reduce, later others."""
+    for rank, found in enumerate(pool.call(f_and_g_job, STEP, world=2)):
+        expected = {"Enter": ([1, 2], [3, 1]), "Enter, with gather and reduce exchanged": ([2, 4], [[1, 1], [2, 0]][rank]),
+                    "Leave": ([5, 1], [1, 0]), "Leave, with gather and reduce exchanged": ([[3, 2], [2, -1]][rank], [2, 0])}
+        for name, (forward, backward) in found.items():
+            want, want_backward = expected[name]
+            assert forward == want, f"{name}: forward returns {forward} on rank {rank}, expected is {want}"
+            assert backward == want_backward, f"{name}: the gradient of x is {backward} on rank {rank}, expected is {want_backward}"
+
+
+def region_job():
+    from tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    rank, group = start()
+    border, mine = border_without_sp(group), slice(2 * rank, 2 * rank + 2)
+    first = ColumnParallelLinear(nn.Linear(2, 4, bias=False), 2, border)
+    last = RowParallelLinear(nn.Linear(4, 2, bias=False), 2, border)
+    first.weight.data, last.weight.data = torch.tensor(UP)[mine], torch.tensor(DOWN)[:, mine].contiguous()
+    x = torch.tensor([[[1.0, 2.0]]], requires_grad=True)
+    inner = first(x)
+    y = last(inner.relu())
+    y[..., 0].sum().backward()
+    return [inner.flatten().tolist(), y.flatten().tolist(), x.grad.flatten().tolist(),
+            first.weight.grad.tolist(), last.weight.grad.tolist()]
+
+
+@rung({"tensor_parallel.py": ["ColumnParallelLinear.forward", "RowParallelLinear.forward"]}, hints="""
+    Two linears make a region: the first one makes some of the inner numbers on each rank, the second one makes of them a term of
+    every output. Where does f belong, and where does g? One of the two is called before the product, the other after it.
+
+    `F.linear(x, self.weight)` is the product with the part that this rank has. `enter(x, self.border)` is f and `leave(x,
+    self.border)` is g.
+
+    ColumnParallelLinear: return `F.linear(enter(x, self.border), self.weight)`. RowParallelLinear: return
+    `leave(F.linear(x, self.weight), self.border)`.""")
+def test_a_region_of_two_linears(pool):
+    """ColumnParallelLinear makes some of the outputs; it stands where a region is entered. RowParallelLinear has some of the
+    inputs; it stands where the region is left. Together they return on all ranks what two whole linears return, and their
+    gradients are those of two whole linears."""
+    # 1 2 | 3 -1 in between; relu makes 0 of -1
+    expected = [("between the two linears are", [[1, 2], [3, -1]]), ("the outputs are", [[6, 2], [6, 2]]),
+                ("the gradient of x is", [[2, 2], [2, 2]]),
+                ("the gradient of the first weight is", [[[1, 2], [1, 2]], [[1, 2], [0, 0]]]),
+                ("the gradient of the last weight is", [[[1, 2], [0, 0]], [[3, 0], [0, 0]]])]
+    for rank, found in enumerate(pool.call(region_job, STEP, world=2)):
+        for (what, want), came in zip(expected, found):
+            assert came == want[rank], f"{what} {came} on rank {rank}, expected is {want[rank]}"
+
+
+def sequence_job():
+    from tensor_parallel import all_gather, reduce_scatter
+    rank, group = start()
+    whole = torch.tensor([[0.0, 1, 2, 3], [10, 11, 12, 13]])                       # [batch, seq]
+    whole = torch.stack((whole, -whole)).permute(1, 2, 0)                          # [batch, seq, 2], not in order in memory
+    found = []
+    for collective, x in ((all_gather, whole[:, 2 * rank:2 * rank + 2]), (reduce_scatter, whole * 100**rank)):
+        with watched() as calls:
+            result = collective(x, group)
+            started = list(calls)
+        assert callable(result), f"{collective.__name__} has returned {type(result)}, not a function without arguments"
+        y = result()
+        found.append((started, list(y.shape), y[..., 0].tolist(), y[..., -1].tolist()))
+    return found
+
+
+@rung({"tensor_parallel.py": ["all_gather", "reduce_scatter"]}, hints="""
+    The two collectives work along the first dimension: a gathered tensor has all of rank 0, then all of rank 1. But the sequence is
+    the second dimension, after batch. So the ranks' parts have to be put in front before a reduce-scatter, and back in their places
+    after an all-gather. As in `all_reduce`, start the collective and return a function that waits.
+
+    `dist.all_gather_into_tensor(output, input, group=group, async_op=True)` and `dist.reduce_scatter_tensor(output, input, ...)`
+    want contiguous tensors. `t.unflatten(dim, (group.size(), -1))` splits a dimension into ranks and the rest, `transpose(0, 1)`
+    exchanges it with another one, and `flatten(i, i + 1)` makes one dimension of two.
+
+    all_gather: the output is `parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])`, the input `x.contiguous()`; when it is
+    there return `parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)`. reduce_scatter: `parts = x.unflatten(1,
+    (group.size(), -1)).transpose(0, 1).flatten(0, 1)`; the output is `mine = torch.empty_like(parts[:len(x)])`, the input
+    `parts.contiguous()`; when it is there return mine.""")
+def test_parts_of_a_sequence(pool):
+    """For --sp on. `all_gather(x, group)`: x is this rank's part of the sequence, [batch, seq/tp, hidden]; the result is the whole,
+    [batch, seq, hidden]. `reduce_scatter(x, group)`: x is the whole sequence on each rank; the result is the sum over the ranks,
+    but only this rank's part of the sequence. Both start one collective and return a function that waits for the result."""
+    whole = [[0, 1, 2, 3], [10, 11, 12, 13]]
+    for rank, (gathered, scattered) in enumerate(pool.call(sequence_job, STEP, world=2)):
+        sums = [[101 * n for n in row[2 * rank:2 * rank + 2]] for row in whole]
+        for name, answer, expected in ("all_gather", gathered, whole), ("reduce_scatter", scattered, sums):
+            started, shape, first, last = answer
+            names, want = [name for name, _ in started], [2, len(expected[0]), 2]
+            assert names == [f"{name}_{'into_' * (name == 'all_gather')}tensor"], (
+                f"{name} must start one dist.{name}_... before it returns; it has started {names}")
+            assert shape == want, f"{name}: of 2 sequences of 4 tokens of 2 numbers the result has the shape {shape}, not {want}"
+            assert first == expected, (
+                f"{name}: the sequences are {whole[0]} and {whole[1]}, on rank 1 times 100 where they are summed; rank {rank} has "
+                f"{first}, expected is {expected}")
+            want = [[-n for n in row] for row in expected]
+            assert last == want, f"{name}: a token's second number is the first times -1; came {last}, expected is {want}"
+
+
+def embedding_job():
+    from tensor_parallel import VocabParallelEmbedding
+    rank, group = start()
+    embedding = VocabParallelEmbedding(nn.Embedding(6, 2), 2, border_without_sp(group))
+    rows = torch.tensor([[n, 10.0 * n] for n in (1, 2, 3, 4, 5, 6)])
+    embedding.weight.data = rows[3 * rank:3 * rank + 3]
+    y = embedding(torch.tensor([[1, 3, 3, 5]]))
+    y.sum().backward()
+    return y.tolist(), embedding.weight.grad[:, 0].tolist()
+
+
+@rung({"tensor_parallel.py": ["VocabParallelEmbedding.forward"]}, hints="""
+    Each rank has the vectors of some tokens. For a token that it does not have it makes a vector of zeros. Then the sum over the
+    ranks is right for every token, since exactly one rank has added a vector.
+
+    With n rows on each rank, rank r has the tokens r n to (r + 1) n, so subtract `group.rank() * len(self.weight)` from the tokens
+    first. A mask says which are between 0 and len(self.weight). The others must not be looked up: put 0 in their places, and
+    multiply what comes by the mask, so that row 0 gets no gradient from them.
+
+    `_, _, group = self.border`; `tokens = tokens - group.rank() * len(self.weight)`; `mine = (tokens >= 0) & (tokens <
+    len(self.weight))`; `vectors = F.embedding(tokens.where(mine, 0), self.weight) * mine.unsqueeze(-1)`; return `leave(vectors,
+    self.border)`.""")
+def test_a_part_of_the_vocabulary(pool):
+    """VocabParallelEmbedding.forward(tokens) returns the vectors of all tokens, on all ranks; each rank has the same number of rows
+    of the table, rank 0 the first ones. Where the ranks' terms are added up is a border, so it ends with `leave`."""
+    for rank, (vectors, gradient) in enumerate(pool.call(embedding_job, STEP, world=2)):
+        expected = [[[2, 20], [4, 40], [4, 40], [6, 60]]]
+        assert vectors == expected, f"of the rows [1, 10] ... [6, 60] the tokens 1 3 3 5 have {vectors}, expected is {expected}"
+        expected = [[0, 1, 0], [2, 0, 1]][rank]
+        assert gradient == expected, (
+            f"tokens 1 3 3 5: on rank {rank} each of the three rows gets a gradient for as many tokens as are its own, {expected}; "
+            f"came {gradient}")
+
+
+def cross_entropy_job(more):
+    from tensor_parallel import vocabulary_parallel_cross_entropy
+    rank, group = start()
+    probabilities = torch.tensor([[1.0, 2, 3, 2], [4, 1, 1, 2]], dtype=torch.float64) / 8
+    with watched() as calls:
+        loss, gradient = vocabulary_parallel_cross_entropy(group)(
+            (probabilities.log() + more)[:, 2 * rank:2 * rank + 2].contiguous(), torch.tensor([2, 0]))
+    return loss.item(), (8 * gradient).tolist(), sum(size for _, size in calls)
+
+
+@rung({"tensor_parallel.py": ["vocabulary_parallel_cross_entropy.cross_entropy"]}, hints="""
+    The loss of a token is log(sum of exp(logit)) - (the target's logit), and its gradient is softmax(logits) minus 1 at the target.
+    Each rank has the logits of some words. So three numbers of each token need all ranks: the largest logit, which is subtracted
+    first so that exp does not overflow; the sum; and the logit of the target, which one rank has.
+
+    Compare `cross_entropy` in loss.py. For the largest: `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`. The sum and the
+    target's logit are both summed, so both can go in one tensor of shape [tokens, 2]. Targets are cut as the tokens were in the
+    embedding: subtract group.rank() * logits.shape[1], make a mask, put 0 where the target is not here.
+
+    `target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)`; `mine` as before; `target = target.where(mine, 0)`;
+    `largest = logits.amax(-1, keepdim=True)`, reduced by MAX; `logits = logits - largest`; `sums =
+    torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * mine), dim=-1)`, all-reduced; `log_sum = sums[:,
+    :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at the
+    target where it is mine: `gradient.scatter_add_(-1, target, -mine.type_as(gradient))`.""")
+def test_a_loss_over_all_parts_of_the_vocabulary(pool):
+    """`cross_entropy(logits, targets)` gets the logits of this rank's part of the vocabulary, [tokens, vocab/tp], and all targets.
+    It returns the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large. Of each token
+    no more than three numbers are sent."""
+    for more in (0, 1000):
+        for rank, (loss, gradient, sent) in enumerate(pool.call(cross_entropy_job, STEP, world=2, more=more)):
+            here = f"softmax 1 2 3 2 and 4 1 1 2 eighths, targets 2 and 0, {'large logits, ' * bool(more)}rank {rank}:"
+            assert loss == pytest.approx(1.673976, rel=1e-6), (
+                f"{here} the loss is {loss:.6f}, expected is log(8/3) + log(8/4) = 1.673976")
+            for came, expected in zip(gradient, [[[1, 2], [-4, 1]], [[-5, 2], [1, 2]]][rank]):
+                assert came == pytest.approx(expected), (
+                    f"{here} the gradient, in eighths, is {', '.join(f'{n:.4g}' for n in came)}, expected is {expected}")
+            assert sent <= 6, f"{here} {sent} numbers are all-reduced; expected are 3 of each token, 6 in all"
+
+
+def linears_job(sp):
+    import tensor_parallel
+    rank, group = start()
+    draw = torch.Generator().manual_seed(0)
+    numbers = lambda *shape: torch.randint(-3, 4, shape, generator=draw).double()
+    whole, weights, grads = numbers(2, 4, 3), numbers(2, 7, 3), numbers(2, 2, 4, 7)
+    log = []
+
+    def logged(name, collective):
+        def start(x, group):
+            log.append(f"start {name}")
+            result = collective(x, group)
+            return lambda: (log.append(f"wait for {name}"), result())[1]
+        return start
+    gather, reduce = ("all_gather", "reduce_scatter") if sp else ("identity", "all_reduce")
+    border = logged("gather", getattr(tensor_parallel, gather)), logged("reduce", getattr(tensor_parallel, reduce)), group
+    part = slice(2 * rank, 2 * rank + 2) if sp else slice(None)
+    x = whole[:, part].clone().requires_grad_()
+    mine = [weight.clone().requires_grad_() for weight in weights[rank].split((5, 2))]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        products = tensor_parallel.EnterLinears.apply(x, *border, *mine)
+    what = type(products).__name__
+    assert what == "tuple" and len(products) == 2, f"with two weights forward must return a tuple of two products; came a {what}"
+    kept = sum(tensor.numel() for tensor in saved) - sum(weight.numel() for weight in mine)
+    products_right = all(torch.equal(y, F.linear(whole, weight)) for y, weight in zip(products, mine))
+    forward, log[:] = list(log), []
+    torch.autograd.backward(products, grads[rank].split((5, 2), dim=-1))
+    expected_x = (grads[0] @ weights[0] + grads[1] @ weights[1])[:, part]
+    expected_weight = grads[rank].flatten(0, 1).T @ whole.flatten(0, 1)
+    return (products_right, kept - x.numel(), forward, torch.equal(x.grad, expected_x),
+            torch.equal(torch.cat([weight.grad for weight in mine]), expected_weight), log)
+
+
+@rung({"tensor_parallel.py": ["EnterLinears.forward", "EnterLinears.backward"]}, hints="""
+    Several linears have the same input, so f is done once for all of them: gather x, then multiply it by each weight. With
+    --sp on the gathered x is tp times as large as x. Autograd would keep it for backward; here only x is kept, and backward gathers
+    it once more. Two collectives in backward, and two kinds of products: which product needs which result?
+
+    For `y = F.linear(x, weight)` the gradient of x is `grad @ weight`, summed over the weights and then reduced over the ranks. The
+    gradient of a weight is `grad.T @ x`, with all tokens of the batch in one dimension: `grad.flatten(0, 1).T @ x.flatten(0, 1)`.
+    The first needs no x at all, so it can be computed while x is gathered; the second can be computed while the first is reduced.
+
+    forward: `ctx.gather, ctx.reduce, ctx.group = gather, reduce, group`; `ctx.save_for_backward(x, *weights)`; `x = gather(x,
+    group)()`; return a tuple of `F.linear(x, weight)`. backward: `x, *weights = ctx.saved_tensors`; `gathered = ctx.gather(x,
+    ctx.group)`; `reduced = ctx.reduce(sum of grad @ weight, ctx.group)`; `x = gathered().flatten(0, 1)`; the weights' gradients;
+    return `reduced(), None, None, None, *grad_weights`.""")
+def test_one_gathering_for_several_linears(pool):
+    """EnterLinears is f and the products behind it in one. `forward(ctx, x, gather, reduce, group, *weights)` gathers x and returns
+    a tuple, the product with each weight. It saves for backward x as it came, and the weights. `backward` starts to gather x
+    again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients meanwhile."""
+    for sp in (False, True):
+        for right, more, forward, x_right, weights_right, backward in pool.call(linears_job, STEP, world=2, sp=sp):
+            here = f"with --sp {'on' if sp else 'off'}"
+            assert right, f"{here} the products are not those of the gathered x with each weight"
+            assert forward == ["start gather", "wait for gather"], f"{here} forward must gather once; it does {', '.join(forward)}"
+            assert x_right, f"{here} the gradient of x is not the sum of grad @ weight over the weights, reduced over the ranks"
+            assert weights_right, f"{here} the gradients of the weights are not those of the products with the gathered x"
+            assert more <= 0, f"{here} forward saves {more} numbers more than x and the weights; the gathered x must not be saved"
+            expected = ["start gather", "start reduce", "wait for gather", "wait for reduce"]
+            assert backward == expected, f"{here} backward does {', '.join(backward)}; expected is {', '.join(expected)}"
+
+
+def partial_gradients_job():
+    import tensor_parallel
+    rank, group = start()
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for i, param in enumerate(params):
+        param.main_grad = torch.full((2,), (i + 1.0) * 10**rank)
+        param.placement = SimpleNamespace(sum_over=group if i != 1 else None)
+    tensor_parallel.sum_partial_gradients(params)
+    return [param.main_grad.tolist() for param in params]
+
+
+@rung({"tensor_parallel.py": ["sum_partial_gradients", "formula"]}, hints="""
+    Some parameters are on every rank of tp, but a rank finds only a share of their gradient: their `placement.sum_over` is the
+    group over which the shares are summed, once per step. For the formula, count how often a border is crossed: each time the
+    whole [batch, seq, hidden] is payload, of all sequences of the step.
+
+    A layer has two regions, each with a way in and a way out, and each of these four is crossed forward and backward. With --sp off
+    only one of the two directions is an all-reduce, so it is 4 in each layer, and 1 at each end of the model (embedding and
+    head). With --sp on both directions send: a reduce-scatter one way, an all-gather the other way; and EnterLinears gathers twice
+    more per layer. The cross-entropy sends three numbers of each token.
+
+    sum_partial_gradients: for each param with a placement.sum_over, `dist.all_reduce(param.main_grad,
+    group=param.placement.sum_over)`. formula: `tokens = args.global_batch_size // args.dp * args.seq_len`; `stream = tokens *
+    model.model.config.hidden_size * args.dtype.itemsize`; `layers = len(model.model.layers)`; `borders = 4 * layers + 2`. --sp off:
+    (group, "all_reduce", borders * stream). --sp on: (group, "reduce_scatter", borders * stream) and (group, "all_gather",
+    (borders + 2 * layers) * stream). Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype,
+    torch.float32).itemsize), and (placement.sum_over, "all_reduce", main_grad.nbytes) of each parameter that has a sum_over. The
+    group is `mesh.get_group("tp")`. If args.tp is 1 the list is empty. (This counts neither --recompute nor --zero; ours
+    does.)""")
+@pytest.mark.parametrize("sp", ["off", "on"])
+def test_a_training_run(pool, sp):
+    """`sum_partial_gradients(params)` sums over placement.sum_over the main_grad of each parameter that has one. `formula` returns
+    what one training step sends, as a list of (group, collective, payload bytes). Four steps on two ranks give the losses,
+    gradient norms and weights of one process, and the ledger's bytes are those of the formula, here for --recompute none."""
+    for rank, found in enumerate(pool.call(partial_gradients_job, STEP, world=2)):
+        expected = [[11, 11], [2 * 10**rank, 2 * 10**rank], [33, 33]]
+        assert found == expected, (
+            f"of three parameters with the main_grads 1, 2, 3 on rank 0 and 10, 20, 30 on rank 1 the first and the last have a "
+            f"placement.sum_over; rank {rank} has {found} after sum_partial_gradients, expected is {expected}")
+    flags = f"--dtype float64 --recompute none --micro_batch_size 6 --tp 2 --sp {sp}"
+    check(pool, layouts.Layout(STEP, 2, "dense-3", "adamw", flags))

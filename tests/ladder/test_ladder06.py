@@ -1,0 +1,485 @@
+"""The ladder of step 6: layers in stages, micro-batches in the order of a list. Each test is a rung; exercise.py says how they
+are used."""
+from types import SimpleNamespace
+
+import layouts
+import pytest
+from exercise import rung
+from observe import check
+
+STEP = "step06_pp"
+HANGS = 20                                                # seconds: ranks that wait for each other are ended
+
+
+# ------------------------------------------------------------------------------------------------ lists
+def lists_job(cases):
+    """{(name, ranks, m, stages per rank): of each rank the actions (kind, stage, micro-batch), how long it idles in units, and how
+    many micro-batches of a stage it keeps}"""
+    import schedules
+    found = {}
+    for case in cases:
+        lists = schedules.make(*case)
+        actions = [as_tuples(of_rank) for of_rank in lists]
+        assert_complete(case, actions)
+        found[case] = actions, schedules.bubble(schedules.simulate(lists)), [schedules.in_flight(of_rank) for of_rank in lists]
+    return found
+
+
+def in_words(case):
+    name, ranks, m, stages = case
+    each = f", {stages} stages each" if stages > 1 else ""
+    return f"{name}, {ranks} ranks{each}, {m} micro-batches"
+
+
+def assert_complete(case, lists):
+    """Each rank does F, I and W, or F and B, of its stages, once for each micro-batch."""
+    _, ranks, m, stages = case
+    for rank, actions in enumerate(lists):
+        done = [(part, *what) for kind, *what in actions for part in ("IW" if kind == "B" else kind)]
+        wanted = {(part, stage, i) for part in "FIW" for stage in range(rank, ranks * stages, ranks) for i in range(m)}
+        left, more = sorted(wanted - set(done)), sorted(x for x in set(done) if x not in wanted or done.count(x) > 1)
+        assert not left and not more, (f"{in_words(case)}, of rank {rank}'s list (kind, stage, micro-batch; B is I and W): "
+                                       f"missing {left[:4]}, more than once or not its own {more[:4]}")
+
+
+def assert_lists(pool, name, expected):
+    """expected: {(ranks, m): the list of each rank as a text}; a rank's stage has its number."""
+    import re
+    found, = pool.call(plain_job, STEP, name=name, cases=list(expected))
+    for (ranks, m), lists in found.items():
+        for rank, actions in enumerate(lists):
+            right = [(action[0], rank, int(action[1:])) for action in re.findall(r"\w+", expected[ranks, m][rank])]
+            came = " ".join(f"{kind}{i}" for kind, _, i in actions)
+            assert came.split() == expected[ranks, m][rank].split(), \
+                f"{ranks} ranks, {m} micro-batches: rank {rank} does {came}, not {expected[ranks, m][rank]}"
+            assert actions == right, f"rank {rank} of {ranks}: its actions' stage is {rank}, not {sorted({a[1] for a in actions})}"
+
+
+def plain_job(name, cases):
+    import schedules
+    return {(ranks, m): [as_tuples(actions) for actions in schedules.make(name, ranks, m)] for ranks, m in cases}
+
+
+def as_tuples(actions):
+    import schedules
+    other = [action for action in actions if not isinstance(action, schedules.Action)]
+    assert not other, f"the list of a rank has Actions in it, and nothing else; here is {other[0]}"
+    return [tuple(action[:3]) for action in actions]
+
+
+@rung({"schedules.py": ["afab"]}, hints="""
+    AFAB is "all forwards, all backwards". A list holds what one rank does, in order. What does a rank with one stage do, if
+    there are three micro-batches?
+
+    `Action("F", rank, i)` is the forward of micro-batch i, `Action("B", rank, i)` its backward: the rank's only stage has
+    the rank's number.
+
+    `[Action("F", rank, i) for i in range(m)] + [Action("B", rank, i) for i in range(m)]`. (Ours is by_turns with all m
+    forwards ahead, which is the same list.)""")
+def test_all_forwards_all_backwards(pool):
+    """`afab(rank, ranks, m)` is the list of what a rank does with m micro-batches: F of each, in order, then B of each, in the
+    same order. A rank has one stage, which has the rank's number."""
+    assert_lists(pool, "afab", {(1, 1): ["F0 B0"], (2, 3): ["F0 F1 F2 B0 B1 B2"] * 2})
+
+
+@rung({"schedules.py": ["one_f_one_b"]}, hints="""
+    A backward gives memory back, so it should come as early as it can. The last rank can do B0 right after F0. Rank 0 waits
+    for its first backward while micro-batch 0 goes to the end and comes back. How many ranks can be busy with one
+    micro-batch each on this way?
+
+    The ranks from `rank` to the end are `ranks - rank`. That many forwards come first. Then a backward and a forward by
+    turns, while there are forwards, and the backwards that are left.
+
+    `by_turns(forwards, backwards, ahead)` does the turns. With the forwards and backwards of AFAB (each backward a list of
+    its own: `[[Action("B", rank, i)] for i in range(m)]`) it is `by_turns(forwards, backwards, ahead=ranks - rank)`.""")
+def test_one_forward_one_backward(pool):
+    """`one_f_one_b(rank, ranks, m)` is the list of 1F1B: first as many forwards as there are ranks from this one to the last,
+    both counted (or all m, if they are fewer); then B and F by turns; then the backwards that are left."""
+    assert_lists(pool, "1f1b", {
+        (2, 3): ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"],
+        (3, 2): ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"],
+        (3, 4): ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]})
+
+
+def follows_job():
+    import schedules
+    from schedules import Action, Event
+    messages = {}
+    for kind in "FBIW":
+        for stage in range(3):
+            action = Action(kind, stage, 5)
+            both = schedules.needs(action, 2), schedules.gives(action, 2)
+            messages[kind, stage] = [message and tuple(message) for message in both]
+    F, B = Action("F", 0, 0), Action("B", 0, 0)
+    by_hand = [Event(0, F, 10, 11), Event(1, F, 11, 15), Event(0, B, 14, 16)]
+    return messages, schedules.bubble(by_hand)
+
+
+@rung({"schedules.py": ["needs", "gives", "bubble"]}, hints="""
+    F of a stage needs the output that F of the stage before has sent, but the first stage has the tokens. B and I need the
+    gradient from the stage after, but the last stage has the loss. Who needs W? As for the bubble: a rank idles whenever it
+    is not busy, between the first start of all ranks and the last end of all ranks.
+
+    A Message has the stage of its sender. So F of stage 1 needs Message(True, 0, i) and gives Message(True, 1, i); B or I of
+    stage 1 needs Message(False, 2, i) and gives Message(False, 1, i). `last` is the number of the last stage. The bubble is a
+    list with a number for each rank.
+
+    needs: F with stage > 0: Message(True, action.stage - 1, action.micro_batch); I or B with stage < last: Message(False,
+    action.stage + 1, ...). gives: F with stage < last, Message(True, action.stage, ...); I or B with stage > 0, Message(False,
+    action.stage, ...). Else None. bubble: add end - start to the events' rank in a Counter; whole = largest end - smallest start;
+    [whole - busy[rank] for rank in sorted(busy)].""")
+def test_who_waits_for_whom(pool):
+    """`needs(action, last)` is the Message that an action waits for and `gives(action, last)` the one that it makes, or None; a
+    Message has the stage that sends it. `bubble(events)` lists for each rank how long it is idle between the first start and
+    the last end of all events. Then `simulate` can tell what a schedule costs: 9 units with 1F1B on four ranks."""
+    (messages, by_hand), = pool.call(follows_job, STEP)
+    there, back = [(True, 0, 5), (True, 1, 5)], [(False, 1, 5), (False, 2, 5)]
+    right = {("F", 0): [None, there[0]], ("F", 1): there, ("F", 2): [there[1], None], ("W", 0): [None] * 2, ("W", 1): [None] * 2,
+             ("W", 2): [None] * 2}
+    for kind in "BI":
+        right |= {(kind, 0): [back[0], None], (kind, 1): [back[1], back[0]], (kind, 2): [None, back[1]]}
+    for (kind, stage), came in messages.items():
+        for name, message, wanted in zip(("needs", "gives"), came, right[kind, stage]):
+            assert message == wanted, \
+                f"{kind} of stage {stage} of 0 to 2, micro-batch 5, {name} (forward, sender, micro-batch) {wanted}, not {message}"
+    assert by_hand == [3, 2], ("rank 0 works from 10 to 11 and from 14 to 16, rank 1 from 11 to 15; all begins at 10 and ends at "
+                               f"16. So they idle [3, 2], not {by_hand}")
+    cases = [(name, ranks, 8, 1) for name in ("afab", "1f1b") for ranks in (2, 4)]
+    for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
+        ranks = case[1]
+        right = [3 * (ranks - 1)] * ranks
+        assert idle == right, f"{in_words(case)}: the ranks idle {idle} units, not (ranks - 1)(F + I + W) = {right}"
+        right = [8] * ranks if case[0] == "afab" else [ranks - rank for rank in range(ranks)]
+        assert kept == right, f"{in_words(case)}: the ranks keep {kept} micro-batches, not {right}"
+
+
+def stages_job(sizes, layouts):
+    """first_layers of models whose layers' matrices are 10 numbers wide, and my_stages of each rank."""
+    import pipeline_parallel
+    shape = dict(hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=1, intermediate_size=2)
+    first, mine = {}, {}
+    for layers, vocab_size, stages in sizes:
+        config = SimpleNamespace(num_hidden_layers=layers, vocab_size=vocab_size, **shape)
+        first[layers, vocab_size, stages] = pipeline_parallel.first_layers(config, stages)
+    for schedule, pp, stages_per_rank in layouts:
+        args = SimpleNamespace(schedule=schedule, pp=pp, stages_per_rank=stages_per_rank)
+        mine[schedule, pp] = [pipeline_parallel.my_stages(SimpleNamespace(get_local_rank=lambda name: rank), args)
+                              for rank in range(pp)]
+    return first, mine
+
+
+@rung({"pipeline_parallel.py": ["first_layers", "my_stages"]}, hints="""
+    Embedding and head are on the first and the last stage, and each is as large as `ends` layers. So cut a row of ends +
+    layers + ends into equal parts. Where in this row does stage s begin, and which layer is that? As for the stages of a rank:
+    a micro-batch goes round all ranks before it comes to a rank's next stage, but in dualpipe it goes there and back.
+
+    A layer's matrices have hidden * width numbers, with width = (2 heads + 2 kv_heads) head_dim + 3 intermediate_size. The
+    embedding has hidden * vocab_size. So ends = vocab_size / width. Stage s begins at (layers + 2 ends) s / stages - ends, to
+    the nearest whole number. Then see to it that each stage has a layer at least.
+
+    `first_layers`: for stage in range(stages + 1), even = floor((layers + 2 * ends) * stage / stages - ends + 0.5), and of it
+    max(stage, min(layers - stages + stage, even)). `my_stages`: with stages = args.pp * args.stages_per_rank and rank =
+    mesh.get_local_rank("pp"), `list(range(rank, stages, args.pp))`; with dualpipe `[rank, stages - 1 - rank]`.""")
+def test_which_layers_are_mine(pool):
+    """`first_layers(config, stages)` lists the number of each stage's first layer, and at the end the number of layers.
+    Embedding and head count as layers, by the size of their matrices (norms do not count), so that stages are of even size;
+    each stage has one layer at least. `my_stages(mesh, args)` lists the stages of a rank, of pp * stages_per_rank: with
+    dualpipe there and back, else every pp-th."""
+    first = {(6, 10, 4): [0, 1, 3, 5, 6], (8, 20, 4): [0, 1, 4, 7, 8], (7, 10, 3): [0, 2, 5, 7], (6, 10, 3): [0, 2, 4, 6],
+             (8, 1, 4): [0, 2, 4, 6, 8], (4, 1000, 4): [0, 1, 2, 3, 4]}
+    mine = {("1f1b", 3, 1): [[0], [1], [2]], ("interleaved", 3, 2): [[0, 3], [1, 4], [2, 5]],
+            ("interleaved", 2, 3): [[0, 2, 4], [1, 3, 5]], ("dualpipe", 3, 2): [[0, 5], [1, 4], [2, 3]]}
+    (found_first, found_mine), = pool.call(stages_job, STEP, sizes=list(first), layouts=list(mine))
+    for (layers, vocab, stages), expected in first.items():
+        found = found_first[layers, vocab, stages]
+        assert found == expected, (f"{layers} layers, each 10 times hidden in size, embedding and head {vocab} times hidden, in "
+                                   f"{stages} stages: the first layers, and the end, are {found}, not {expected}")
+    for (schedule, pp, each), expected in mine.items():
+        found = found_mine[schedule, pp]
+        assert found == expected, f"{schedule}, pp {pp}, {each} stages on each rank: the ranks have {found}, not {expected}"
+
+
+# ------------------------------------------------------------------------------------------------ a small pipeline
+class Put:
+    """Work for W, as the queue has it."""
+    done = 0
+
+    def work_off(self):
+        Put.done += 1
+
+
+def small_pipeline(weights):
+    """A Pipeline with nothing but what running takes. Stage s multiplies by weights[s], and its I puts something into the queue.
+    Two micro-batches of one number: 3 and 1. The head takes the squared difference to the target, and the batch is of two
+    tokens."""
+    import pipeline_parallel
+    import torch
+    pipeline = object.__new__(pipeline_parallel.Pipeline)
+    weights = [torch.nn.Parameter(torch.tensor(weight)) for weight in weights]
+    pipeline.queue, pipeline.events = [], []
+
+    def stage(weight):
+        def multiply(x, positions):
+            y = weight * x
+            y.register_hook(lambda grad: pipeline.queue.append(Put()))
+            return y
+        return multiply
+    pipeline.stages, pipeline.last = {s: stage(weight) for s, weight in enumerate(weights)}, len(weights) - 1
+    pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=1, tp=1, dtype=torch.float64, device="cpu")
+    pipeline.model = SimpleNamespace(lm_head=lambda y, targets: (y - targets).square().sum())
+    pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
+    pipeline.kept, pipeline.delayed, pipeline.ready, pipeline.coming, pipeline.going = {}, {}, {}, {}, []
+
+    def number(x):
+        return torch.full((1, 1, 1), x, dtype=torch.float64)
+    pipeline.micro_batches = [(number(x), None, number(target)) for x, target in ((3.0, 58.0), (1.0, 17.0))]
+    return pipeline, weights
+
+
+def border_job():
+    """Three stages in one process: the micro-batches' activations, the gradients that are sent back, and what is left."""
+    pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
+    there, back = [], []
+    for i in range(2):
+        x = None
+        for stage in range(3):
+            x = pipeline.forward(stage, i, x)
+            assert not x.requires_grad, "what forward returns goes to another rank, without its history: it must be detached"
+            there.append(x.item())
+    for i in range(2):
+        grad = None
+        for stage in (2, 1, 0):
+            grad = pipeline.input_gradient(stage, i, grad)
+            back.append(grad if grad is None else grad.item())
+    kept, queue, delayed = len(pipeline.kept), len(pipeline.queue), {what: len(q) for what, q in pipeline.delayed.items()}
+    return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), kept, queue, delayed
+
+
+@rung({"pipeline_parallel.py": ["Pipeline.forward", "Pipeline.input_gradient"]}, hints="""
+    A message has numbers and no history, so autograd stops at a border. On the other side it begins again with the number
+    that came. In backward the gradient that came is given to the stage's output, and the gradient of the stage's input goes
+    on. So what must be kept of a micro-batch between its F and its I?
+
+    `forward`: the first stage gets None for x and takes the micro-batch's inputs; others `x.requires_grad_()`. Keep x and y in
+    self.kept[stage, i]; return y.detach(). `input_gradient`: take both out of self.kept; `torch.autograd.backward(y, grad)`;
+    return x.grad. On the last stage y is not the loss yet.
+
+    forward: `inputs, positions, _ = self.micro_batches[i]`; `y = self.stages[stage](x, positions)`. input_gradient: if stage ==
+    self.last: `y = self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)` and `self.loss +=
+    y.detach()`. After backward: `self.delayed[stage, i] = self.queue[:]` and `self.queue.clear()`, which leaves W's work to
+    weight_gradient.""")
+def test_over_a_border_and_back(pool):
+    """`forward(stage, i, x)` runs micro-batch i through a stage, keeps in self.kept what backward takes, and returns the output
+    without its history; the first stage's x is None. `input_gradient(stage, i, grad)` runs backward from the gradient of the
+    output (on the last stage from the loss, which is that of the head divided by all tokens of the global batch, and which
+    it adds to self.loss), and returns the gradient of the stage's input. What backward has put into self.queue it moves to
+    self.delayed[stage, i]."""
+    (there, back, grads, loss, kept, queue, delayed), = pool.call(border_job, STEP)
+    begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
+    assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
+    assert loss == 6.5, f"{begin} The loss is (2² + 3²) / 2 tokens = 6.5, not {loss}"
+    assert back == [4, 20, None, 6, 30, None], \
+        f"{begin} The gradients of the stages' inputs, from the last stage, are [4, 20, None, 6, 30, None], not {back}"
+    assert grads == [90, 36, 90], f"{begin} The gradients of the weights are [90, 36, 90], not {grads}"
+    assert kept == 0, f"after backward self.kept still has {kept} entries: their memory is not given back"
+    right = {(stage, i): 1 for stage in range(3) for i in range(2)}
+    assert (queue, delayed) == (0, right), \
+        f"each backward put one thing into self.queue: self.delayed should hold {right}, and holds {delayed}; the queue has {queue}"
+
+
+def run_job():
+    """Stage 0 on rank 0, stages 1 and 2 on rank 1: what `run` returns, this rank's gradients of weights, and what is left."""
+    from unittest.mock import patch
+
+    import schedules
+    import torch.distributed as dist
+    from unforgiving import unforgiving
+
+    def refused(*args, **kwargs):
+        raise AssertionError("dist.send and dist.recv wait at once; dist.isend and dist.irecv return a work to wait for")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
+    pipeline.group = dist.group.WORLD
+    lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]                 # kind, stage, micro-batch
+    lists = [[schedules.Action(kind, int(stage), int(i)) for kind, stage, i in text.split()] for text in lists]
+    pipeline.program, Put.done = schedules.programs(lists)[rank], 0
+    pipeline.loss = None
+    with patch.object(dist, "send", refused), patch.object(dist, "recv", refused), unforgiving():
+        losses = [pipeline.run(pipeline.micro_batches).item() for _ in range(2)]
+    ran = " ".join(f"{event.action.kind}{event.action.stage}{event.action.micro_batch}" for event in pipeline.events)
+    left = [name for name in ("kept", "delayed", "ready", "coming", "going") if getattr(pipeline, name)]
+    return losses, [weight.grad and weight.grad.item() for weight in weights], ran, left, Put.done
+
+
+@rung({"pipeline_parallel.py": ["Pipeline.take", "Pipeline.run"]}, hints="""
+    A program is a list of (step, what, peer). "send": the message that an action made lies in self.ready[what]. "receive": its
+    memory is made and the transfer started now, and waited for when an action needs it. "compute": self.compute(what) does
+    the rest. Which transfer is waited for where?
+
+    receive: `dist.irecv(buffer, group=self.group, group_src=peer)` returns a work; put (work, buffer) into self.coming[what].
+    send: `dist.isend(tensor, group=self.group, group_dst=peer)` returns one too; keep it with its tensor in self.going until
+    it is over. `take(message)` returns what lies in self.ready, if it was made on this rank, or else waits for self.coming.
+
+    take: `if message in self.ready: return self.ready.pop(message)`; else `work, tensor = self.coming.pop(message);
+    work.wait(); return tensor`. run: set self.micro_batches, self.loss (a zero, float32 or wider), self.kept, delayed, ready and
+    coming = {}, going and events = []; go through self.program (buffer: torch.empty(self.shape, dtype=self.args.dtype,
+    device=self.args.device)); at the end wait for all works in self.going and clear it; return self.loss / self.args.tp.""")
+def test_running_a_list(pool):
+    """`run(micro_batches)` does what self.program says, step by step, and returns this rank's loss divided by tp. It begins with an
+    empty self.kept, delayed, ready, coming and events, and leaves no transfer under way. `take(message)` is what an action
+    waits for: made on this rank itself (self.ready), or under way (self.coming)."""
+    answers = pool.call(run_job, STEP, world=2, timeout=HANGS)
+    begin = "Stages multiply by 2 (on rank 0), 5 and 2 (on rank 1); micro-batches 3 and 1 with targets 58 and 17"
+    lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]
+    for rank, (losses, grads, ran, left, worked_off) in enumerate(answers):
+        right = [0.0, 6.5][rank]
+        assert losses == [right] * 2, f"{begin}: run, called twice, returned {losses} on rank {rank}, not {[right] * 2}"
+        right = [[180, None, None], [None, 72, 180]][rank]
+        assert grads == right, f"{begin}: after two calls of run, rank {rank}'s weights have the gradients {grads}, not {right}"
+        assert ran == lists[rank], f"the last run on rank {rank} did (kind, stage, micro-batch) {ran}, not {lists[rank]}"
+        assert not left, f"after run, on rank {rank}, something is left in self.{', self.'.join(left)}"
+        assert worked_off == [4, 8][rank], f"W of rank {rank} had {worked_off} things to do in two runs, not {[4, 8][rank]}"
+
+
+# ------------------------------------------------------------------------------------------------ shorter bubbles
+@rung({"schedules.py": ["interleaved"]}, hints="""
+    A bubble is ranks - 1 stages long, so it is shorter if stages are. A rank has several, `ranks` apart. A round of `ranks`
+    micro-batches goes through the first stage of the rank, then through the second, and so on; then the next round begins. In
+    which order do backwards go through the stages?
+
+    forwards: for each round, for each stage, for each micro-batch of the round. backwards: the same with the stages reversed.
+    Then it is by_turns again. How many forwards come before the first backward? On the last rank: the first micro-batch comes
+    to its last stage after whole rounds in all other stages. On each rank before, two more: one on the way there, one back.
+
+    `stages = range(rank, ranks * stages_per_rank, ranks)`, `rounds = [range(i, i + ranks) for i in range(0, m, ranks)]`,
+    `forwards = [Action("F", stage, i) for batch in rounds for stage in stages for i in batch]`, backwards with
+    reversed(stages) and each in a list of its own; ahead = (stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1. (Ours has
+    rounds of two lengths if m is not a multiple of ranks.)""")
+def test_several_stages_on_a_rank(pool):
+    """`interleaved(rank, ranks, m, stages_per_rank)`: rank r has the stages r, r + ranks, r + 2 ranks ... The bubble should be
+    as long as 1F1B's, but in stages, which are shorter: 3 (ranks - 1) units of a stage, if m is a multiple of ranks. For that,
+    rank r may keep stages_per_rank * ranks + ranks - 1 - 2 r micro-batches of a stage, or fewer. On two ranks with two stages
+    and two micro-batches rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then B0 B1 of stage 1."""
+    cases = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 2, 2), (2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 16, 3))]
+    for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
+        _, ranks, m, stages = case
+        units = 3 * (ranks - 1)
+        assert idle == [units] * ranks, f"{in_words(case)}: the ranks idle {idle} units of a stage, not {units} each"
+        most = [min(m * stages, (stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1) for rank in range(ranks)]
+        enough = all(k <= n for k, n in zip(kept, most))
+        assert enough, f"{in_words(case)}: the ranks keep {kept} micro-batches of a stage, and need only {most}"
+
+
+def split_job():
+    """Two linears with the same input, two micro-batches: what they give, the gradients after I, what the queue has, and the
+    gradients after each W."""
+    from unittest.mock import patch
+
+    import pipeline_parallel
+    import torch
+    from torch import nn
+    linears, queue, fired = [nn.Linear(2, size, bias=False) for size in (1, 2)], [], []
+    for linear, weight in zip(linears, ([[2.0, 3.0]], [[1.0, 0.0], [0.0, 1.0]])):
+        linear.weight.data = torch.tensor(weight)
+        linear.weight.register_post_accumulate_grad_hook(lambda param: fired.append(len(param)))
+    product = pipeline_parallel.linear_gradient(torch.tensor([[[1.0], [10.0]]]), torch.tensor([[[3.0, 4.0], [5.0, 6.0]]])).tolist()
+    assert product == [[53, 64]], \
+        f"linear_gradient of the tokens [3, 4], [5, 6] with gradients 1, 10 is 1 [3, 4] + 10 [5, 6] = [[53, 64]], not {product}"
+    products = pipeline_parallel.split(linears, queue)
+    inputs = [torch.tensor([[[1.0, 10.0]]], requires_grad=True), torch.tensor([[[4.0, 5.0]]], requires_grad=True)]
+    outputs = [products(x) for x in inputs]
+    values = [[y.flatten().tolist() for y in pair] for pair in outputs]
+    for factor, (a, b) in zip((1, 100), outputs):
+        (factor * a.sum() + 2 * factor * b.sum()).backward()
+    after_I = [x.grad.flatten().tolist() for x in inputs], [linear.weight.grad for linear in linears], len(queue)
+    after_W = []
+    for waiting in queue:
+        waiting.work_off()
+        after_W.append([linear.weight.grad.tolist() for linear in linears])
+    with patch.object(pipeline_parallel.tensor_parallel, "enter", lambda x, border: border * x):
+        y, = pipeline_parallel.split(linears[1:], queue, 7)(inputs[0])
+    y.sum().backward()
+    assert (y.tolist(), queue[-1].x.tolist(), queue[-1].border) == ([[[7, 70]]], [[[1, 10]]], 7), \
+        "with a border, x is noted first (Input), then goes through tensor_parallel.enter(x, border), then to the linears"
+    return values, after_I, after_W, fired
+
+
+@rung({"schedules.py": ["zero_bubble"], "pipeline_parallel.py": ["linear_gradient", "split"]}, hints="""
+    The stage before waits for I, but nobody waits for W until the optimizer. So a rank may put W where it would idle. Where
+    does 1F1B idle, and which rank the longest at the end? And to have I without W, autograd must not know the weights; the
+    product for their gradient is then ours to do. What does it take?
+
+    `zero_bubble`: 1F1B, where rank r does I of micro-batch i and right after it W of micro-batch i - r, if that is there; at the
+    end the r W's that are left. For y = x Wᵀ the weight's gradient is the output's gradient, transposed, times x, both flattened
+    to [tokens, ...]. In `split`, multiply by `linear.weight.detach()`, and note the gradient of each output when it comes:
+    y.register_hook. `Input.apply` puts the Waiting into the queue.
+
+    zero_bubble: backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) ...], by_turns with ahead=ranks -
+    rank, plus the W of range(max(0, m - rank), m). linear_gradient: grad.flatten(0, -2).T @ x.flatten(0, -2). split returns
+    products(x): waiting = Waiting(border); x = Input.apply(x, waiting, queue); if border: x = tensor_parallel.enter(x, border);
+    outputs = [F.linear(x, linear.weight.detach()) ...]; on each y register_hook(functools.partial(waiting.grads.__setitem__,
+    linear)); return outputs.""")
+def test_weights_can_wait(pool):
+    """`zero_bubble(rank, ranks, m)` is a list with I and W instead of B. If m is not below ranks, each rank idles ranks - 1 units,
+    where 1F1B idles three times as long, and keeps ranks micro-batches at most. `linear_gradient(grad, x)` is the gradient of
+    the weight of a linear, [outputs, inputs], from its output's gradient and its input. `split(linears, queue, border)` returns a
+    function of x that lists the linears' outputs. Their backward computes the gradient of x only, and fills the queue: one
+    Waiting(border) for each call, with x and, in grads, the gradient of each linear's output, for its work_off to do W. If there
+    is a border, of tp, x goes through tensor_parallel.enter(x, border) before the linears."""
+    cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
+    for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
+        _, ranks, m, _ = case
+        assert m < ranks or idle == [ranks - 1] * ranks, f"{in_words(case)}: the ranks idle {idle} units, not {ranks - 1} each"
+        assert max(kept) <= ranks, f"{in_words(case)}: the ranks keep {kept} micro-batches, and need only {ranks}"
+    (values, (inputs, weights, queued), after_W, fired), = pool.call(split_job, STEP)
+    begin = "Linears with the weights [[2, 3]] and [[1, 0], [0, 1]]:"
+    right = [[[32], [1, 10]], [[23], [4, 5]]]
+    assert values == right, f"{begin} of the inputs [1, 10] and [4, 5] they make {right}, not {values}"
+    assert inputs == [[4, 5], [400, 500]], \
+        f"{begin} where the outputs' gradients are 1 and 2, and then 100 and 200, those of x are [[4, 5], [400, 500]], not {inputs}"
+    assert weights == [None, None], "I has computed the gradients of the weights too: to autograd a weight must be a plain number"
+    assert queued == 2, f"after I of two micro-batches the queue has {queued} entries, not 2: a Waiting for each call of products"
+    right = [[[[1, 10]], [[2, 20]] * 2], [[[401, 510]], [[802, 1020]] * 2]]
+    assert after_W == right, f"the gradients of the weights after the first W and after the second are {after_W}, not {right}"
+    assert sorted(fired) == [1, 1, 2, 2], "the hooks of each weight fire once in each W"
+
+
+@rung({"pipeline_parallel.py": ["formula"]}, hints="""
+    A message is sent at each border between two stages, forward and back. Which borders are this rank's, and which of these
+    lead to another rank? Each rank counts what it sends itself.
+
+    Stage s sends F's output to s + 1 and I's to s - 1, if there is such a stage, and if it is not on the same rank: the two
+    stages of dualpipe's last rank are neighbours. Each border has in a step the activations of all tokens of the rank: of its
+    part of the batch (dp), of the sequence (cp), and with sp of what tp cuts.
+
+    borders = how many of the neighbours (s - 1 and s + 1 of all s in my_stages) are 0 <= n < stages and not mine. Without any:
+    []. tokens = args.global_batch_size // args.dp * args.seq_len // args.cp, with args.sp == "on" // args.tp; bytes = borders *
+    tokens * model.model.config.hidden_size * args.dtype.itemsize: `[(mesh.get_group("pp"), "send", bytes)]`.""")
+@pytest.mark.parametrize("shape, schedule", [
+    ("dense-3", "1f1b"), ("dense-5", "interleaved"), ("dense-3", "zerobubble"), ("dense-5", "dualpipe")])
+def test_a_training_run(pool, shape, schedule):
+    """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the
+    formula's."""
+    flags = f"--dtype float64 --recompute none --micro_batch_size 6 --pp 2 --schedule {schedule}"
+    check(pool, layouts.Layout(STEP, 2, shape, "adamw", flags))
+
+
+# ------------------------------------------------------------------------------------------------ no rung: puzzle06.py
+def test_the_puzzle():
+    """It judges 1F1B and ZB-H1 as it should; its table has the least that is possible for each number that is kept in all."""
+    import itertools
+    import re
+
+    import puzzle06
+    assert puzzle06.judge(puzzle06.ONE_F_ONE_B)[1:] == (6, [3, 2, 1])
+    zero_bubble = puzzle06.ours().make("zerobubble", 3, 4)
+    assert puzzle06.judge("\n".join(" ".join(map(str, actions)) for actions in zero_bubble))[1:] == (2, [3, 3, 3])
+    with pytest.raises(RuntimeError, match="rank 0 waits with B1"):
+        puzzle06.judge("F0 B1 F1 F2 F3 B0 B2 B3\n" + "F0 F1 F2 F3 B0 B1 B2 B3\n" * 2)
+    with pytest.raises(ValueError, match="rank 1 does F0 F1 F2 F3 I0 I1 I2 I3 W0 W1 W2, and should"):
+        puzzle06.judge("F0 F1 F2 F3 B0 B1 B2 B3\nF0 F1 F2 F3 B0 B1 B2 I3")
+    kept, idle = (map(int, re.findall(r"\d+", line)) for line in re.findall("^    (?:kept|idle), .*", puzzle06.__doc__, re.M))
+    found = {limits: puzzle06.least_idle(limits) for limits in itertools.product((1, 2, 3), repeat=3)}
+    least = {total: min(found[limits] for limits in found if sum(limits) <= total) for total in range(3, 10)}
+    assert dict(zip(kept, idle)) == {total: units for total, units in least.items() if units != least.get(total - 1)}
