@@ -60,7 +60,7 @@ carry:
 	@python3 tests/carry.py
 
 figures: $(VENV)
-	set -e; for make in step*/figures/make.py tests/figures/make.py; do $(PYTHON) $$make; done
+	set -e; for make in step*/figures/make.py tests/figures/*.py; do $(PYTHON) $$make; done
 
 bench: $(VENV)
 	set -e; for bench in tests/bench*.py; do $(PYTHON) $$bench; done

@@ -1,4 +1,4 @@
-"""What is checked in the READMEs: code blocks, hunks of diffs, links, line counts, the tables of breaks.
+"""What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, line counts, the tables of breaks.
 
     python tests/readme.py                             # writes the real line counts and diff sizes into the tables
     python tests/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
@@ -20,6 +20,8 @@ from steps import ROOT, STEPS, pairs, step_files
 
 PLANNER = "step08_5d/planner/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES = [*READMES, *DOCS]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, is the test suite itself"}
 
 Block = namedtuple("Block", "line language directive text")
@@ -105,15 +107,42 @@ def diff_problems(text, diffs):
 
 
 def diffs_of(readme):
-    """A step's own diff to the step before; for the README at the top all of them."""
-    return [real_diff(old, new) for old, new in pairs() if Path(readme).parent.name in ("", new.name)]
+    """A step's own diff to the step before; for the README at the top and for docs/ all of them."""
+    return [real_diff(old, new) for old, new in pairs() if Path(readme).parent.name in ("", "docs", new.name)]
+
+
+def prose(text):
+    return re.sub(r"^\s*```.*?^\s*```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(text):
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|<img[^>]*\bsrc=\"([^\"]+)\"", prose(text))
+    return [link for link in map("".join, targets) if not re.match(r"\w+:", link)]
 
 
 def broken_links(text, folder):
-    prose = re.sub(r"^\s*```.*?^\s*```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|<img[^>]*\bsrc=\"([^\"]+)\"", prose)
-    names = ("".join(target).split("#")[0] for target in targets if not re.match(r"\w+:", "".join(target)))
+    names = (link.split("#")[0] for link in links(text))
     return [name for name in names if name and not (folder / name).exists()]
+
+
+def anchors(text):
+    """What may stand behind the # of a link to this page: its headings, as GitHub names them, and its <a id>s."""
+    without_code = re.sub(r"^\s*```.*?^\s*```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*?)\s*$", without_code, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).replace(" ", "-") for heading in headings]
+    return {*slugs, *re.findall(r"<a id=\"([^\"]+)\"", text)}
+
+
+def broken_anchors(text, path):
+    """The links whose page is there, and whose place in it is not."""
+    broken = []
+    for link in links(text):
+        name, _, place = link.partition("#")
+        page = path.parent / name if name else path
+        page = page / "README.md" if page.is_dir() else page
+        if place and page.suffix == ".md" and page.exists() and place not in anchors(page.read_text()):
+            broken.append(link)
+    return broken
 
 
 def with_line_counts(text, folder):
@@ -162,7 +191,7 @@ def main_path_words(text):
 
 
 def write_line_counts():
-    for name in READMES:
+    for name in PAGES:
         old = (ROOT / name).read_text()
         new = with_diff_sizes(with_line_counts(old, (ROOT / name).parent))
         if new != old:

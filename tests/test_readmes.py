@@ -1,41 +1,52 @@
-"""The READMEs do what they say: blocks run, hunks are in the diff, links lead somewhere, counts are counts."""
+"""The READMEs and docs/ do what they say: blocks run, hunks are in the diff, links lead somewhere, counts are counts."""
+import json
+import os
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from readme import (PLANNER, READMES, block_problems, blocks, break_table, broken_links, diff_problems, diffs_of, to_run,
-                    diff_size, main_path_words, with_diff_sizes, with_line_counts)
+from readme import (DOCS, PAGES, PLANNER, READMES, block_problems, blocks, break_table, broken_anchors, broken_links, diff_problems,
+                    diffs_of, to_run, diff_size, main_path_words, with_diff_sizes, with_line_counts)
 from steps import ROOT, STEPS, copy_repository, pairs, run
 
 
 def test_the_repository_and_every_step_have_a_readme():
     assert READMES == ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER]
+    assert {"docs/FAQ.md", "docs/WORKSHOP.md", "docs/glossary.md", "docs/proof.md", "docs/rounding.md"} <= set(DOCS)
+
+
+def runs_something(page):
+    return any(map(to_run, blocks((ROOT / page).read_text())))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize("readme", list(filter(runs_something, PAGES)))
 def test_blocks_run(readme, tmp_path):
     copy_repository(tmp_path)
     status, output = run([sys.executable, "tests/readme.py", "--run", readme], tmp_path, timeout=900)
     assert status == 0, output[-5000:]
 
 
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize("readme", PAGES)
 def test_blocks_are_of_a_known_kind(readme):
     assert block_problems((ROOT / readme).read_text()) == []
 
 
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize("readme", PAGES)
 def test_hunks_are_in_the_diff(readme):
     assert diff_problems((ROOT / readme).read_text(), diffs_of(readme)) == []
 
 
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize("readme", PAGES)
 def test_links_and_pictures_exist(readme):
-    assert broken_links((ROOT / readme).read_text(), (ROOT / readme).parent) == []
+    text = (ROOT / readme).read_text()
+    assert broken_links(text, (ROOT / readme).parent) == [] and broken_anchors(text, ROOT / readme) == []
 
 
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize("readme", PAGES)
 def test_line_counts(readme):
     text = (ROOT / readme).read_text()
     assert with_line_counts(text, (ROOT / readme).parent) == text, "python tests/readme.py writes the real ones"
@@ -56,7 +67,78 @@ def test_the_main_path_is_read_in_three_quarters_of_an_hour(step):
     assert all(f"\n## {name}\n" in text for name in ("Break it", "Exercises", "Check yourself", "Second reading"))
 
 
+# ------------------------------------------------------------------------------- commands that need GPUs
+STUB = '#!/bin/bash\nprintf "%q " "${0##*/}" "$@" >> "$RECORD"; echo >> "$RECORD"\n'
+REFUSED = """
+import json, os, sys
+root, refused = sys.argv[1], []
+for step, world, flags in json.load(sys.stdin):
+    for name in [name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(root)]:
+        del sys.modules[name]
+    sys.path[0] = f"{root}/{step}"
+    import config
+    config.check_outputs = lambda args: None
+    try:
+        args = config.parse_args(flags)
+        os.environ["WORLD_SIZE"] = str(getattr(args, "dry_run", None) or world)
+        config.check(args, config.load_config(args))
+    except SystemExit as end:
+        refused.append(f"{step} on {world}: {' '.join(flags)}: {end.message}")
+print(json.dumps(refused))
+"""
+
+
+def called(texts, folder):
+    """What shell blocks call, as lists of words, with programs that only write down how they were called."""
+    for name in ("torchrun", "python", "pip", "make", "srun", "sbatch"):
+        (folder / name).write_text(STUB)
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "called"), "HOME": str(folder)}
+    for text in texts:
+        subprocess.run(["bash", "-c", text], cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return [shlex.split(line) for line in (folder / "called").read_text().splitlines()]
+
+
+def trainings(calls):
+    """(step, number of ranks, flags) of each call of a train.py."""
+    found = []
+    for words in calls:
+        script = next((word for word in words if word.endswith("/train.py")), None)
+        if script:
+            before = [*words[:words.index(script)], "--nnodes", "1", "--nproc_per_node", "1"]
+            world = [int(before[before.index(name) + 1]) for name in ("--nnodes", "--nproc_per_node")]
+            found.append((Path(script).parent.name, world[0] * world[1], words[words.index(script) + 1:]))
+    return found
+
+
+def refused(commands):
+    done = subprocess.run([sys.executable, "-c", REFUSED, ROOT], input=json.dumps(commands), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
+    """Flags that a step knows, and a layout that it takes, with so many ranks. The blocks of a page are one session."""
+    not_run = ("no, needs a GPU", "no, needs a cluster")
+    sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
+                        if block.language == "bash" and block.directive in not_run) for page in PAGES]
+    commands = trainings(called(sessions, tmp_path))
+    assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
+    assert refused(commands) == []
+
+
 # ------------------------------------------------------------------------------- that the checks above can fail
+def test_commands_that_would_be_refused_are_seen(tmp_path):
+    text = ('run() { torchrun --standalone --nproc_per_node "$1" "$2/train.py" "${@:3}"; }\nB="--model llama-1b"\n'
+            "run 8 step04_tp_sp $B --tp 8\nrun 8 step04_tp_sp $B --tp 3\npython step01_single_gpu/train.py --tp 2\n"
+            "torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8\nls")
+    commands = trainings(called([text], tmp_path))
+    assert [command[:2] for command in commands] == [("step04_tp_sp", 8), ("step04_tp_sp", 8), ("step01_single_gpu", 1),
+                                                     ("step02_dp", 16)]
+    first, second, third = refused(commands)
+    assert "--tp 3" in first and "--tp 2" in second and "dp(8)" in third and "world size (16)" in third
+
+
 def run_readme(tmp_path, text):
     (tmp_path / "step").mkdir()
     (tmp_path / "step/helper.py").write_text("three = 3\n")
@@ -137,6 +219,16 @@ def test_broken_links_are_seen(tmp_path):
     text = ("![a](there.png) [b](there.png#part) [c](#part) [d](https://example.com/x) `[e](code)` <img src=\"there.png\">\n"
             "```text\n[f](block)\n```\n[g](gone.md) <img width=3 src=\"lost.png\">")
     assert broken_links(text, tmp_path) == ["gone.md", "lost.png"]
+
+
+def test_broken_anchors_are_seen(tmp_path):
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step/README.md").write_text(
+        "## Run it, twice\n### `Enter` and [g](x.md)\n<a id=\"old\"></a>\n```\n# no heading\n```\n")
+    text = "# Here\n[a](#here) [b](#there) " + " ".join(
+        f"[c](step{name}#{place})" for name in ("", "/README.md") for place in ("run-it-twice", "enter-and-g", "old", "no-heading"))
+    (tmp_path / "README.md").write_text(text)
+    assert broken_anchors(text, tmp_path / "README.md") == ["#there", "step#no-heading", "step/README.md#no-heading"]
 
 
 def test_line_counts_are_written(tmp_path):

@@ -1,0 +1,131 @@
+"""Draws ways.png of the README: six ways to cut one training run over two ranks.    python tests/figures/ways.py
+
+Nothing in it is made up: each rank of each layout is asked, in a dry run of step 8, which tokens, weights and states it has.
+"""
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "step08_5d")]
+
+import data
+import train
+from parts import my_part, whole_shape
+from plot import plt
+
+LAYERS, EXPERTS, SEQUENCES, TOKENS, RANKS = 4, 4, 4, 8, 2
+MODEL = dict(model_type="mixtral", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS,
+             num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-5, max_position_embeddings=TOKENS, rope_theta=1e4,
+             num_local_experts=EXPERTS, num_experts_per_tok=2, tie_word_embeddings=False)
+#       what is cut, what it is called and where, its flags, what is sent
+WAYS = [("the batch", "data parallelism, step 2", "--dp 2", "gradients, once a step"),
+        ("the optimizer states", "ZeRO, step 3", "--zero 1", "gradients and new weights, once a step"),
+        ("the matrices", "tensor parallelism, step 4", "--tp 2", "activations, in every layer"),
+        ("the sequence", "context parallelism, step 5", "--cp 2", "keys and values; gradients"),
+        ("the stack of layers", "pipeline parallelism, step 6", "--pp 2", "activations, between two stages"),
+        ("the experts", "expert parallelism, step 7", "--ep 2", "tokens, to their experts and back; gradients")]
+COLORS = {(True, False): "#0072b2", (False, True): "#f0b040", (True, True): "#e4e4e4"}
+FINE = 64                                                 # so many columns of a layer are told apart
+
+
+# ------------------------------------------------------------------------------------------------ what a rank has
+def ask(model, flags, rank):
+    """One rank's tokens [sequence, token], weights and optimizer states [layer, column], as arrays of booleans."""
+    has = SimpleNamespace(tokens=np.zeros((SEQUENCES, TOKENS), bool), weights=np.zeros((LAYERS, FINE), bool),
+                          states=np.zeros((LAYERS, FINE), bool))
+
+    @contextlib.contextmanager
+    def watch(llama, optimizer, pipeline, mesh, args):
+        yield
+        args.vocab_size = SEQUENCES * TOKENS + 1
+        for inputs, _, _ in data.micro_batches(np.arange(args.vocab_size), mesh, args, step=0):
+            has.tokens.flat[inputs.flatten()] = True
+        for index, layer in llama.model.layers.items():
+            q, experts = layer.self_attn.q_proj.weight, layer.mlp.experts.w1.weight
+            own = np.concatenate([columns(q, FINE // 4).any(0), columns(experts, 3 * FINE // 4)])
+            has.weights[int(index)] = has.states[int(index)] = own
+            if args.zero:
+                unit, at = q.unit, np.arange(FINE) / FINE
+                assert unit is experts.unit               # a block is one unit: the slice is one of its weights in a row
+                has.states[int(index)] = (at >= unit.mine.start / len(unit.weights)) & (at < unit.mine.stop / len(unit.weights))
+    flags = f"--dry_run {RANKS} --dry_run_rank {rank} --device cpu --model {model} --seq_len {TOKENS} {flags}"
+    with patch("train.watch", watch):
+        train.main([*flags.split(), "--global_batch_size", str(SEQUENCES), "--micro_batch_size", "1"])
+    return has
+
+
+def columns(param, width):
+    """Which of the whole parameter's outputs a rank has; of experts one after the other, `width` in all."""
+    mine = np.zeros(whole_shape(param), bool)
+    mine[my_part(param)] = True
+    outputs = mine[..., 0]                                                         # [out] or [experts, out]
+    per_matrix = width // (len(outputs) if outputs.ndim == 2 else 1)
+    picked = outputs[..., np.arange(per_matrix) * outputs.shape[-1] // per_matrix]
+    return picked.flatten() if outputs.ndim == 2 else picked[None]
+
+
+# ------------------------------------------------------------------------------------------------ the picture
+def fill(axis, ranks, x, y, width, height, line=0.0):
+    """A row of cells, coloured by who has them; neighbours of one colour are one box."""
+    have = list(zip(*ranks))
+    start = 0
+    for end in range(1, len(have) + 1):
+        if line or end == len(have) or have[end] != have[start]:
+            left, right = x + start * width / len(have), x + end * width / len(have)
+            axis.add_patch(plt.Rectangle((left, y), right - left, height, facecolor=COLORS[have[start]],
+                                         edgecolor="white", linewidth=line))
+            start = end
+
+
+def frame(axis, x, y, width, height, line=0.8):
+    axis.add_patch(plt.Rectangle((x, y), width, height, facecolor="none", edgecolor="#333333", linewidth=line))
+
+
+def panel(axis, ranks, what, name, flags, sent):
+    for row in range(SEQUENCES):
+        fill(axis, [rank.tokens[row] for rank in ranks], 0, 3.15 - row, 2.6, 0.62, line=0.8)
+        frame(axis, 0, 3.15 - row, 2.6, 0.62)
+    for layer in range(LAYERS):
+        y = layer * 1.02 - 0.05
+        fill(axis, [rank.weights[layer] for rank in ranks], 3.3, y + 0.4, 5.6, 0.5)
+        fill(axis, [rank.states[layer] for rank in ranks], 3.3, y, 5.6, 0.4)
+        frame(axis, 3.3, y + 0.4, 1.4, 0.5)
+        for expert in range(EXPERTS):
+            frame(axis, 4.7 + 1.05 * expert, y + 0.4, 1.05, 0.5)
+        frame(axis, 3.3, y, 5.6, 0.4)
+    axis.text(0, 5.62, what, fontsize=11, weight="bold")
+    axis.text(0, 5.05, f"{name}, {flags}", fontsize=8.6)
+    axis.text(0, -0.72, f"sent: {sent}", fontsize=8.6)
+    for x, y, label in ((1.3, 4.22, "4 sequences"), (4.0, 4.22, "attention"), (6.8, 4.22, "4 experts")):
+        axis.text(x, y, label, ha="center", fontsize=8, color="#333333")
+    axis.set(xlim=(-0.1, 9.0), ylim=(-0.95, 6.1))
+    axis.axis("off")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        has = {way[0]: [ask(folder, way[2], rank) for rank in range(RANKS)] for way in WAYS}
+    figure, axes = plt.subplots(3, 2, figsize=(8, 8.3))
+    for axis, way in zip(axes.flat, WAYS):
+        panel(axis, has[way[0]], *way)
+    boxes = [plt.Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="#333333", linewidth=0.8) for color in COLORS.values()]
+    names = ["rank 0 has it", "rank 1 has it", "both have it"]
+    figure.legend(boxes, names, loc="upper center", ncols=3, frameon=False, fontsize=10)
+    explained = "Left: the tokens of a batch. Right: four layers; in each, above the weights, below them AdamW's states."
+    figure.text(0.5, 0.014, explained, ha="center", fontsize=8.6)
+    figure.subplots_adjust(left=0.02, right=0.99, top=0.955, bottom=0.045, wspace=0.06, hspace=0.1)
+    figure.savefig(TESTS / "figures/ways.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
