@@ -264,7 +264,7 @@ def test_as_many_rows_as_there_are(pool):
         assert grad == right, f"{begin} has sent {x}; their gradients are the double, {right}, and came back as {grad}"
 
 
-COUNTS = [[2, 0, 1, 1], [1, 2, 0, 3]]                     # of each rank, the rows for each of four experts
+COUNTS = [[2, 1, 0, 1], [1, 0, 2, 3]]                     # of each rank, the rows for each of four experts
 
 
 def dispatch_job():
