@@ -6,6 +6,8 @@
     python tests/exercise.py 4 hint            # the next hint for that rung; there are three
     python tests/exercise.py 4 solution        # how its functions differ from ours
 
+Ranks that wait for each other for ever are ended after half a minute: the rung is then not green (PATIENCE=SECONDS changes it).
+
 What is taken out, in which order, with which hints, is in tests/ladder/test_ladder04.py: a test for each rung, marked by `rung`.
 """
 import ast
@@ -130,6 +132,7 @@ def title(test):
 
 
 def check(number, folder):
+    os.environ.setdefault("PATIENCE", "30")               # seconds after which ranks that wait for each other are ended
     from break_it import run_tests
     ladder = rungs(number)
     os.chdir(ROOT / "tests")

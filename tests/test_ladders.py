@@ -8,7 +8,11 @@ from break_it import run_tests
 from exercise import LADDER, copy, count, find, rungs, take_out
 from steps import NAMES, ROOT, copy_repository, run
 
-LADDERS = [number for number in range(2, 9) if (LADDER / f"test_ladder{number:02d}.py").exists()]
+LADDERS = [number for number in range(2, len(NAMES) + 1) if (LADDER / f"test_ladder{number:02d}.py").exists()]
+
+
+def test_every_step_with_a_technique_has_a_ladder():
+    assert LADDERS == list(range(2, len(NAMES) + 1))
 
 
 @pytest.mark.slow

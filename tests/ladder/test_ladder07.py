@@ -1,0 +1,548 @@
+"""The ladder of step 7: many experts in place of an MLP, spread over ranks. Each test is a rung; exercise.py says how they are
+used."""
+import math
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import layouts
+import pytest
+from exercise import rung
+from observe import check
+
+STEP = "step07_ep"
+HANGS = 20                                                # seconds: ranks that wait for each other are ended
+
+
+def rounded(tensor):
+    """As lists, to be compared and to be shown."""
+    import torch
+    return torch.round(tensor.detach().double(), decimals=4).add(0.0).tolist()
+
+
+# ------------------------------------------------------------------------------------------------ the layer
+def product_job():
+    """Three experts that make one number of two: the products of five rows, and the gradient of the weights."""
+    import moe
+    import torch
+    weight = torch.tensor([[[1.0, 0.0]], [[7.0, 7.0]], [[1.0, 10.0]]], dtype=torch.float64)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 1.0], [2.0, 1.0], [5.0, 3.0]], dtype=torch.float64)
+    counts = torch.tensor([2, 0, 3])
+    grad = torch.tensor([[1.0], [10.0], [1.0], [10.0], [100.0]], dtype=torch.float64)
+    return moe.grouped_product(x, weight, counts).tolist(), moe.grouped_gradient(grad, x, weight, counts).tolist()
+
+
+@rung({"moe.py": ["grouped_product", "grouped_gradient"]}, hints="""
+    The first counts[0] rows belong to expert 0, the next counts[1] rows to expert 1, and so on. Each expert is a linear without
+    bias. So cut the rows into pieces, one for each expert, and think of one expert alone: what is its product, and what is the
+    gradient of its weight?
+
+    `x.split(counts.tolist())` cuts x into such pieces; a piece may have no rows. The product of one expert is `F.linear(rows,
+    one)`. The gradient of its weight is the outputs' gradient, transposed, times its rows. Products of all experts are joined
+    with torch.cat, gradients with torch.stack.
+
+    grouped_product: `torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])`.
+    grouped_gradient: `torch.stack([grad.T @ rows for grad, rows in zip(grad.split(counts.tolist()),
+    x.split(counts.tolist()))])`. (Where kernel_takes(weight), ours calls F.grouped_mm, which does the same in one kernel. The
+    loop is enough here.)""")
+def test_one_product_per_expert(pool):
+    """`grouped_product(x, weight, counts)`: the rows of x, [rows, in], are sorted by expert, and counts says how many each
+    expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear does. The result
+    is [rows, out], in the same order. `grouped_gradient(grad, x, weight, counts)` is the gradient of weight, [experts, out,
+    in], where grad is that of the result. An expert without rows has the gradient zero. A loop over experts is good enough."""
+    (product, gradient), = pool.call(product_job, STEP)
+    begin = ("Experts 0, 1, 2 have the weights [[1, 0]], [[7, 7]], [[1, 10]] and the counts 2, 0, 3; the rows are [1, 2], [3, 4], "
+             "[1, 1], [2, 1], [5, 3].")
+    right = [[1], [3], [11], [12], [35]]
+    assert product == right, f"{begin} The product is {right}, not {product}"
+    right = [[[31, 42]], [[0, 0]], [[521, 311]]]
+    assert gradient == right, \
+        f"{begin} If the products have the gradients 1, 10, 1, 10, 100, those of the weights are {right}, not {gradient}"
+
+
+def layer_config(**changes):
+    return SimpleNamespace(**dict(hidden_size=2, num_local_experts=3, num_experts_per_tok=2, intermediate_size=2) | changes)
+
+
+def layer_job():
+    """A layer of three experts that are replaced by a recorder: it multiplies the rows of expert e by 10 to the power e."""
+    import moe
+    import torch
+    from torch import nn
+
+    class Recorder(nn.Module):
+        def forward(self, x, counts):
+            self.seen = [rows.tolist() for rows in x.split(counts.tolist())]
+            factor = torch.repeat_interleave(10 ** torch.arange(len(counts)), counts)
+            return x * factor.unsqueeze(-1).type_as(x)
+    layer = moe.MoE(layer_config()).double()
+    layer.experts = Recorder()
+    layer.gate.weight.data = torch.tensor([[3.0, 1 / 3], [1, 1], [1 / 3, 3]], dtype=torch.float64).log()
+    x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[2.0, 0.0], [0.0, 2.0]]], dtype=torch.float64)          # [batch, seq, hidden]
+    out = layer(x)
+    out.sum().backward()
+    found = {"usual": (layer.experts.seen, rounded(out))}
+    learns = layer.gate.weight.grad is not None and bool(layer.gate.weight.grad.abs().sum() > 0.1)
+    layer.choose = lambda logits: torch.tensor([2, 1]).expand(2, 2, 2)
+    out = layer(x)
+    found["chosen"] = layer.experts.seen, rounded(out)
+    dtypes = []
+    layer = layer.bfloat16()
+    layer.choose = lambda logits: dtypes.append(logits.dtype) or logits.topk(2).indices
+    dtypes.append(layer(x.bfloat16()).dtype)
+    experts = moe.Experts(layer_config(hidden_size=1, intermediate_size=1)).double()
+    for linear, weights in ((experts.w1, (1, 2, 9)), (experts.w2, (1, 5, 9)), (experts.w3, (3, 1, 9))):
+        linear.weight.data = torch.tensor(weights, dtype=torch.float64).view(3, 1, 1)
+    rows = experts(torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([1, 1, 0]))
+    return found, learns, [str(dtype) for dtype in dtypes], rounded(rows)
+
+
+@rung({"moe.py": ["MoE.forward", "Experts.forward"]}, hints="""
+    Every token appears top_k times, once for each expert that it has chosen. Write down the pairs (token, choice) in a row,
+    with the expert of each. The experts want this row sorted by expert. Afterwards their results must go back into the order of
+    the row, and then the results of one token are added up, each multiplied by its share. How does one sort, and how does one
+    undo it?
+
+    `order = expert.flatten().argsort(stable=True)` sorts the pairs, and pair number p belongs to token p // top_k. If rows were
+    taken in the order `order`, then taking them again in the order `order.argsort()` undoes it. The shares are the softmax of
+    the chosen experts' scores alone: `logits.gather(-1, expert)`. How many rows each expert has: `F.one_hot(expert, number of
+    experts)`, summed over everything but the last dimension.
+
+    logits = self.gate(x) in float32 or wider; expert = self.choose(logits); share = logits.gather(-1,
+    expert).softmax(-1).type_as(x); order and counts as above; x = x.flatten(0, 1).index_select(0, order // expert.shape[-1]);
+    out = self.experts(x, counts).index_select(0, order.argsort()).view(*expert.shape, -1); return (out *
+    share.unsqueeze(-1)).sum(-2). Experts.forward: self.w2(F.silu(self.w1(x, counts)) * self.w3(x, counts), counts).""")
+def test_each_token_meets_its_experts(pool):
+    """`MoE.forward(x)` with x [batch, seq, hidden]: self.gate scores all experts for each token, in float32 or wider.
+    `self.choose(logits)` gives the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
+    scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token is
+    there once for each of its experts), and how many rows each expert has. What it returns goes back to the tokens: the layer's
+    output is for each token the sum of share times result. `Experts.forward(x, counts)` is a SwiGLU, like the MLP's: w2 of
+    silu(w1 x) times w3 x."""
+    (found, learns, (of_logits, of_output), swiglu), = pool.call(layer_job, STEP)
+    begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their scores are the logarithms of 3 1 1/3, "
+             "1/3 1 3, 9 1 1/9, 1/9 1 9")
+    right = {"usual": ([[[1, 0], [2, 0]], [[1, 0], [0, 1], [2, 0], [0, 2]], [[0, 1], [0, 2]]],
+                       [[[3.25, 0], [0, 77.5]], [[3.8, 0], [0, 182]]]),
+             "chosen": ([[], *[[[1, 0], [0, 1], [2, 0], [0, 2]]] * 2], [[[32.5, 0], [0, 77.5]], [[38, 0], [0, 182]]])}
+    for how, (rows, out) in right.items():
+        chosen = "and the two best experts are chosen." if how == "usual" else "but self.choose says 2 and 1 for all tokens."
+        came, out_came = found[how]
+        assert [sorted(of_one) for of_one in came] == [sorted(of_one) for of_one in rows], \
+            f"{begin}, {chosen} Experts 0, 1, 2 should be given the rows {rows}, not {came}"
+        assert out_came == out, (f"{begin}, {chosen} The shares of a better and a worse expert are 3/4 and 1/4, or 9/10 and 1/10. "
+                                 f"If expert e multiplies by 10 to the power e, the output is {out}, not {out_came}")
+    assert learns, "self.gate has no gradient: the router learns through the shares, so they must be made of its logits by autograd"
+    assert (of_logits, of_output) == ("torch.float32", "torch.bfloat16"), \
+        f"in bfloat16 choose should get logits in float32, and the output be in bfloat16; they are {of_logits} and {of_output}"
+    silu = [x / (1 + math.exp(-x)) for x in (1, 4)]
+    right = [[round(3 * silu[0], 4)], [round(10 * silu[1], 4)]]
+    assert swiglu == right, ("Experts.forward: expert 0 has w1 1, w3 3, w2 1 and the row 1; expert 1 has 2, 1, 5 and the row 2. "
+                             f"They make 1 * silu(1) * 3 and 5 * silu(4) * 2, which is {right}, not {swiglu}")
+
+
+# ------------------------------------------------------------------------------------------------ who has which experts
+def small_model(config, device):
+    """One layer with a mixture of experts and one without, as far as expert_parallel looks at them."""
+    import moe
+    import torch
+    import torch.distributed as dist
+    from placement import Placement
+    from torch import nn
+    with torch.device(device):
+        layers = {"0": SimpleNamespace(mlp=nn.Linear(1, 1)), "1": SimpleNamespace(mlp=moe.MoE(config))}
+    for layer in layers.values():
+        for param in layer.mlp.parameters():
+            param.placement = Placement(dist.group.WORLD, dist.get_world_size(), decays=True)
+    return SimpleNamespace(model=SimpleNamespace(layers=layers)), layers
+
+
+def cut_job(pp, dp, ep):
+    import expert_parallel
+    import torch.distributed as dist
+    from mesh import start_mesh
+    from parts import my_part
+    args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=1, tp=1, ep=ep, sp="off")
+    config = layer_config(num_local_experts=4, hidden_size=3, intermediate_size=5)
+    mesh = start_mesh(args)
+    model, layers = small_model(config, "meta")
+    dense, gate = layers["0"].mlp, layers["1"].mlp.gate
+    expert_parallel.expert_parallel(model, config, mesh, args)
+    ranks = lambda group: sorted(dist.get_process_group_ranks(group))
+    experts, found = layers["1"].mlp.experts, {}
+    for name in ("w1", "w2", "w3"):
+        weight = getattr(experts, name).weight
+        first = my_part(weight)[0]
+        mine = list(range(4))[first]
+        found[name] = dict(shape=list(weight.shape), experts=mine, copies=ranks(weight.placement.copies),
+                           replicas=weight.placement.replicas)
+    group = ranks(experts.group) if isinstance(experts, expert_parallel.ExpertParallel) else type(experts).__name__
+    same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.parts
+    return found, group, same and ranks(gate.weight.placement.copies) == ranks(dist.group.WORLD)
+
+
+@rung({"expert_parallel.py": ["expert_parallel", "cut"]}, hints="""
+    All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of
+    the experts. Rank 0 of each group has the same experts: to them an expert's gradient is summed, and to nobody else. Draw the
+    ranks as a table: a row for each group of ep, a column for each rank in it. Which ranks are copies?
+
+    `init_device_mesh(args.device, (pp, dp * cp // ep, ep, tp), mesh_dim_names=("pp", "expert_dp", "ep", "tp"))` is this table;
+    its `get_group("ep")` is this rank's row and `get_group("expert_dp")` its column. `cut`: the parameter becomes
+    `nn.Parameter(whole.chunk(part.parts, part.dim)[0])` (there is no memory yet, so every chunk is as good as the first). The
+    new one takes over the old placement, to which the part is added.
+
+    cut: linear.weight.placement = whole.placement; .placement.parts.append(part); .placement.replicas //= part.parts.
+    expert_parallel, for each layer of model.model.layers.values() whose mlp is an MoE: if args.tp > 1: layer.mlp =
+    TensorParallelMoE(layer.mlp, mesh, args); for linear in layer.mlp.experts.children(): cut(linear, Part(group, 0, args.ep,
+    group.rank())) and linear.weight.placement.copies = copies; if args.ep > 1: layer.mlp.experts = ExpertParallel(experts,
+    group).""")
+def test_who_has_which_experts(pool):
+    """`cut(linear, part)` leaves linear.weight the size of one part of `part.parts`, cut along `part.dim`; the new parameter
+    has the placement of the old one, with `part` added to its parts, and with part.parts times fewer replicas.
+    `expert_parallel(model, config, mesh, args)` does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
+    of ep ranks gets the i-th part of the experts, and placement.copies becomes the group of ranks that have the same experts of
+    the same stage. Neighbours are in one group of ep. If ep > 1 the layer's experts become `ExpertParallel(experts, group)`. If
+    tp > 1 its mlp has become a `TensorParallelMoE(layer.mlp, mesh, args)` before all this (rung 6 looks at that). Nothing else
+    changes."""
+    #         pp, dp, ep: of each rank its experts, who has copies of them, who is in its group of ep
+    cases = {(1, 4, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]), ([2, 3], [1, 3], [2, 3])],
+             (2, 2, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
+             (1, 2, 1): [([0, 1, 2, 3], [0, 1], "Experts")] * 2}
+    for (pp, dp, ep), right in cases.items():
+        answers = pool.call(cut_job, STEP, world=pp * dp, timeout=HANGS, pp=pp, dp=dp, ep=ep)
+        for rank, ((found, group, same), (experts, copies, group_of_ep)) in enumerate(zip(answers, right)):
+            where = f"pp {pp}, dp {dp}, ep {ep}, four experts, rank {rank}"
+            for name, came in found.items():
+                inner = [3, 5] if name == "w2" else [5, 3]
+                expected = dict(shape=[4 // ep, *inner], experts=experts, copies=copies, replicas=pp * dp // ep)
+                assert came == expected, f"{where}: of {name} expected is {expected}, came {came}"
+            assert group == group_of_ep, \
+                f"{where}: the ranks of ExpertParallel's group (without ep: the experts' class) are {group_of_ep}, not {group}"
+            assert same, f"{where}: the layer without experts and the router must stay as they are, on all ranks"
+
+
+# ------------------------------------------------------------------------------------------------ there and back
+SIZES = [[1, 0, 2], [0, 2, 1], [3, 0, 0]]                 # SIZES[r][s]: how many rows rank r sends to rank s
+
+
+def all_to_all_job():
+    """Rows of 100 times the sender, 10 times the receiver and a number; what came, and the gradient if that of what came is its
+    double."""
+    import expert_parallel
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    sent, received = SIZES[rank], [sizes[rank] for sizes in SIZES]
+    numbers = [100.0 * rank + 10 * to + i for to, count in enumerate(sent) for i in range(count)]
+    x = torch.tensor([numbers, numbers]).T.requires_grad_()                        # [rows, 2], and not contiguous
+    out = expert_parallel.AllToAll.apply(x, sent, received, dist.group.WORLD)
+    out.backward(2 * out.detach())
+    return out.tolist(), x.grad.tolist(), x.tolist()
+
+
+@rung({"expert_parallel.py": ["AllToAll.forward", "AllToAll.backward"]}, hints="""
+    `dist.all_to_all_single(out, x, received, sent, group=group)` sends the first sent[0] rows to rank 0, the next sent[1] rows
+    to rank 1, and so on; into `out` come received[0] rows of rank 0, then those of rank 1. How many rows must `out` have? And
+    which way do gradients go?
+
+    Make `out = x.new_empty(sum(received), x.shape[1])`; x must be contiguous. Backward sends gradients the other way: what was
+    received is sent, and what was sent is received. So note both lists and the group in ctx.
+
+    forward: `ctx.sent, ctx.received, ctx.group = sent, received, group`; make out; `dist.all_to_all_single(out, x.contiguous(),
+    received, sent, group=group)`; return out. backward: `return AllToAll.apply(grad, ctx.received, ctx.sent, ctx.group), None,
+    None, None`.""")
+def test_as_many_rows_as_there_are(pool):
+    """`AllToAll.apply(x, sent, received, group)` sends the rows of x, [rows, hidden], to the ranks of the group: the first
+    sent[0] to rank 0, the next sent[1] to rank 1, and so on. It returns what came, ordered by sender: received[0] rows of rank
+    0, then received[1] rows of rank 1, and so on. The lists may have zeros. Backward brings the gradient of each row back to
+    its sender."""
+    for rank, (out, grad, x) in enumerate(pool.call(all_to_all_job, STEP, world=3, timeout=HANGS)):
+        right = [[100 * of + 10 * rank + i] * 2 for of, sizes in enumerate(SIZES) for i in range(sizes[rank])]
+        begin = f"Of rows with the digits sender, receiver, number, rank {rank}"
+        assert out == right, f"{begin} should receive {right}, and received {out}"
+        right = [[2 * a for a in row] for row in x]
+        assert grad == right, f"{begin} has sent {x}; their gradients are the double, {right}, and came back as {grad}"
+
+
+COUNTS = [[2, 1, 0, 1], [1, 0, 2, 3]]                     # of each rank, the rows for each of four experts
+
+
+def dispatch_job():
+    """Two ranks with two experts each. Expert e multiplies by e + 1. Rows have the digits rank + 1, expert, number."""
+    import expert_parallel
+    import moe
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, seen = dist.get_rank(), []
+
+    def compute(self, x, counts):
+        rows = x.split(counts.tolist())
+        seen.append([sorted(of_one.flatten().tolist()) for of_one in rows])
+        return torch.cat([of_one * (2 * rank + e + 1) for e, of_one in enumerate(rows)])
+    experts = expert_parallel.ExpertParallel(moe.Experts(layer_config(num_local_experts=2)), dist.group.WORLD)
+    numbers = [100.0 * (rank + 1) + 10 * e + i for e, count in enumerate(COUNTS[rank]) for i in range(count)]
+    x = torch.tensor(numbers).unsqueeze(1).requires_grad_()
+    with patch.object(moe.Experts, "forward", compute):
+        out = experts(x, torch.tensor(COUNTS[rank]))
+    out.sum().backward()
+    return seen, out.flatten().tolist(), x.grad.flatten().tolist(), numbers
+
+
+@rung({"expert_parallel.py": ["ExpertParallel.forward"]}, hints="""
+    A rank knows how many rows it has for each expert of all ranks. Before it can receive rows it must know how many come, so
+    the counts travel first. What then comes is ordered by sender, and within each sender by expert. But the experts want rows
+    sorted by expert alone. Which expert does each row belong to that has come?
+
+    Counts: `dist.all_to_all_single(theirs, counts, group=group)` with theirs like counts; viewed as [ranks, experts of mine]
+    row r says what comes from rank r. How many rows go to rank r is the sum of row r of `counts.view(ranks, -1)`. The expert of
+    each row that came: 0, 1, ..., 0, 1, ... (once for each sender), each repeated as often as `theirs` says:
+    torch.repeat_interleave. Then sort as in MoE.forward, and undo it before the rows are sent back.
+
+    sent = counts.view(ranks, -1).sum(-1).tolist(), received the same of theirs; x = AllToAll.apply(x, sent, received, group);
+    expert = torch.arange(theirs.shape[1]).repeat(ranks).repeat_interleave(theirs.flatten()); order =
+    expert.argsort(stable=True); out = super().forward(x.index_select(0, order), theirs.sum(0)); return
+    AllToAll.apply(out.index_select(0, order.argsort()), received, sent, group).""")
+def test_rows_travel_to_their_experts(pool):
+    """`ExpertParallel.forward(x, counts)` takes what Experts.forward takes: rows sorted by expert, and how many rows each has,
+    of the experts of all ranks. Each rank of self.group has equally many experts, in the order of the ranks. Send the counts,
+    then the rows, to the ranks that have their experts; sort what came by expert; compute it with `super().forward(rows,
+    counts)`, where counts are those of this rank's own experts; send the results back. What is returned has the order of x."""
+    answers = pool.call(dispatch_job, STEP, world=2, timeout=HANGS)
+    begin = f"The ranks have {COUNTS[0]} and {COUNTS[1]} rows for experts 0 to 3, with the digits rank + 1, expert, number."
+    for rank, (seen, out, grad, x) in enumerate(answers):
+        assert len(seen) == 1, f"on rank {rank} super().forward was called {len(seen)} times, not once"
+        right = [[100 * (of + 1) + 10 * e + i for of in range(2) for i in range(COUNTS[of][e])] for e in (2 * rank, 2 * rank + 1)]
+        mine = f"rank {rank}'s experts, {2 * rank} and {2 * rank + 1},"
+        assert seen[0] == right, f"{begin} Of these {mine} should get {right}, and got {seen[0]}"
+        factors = [e + 1 for e, count in enumerate(COUNTS[rank]) for _ in range(count)]
+        right = [a * b for a, b in zip(x, factors)]
+        assert out == right, f"{begin} Expert e multiplies by e + 1: rank {rank} should get back {right}, and got {out}"
+        assert grad == factors, f"{begin} Expert e multiplies by e + 1: rank {rank}'s rows have the gradients {factors}, not {grad}"
+
+
+def tensor_parallel_job(sp):
+    """A layer whose experts are cut over two ranks, and the same layer whole: outputs, and gradients of input and router."""
+    import expert_parallel
+    import torch
+    import torch.distributed as dist
+    from mesh import start_mesh
+    args = SimpleNamespace(device="cpu", pp=1, dp=1, cp=1, tp=2, ep=1, sp=sp)
+    mesh, config, rank = start_mesh(args), layer_config(num_local_experts=2), dist.get_rank()
+    model, layers = small_model(config, "cpu")
+    whole = layers["1"].mlp.double()
+    draw, values = torch.Generator().manual_seed(1), {}
+    for name, param in whole.named_parameters():
+        values[name] = param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64)
+    x = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64).requires_grad_()
+    up = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64)
+    here = slice(2 * rank, 2 * rank + 2) if sp == "on" else slice(None)           # this rank's tokens
+    out = whole(x)
+    out.backward(up)
+    reference = [rounded(tensor[:, here]) for tensor in (out, x.grad)], rounded(whole.gate.weight.grad)
+    whole.zero_grad()
+    expert_parallel.expert_parallel(model, config, mesh, args)
+    layer, group = layers["1"].mlp, mesh.get_group("tp")
+    cut = isinstance(layer, expert_parallel.TensorParallelMoE)
+    if not cut:
+        return cut, None, None, None, None
+    shapes, summed = {}, layer.gate.weight.placement.sum_over is group
+    for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
+        linear = getattr(layer.experts, name)
+        shapes[name] = list(linear.weight.shape)
+        if shapes[name] == [2, 2, 1] or shapes[name] == [2, 1, 2]:                 # what materialize does in training
+            linear.weight.data = values[f"experts.{name}.weight"].chunk(2, dim)[rank].clone()
+    mine = x.detach()[:, here].clone().requires_grad_()
+    out = layer(mine)
+    out.backward(up[:, here])
+    gate = layer.gate.weight.grad.clone()
+    dist.all_reduce(gate)
+    return cut, shapes, summed, ([rounded(out), rounded(mine.grad)], rounded(gate)), reference
+
+
+@rung({"expert_parallel.py": ["TensorParallelMoE.__init__", "TensorParallelMoE.forward"]}, hints="""
+    Think of the MLP in step 4: the first two products are cut by their outputs, the last by its inputs. Then each rank has a
+    summand of the output, and only the ends of the region communicate. Here every expert is cut like this. A layer's weights
+    are [experts, out, in]: which dimension is which?
+
+    `enter(x, border)` brings the whole sequence into the region, `leave(out, border)` adds up the summands of all ranks;
+    `border = border_of(mesh, args)`. Between them the layer computes what MoE.forward computes. Cut w1 and w3 along dimension
+    1, and w2 along dimension 2, with `cut` and a Part of tp's group. Each rank sees a part of what every expert makes, so each
+    has a summand of the router's gradient: who has to sum it?
+
+    __init__: nn.Module.__init__(self); take gate, experts and choose from whole; self.border = border_of(mesh, args); group =
+    mesh.get_group("tp"); for each of (w1, 1), (w3, 1), (w2, 2): cut(linear, Part(group, dim, args.tp, group.rank()));
+    self.gate.weight.placement.sum_over = group. forward: return leave(super().forward(enter(x, self.border)), self.border).""")
+def test_every_expert_is_cut(pool):
+    """`TensorParallelMoE(whole, mesh, args)` is the layer `whole` in a region of tp. It has whole's gate, experts and choose,
+    and of each expert's w1, w2 and w3 this rank's part, made by `cut`, as the MLP is cut in step 4. The router's weight stays
+    whole; each rank has only a summand of its gradient, and `placement.sum_over` says over which group it is summed.
+    `forward(x)` enters the region, does what MoE.forward does, and leaves the region. `expert_parallel` puts it in the place of
+    an MoE if tp > 1."""
+    for sp in ("off", "on"):
+        for rank, (cut, shapes, summed, ours, right) in enumerate(
+                pool.call(tensor_parallel_job, STEP, world=2, timeout=HANGS, sp=sp)):
+            where = f"tp 2, sp {sp}, rank {rank}"
+            assert cut, f"{where}: after expert_parallel a layer's mlp should be a TensorParallelMoE, if tp > 1"
+            expected = {"w1": [2, 1, 2], "w2": [2, 2, 1], "w3": [2, 1, 2]}
+            assert shapes == expected, f"{where}: two experts with 2 hidden and 2 intermediate are cut to {expected}, not {shapes}"
+            assert summed, f"{where}: gate.weight.placement.sum_over should be mesh.get_group('tp')"
+            for name, came, expected in zip(("output", "gradient of x"), ours[0], right[0]):
+                assert came == expected, f"{where}: the {name}, of this rank's tokens, is {expected} in one process, came {came}"
+            assert ours[1] == right[1], \
+                f"{where}: the router's gradient, summed over the ranks, is {right[1]} in one process, came {ours[1]}"
+
+
+# ------------------------------------------------------------------------------------------------ as many tokens for each
+TOKENS = [[3, 1, 0, 0], [1, 1, 2, 0], [4, 0, 0, 0], [4, 0, 0, 0]]
+
+
+def update_job(kind):
+    """Four ranks, pp 2 x dp 2: each stage has one layer of four experts. What update returned, twice, and what it left."""
+    import expert_parallel
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
+    balance = object.__new__(expert_parallel.Balance)
+    balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=2, num_local_experts=4)
+    balance.layers, balance.tokens = ["a layer"], groups[rank // 2]
+    balance.counts, balance.bias = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4)
+    ratios = []
+    for _ in range(2):
+        balance.counts += torch.tensor(TOKENS[rank])
+        ratios.append(float(balance.update()))
+    bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).flatten().tolist()
+    counts, balance.layers = balance.counts.flatten().tolist(), []
+    return ratios, bias, counts, balance.update()
+
+
+@rung({"expert_parallel.py": ["Balance.update"]}, hints="""
+    self.counts, [layers, experts], has what this rank's tokens have chosen since the last step. Which ranks have the other
+    tokens of the global batch, for the same layers? An expert with more tokens than the mean shall be chosen less often: what
+    becomes of its bias?
+
+    `dist.all_reduce(self.counts, group=self.tokens)`. The mean is that over a layer's experts. The bias changes by BIAS_STEP up
+    or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest count over its mean. A rank
+    has the layers of its stage only, so the mean over all layers takes the ranks of the other stages.
+
+    mean = self.counts.double().mean(1, keepdim=True); if self.args.balance == "bias": self.bias += BIAS_STEP * (mean -
+    self.counts).sign(); largest = (self.counts.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers;
+    self.counts.zero_(); dist.all_reduce(largest); return largest / (dist.get_world_size() / self.args.pp), because so many
+    ranks have each stage. Without layers return None at once.""")
+def test_a_bias_against_crowds(pool):
+    """`Balance.update()`, after every step: sums self.counts over the group self.tokens, the ranks that have the other tokens.
+    With --balance bias it lowers the bias of each expert that had more tokens than the mean of its layer by BIAS_STEP, raises
+    that of each which had fewer, and leaves that of an expert with exactly the mean. Then it sets self.counts to zero. It
+    returns a tensor, the same on all ranks: largest over mean count of a layer, averaged over the layers of all stages
+    (self.config.num_hidden_layers); or None if self.layers is empty."""
+    for kind in ("bias", "none"):
+        for rank, (ratios, bias, counts, nothing) in enumerate(
+                pool.call(update_job, STEP, world=4, timeout=HANGS, kind=kind)):
+            where = f"--balance {kind}, pp 2, dp 2. The ranks count {TOKENS} tokens, so the stages [4, 2, 2, 0] and [8, 0, 0, 0]"
+            assert ratios == [3, 3], \
+                f"{where}: largest over mean is 4 / 2 and 8 / 2, on average 3. update, called in two steps, returned {ratios}"
+            right = [-2, 0, 0, 2] if rank < 2 else [-2, 2, 2, 2]
+            right = right if kind == "bias" else [0] * 4
+            assert bias == right, f"{where}: after two such steps rank {rank}'s bias is {right} times BIAS_STEP, not {bias}"
+            assert counts == [0] * 4, f"{where}: update sets self.counts to zero for the next step; came {counts}"
+            assert nothing is None, f"without layers that have experts update returns None, not {nothing}"
+
+
+# two sequences of four tokens, of which each of two ranks has two: the scores of three experts
+SCORES = [[[[.5, .3, .2], [.6, .3, .1]], [[.2, .3, .5], [.2, .5, .3]]],
+          [[[.2, .5, .3], [.7, .2, .1]], [[.1, .2, .7], [.6, .3, .1]]]]
+BIAS = [-0.25, 0.0, 0.15]
+
+
+def choose_job(kind, bias):
+    """Of layer 1 of two: what choose returned, the counts after two calls, and what it added to the logits' gradient. The cp
+    ranks have parts of the sequences. Also: that gradient by the formula of the loss."""
+    import expert_parallel
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    scores = torch.tensor(SCORES, dtype=torch.float64)
+    balance = object.__new__(expert_parallel.Balance)
+    balance.args = SimpleNamespace(balance=kind, seq_len=4, global_batch_size=6, tp=2)
+    balance.config = SimpleNamespace(num_experts_per_tok=1, num_local_experts=3)
+    balance.counts, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
+    balance.cp = dist.group.WORLD
+    leaf = scores[dist.get_rank()].log().requires_grad_()
+    logits = leaf + 1                                     # softmax does not see it
+    expert = balance.choose(1, logits)
+    logits.sum().backward()
+    with torch.no_grad():                                 # as recomputation does it first
+        balance.choose(1, leaf + 1)
+    chosen = torch.nn.functional.one_hot(scores.argmax(-1), 3).double().sum((0, 2))       # [sequences, experts]
+    leaf2 = scores[dist.get_rank()].log().requires_grad_()
+    mean_score = leaf2.softmax(-1).sum(1) / 4
+    loss = expert_parallel.AUX_WEIGHT * 3 * (chosen / 4 * mean_score).sum() / 6 / 2
+    loss.backward()
+    added = [(torch.round(grad * 1e10) / 1e4).add(0.0).tolist() for grad in (leaf.grad - 1, leaf2.grad)]
+    return expert.squeeze(-1).tolist(), balance.counts.tolist(), *added
+
+
+@rung({"expert_parallel.py": ["Balance.choose"]}, hints="""
+    The scores of a token are the softmax of its logits, over all experts. The bias is added to them in order to choose, and
+    nothing else is done with it. The auxiliary loss is the sum over experts of (share of the choices) x (mean score) x experts:
+    it is lower if experts that many choose have low scores. The shares are counts, and have no gradient. What is the gradient
+    of this loss with respect to a score, and what then with respect to a logit?
+
+    With respect to a score of expert e, in a sequence where chosen[e] tokens have chosen e: scale * chosen[e], scale =
+    AUX_WEIGHT * experts / (top_k * seq_len * seq_len * global_batch_size * tp). Through a softmax with the results s, a
+    gradient g of s becomes s * (g - (s * g).sum()). A sequence may be spread over cp: chosen has to be summed there, but not in
+    self.counts. `logits.register_hook(f)`: backward replaces the gradient of logits by f(gradient).
+
+    scores = logits.detach().softmax(-1); expert = (scores + self.bias[i]).topk(top_k).indices; chosen = F.one_hot(expert,
+    experts).sum((1, 2)); self.counts[i] += chosen.sum(0). If self.args.balance == "aux" and logits.requires_grad:
+    dist.all_reduce(chosen, group=self.cp); of_scores = scale * chosen.unsqueeze(1).type_as(scores); of_logits = scores *
+    (of_scores - (scores * of_scores).sum(-1, keepdim=True)); logits.register_hook(lambda grad: grad + of_logits). Return
+    expert.""")
+def test_choosing_and_counting(pool):
+    """`Balance.choose(i, logits)` is layer i's choose: it returns the numbers of the experts of each token, [batch, seq,
+    top_k], those whose softmax score plus self.bias[i] is highest. It adds to self.counts[i] how many of this rank's choices
+    each expert got. With --balance aux, and if logits.requires_grad, it also adds to the gradient of logits that of the
+    auxiliary loss: of each sequence, AUX_WEIGHT times the sum over experts of (share of the sequence's choices) x (mean score)
+    x (number of experts), averaged over the sequences of the global batch. A sequence has seq_len tokens, spread over the ranks
+    of the group self.cp. All ranks of tp do the same, and what they add is summed: so each adds the tp-th part."""
+    cases = {("bias", (0.0, 0.0, 0.0)): [[[0, 0], [2, 1]], [[1, 0], [2, 0]]],
+             ("bias", tuple(BIAS)): [[[2, 0], [2, 1]], [[1, 0], [2, 0]]],
+             ("aux", (0.0, 0.0, 0.0)): [[[0, 0], [2, 1]], [[1, 0], [2, 0]]]}
+    for (kind, bias), right in cases.items():
+        answers = pool.call(choose_job, STEP, world=2, timeout=HANGS, kind=kind, bias=list(bias))
+        for rank, (expert, counts, added, by_formula) in enumerate(answers):
+            where = f"--balance {kind}, layer 1 with the bias {list(bias)}, scores {SCORES[rank]} on rank {rank}"
+            assert expert == right[rank], f"{where}: the experts are {right[rank]}, not {expert}"
+            flat = sum(right[rank], [])
+            twice = [[0] * 3, [2 * flat.count(e) for e in range(3)]]
+            assert counts == twice, f"{where}: after two such calls self.counts, of layers 0 and 1, is {twice}, not {counts}"
+            expected = by_formula if kind == "aux" else [[[0] * 3] * 2] * 2
+            assert added == expected, (f"{where}; cp 2, tp 2, seq_len 4, global_batch_size 6, top_k 1: to the gradient of logits "
+                                       f"choose adds, in millionths, {expected}, not {added}")
+
+
+@rung({"expert_parallel.py": ["formula"]}, hints="""
+    The ledger compares what was sent with what a technique says that it sends in a training step. Three things are sent: rows,
+    there and back; before them counts; and once in a step what update sums. How many rows has a rank in a step, in all its
+    layers, and how often does each row travel?
+
+    A rank's tokens in a step: args.global_batch_size // args.dp * args.seq_len // args.cp. Each is num_experts_per_tok rows of
+    hidden_size numbers in each layer. Rows travel there and back in forward, and gradients there and back in backward; with
+    recomputation forward runs twice. The counts (int64, one for each expert) travel once in each forward of each micro-batch.
+    With --balance aux the counts of each sequence are summed over cp.
+
+    With forwards = 1 if args.recompute == "none" else 2, sequences = args.global_batch_size // args.dp, counts = layers *
+    num_local_experts * 8 bytes, and rows = layers * tokens * top_k * hidden * args.dtype.itemsize: (mesh.get_group("dp_cp"),
+    "all_reduce", counts), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the experts' group: "all_to_all" of 2 * (forwards
+    + 1) * rows, and of forwards * sequences // args.micro_batch_size * counts; if aux, (mesh.get_group("cp"), "all_reduce",
+    forwards * sequences * counts). Without MoE layers the list is empty.""")
+@pytest.mark.parametrize("ranks, flags", [(2, "--ep 2 --recompute full --balance bias"),
+                                          (4, "--ep 2 --tp 2 --recompute none --balance aux")])
+def test_a_training_run(pool, ranks, flags):
+    """Four steps, on two ranks with ep 2, and on four ranks with ep 2 and tp 2, give the losses, gradient norms and weights of
+    one process; and the ledger's bytes are those that `formula` returns: what a rank sends in one training step, as a list of
+    (group, collective, payload bytes). As a rank cannot know how many rows come to its experts, the formula says as many come
+    as it sends."""
+    check(pool, layouts.Layout(STEP, ranks, "top2-2", "adamw", f"--dtype float64 --micro_batch_size 12 {flags}"))
