@@ -607,7 +607,8 @@ def simulated(mode, tokens, shape):
     who, when = computed("zigzag" if mode == "allgather" else mode, length)
     cell = (tokens * CP / length) ** 2                    # pairs of tokens in a cell of the matrix
     seen = 1 - np.eye(length) / 2                         # of a cell on the diagonal half is masked
-    pairs = [[(seen * ((who == rank) & (when == hop))).sum() * cell for hop in range(CP)] for rank in range(CP)]
+    pairs = [[(seen * ((who == rank) & (when == hop))).sum() * cell for hop in range(CP)]
+             for rank in range(CP)]
     # [rank, hop]: q k and p v
     work = 4 * shape.num_attention_heads * shape.head_dim * np.array(pairs) / FLOPS
     # K and V in bfloat16
