@@ -187,6 +187,7 @@ def test_a_bucket_is_sent_when_it_is_full(pool):
     assert calls == [40, 5], f"all-reduces of {calls} numbers: with buckets of 105 bytes it is one of 40, then one of 3 + 2"
 
 
+@pytest.mark.slow
 @rung({"data_parallel.py": ["formula"]}, hints="""
     The ledger compares what was sent with what a technique says that it sends. How many bytes of gradients does a rank sum
     in a step?

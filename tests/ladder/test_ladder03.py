@@ -514,6 +514,7 @@ def test_weights_come_when_they_are_needed(pool):
             assert slices == [[expected]] * 5, f"step {step}: all gradients are {expected}; the slices of the units have {slices}"
 
 
+@pytest.mark.slow
 @rung({"zero.py": ["formula"]}, hints="""
     For each unit there are two questions: how often is it gathered in a training step, and how often is it reduced? The README's
     section "What it costs" answers them for each stage. The norm of the gradients is one number, summed over all ranks.

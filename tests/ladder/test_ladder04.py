@@ -406,6 +406,7 @@ def partial_gradients_job():
     return [param.main_grad.tolist() for param in params]
 
 
+@pytest.mark.slow
 @rung({"tensor_parallel.py": ["sum_partial_gradients", "formula"]}, hints="""
     Some parameters are on every rank of tp, but a rank finds only a share of their gradient: their `placement.sum_over` is the
     group over which the shares are summed, once per step. For the formula, count how often a border is crossed: each time the

@@ -370,6 +370,7 @@ def test_from_tokens_to_heads(pool):
     assert_attention([(positions, found) for _, _, positions, found in answers])
 
 
+@pytest.mark.slow
 @rung({"context_parallel.py": ["formula"]}, hints="""
     The ledger compares what was sent with what a technique says that it sends in a training step. How many tokens of a rank go
     through attention in a step, over all its micro-batches and layers? How often does each of the tensors travel?

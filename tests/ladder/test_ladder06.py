@@ -445,6 +445,7 @@ def test_weights_can_wait(pool):
     assert sorted(fired) == [1, 1, 2, 2], "the hooks of each weight fire once in each W"
 
 
+@pytest.mark.slow
 @rung({"pipeline_parallel.py": ["formula"]}, hints="""
     A message is sent at each border between two stages, forward and back. Which borders are this rank's, and which of these
     lead to another rank? Each rank counts what it sends itself.

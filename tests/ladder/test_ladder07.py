@@ -523,6 +523,7 @@ def test_choosing_and_counting(pool):
                                        f"choose adds, in millionths, {expected}, not {added}")
 
 
+@pytest.mark.slow
 @rung({"expert_parallel.py": ["formula"]}, hints="""
     The ledger compares what was sent with what a technique says that it sends in a training step. Three things are sent: rows,
     there and back; before them counts; and once in a step what update sums. How many rows has a rank in a step, in all its
