@@ -73,8 +73,9 @@ REFUSED = """
 import json, os, sys
 root, refused = sys.argv[1], []
 for step, world, flags in json.load(sys.stdin):
-    for name in [name for name, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(root)]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):        # those of the step before
+        if (getattr(module, "__file__", None) or "").startswith(f"{root}/step0"):
+            del sys.modules[name]
     sys.path[0] = f"{root}/{step}"
     import config
     config.check_outputs = lambda args: None
