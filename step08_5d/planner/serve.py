@@ -191,8 +191,8 @@ def run(question, config, port):
         refuse(f"--port {port}: {error.strerror}")
     server.daemon_threads = True
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that went away is no reason to end
-    print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
     try:
+        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
         print()
