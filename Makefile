@@ -1,5 +1,6 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
 # make exercise STEP=4 [LEVEL=blank] | make check STEP=4 | make hint STEP=4 | make solution STEP=4
+# make extend [NAME=muon]
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or older than requirements.txt.
@@ -9,7 +10,7 @@ PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
 
-.PHONY: run test lint rest sweep diff exercise check hint solution break mutate plot carry figures bench
+.PHONY: run test lint rest sweep diff exercise check hint solution extend break mutate plot carry figures bench
 .DEFAULT_GOAL := run
 
 .venv/requirements.txt: requirements.txt
@@ -45,6 +46,9 @@ check: $(VENV)
 
 hint solution: $(VENV)
 	@$(PYTHON) tests/exercise.py "$(STEP)" $@
+
+extend: $(VENV)
+	@$(PYTHON) tests/extend.py $(NAME)
 
 break: $(VENV)
 	$(PYTHON) tests/break_it.py

@@ -1,0 +1,55 @@
+"""The extensions apply, are small, are in their step's README, and their tests pass."""
+import re
+import sys
+
+import pytest
+from extend import FOLDER, apply, head, lines, patches, run_its_tests
+from steps import ROOT, copy_repository, full_name, run
+
+NAMES = list(patches())
+EXTENDED = [pytest.param(patch, id=name) for name, patch in patches().items()]
+AT_MOST = {"7": 100}                                      # lines; 80 in the other steps
+
+
+@pytest.mark.parametrize("patch", EXTENDED)
+def test_it_is_a_small_patch_on_its_step(patch, tmp_path):
+    said = head(patch)
+    assert list(said) == ["step", "what", "run", "effect"]
+    assert lines(patch) <= AT_MOST.get(said["step"], 80)
+    folder = apply(patch, tmp_path)
+    for file in folder.glob("*.py"):
+        source = file.read_text()
+        compile(source, file.name, "exec")
+        assert max(map(len, source.splitlines())) <= 110, file.name
+
+
+@pytest.mark.parametrize("patch", EXTENDED)
+def test_the_readmes_tell_of_it(patch):
+    """Its step's, with what it does; the front page's table, with its size and what it was measured to do."""
+    said = head(patch)
+    assert f"make extend NAME={patch.stem}" in (ROOT / full_name(said["step"]) / "README.md").read_text()
+    rows = re.findall(rf"^\| `{patch.stem}` \|.*$", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) == 1 and f"| {lines(patch)} |" in rows[0] and said["effect"] in rows[0], rows
+
+
+def test_each_patch_has_tests_and_each_test_a_patch():
+    assert [path.stem for path in sorted(FOLDER.glob("*.py"))] == sorted(NAMES) != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", EXTENDED)
+def test_its_tests_pass(patch, monkeypatch):
+    monkeypatch.chdir(ROOT / "tests")
+    verdict = run_its_tests(patch)
+    assert verdict.passed and not verdict.failed, f"{verdict.failed}: {verdict.why}\n{verdict.text}"
+
+
+def test_a_copy_to_play_with(tmp_path):
+    copy_repository(tmp_path)
+    first = NAMES[0]
+    status, output = run([sys.executable, "tests/extend.py", first], tmp_path, timeout=60)
+    assert status == 0 and (tmp_path / "exercise" / first / "train.py").exists(), output
+    again = run([sys.executable, "tests/extend.py", first], tmp_path, timeout=60)
+    assert again[0] == 0 and "stays as it is" in again[1]
+    status, output = run([sys.executable, "tests/extend.py", "none"], tmp_path, timeout=60)
+    assert status == 2 and output.count("\n") == 1 and first in output
