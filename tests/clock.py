@@ -31,7 +31,7 @@ MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_at
              head_dim=16, vocab_size=64)
 EXPERTS = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 MODELS = {6: dict(num_hidden_layers=8), 7: EXPERTS}       # for stages, and for ranks to have experts
-FLAGS = "--seq_len 256 --global_batch_size 16 --micro_batch_size 2 --steps 2 --dtype float32"
+FLAGS = "--seq_len 256 --global_batch_size 16 --micro_batch_size 2 --steps 3 --lr 1e-6 --dtype float32"
 # of each step, on four ranks
 LAYOUTS = {2: ["--dp_mode naive", "--dp_mode overlap", "--bucket_mb 0.5", "--bucket_mb 25"],
            3: ["--zero 0 --bucket_mb 0.5", "--zero 1", "--zero 2", "--zero 3", "--zero 3 --zero_shard 2"],
@@ -84,7 +84,7 @@ class Waiting:
 
 
 def noted_job(argv):
-    """Trains; returns what this rank did in the second step."""
+    """Trains three steps; returns what this rank did in the last two: the last may wait for what the other has started."""
     import ledger
     import torch.distributed as dist
     import train
@@ -93,7 +93,8 @@ def noted_job(argv):
 
     class Notes(ledger.Ledger):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op.namespace == "c10d" and op._opname in (*ledger.COLLECTIVES, "recv_"):
+            starts = op.namespace == "c10d" and op._opname in (*ledger.COLLECTIVES, "recv_")
+            if starts:
                 operations.append(self.operation(op, args))
                 notes.append(("start", len(operations) - 1))
             elif (work := flops(op, args)) and notes and notes[-1][0] == "compute":
@@ -102,7 +103,7 @@ def noted_job(argv):
                 notes.append(("compute", work))
             before = sum(self.wire.values())
             result = super().__torch_dispatch__(op, types, args, kwargs)
-            if op.namespace == "c10d" and operations:
+            if starts:
                 operations[-1] = operations[-1]._replace(wire=sum(self.wire.values()) - before)
             return result
 
@@ -128,7 +129,7 @@ def noted_job(argv):
 
     @contextlib.contextmanager
     def on_every_rank(step, model, mesh, args):
-        if step != 1:
+        if step == 0:
             yield
             return
         with Notes(mesh), contextlib.ExitStack() as replaced:
@@ -137,14 +138,18 @@ def noted_job(argv):
                 for module in (dist, distributed_c10d):   # the latter for batch_isend_irecv
                     replaced.enter_context(patch.object(module, name, call))
             yield
+        notes.append(("end of step", step))
 
     with patch.object(train, "ledger", on_every_rank):
         train.main(argv)
+    while notes[-1][0] != "end of step":                  # what comes after the last one
+        notes.pop()
     return notes, operations
 
 
 # ------------------------------------------------------------------------------------------------ played back
 class Played(NamedTuple):
+    """The last step, from the end of the one before, which there may not be."""
     time: float                                           # of the slowest rank
     compute: list                                         # of each rank
     waited: Counter                                       # by dimension, the mean over ranks
@@ -153,7 +158,8 @@ class Played(NamedTuple):
 def play(of_ranks, flops_per_byte):
     """of_ranks: what noted_job returned on each rank."""
     count = len(of_ranks)
-    now, computed, waited, at = [0.0] * count, [0.0] * count, Counter(), [0] * count
+    now, computed, waited, at = [0.0] * count, [0.0] * count, [Counter() for _ in of_ranks], [0] * count
+    ends = [(0.0, 0.0, Counter())] * count                # of the step before: when, and what had been computed and waited
     sends, receives = [0.0] * count, [0.0] * count        # until when a rank's link is taken, in each direction
     started, ended = {}, {}                               # by key: {rank: when}; when it is over
     wire, ranks_of = {}, {}                               # the bytes of the rank that sends most
@@ -171,11 +177,14 @@ def play(of_ranks, flops_per_byte):
                 started.setdefault(operation.key, {})[rank] = now[rank]
                 wire[operation.key] = max(wire.get(operation.key, 0), operation.wire)
                 ranks_of[operation.key] = operation.ranks
+            elif what == "end of step":
+                if at[rank] < len(notes) - 1:
+                    ends[rank] = now[rank], computed[rank], waited[rank].copy()
             elif operations[value].key not in ended:
                 return
             else:
                 end = ended[operations[value].key]
-                waited[operations[value].dimension] += max(0, end - now[rank]) / count
+                waited[rank][operations[value].dimension] += max(0, end - now[rank])
                 now[rank] = max(now[rank], end)
             at[rank] += 1
 
@@ -203,7 +212,10 @@ def play(of_ranks, flops_per_byte):
             lane[rank] = ended[key]
         del started[key]
     assert at == [len(notes) for notes, _ in of_ranks], f"ranks wait for ever: {started}"
-    return Played(max(now), computed, waited)
+    before, done, spent = zip(*ends)
+    mean = sum((mine - its for mine, its in zip(waited, spent)), Counter())
+    return Played(max(now) - max(before), [a - b for a, b in zip(computed, done)],
+                  Counter({name: time / count for name, time in mean.items()}))
 
 
 def run(pool, step, world, flags, **model):
