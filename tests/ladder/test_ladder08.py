@@ -610,3 +610,20 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     assert broken == [3, 3], f"where a weight is nan all ranks should end with status 3, by refuse; they ended with {broken}"
     names = [name for name in os.listdir(tmp_path / "broken") if not name.endswith(".tmp")]
     assert not names, f"where a weight is nan nothing may look like a whole checkpoint; there is {names}"
+
+
+# ------------------------------------------------------------------------------------------------ no rung: puzzle08.py
+def test_the_puzzle():
+    """Its table has the least that any layout of the planner sends; and it counts the bytes of all ranks, each group with its own size."""
+    import re
+
+    import puzzle08
+    limits, least = (re.findall(r"[\d,.]+", line.split("step" if "step" in line else "used")[1])
+                     for line in re.findall("^    GiB .*", puzzle08.__doc__, re.M))
+    found = {limit: sum(puzzle08.on_the_wire(l).values()) / 2**30 for limit, l in puzzle08.least().items()}
+    assert found and [f"{size:,.1f}" for size in found.values()] == least and list(map(int, limits)) == list(found)
+    weights = puzzle08.costs.model_parameters(puzzle08.C)
+    one = puzzle08.plan.parse_config("dp=16,zero=1", puzzle08.C, puzzle08.CLUSTER, puzzle08.SEQ_LEN, puzzle08.SEQUENCES)
+    assert puzzle08.on_the_wire(one) == {"dp": 15 * (4 + 2) * weights}             # 15/16 of each, by 16 ranks
+    two = puzzle08.plan.parse_config("dp=1,tp=1,pp=16,acc=64", puzzle08.C, puzzle08.CLUSTER, puzzle08.SEQ_LEN, puzzle08.SEQUENCES)
+    assert puzzle08.on_the_wire(two) == {"pp": 2 * 15 * 64 * 8192 * 4096 * 2}      # each border, there and back
