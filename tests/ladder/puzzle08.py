@@ -2,15 +2,15 @@
 
     python tests/ladder/puzzle08.py            # judges exercise/puzzle08.txt, which it makes if it is not there
 
-An 8B is to be trained on 16 GPUs, 64 sequences of 8,192 tokens a step, in bfloat16, with no recomputation. The file has one line, a
-layout as the planner's --config takes it: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (what is left out is 1 or 0;
-dp and acc follow). Of all layouts that fit, which one sends least, all ranks together? It depends on the memory of a GPU:
+An 8B is to be trained on 16 GPUs, 64 sequences of 8,192 tokens a step, in bfloat16, with no recomputation. The file has one line,
+a layout as the planner's --config takes it: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (what is left out is 1
+or 0; dp and acc follow). Of all layouts that fit, which one sends least, all ranks together? It depends on the memory of a GPU:
 
     GiB of a GPU that may be used         70       40       24       15
     GiB on the wire in a step          100.9    484.9  1,748.9  6,209.8
 
-All layouts that the planner knows have been tried, by `least`. The best need not be fast: a pipeline sends little and waits much. What
-a layout holds and sends is what --dry_run sees (the command is printed). ZeRO's hybrid and the other modes of cp are left out.
+All layouts that the planner knows have been tried, by `least`. The best need not be fast: a pipeline sends little and waits much.
+What a layout holds and sends is what --dry_run sees (the command is printed). ZeRO's hybrid and the other modes of cp are left out.
 """
 import sys
 from pathlib import Path
@@ -94,7 +94,8 @@ def main():
     for limit, best in least().items():
         if size <= limit:
             fewest = sum(on_the_wire(best).values())
-            print(f"with {limit} GiB: " + ("no layout sends less" if total <= fewest else f"{fewest / 2**30:,.1f} GiB are possible"))
+            verdict = "no layout sends less" if total <= fewest else f"{fewest / 2**30:,.1f} GiB are possible"
+            print(f"with {limit} GiB: {verdict}")
 
 
 if __name__ == "__main__":

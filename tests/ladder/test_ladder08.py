@@ -614,7 +614,7 @@ def test_goes_on_under_another_layout(pool, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ no rung: puzzle08.py
 def test_the_puzzle():
-    """Its table has the least that any layout of the planner sends; and it counts the bytes of all ranks, each group with its own size."""
+    """Its table has the least that any layout of the planner sends; and it counts the bytes of all ranks."""
     import re
 
     import puzzle08
