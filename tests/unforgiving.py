@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 # of each operation's arguments, the one that it writes to and the one that it reads (all_reduce: one for both)
 OUT_AND_GIVEN = {"all_reduce": (0, None), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1), "isend": (None, 0),
-                 "irecv": (0, None)}
+                 "irecv": (0, None), "all_to_all_single": (0, 1)}
 
 
 class Work:
