@@ -54,7 +54,7 @@ def test_products_that_selective_recomputation_keeps(pool, tmp_path):
 
 def test_compiles_what_lies_between(pool):
     base = observe.case(pool, "dense-1") + " --steps 2 --micro_batch_size 12"
-    run = pool.train(STEP, f"{base} --tp 2 --tp_ring --compile --recompute full", 2, weights=False, job=compiled_job)
+    run = pool.train(STEP, f"{base} --tp 2 --tp_ring --compile --recompute full", 2, 200, weights=False, job=compiled_job)
     assert min(run.answers) > 1
     assert_same_run(run, pool.reference(ONE, base), 1e-4, weights=False)
 
