@@ -1,0 +1,96 @@
+"""--tp_ring on step 4: as one process, the bytes of the formula, and on a virtual clock what it hides."""
+import cases
+import clock
+import observe
+import pytest
+from harness import assert_same_run
+from jobs import assert_refused, compiled_job, kept_by_a_layer
+from steps import ROOT
+
+STEP, ONE = "step04_tp_sp", "step01_single_gpu"
+TOKENS, EXACT = 24 * 16, "--dtype float64"
+
+
+# ------------------------------------------------------------------------------------- as one process, and to the byte
+def same_as_one_process(pool, base, hidden, layers, world, tp, flags, optimizer="adamw"):
+    one = pool.reference(ONE, f"{base} --micro_batch_size 6 {EXACT}", optimizer)
+    run = pool.train(STEP, f"{base} {EXACT} --tp {tp} {flags} --tp_ring", world, job=observe.observed_job, optimizer=optimizer)
+    assert_same_run(run, one, 1e-9, flags)
+    operations, per_rank = zip(*run.answers)
+    assert observe.assert_all_meet(operations) > 0
+    again = "--recompute" in flags
+    stream = TOKENS * tp // world * hidden * 8            # [batch, seq, hidden], of all micro-batches of a rank
+    by_hand = {("tp", "send"): (4 + 2 + 3 * again) * layers * stream * (tp - 1) // tp,              # forward; g's backward; again
+               ("tp", "all_gather"): (2 * layers + 2) * stream, ("tp", "reduce_scatter"): (2 * layers + 2) * stream}
+    for rank, sent in enumerate(per_rank):
+        assert {what: seen for what, (seen, _) in sent.items() if what in by_hand} == by_hand, f"rank {rank}"
+        assert all(seen == formula for seen, formula in sent.values()), f"rank {rank}: {sent}"
+
+
+@pytest.mark.parametrize("world, shape, tp, flags", [
+    (2, "dense-2", 2, "--micro_batch_size 6"),
+    (4, "dense-2", 2, "--micro_batch_size 4 --zero 1 --recompute full"),
+    (4, "dense-2", 2, "--micro_batch_size 6 --zero 2 --recompute selective"),
+    (4, "dense-2-kv1", 2, "--micro_batch_size 3 --zero 3"),
+    (4, "dense-2", 2, "--micro_batch_size 6 --zero 3 --recompute full"),
+    (4, "dense-2", 4, "--micro_batch_size 12 --recompute full"),
+    (4, "dense-2-kv2", 4, "--micro_batch_size 24 --recompute selective"),
+    (8, "dense-2", 8, "--micro_batch_size 24")])
+def test_equals_one_process(pool, world, shape, tp, flags):
+    same_as_one_process(pool, observe.case(pool, shape), cases.HIDDEN, 2, world, tp, flags)
+
+
+def test_the_sum_of_the_gradients(pool):
+    """AdamW would hide a factor."""
+    base = observe.case(pool, "dense-2") + " --steps 2"
+    same_as_one_process(pool, base, cases.HIDDEN, 2, 4, 4, "--micro_batch_size 12", optimizer="sgd")
+
+
+def test_products_that_selective_recomputation_keeps(pool, tmp_path):
+    """Where a rank's inner dimension is no less than hidden, the terms of a sum are kept, and must not be added to in place."""
+    base = cases.make(tmp_path, **cases.SHAPE | dict(num_hidden_layers=2, intermediate_size=192, head_dim=24))
+    same_as_one_process(pool, base, cases.HIDDEN, 2, 2, 2, "--micro_batch_size 12 --recompute selective")
+
+
+def test_compiles_what_lies_between(pool):
+    base = observe.case(pool, "dense-1") + " --steps 2 --micro_batch_size 12"
+    run = pool.train(STEP, f"{base} --tp 2 --tp_ring --compile --recompute full", 2, 200, weights=False, job=compiled_job)
+    assert min(run.answers) > 1
+    assert_same_run(run, pool.reference(ONE, base), 1e-4, weights=False)
+
+
+# ------------------------------------------------------------------------------------- memory, and what is refused
+def test_a_layer_keeps_no_more(pool, tmp_path):
+    without = kept_by_a_layer(pool, tmp_path / "without", STEP, 2, "--tp 2")
+    assert kept_by_a_layer(pool, tmp_path / "with", STEP, 2, "--tp 2 --tp_ring") == pytest.approx(without, rel=1e-3)
+
+
+def test_refused_without_sequence_parallelism(pool):
+    flags = observe.case(pool, "dense-2")
+    assert_refused(pool, STEP, 2, f"{flags} --tp 2 --sp off --tp_ring", "--tp_ring needs --sp on")
+
+
+# ------------------------------------------------------------------------------------- time, on a virtual clock
+# llama-70b with all its sizes divided by 64, and one sequence of 8,192 / 64 tokens
+MODEL = dict(hidden_size=128, intermediate_size=448, num_attention_heads=64, num_key_value_heads=8, head_dim=2, vocab_size=64)
+SPEEDS = [7, 15, 30, 62.5]
+
+
+def times_of_a_layer(pool, flags, tp):
+    """For each speed, as a multiple of its products."""
+    flags = f"--tp {tp} --seq_len 128 --global_batch_size 1 --micro_batch_size 1 {flags}"
+    one, two = (clock.run(pool, STEP, tp, flags, **MODEL, num_hidden_layers=layers) for layers in (1, 2))
+    played = [(clock.play(one, speed), clock.play(two, speed)) for speed in SPEEDS]
+    return [(b.time - a.time) / (b.compute[0] - a.compute[0]) for a, b in played]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_waits_are_shorter(pool, tp):
+    """By more than half up to twice the FLOPs per byte of an H100 with NVLink; and the README has the numbers."""
+    without, ring = times_of_a_layer(pool, "", tp), times_of_a_layer(pool, "--tp_ring", tp)
+    text = (ROOT / STEP / "README.md").read_text()
+    for flags, times in ("", without), (" --tp_ring", ring):
+        row = f"| `--tp {tp}{flags}` | {' | '.join(f'{time:.2f}' for time in times)} |"
+        assert row in text, row
+    assert all(b < a for a, b in zip(without, ring))
+    assert all(b - 1 < (a - 1) / 2 for a, b in zip(without[:2], ring))
