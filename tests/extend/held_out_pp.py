@@ -1,6 +1,9 @@
 """Held-out loss in a pipeline: every layout gives one process's; lists of forwards; what is sent, and what stays in memory."""
 import cases
+import huggingface
+import numpy as np
 import pytest
+import torch
 from harness import assert_same_run, relative
 from jobs import assert_refused, main_job
 from layouts import Layout
@@ -8,7 +11,7 @@ from observe import assert_sent, observed_job
 from operations import assert_all_meet
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
-S, WHOLE, HELD_OUT = 16, 70, 24                           # 4 steps of 24 sequences: training goes round in the other 46
+S, WHOLE, HELD_OUT = 16, 70, 48                           # 4 steps of 24 sequences: training goes round in the other 22
 EVAL = f"--eval_every 1 --eval_sequences {HELD_OUT}"
 SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "zerobubble": 1, "dualpipe": 2}                 # and stages of a rank
 
@@ -37,7 +40,6 @@ def flags(tmp_path_factory):
         for name, sequences in ("all", WHOLE), ("training", WHOLE - HELD_OUT):
             made[name, layers] = cases.make(tmp_path_factory.mktemp("case"), tokens=S * WHOLE, **cases.shape(f"dense-{layers}"))
             if name == "training":
-                import numpy as np
                 path = made[name, layers].split()[3]
                 np.save(path, np.load(path)[:S * sequences + 1])
     return made
@@ -69,6 +71,18 @@ def test_layout(pool, flags, layout):
     assert assert_all_meet(operations) > 0
 
 
+def test_one_process_gives_the_loss_of_full_logits(pool, tmp_path):
+    """By transformers, from all logits of the file's last whole sequences."""
+    flags = cases.make(tmp_path / "case", tokens=S * WHOLE)                         # of sizes that transformers takes
+    run = pool.train(STEP, f"{flags} --dtype float64 --micro_batch_size 6 {EVAL} --save {tmp_path / 'saved'}", weights=False)
+    tokens = np.load(tmp_path / "case/tokens.npy").astype(np.int64)
+    rows = torch.from_numpy(np.stack([tokens[i * S:i * S + S + 1] for i in range(WHOLE - HELD_OUT, WHOLE)]))
+    with torch.no_grad():
+        logits = huggingface.load(tmp_path / 'saved', torch.float64)(input_ids=rows[:, :-1], use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    assert relative(held_out_losses(run)[-1], float(loss)) < 1e-9
+
+
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[5]])
 def test_training_does_not_notice(pool, flags, layout):
     """To the last bit: evaluated after every step, after the last alone, never."""
@@ -92,7 +106,6 @@ def evaluations_job(argv, optimizer):
     import evaluation
     import ledger
     import profiling
-    import torch
     import train
     seen, make = [], evaluation.evaluation
 
@@ -123,7 +136,7 @@ def evaluations(pool, flags, world, layers, more):
     return pool.train(STEP, f"{base} {more}", world, weights=False, job=evaluations_job).answers
 
 
-STREAM = HELD_OUT * S * cases.HIDDEN * 8                  # bytes that pass a border, of all held-out sequences
+STREAM = 24 * S * cases.HIDDEN * 8                        # bytes that pass a border, of as many sequences as a step takes
 
 
 def test_a_pipeline_sends_activations_there_and_nothing_back(pool, flags):
