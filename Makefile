@@ -30,7 +30,7 @@ lint: $(VENV)
 	$(PYTHON) -m ruff check --no-cache .
 
 rest: $(VENV)
-	$(PYTHON) -m pytest -q -m "slow and not sweep" tests
+	$(PYTHON) -m pytest -q -m "slow and not sweep" $(or $(TESTS),tests)
 
 sweep: $(VENV)
 	$(PYTHON) -m pytest -q -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,tests)

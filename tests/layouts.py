@@ -190,6 +190,13 @@ def seed():
     return int(head[:8] or "0", 16) % len(DRAWS)
 
 
+def in_turn(*cases):
+    """For pytest.mark.parametrize: a commit has one of these cases, by its draw; make sweep has the others."""
+    import pytest
+    mine = seed() % len(cases)
+    return [pytest.param(*case, marks=[] if i == mine else pytest.mark.sweep) for i, case in enumerate(cases)]
+
+
 def drawn(step, number=None):
     """The layouts of a step's array but for the named ones."""
     number = seed() if number is None else number

@@ -50,8 +50,8 @@ def flags(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", [
-    ("--sp on", 1), pytest.param("--sp off", 1, marks=pytest.mark.sweep), ("--recompute full", 4), ("--recompute selective", 4)])
+@pytest.mark.parametrize("more, graphs", layouts.in_turn(
+    ("--sp on", 1), ("--recompute full", 4), ("--sp off", 1), ("--recompute selective", 4)))
 def test_compile(pool, flags, more, graphs):
     """With recomputation, too, the pieces of a layer are compiled, and not only the loss."""
     base = f"{flags} --steps 3 --micro_batch_size 12"

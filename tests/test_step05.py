@@ -49,8 +49,8 @@ def flags(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", [
-    ("--cp_mode zigzag", 1), pytest.param("--cp_mode ulysses", 1, marks=pytest.mark.sweep), ("--recompute full", 3)])
+@pytest.mark.parametrize("more, graphs", layouts.in_turn(
+    ("--cp_mode zigzag", 1), ("--recompute full", 3), ("--cp_mode ulysses", 1)))
 def test_compile(pool, flags, more, graphs):
     base = f"{flags} --steps 3 --micro_batch_size 12"
     trained = pool.train(STEP, f"{base} --cp 2 --compile {more}", world=2, timeout=200, job=compiled_job)

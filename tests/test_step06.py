@@ -78,7 +78,7 @@ def flags(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", [("", 1), ("--recompute full", 3)])
+@pytest.mark.parametrize("more, graphs", layouts.in_turn(("--recompute full", 3), ("", 1)))
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[3]} --steps 3 --micro_batch_size 6"
     trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile {more}", world=2, timeout=200, job=compiled_job)

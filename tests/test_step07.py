@@ -67,7 +67,7 @@ def load(trained):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", [("--ep 2", 1), ("--tp 2", 1), ("--ep 2 --recompute full", 3)])
+@pytest.mark.parametrize("more, graphs", layouts.in_turn(("--ep 2", 1), ("--tp 2", 1), ("--ep 2 --recompute full", 3)))
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[2, 2]} --micro_batch_size 6"
     # torch 2.11 cannot in float64
