@@ -1,0 +1,418 @@
+"""Asynchronous checkpoints: what is written is what was to be saved, though training went on; killed at any moment nothing is lost.
+
+    python tests/extend.py async_checkpoint
+    EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tests python tests/extend/async_checkpoint.py    # how long training is held up
+"""
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import cases
+import pytest
+import torch
+from harness import JobFailed, assert_same_tensors, relative
+from jobs import assert_refused, main_job
+from layouts import Layout
+from observe import check
+from safetensors import safe_open
+from steps import ROOT, STEPS, run, step_dir
+
+STEP = STEPS[-1]
+AS_IT_IS = ROOT / STEP                                    # the step without the patch
+LAYOUTS = [(1, "dense-2", ""), (2, "dense-2", "--zero 3"), (4, "dense-2", "--tp 2 --pp 2"), (4, "top2-2", "--ep 2 --cp 2 --zero 2")]
+IDS = [f"{world} {shape} {more}" for world, shape, more in LAYOUTS]
+
+
+def flags(pool, shape, more=""):
+    made = pool.once(("async", shape), lambda: cases.make(pool.folder() / f"async-{shape}", **cases.shape(shape)))
+    return f"{made} --dtype float64 --micro_batch_size 3 {more}"
+
+
+def folders(directory):
+    return sorted(directory.glob("step_????????"))
+
+
+def assert_whole(folder):
+    index = json.loads((folder / "index.json").read_text())
+    for name, digest in index["digests"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, f"{folder / name} is not whole"
+
+
+def states(folder):
+    """{name: the whole tensor}, weights and both of Adam's averages, from all boxes."""
+    index, tensors = json.loads((folder / "index.json").read_text()), {}
+    files = {name: safe_open(folder / name, "pt") for name in index["digests"]}
+    for name, end in itertools.product(index["boxes"], ("", ".exp_avg", ".exp_avg_sq")):
+        whole = tensors[name + end] = torch.full(index["shapes"][name], torch.nan, dtype=torch.float64)
+        for file, begin in index["boxes"][name]:
+            box = files[file].get_tensor(name + end)
+            whole[tuple(slice(b, b + n) for b, n in zip(begin, box.shape))] = box
+    return tensors
+
+
+# ------------------------------------------------------------------------------------- jobs
+@contextlib.contextmanager
+def late():
+    """A file is begun only when the weights are others already, or when the main thread waits. Yields how many updates late."""
+    from async_save import Snapshot
+    from optimizer import Optimizer
+    from resume import Checkpoints
+    update, publish, write_file = Optimizer.step, Checkpoints.publish, Snapshot.write_file
+    now = SimpleNamespace(updates=0, waited_for=False)
+    late_by = []
+
+    def counted(self, lr):
+        update(self, lr)
+        now.updates += 1
+
+    def announced(self):
+        now.waited_for = self.under_way is not None
+        publish(self)
+        now.waited_for = False
+
+    def begun_late(self, folder, name):
+        steps = int(folder[-12:-4])
+        while now.updates <= steps and not now.waited_for:
+            time.sleep(0.001)
+        late_by.append(now.updates - steps)
+        return write_file(self, folder, name)
+    with (patch.object(Optimizer, "step", counted), patch.object(Checkpoints, "publish", announced),
+          patch.object(Snapshot, "write_file", begun_late)):
+        yield late_by
+
+
+def late_job(argv, job=main_job, forget=False, **more):
+    import async_save
+
+    def no_copy(self, value):
+        self.tensors[self.filled:] = [value]
+        self.filled += 1
+    with late() as late_by:
+        with patch.object(async_save.Snapshot, "put", no_copy) if forget else contextlib.nullcontext():
+            job(argv, **more)
+    return late_by
+
+
+def silent_job(argv):
+    """What collectives the thread calls: it has none to call."""
+    import async_save
+    import train
+    from operations import Recorder
+    from torch.utils._python_dispatch import TorchDispatchMode
+    write_file, recorder, threads, operations = async_save.Snapshot.write_file, Recorder(), [], []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            operations.append(str(op))
+            recorder.note(op, args)
+            return op(*args, **(kwargs or {}))
+
+    def watched(self, folder, name):
+        threads.append(threading.current_thread() is not threading.main_thread())
+        with Seen():
+            return write_file(self, folder, name)
+    with patch.object(async_save.Snapshot, "write_file", watched):
+        train.main(argv)
+    return threads, recorder.operations, len(operations)
+
+
+GONE = """
+import os, sys
+import async_save, train
+write_file = async_save.Snapshot.write_file
+async_save.Snapshot.write_file = lambda self, folder, name: write_file(self, folder + "/gone" * (os.environ["RANK"] == "1"), name)
+train.main(sys.argv[1:])
+"""
+
+
+def memory_job(argv):
+    """Of each save: bytes of the copy, whether it lies where the one before lay, the most that saving took besides, a block; and
+    the checkpoints that are there after it."""
+    import train
+    from profiling import LiveStorages
+    from resume import Checkpoints, params_of
+    seen, save = [], Checkpoints.save
+
+    def watched(self, steps):
+        memory = LiveStorages()
+        for i in range(len(self.optimizer.params)):       # what is there already
+            for tensor in self.state(i).values():
+                memory.note(tensor, "optimizer states")
+        for tensor in self.snapshot.tensors:
+            memory.note(tensor, "rest")
+        there = len(memory.events)
+        before = [copy.data_ptr() for copy in self.snapshot.tensors]
+        with memory:
+            save(self, steps)
+        copies = {copy.untyped_storage()._cdata: copy.untyped_storage().nbytes() for copy in self.snapshot.tensors}
+        alive = most = 0
+        for _, _, change in memory.events[there:]:
+            alive += change
+            most = max(most, alive)
+        block = max(sum(param.numel() for param in params_of(unit)) for unit in self.blocks) * self.optimizer.masters[0].itemsize
+        again = before == [copy.data_ptr() for copy in self.snapshot.tensors]
+        kept = sorted(name for name in os.listdir(self.args.checkpoint) if not name.endswith(".tmp"))
+        seen.append((sum(copies.values()), again, most - (0 if again else sum(copies.values())), block, kept))
+    with patch.object(Checkpoints, "save", watched):
+        train.main(argv)
+    return seen
+
+
+MOMENTS = {"train": 8, "copy": 100, "write": 100, "flush": 4, "meet": 3, "rename": 3, "delete": 2, "make": 4}      # and up to which
+
+
+def killed_job(argv, rank, moment, number, after, noted):
+    """One rank is killed right before or after so many of the things that it does, in whichever thread."""
+    import async_save
+    import folders
+    import train
+    calls, create = itertools.count(1), async_save.Snapshot.create
+    owner, name = {"train": (train.Pipeline, "run"), "copy": (async_save.Snapshot, "put"), "write": (folders.Output, "put"),
+                   "flush": (os, "fsync"), "meet": (torch.distributed, "all_gather_object"), "rename": (os, "rename"),
+                   "delete": (shutil, "rmtree"), "make": (os, "makedirs")}[moment]
+    function = getattr(owner, name)
+
+    def counted(*arguments, **named):
+        die = int(os.environ["RANK"]) == rank and next(calls) == number
+        if die and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*arguments, **named)
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def noting(self, folder, name):
+        with open(noted, "a") as file:
+            file.write(folder[-12:-4] + "\n")
+        return create(self, folder, name)
+    with patch.object(owner, name, counted), patch.object(async_save.Snapshot, "create", noting):
+        train.main(argv)
+
+
+# ------------------------------------------------------------------------------------- nothing else changes
+@pytest.mark.parametrize("world, shape, more", LAYOUTS[1:], ids=IDS[1:])
+def test_trains_as_one_process_while_it_saves(pool, tmp_path, world, shape, more):
+    """Losses, norms, weights; what every rank sends; and all ranks' operations meet."""
+    saving = f"--checkpoint {tmp_path / 'c'} --save_every 1 --async_save"
+    more += " --sp on" if shape.startswith("dense") else " --balance bias"
+    check(pool, Layout(STEP, world, shape, "adamw", f"--dtype float64 --recompute none --micro_batch_size 3 {more} {saving}"))
+    assert [path.name for path in folders(tmp_path / "c")] == ["step_00000003", "step_00000004"]
+
+
+def test_the_thread_sends_nothing(pool, tmp_path):
+    for threads, sent, operations in pool.call(silent_job, STEP, world=2, argv=flags(
+            pool, "dense-2", f"--zero 1 --checkpoint {tmp_path} --save_every 1 --async_save").split()):
+        assert threads == 4 * [True] and sent == [] and operations > 0
+
+
+# ------------------------------------------------------------------------------------- what is written
+@pytest.fixture(scope="module")
+def at_once(pool):
+    """The checkpoints after each of four steps as the step without the patch saves them, made when first asked for."""
+    def make(world, shape, more):
+        folder = pool.folder() / f"async at once {world} {shape} {more}"
+        if not folder.exists():
+            argv = [*flags(pool, shape, f"{more} --save_every 1 --keep 9 --checkpoint").split(), str(folder)]
+            pool.call(main_job, AS_IT_IS, world=world, argv=argv)
+        return folder
+    return make
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("world, shape, more", LAYOUTS, ids=IDS)
+def test_the_files_are_those_of_the_synchronous_save_to_the_byte(pool, at_once, tmp_path, world, shape, more):
+    argv = flags(pool, shape, f"{more} --save_every 1 --keep 9 --checkpoint {tmp_path} --async_save").split()
+    assert pool.call(late_job, STEP, world=world, argv=argv) == world * [[1, 1, 1, 0]], "training had not gone on"
+    written, expected = contents(tmp_path), contents(at_once(world, shape, more))
+    assert written.keys() == expected.keys() and len(written) == 4 * (world + 1)
+    assert all(written[name] == expected[name] for name in expected)
+
+
+def test_without_the_copy_it_would_be_seen(pool, at_once, tmp_path):
+    argv = flags(pool, "dense-2", f"--save_every 1 --keep 9 --checkpoint {tmp_path} --async_save").split()
+    pool.call(late_job, STEP, argv=argv, forget=True)
+    written, expected = contents(tmp_path), contents(at_once(*LAYOUTS[0]))
+    assert [name for name in sorted(expected) if name.endswith("s") and written[name] != expected[name]] == [
+        f"step_0000000{step}/rank_00000.safetensors" for step in (1, 2, 3)]
+    for folder in folders(tmp_path):                      # and no digest would tell
+        assert_whole(folder)
+
+
+# ------------------------------------------------------------------------------------- going on
+@pytest.mark.parametrize("first, second", [(1, 2), (3, 3)])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(pool, at_once, tmp_path, first, second):
+    world, shape, more = LAYOUTS[first]
+    base = f"--checkpoint {tmp_path} --save_every 2 --async_save"
+    whole = pool.reference(STEP, flags(pool, shape))
+    pool.train(STEP, flags(pool, shape, f"{more} {base}"), world=world, weights=False)
+    shutil.rmtree(tmp_path / "step_00000004")
+    world, _, more = LAYOUTS[second]
+    again = pool.train(STEP, flags(pool, shape, f"{more} {base} --resume"), world=world)
+    assert [line["step"] for line in again.lines] == [2, 3]
+    for ours, theirs in zip(again.losses + again.grad_norms, whole.losses[2:] + whole.grad_norms[2:]):
+        assert relative(ours, theirs) < 1e-9
+    assert_same_tensors(again.weights, whole.weights, 1e-9)
+    assert_same_tensors(states(tmp_path / "step_00000004"), states(at_once(1, shape, "") / "step_00000004"), 1e-9)
+
+
+def test_killed_at_random_moments_nothing_is_lost_but_the_save_under_way(pool, tmp_path):
+    """One run is killed by SIGKILL twelve times, and goes on under another layout each time: at its end it is the run that nobody
+    killed."""
+    draw, log, newest = random.Random(8), tmp_path / "log", 0
+    layouts = itertools.cycle([(1, ""), (2, "--zero 3"), (2, "--tp 2"), (1, ""), (2, "--pp 2")])
+    base = flags(pool, "dense-2", f"--steps 80 --lr_schedule constant --checkpoint {tmp_path / 'c'} --save_every 2 --async_save")
+    moments = [*MOMENTS, *draw.sample(list(MOMENTS), 4)]
+    draw.shuffle(moments)
+    for attempt, (moment, (world, more)) in enumerate(zip(moments, layouts)):
+        kill = dict(rank=draw.randrange(world) if moment in ("train", "copy", "write", "flush", "meet") else 0, moment=moment,
+                    number=draw.randint(1, MOMENTS[moment]), after=draw.random() < 0.5, noted=str(tmp_path / f"noted {attempt}"))
+        with pytest.raises(JobFailed, match="the process died"):
+            pool.call(killed_job, STEP, world=world, argv=f"{base} --resume {more} --log_file {log}".split(), **kill)
+        noted = Path(kill["noted"])
+        begun = sorted({newest, *map(int, noted.read_text().split() if noted.exists() else ())})
+        there = folders(tmp_path / "c")
+        newest = int(there[-1].name[5:]) if there else 0
+        assert newest in begun[-2:], f"{kill}: {begun} were begun, {newest} is there"
+        for folder in there:
+            assert_whole(folder)
+    assert 4 < newest < 70
+    base = base.replace("--steps 80", f"--steps {newest + 4}")
+    pool.call(main_job, STEP, world=2, argv=f"{base} --resume --zero 2 --log_file {log}".split())
+    one = flags(pool, "dense-2", f"--steps {newest + 4} --lr_schedule constant --checkpoint {tmp_path / 'one'}")
+    whole = pool.train(AS_IT_IS, one, weights=False)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(newest + 4))
+    assert all(relative(line["loss"], loss) < 1e-9 for line, loss in zip(lines, whole.losses))
+    last = f"step_{newest + 4:08d}"
+    assert_same_tensors(states(tmp_path / "c" / last), states(tmp_path / "one" / last), 1e-9)
+
+
+# ------------------------------------------------------------------------------------- the end of a run
+# Jobs of other tests are imported where they are run: a worker that was killed is replaced by one that imports all above.
+def test_told_to_end_it_waits_for_what_it_writes(pool, tmp_path):
+    from test_step08 import told_to_end_job
+    argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 1 --async_save").split()
+    pool.call(late_job, STEP, world=2, argv=argv, job=told_to_end_job, rank=1, at=1)
+    assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+
+
+def test_a_loss_that_is_none_does_not_cost_the_checkpoint_under_way(pool, tmp_path):
+    from test_step08 import nan_job
+    argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 2 --async_save").split()
+    pool.call(late_job, STEP, world=2, argv=argv, job=nan_job, at=2)
+    assert "error: step 3: loss nan" in pool.output and pool.output.count("error: ") == 1 and "Traceback" not in pool.output
+    assert f"stopped, nothing saved; the newest checkpoint is {tmp_path}/step_00000002" in pool.output
+    assert os.listdir(tmp_path) == ["step_00000002"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_full_disk_ends_the_run_in_a_line(pool, tmp_path, world):
+    from test_nothing_lost import disk_full_job, refused
+    base = flags(pool, "dense-2", f"--checkpoint {tmp_path} --async_save --save_every 1")
+    pool.call(main_job, STEP, world=world, argv=f"{base} --steps 2".split())
+    line = refused(pool, STEP, f"{base} --resume", disk_full_job, world=world, bytes=100_000)
+    assert "cannot be written ([Errno 27] File too large); older checkpoints are still there" in line
+    assert [path.name for path in folders(tmp_path)] == ["step_00000001", "step_00000002"]
+    assert_whole(tmp_path / "step_00000002")
+
+
+def test_a_folder_that_is_gone_on_one_rank_ends_all_in_a_line(pool, tmp_path):
+    """In processes of their own: those of the pool live on, and whoever waits for one of them does."""
+    (tmp_path / "gone.py").write_text(GONE)
+    argv = flags(pool, "dense-2", f"--checkpoint {tmp_path / 'c'} --async_save --save_every 2").split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "gone.py"]
+    status, output = run(["env", f"PYTHONPATH={step_dir(STEP)}", *torchrun, *argv], tmp_path, timeout=120)
+    said = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == 1 and len(said) == 1 and "failed in" not in output, output
+    assert output.count("Traceback (most recent call last)") == 1, output          # torchrun's own, which it always has
+    assert said[0].startswith("error: rank 1: --checkpoint: ") and "cannot be written ([Errno 2]" in said[0]
+    assert folders(tmp_path / "c") == []
+
+
+# ------------------------------------------------------------------------------------- memory, --keep, flags
+def test_in_the_hosts_memory_is_one_copy_of_what_a_rank_writes(pool, tmp_path):
+    argv = flags(pool, "dense-2", f"--zero 3 --checkpoint {tmp_path} --save_every 1 --keep 1 --async_save").split()
+    for rank, saves in enumerate(pool.call(memory_job, STEP, world=2, argv=argv)):
+        file = (tmp_path / "step_00000004" / f"rank_{rank:05d}.safetensors").read_bytes()
+        tensors = len(file) - 8 - int.from_bytes(file[:8], "little")
+        assert [copy for copy, *_ in saves] == 4 * [tensors]
+        assert [again for _, again, *_ in saves] == [False, True, True, True]
+        # as in the synchronous save: the block, a slice of it twice, the block before, which gloo lets go of a moment later
+        assert all(most <= 3.1 * block for *_, most, block, _ in saves), saves
+        assert all(len(kept) <= 1 for *_, kept in saves)
+    assert os.listdir(tmp_path) == ["step_00000004"]
+
+
+def test_without_a_directory_it_is_refused(pool):
+    assert_refused(pool, STEP, 2, "--async_save", "--async_save needs --checkpoint DIR, the directory to save to")
+
+
+# ------------------------------------------------------------------------------------- how long training is held up
+SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
+             num_attention_heads=8, num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=500000.0)
+WAYS, EVERY, ROUNDS = ("none", "synchronous", "asynchronous"), 6, 7
+
+
+def bench_job(argv):
+    """After six steps each the next way of saving: {way: [(seconds that the loop waits for checkpoints, seconds of six steps)]}"""
+    import train
+    from resume import Checkpoints
+    after, seconds, begun = Checkpoints.after, {way: [] for way in WAYS}, []
+
+    def timed(self, step):
+        turn, at = divmod(step + 1, EVERY)                # a turn begins with the save
+        way, start = WAYS[turn % 3], time.perf_counter()
+        if at == 0 or not begun:
+            seconds[WAYS[(turn - 1) % 3]].append((self.waited, start - begun.pop())) if begun else None
+            self.waited = 0
+            begun.append(start)
+        self.args.async_save, self.args.save_every = way == "asynchronous", EVERY if way != "none" else 10**6
+        told = after(self, step)
+        self.waited += time.perf_counter() - start
+        return told
+    with patch.object(Checkpoints, "after", timed):
+        train.main(argv)
+    return seconds
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPE))
+        argv = f"--model {folder} --seq_len 128 --global_batch_size 2 --steps {EVERY * 3 * (ROUNDS + 1)} --checkpoint {folder}/c"
+        code = f"import json; from async_checkpoint import bench_job; print('\\nresult', json.dumps(bench_job({argv.split()})))"
+        environment = os.pathsep.join([str(step_dir(STEP)), str(Path(__file__).parent), str(ROOT / "tests")])
+        status, output = run(["env", f"PYTHONPATH={environment}", sys.executable, "-c", code], folder, 900)
+        assert status == 0, output
+        size = sum(path.stat().st_size for path in Path(folder, "c").glob("step_*/*.safetensors")) / 2
+    seconds = {way: turns[-ROUNDS:] for way, turns in json.loads(output.split("result ")[1]).items()}
+    waited = {way: [turn[0] for turn in turns] for way, turns in seconds.items()}
+    whole = {way: [turn[1] for turn in turns] for way, turns in seconds.items()}
+    more = {way: [with_save - without for with_save, without in zip(whole[way], whole["none"])] for way in WAYS}
+    print(f"a checkpoint of {size / 1e6:.0f} MB; medians of {ROUNDS} turns of {EVERY} steps")
+    for way in WAYS:
+        print(f"{way:>14}: the loop waits {statistics.median(waited[way]):.3f} s, "
+              f"all steps take {statistics.median(whole[way]):.2f} s")
+    for what, times in (("the loop waits", waited), ("all that a save costs, slower steps too", more)):
+        ratios = [thread / at_once for thread, at_once in zip(times["asynchronous"], times["synchronous"])]
+        print(f"{what}: asynchronous / synchronous {statistics.median(ratios):.3f} (of {min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
