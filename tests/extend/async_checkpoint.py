@@ -65,8 +65,9 @@ def states(folder):
 
 # ------------------------------------------------------------------------------------- jobs
 @contextlib.contextmanager
-def late():
-    """A file is begun only when the weights are others already, or when the main thread waits. Yields how many updates late."""
+def late(more=0):
+    """A file is begun only when the weights are others already (so many updates later, and one), or when the main thread waits.
+    Yields how many updates late."""
     from async_save import Snapshot
     from optimizer import Optimizer
     from resume import Checkpoints
@@ -85,7 +86,7 @@ def late():
 
     def begun_late(self, folder, name):
         steps = int(folder[-12:-4])
-        while now.updates <= steps and not now.waited_for:
+        while now.updates <= steps + more and not now.waited_for:
             time.sleep(0.001)
         late_by.append(now.updates - steps)
         return write_file(self, folder, name)
@@ -94,13 +95,13 @@ def late():
         yield late_by
 
 
-def late_job(argv, job=main_job, forget=False, **more):
+def late_job(argv, job=main_job, forget=False, uneven=False, **more):
     import async_save
 
     def no_copy(self, value):
         self.tensors[self.filled:] = [value]
         self.filled += 1
-    with late() as late_by:
+    with late(uneven * int(os.environ["RANK"])) as late_by:
         with patch.object(async_save.Snapshot, "put", no_copy) if forget else contextlib.nullcontext():
             job(argv, **more)
     return late_by
@@ -216,6 +217,12 @@ def test_the_thread_sends_nothing(pool, tmp_path):
     for threads, sent, operations in pool.call(silent_job, STEP, world=2, argv=flags(
             pool, "dense-2", f"--zero 1 --checkpoint {tmp_path} --save_every 1 --async_save").split()):
         assert threads == 4 * [True] and sent == [] and operations > 0
+
+
+def test_ranks_whose_threads_end_in_different_steps_publish_in_the_same(pool, tmp_path):
+    argv = flags(pool, "dense-2", f"--zero 1 --steps 8 --checkpoint {tmp_path} --save_every 4 --async_save").split()
+    assert pool.call(late_job, STEP, world=2, timeout=60, argv=argv, uneven=True) == [[1, 0], [2, 0]]
+    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000008"]
 
 
 # ------------------------------------------------------------------------------------- what is written
