@@ -146,8 +146,11 @@ def check(number, folder):
             sys.exit(1)
         print(f"{i:>3} of {len(ladder)}  {title(test)}: green, {time.monotonic() - begun:.1f} s", flush=True)
     remember(folder, rung=len(ladder) + 1)
-    print(f"All {len(ladder)} rungs are green. All tests of the step:\n"
-          f"    EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}")
+    print(f"All {len(ladder)} rungs are green. {all_tests(number, folder)}")
+
+
+def all_tests(number, folder):
+    return f"All tests of the step: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
 
 
 def what_came(verdict, folder):
@@ -176,17 +179,17 @@ def remember(folder, **changes):
     (folder / ".rung.json").write_text(json.dumps(memory(folder) | changes))
 
 
-def present(number, folder):
+def present(number, folder, when=""):
     ladder, now = rungs(number), memory(folder)["rung"]
     if now > len(ladder):
-        print("All rungs are green.")
+        print(f"All rungs are green{when}. {all_tests(number, folder)}")
         sys.exit(0)
-    print(f"rung {now} of {len(ladder)}, {title(ladder[now - 1])}\n{wanted(ladder[now - 1])}\n")
+    print(f"rung {now} of {len(ladder)}, {title(ladder[now - 1])}{when}\n{wanted(ladder[now - 1])}\n")
     return now, ladder[now - 1]
 
 
 def hint(number, folder):
-    now, test = present(number, folder)
+    now, test = present(number, folder, ", as of your last make check")
     hints = memory(folder)["hints"]
     shown = min(hints.get(str(now), 0) + 1, len(test.rung["hints"]))
     for i in range(shown):

@@ -1,9 +1,14 @@
 """The ladder of step 2: gradients summed over ranks, three ways. Each test is a rung; exercise.py says how they are used."""
+from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import layouts
 import pytest
+import torch
+import torch.distributed as dist
 from exercise import rung
+from harness import JobFailed
 from observe import check
 
 STEP = "step02_dp"
@@ -12,52 +17,119 @@ ARGS = dict(global_batch_size=4, micro_batch_size=1, dp=2, bucket_mb=0.0001)
 
 
 # ------------------------------------------------------------------------------------------------ on every rank
-def three_parameters(rank):
-    """Small parameters, each with a main_grad of its own that says whose it is: 100 for rank 1, 10 for the second parameter
-    ..."""
-    import torch
-    params = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 3, 40)]
-    for i, param in enumerate(params):
-        param.main_grad = torch.full_like(param, 100.0 * rank + 10 * i)
-    return params
+def add_hook(param, noted=lambda param: None):
+    """Gives it a main_grad, to which every backward adds, as accumulate_gradients does."""
+    def add(param):
+        param.main_grad += param.grad
+        param.grad = None
+        noted(param)
+    param.main_grad = torch.zeros(param.shape)
+    param.register_post_accumulate_grad_hook(add)
 
 
-def summed_job(mode):
-    """main_grad of each parameter before and after the sum, where backward has run twice, and how often a collective was
-    called."""
-    from unittest.mock import patch
+class Watch:
+    """In the place of dist.all_reduce: notes of each call how many numbers it has, when it came (`now`: the step, and where in it),
+    and when it was waited for. What is asynchronous has its sum only after the wait, as over nccl."""
 
+    def __init__(self):
+        self.all_reduce, self.calls, self.now = dist.all_reduce, [], (1, "before micro-batch 1")
+
+    def gradient(self, param):
+        step, where = self.now
+        self.now = step, f"{where.split(',')[0]}, after the gradient of {param.numel()} numbers"
+
+    def __call__(self, tensor, *args, **kwargs):
+        result, waits = tensor.clone(), []
+        work = self.all_reduce(result, *args, **kwargs)
+        self.calls.append(SimpleNamespace(numbers=tensor.numel(), step=self.now[0], where=self.now[1], waits=waits,
+                                          asynchronous=work is not None))
+
+        def wait():
+            work.wait()
+            if not waits:
+                tensor.copy_(result)
+            waits.append(self.now)
+        if work is not None:
+            return SimpleNamespace(wait=wait)
+        tensor.copy_(result)
+
+
+def two_steps_job(mode, sizes):
+    """Two steps of two micro-batches. All gradients are 1 and then 10 on rank 0, 100 and then 1000 on rank 1."""
     import data_parallel
-    import torch.distributed as dist
     dist.init_process_group("gloo")
-    rank, calls, all_reduce = dist.get_rank(), [], dist.all_reduce
-    params = three_parameters(rank)
-
-    def counted(tensor, *args, **kwargs):
-        calls.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    def backward():
-        sum(param.sum() for param in params).backward()
-        for param in params:
-            param.grad = None
-    with patch.object(dist, "all_reduce", counted):
+    watch, sums, share = Watch(), [], 100 ** dist.get_rank()
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    for param in params:
+        add_hook(param, watch.gradient)
+    with patch.object(dist, "all_reduce", watch):
         sum_gradients = data_parallel.data_parallel(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
-        backward()
-        early = len(calls)
-        backward()
-        sum_gradients()
-    assert all((param.main_grad == param.main_grad.flatten()[0]).all() for param in params)
-    return [param.main_grad.flatten()[0].item() for param in params], early, calls
+        assert callable(sum_gradients), f"with dp_mode {mode} a function has to be returned, not {sum_gradients!r}"
+        for step in (1, 2):
+            for micro_batch in (1, 2):
+                watch.now = step, f"in micro-batch {micro_batch}"
+                (share * 10**(micro_batch - 1) * sum(param.sum() for param in params)).backward()
+            watch.now = step, FUNCTION
+            sum_gradients()
+            sums.append([int(param.main_grad.mean()) for param in params])
+            for param in params:
+                param.main_grad.zero_()
+    return sums, watch.calls
 
 
-def assert_summed(pool, mode):
-    """100 + 0 and, of the i-th, twice 10 i."""
-    answers = pool.call(summed_job, STEP, world=2, mode=mode)
-    for sums, early, _ in answers:
-        assert sums == [100, 120, 140], f"the main_grads are {sums} after the sum over two ranks, not [100, 120, 140]"
-        assert early == 0, f"{early} all-reduces were started before the last micro-batch: its share is not in them"
-    return answers[0][2]
+# ------------------------------------------------------------------------------------------------ what it has to show
+FUNCTION = "in the returned function"
+SIZES = [2, 3, 40]
+
+
+def after(numbers):
+    return f"in micro-batch 2, after the gradient of {numbers} numbers"
+
+
+def assert_two_steps(pool, mode, sizes, begin, one):
+    """begin: {numbers of an all-reduce: where it has to begin}; one: for what there is one."""
+    for rank, (sums, calls) in enumerate(pool.call(two_steps_job, STEP, world=2, mode=mode, sizes=sizes)):
+        for step in (1, 2):
+            of_step = [call for call in calls if call.step == step]
+            assert_begun(step, of_step, begin, one)
+            if mode != "naive":
+                assert_asynchronous(step, of_step)
+            assert_waited(step, of_step)
+            again = [call.numbers for call in calls if call.step < step and any(wait[0] == step for wait in call.waits)]
+            assert not again, (f"in step {step} the all-reduces of {again} numbers were waited for that were started in the step "
+                               "before: the list has to be emptied after the waits")
+            expected = [1111] * len(sizes)
+            assert sums[step - 1] == expected, (
+                f"after the sum of step {step} the main_grads on rank {rank} are {sums[step - 1]}, not {expected}: 1 + 10 are the "
+                "shares of rank 0, 100 + 1000 those of rank 1")
+
+
+def assert_begun(step, calls, begin, one):
+    early = [call for call in calls if not call.where.startswith((FUNCTION, "in micro-batch 2"))]
+    assert not early, f"{len(early)} all-reduces were started before the last micro-batch: its share is not in them"
+    numbers = sorted(call.numbers for call in calls)
+    assert numbers == sorted(begin), (f"in step {step} there were all-reduces of {numbers} numbers, not of {sorted(begin)}: "
+                                      f"one per {one}, in every step")
+    for call in calls:
+        assert call.where == begin[call.numbers], (
+            f"in step {step} the all-reduce of {call.numbers} numbers began {call.where}, not {begin[call.numbers]}: too early, "
+            "and gradients are missing in it; too late, and less of backward is left to hide it")
+
+
+def assert_asynchronous(step, calls):
+    numbers = [call.numbers for call in calls if not call.asynchronous]
+    assert not numbers, (f"in step {step} the all-reduces of {numbers} numbers were called without async_op=True: backward stands "
+                         "still until they are done")
+
+
+def assert_waited(step, calls):
+    for call in calls:
+        where = call.waits[0][1] if call.waits and call.waits[0][0] == step else FUNCTION
+        assert where == FUNCTION, (f"in step {step} the all-reduce of {call.numbers} numbers was waited for {where}: backward "
+                                   "stands still; the wait belongs in the returned function")
+    missed = [call.numbers for call in calls if call.asynchronous and (step, FUNCTION) not in call.waits]
+    assert not missed, (f"in step {step} the all-reduces of {missed} numbers, of {len(calls)} that were started, were not waited "
+                        "for: the returned function waits for all of them")
 
 
 @rung({"data_parallel.py": ["naive"]}, hints="""
@@ -71,34 +143,47 @@ def assert_summed(pool, mode):
 def test_a_sum_after_backward(pool):
     """`naive` returns a function that, when it is called after backward, leaves in every parameter's main_grad the sum over
     all ranks."""
-    assert assert_summed(pool, "naive") == [2, 3, 40], "one all-reduce per parameter, in their order"
+    assert_two_steps(pool, "naive", SIZES, dict.fromkeys(SIZES, FUNCTION), "parameter")
 
 
 def counted_job():
+    """How often start had been called after each of six backwards, for which parameters, and main_grad then."""
     import data_parallel
-    import torch
-    params, final = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)], []
-    data_parallel.when_final(params, 3, lambda param: final.append(next(i for i, p in enumerate(params) if p is param)))
-    seen = []
-    for _ in range(6):
+    params, seen, called, shares = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)], [], [], []
+    for param in params:
+        add_hook(param)
+
+    def start(param):
+        called.append([i for i, p in enumerate(params) if p is param])
+        shares.append(int(param.main_grad[0]))
+    data_parallel.when_final(params, 3, start)
+    for backward in range(6):
         (params[0].sum() + params[1].sum()).backward()
-        seen.append(len(final))
-    return seen, final
+        seen.append(len(called))
+        if backward == 2:
+            for param in params:
+                param.main_grad.zero_()
+    return seen, called, shares
 
 
 @rung({"data_parallel.py": ["when_final"]}, hints="""
     Backward runs once per micro-batch. How does a parameter find out that this was the last one? It can count.
 
     `param.register_post_accumulate_grad_hook(f)` calls f(param) each time that backward has made this parameter's gradient.
-    Keep a count per parameter, in a dictionary.
+    Hooks run in the order in which they were registered, so accumulate_gradients' own has already added it to main_grad;
+    `register_hook` would be too early. Keep a count per parameter, in a dictionary.
 
     In the hook: add one to the parameter's count; if the count can be divided by `micro_batches` without a rest, call
     `start(param)`. Do not reset at the end of a step: the rest of the division does that.""")
 def test_knowing_when_a_gradient_is_final(pool):
-    """With 3 micro-batches `start` is called for each parameter in the 3rd backward, and in the 6th again; in no other."""
-    (seen, final), = pool.call(counted_job, STEP)
-    assert seen == [0, 0, 2, 2, 2, 4], f"after each of six backwards, start had been called {seen} times, not [0, 0, 2, 2, 2, 4]"
-    assert sorted(final[:2]) == sorted(final[2:]) == [0, 1], "once for each parameter, with the parameter as its argument"
+    """With 3 micro-batches `start` is called for each parameter in the 3rd backward, when main_grad has its share already,
+    and in the 6th again; in no other."""
+    (seen, called, shares), = pool.call(counted_job, STEP)
+    expected = [0, 0, 2, 2, 2, 4]
+    assert seen == expected, f"calls of start so far (2 parameters), after each of six backwards: {seen}, not {expected}"
+    assert sorted(called[:2]) == sorted(called[2:]) == [[0], [1]], "once for each parameter, with the parameter as its argument"
+    held = min(shares)
+    assert held == 3, f"when start was called, main_grad held {held} of 3 shares: the hook runs before the gradient is added"
 
 
 @rung({"data_parallel.py": ["overlap", "wait_for_all"]}, hints="""
@@ -112,18 +197,23 @@ def test_knowing_when_a_gradient_is_final(pool):
     `functools.partial(wait_for_all, under_way)`. `wait_for_all` waits for each of the list, and empties it for the next
     step.""")
 def test_sending_while_backward_goes_on(pool):
-    """`overlap` starts a parameter's all-reduce as soon as its gradient is final, and returns a function that waits for all
-    that were started."""
-    assert sorted(assert_summed(pool, "overlap")) == [2, 3, 40], "one all-reduce per parameter"
+    """`overlap` starts a parameter's all-reduce as soon as its gradient is final, without waiting for it, and returns a
+    function that waits for all that were started in this step; wait_for_all waits for every work in the list, and empties it
+    for the next step."""
+    assert_two_steps(pool, "overlap", SIZES, {size: after(size) for size in SIZES}, "parameter")
 
 
 def bucket_job():
     import data_parallel
-    params = three_parameters(1)[:2]
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2,), (3, 1))]
+    for i, param in enumerate(params):
+        param.main_grad = torch.full_like(param, 100.0 + 10 * i).detach()
     bucket = data_parallel.Bucket(params)
+    kept = len(bucket.params) == 2 and all(a is b for a, b in zip(bucket.params, params))
     before = bucket.flat.tolist()
     bucket.flat += 1
-    return before, [param.main_grad.tolist() for param in params], bucket.missing
+    shapes = [tuple(param.main_grad.shape) for param in params]
+    return kept, before, shapes, [param.main_grad.flatten().tolist() for param in params], bucket.missing
 
 
 @rung({"data_parallel.py": ["Bucket.__init__"]}, hints="""
@@ -136,22 +226,29 @@ def bucket_job():
     `self.params`, `self.missing` (how many gradients have not come yet: all), `self.flat = torch.cat([... .flatten()
     ...])`; then `for param, view in zip(params, self.flat.split(sizes)): param.main_grad = view.view_as(param)`.""")
 def test_gradients_side_by_side(pool):
-    """A Bucket of parameters has `flat` with all their main_grads' numbers, and every main_grad is a view of it; `missing`
-    is their number."""
-    (before, after, missing), = pool.call(bucket_job, STEP)
-    assert before == [100, 100, 110, 110, 110], f"flat has {before}"
-    assert after == [[101, 101], [111, 111, 111]], "what is added to flat must be seen in main_grad: a view, not a copy"
-    assert missing == 2
+    """A Bucket has `params`, the list it was given; `flat`, one tensor with the values of all their main_grads, of which every
+    main_grad becomes a view; and `missing`, how many parameters' gradients have not come yet: at first len(params)."""
+    (kept, before, shapes, main_grads, missing), = pool.call(bucket_job, STEP)
+    assert kept, "`params` is not the list of parameters that Bucket was given"
+    expected = [100, 100, 110, 110, 110]
+    assert before == expected, f"`flat` has {before}, not {expected}: the values of main_grad, one parameter after the other"
+    assert shapes == [(2,), (3, 1)], f"the main_grads have the shapes {shapes}, not those of their parameters, [(2,), (3, 1)]"
+    assert main_grads == [[101, 101], [111, 111, 111]], (
+        f"after flat += 1 the main_grads are {main_grads}: what is added to flat must be seen in main_grad: a view, not a copy")
+    assert missing == 2, f"`missing` is {missing}, not 2: it counts parameters"
 
 
 def runs_job(bucket_bytes):
     import data_parallel
-    import torch
     params = []
     for size in (10, 20, 30, 40):
-        params.append(torch.nn.Parameter(torch.zeros(size)))
+        params.append(torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)))
         params[-1].main_grad = torch.zeros(size)
-    return [[len(param) for param in bucket.params] for bucket in data_parallel.make_buckets(params, bucket_bytes)]
+    buckets = data_parallel.make_buckets(params, bucket_bytes)
+    assert isinstance(buckets, list), f"make_buckets returned a {type(buckets).__name__}, not a list"
+    others = {type(bucket).__name__ for bucket in buckets if not isinstance(bucket, data_parallel.Bucket)}
+    assert not others, f"make_buckets returned a list of {' and '.join(others)}, not of Bucket: make a Bucket of each"
+    return [[len(param) for param in bucket.params] for bucket in buckets]
 
 
 @rung({"data_parallel.py": ["make_buckets"]}, hints="""
@@ -164,13 +261,14 @@ def runs_job(bucket_bytes):
     Keep `runs = [[]]` and `size = 0`. For each parameter: if size >= bucket_bytes, append a new list and set size to 0;
     then append the parameter and add its bytes. Make a Bucket of each list.""")
 def test_which_gradients_share_a_bucket(pool):
-    """In the order of backward (the last parameter first), a bucket is closed when it has at least `bucket_bytes`."""
-    expected_by_size = {1: [[40], [30], [20], [10]], 200: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]],
-                        10**6: [[40, 30, 20, 10]]}
+    """Returns a list of Bucket. Parameters go in, the last first; a bucket is closed when its main_grads have at least
+    `bucket_bytes`. The rest make a last, smaller one."""
+    expected_by_size = {1: [[40], [30], [20], [10]], 200: [[40, 30], [20, 10]], 280: [[40, 30], [20, 10]],
+                        281: [[40, 30, 20], [10]], 10**6: [[40, 30, 20, 10]]}
     for size, expected in expected_by_size.items():
         found = pool.call(runs_job, STEP, bucket_bytes=size)[0]
-        assert found == expected, (f"with {size} bytes, parameters of 10, 20, 30, 40 numbers are put together "
-                                   f"as {found}, not {expected}")
+        assert found == expected, (f"with {size} bytes, parameters of 10, 20, 30, 40 numbers in bfloat16, their main_grads in "
+                                   f"float32, are put together as {found}, not {expected}")
 
 
 @rung({"data_parallel.py": ["bucketed"]}, hints="""
@@ -182,9 +280,39 @@ def test_which_gradients_share_a_bucket(pool):
     start_when_full(param): take one from bucket.missing; when it is 0, start the all-reduce of bucket.flat, keep the work,
     and set missing to len(bucket.params) again for the next step.""")
 def test_a_bucket_is_sent_when_it_is_full(pool):
-    """`bucketed` starts one all-reduce per bucket, when the last gradient of the bucket is final."""
-    calls = assert_summed(pool, "bucket")
-    assert calls == [40, 5], f"all-reduces of {calls} numbers: with buckets of 105 bytes it is one of 40, then one of 3 + 2"
+    """`bucketed` starts one all-reduce per bucket, when the last gradient of the bucket is final, without waiting for it, and
+    returns a function that waits for all that were started in this step. So it is in every step."""
+    # buckets of at least 105 bytes: 20 + 30 numbers, 10 + 25, and the rest
+    assert_two_steps(pool, "bucket", [3, 2, 25, 10, 30, 20], {50: after(30), 35: after(25), 5: after(3)}, "bucket")
+
+
+def formula_job():
+    """What formula says for gradients of 180 bytes on four ranks."""
+    import data_parallel
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = torch.nn.ParameterList([torch.zeros(size, dtype=torch.bfloat16) for size in (5, 40)])
+    for param in model:
+        param.main_grad = torch.zeros(param.shape)
+    args = SimpleNamespace(dp_mode="naive", **ARGS | dict(dp=4), dtype=torch.bfloat16)
+    entries = data_parallel.formula(model, mesh, args)
+    assert isinstance(entries, list), f"formula returned a {type(entries).__name__}, not a list of (group, collective, bytes)"
+    for entry in entries:
+        assert isinstance(entry, tuple) and len(entry) == 3, f"{entry} in formula's list is no (group, collective, bytes)"
+    group, sent = mesh.get_group("dp"), Counter()
+    for of, collective, size in entries:
+        sent["dp" if of == group else str(of), collective] += size
+    return dict(sent)
+
+
+def assert_formula(pool):
+    found = pool.call(formula_job, STEP, world=4)[0]
+    expected = {("dp", "all_reduce"): 180}
+    assert found == expected, (f"for main_grads of 180 bytes in all, on four ranks, formula says {found}, not {expected}: wanted "
+                               "is the payload, what an all-reduce is given, not what a ring moves of it")
+
+
+WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
 
 
 @pytest.mark.slow
@@ -199,6 +327,14 @@ def test_a_bucket_is_sent_when_it_is_full(pool):
 @pytest.mark.parametrize("mode", ["naive", "overlap", "bucket"])
 def test_a_training_run(pool, mode):
     """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the
-    formula's."""
+    formula's: a list of (group, collective, payload bytes)."""
+    assert_formula(pool)
     flags = f"--dtype float64 --recompute none --micro_batch_size 6 --dp_mode {mode}"
-    check(pool, layouts.Layout(STEP, 2, "dense-3", "adamw", flags))
+    try:
+        check(pool, layouts.Layout(STEP, 2, "dense-3", "adamw", flags))
+    except AssertionError as error:
+        first = str(error).splitlines()[0]
+        if isinstance(error, JobFailed) or "its formula says" in first:
+            raise
+        raise AssertionError(f"{first}. The fault may be in {WRITTEN[mode]} (dp_mode is {mode}), not in formula: losses[0] is "
+                             "before any update, losses[1] after the first sum") from None
