@@ -9,7 +9,8 @@ trainer runs once, on real ranks, and each rank notes what it does, in order: so
 ranks have started it and their links are free, and takes its bytes on the wire times a number that we choose: the FLOPs that a
 device computes while its link moves one byte. A wait lasts until the operation is over. What a rank does not compute, it waits.
 
-Time is counted in FLOPs, so that it is the same on every machine. A rank has one link, which sends and receives at the same time.
+Time is counted in FLOPs, so that it is the same on every machine. A rank has one link, which sends and receives at the same time;
+all links have one speed. A wait is booked on the operation that is waited for, though another one may hold the link.
 """
 import argparse
 import contextlib
@@ -241,9 +242,13 @@ def row(of_ranks, speeds, *first):
     return f"| {' | '.join(cells)} |"
 
 
+def speeds_of(number):
+    return SLOWER if number in (2, 3, 6) else SPEEDS
+
+
 def table(pool, number):
     """The one in a step's README."""
-    speeds = SLOWER if number in (2, 3, 6) else SPEEDS
+    speeds = speeds_of(number)
     yield f"| on four ranks; FLOPs per byte: | {' | '.join(map(str, speeds))} | waiting, at {speeds[-1]} |"
     yield "|---" * (len(speeds) + 2) + "|"
     for flags in LAYOUTS[number]:
@@ -261,8 +266,10 @@ def main():
     if args.table:
         print(*table(shared_pool(), int(args.step)), sep="\n")
         return
-    of_ranks = run(shared_pool(), step, args.world, " ".join(flags), **(EXPERTS if args.experts else {}))
-    for speed in SPEEDS:
+    number = int(args.step) if args.step.isdecimal() else None
+    model = MODELS.get(number, EXPERTS if args.experts else {})
+    of_ranks = run(shared_pool(), step, args.world, " ".join(flags), **model)
+    for speed in speeds_of(number):
         time, waits = over_products(of_ranks, speed)
         said = ", ".join(f"{share:.2f} for {name}" for name, share in sorted(waits.items()) if share >= 0.005)
         print(f"{speed:>4} FLOPs per byte: {time:.2f} times the products; waiting {said or 'less than 0.01'}")
