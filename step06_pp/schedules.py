@@ -209,11 +209,12 @@ def programs(schedule):
     A network like nccl's takes what a rank sends and receives one by one, and a send is over only when the
     other side is at its receive. Then the safe order is one that all ranks agree on: all messages of the
     pipeline in the order of their simulated sending. The first message in that order that is not over can
-    always be sent, since what leads to it came before.
+    always be sent, since what leads to it came before. Any time per message gives a safe order; with none, of
+    messages sent at once some would come first that nobody waits for yet.
     """
     rank_of = rank_of_stage(schedule)
     last, order = max(rank_of), {}
-    for event in sorted(simulate(schedule), key=lambda event: (event.end, event.rank)):
+    for event in sorted(simulate(schedule, message=0.75), key=lambda event: (event.end, event.rank)):
         what = gives(event.action, last)
         if what and rank_of[what.stage] != rank_of[what.receiver]:
             order[what] = len(order)
