@@ -489,9 +489,9 @@ def block_picture():
     figure, panels = plt.subplots(2, 1, figsize=(10, 9))
     for sp, axes in zip(SP, panels):
         for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
-            axes.add_patch(plt.Rectangle((start + 0.5, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
+            axes.add_patch(plt.Rectangle((start, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
                                          zorder=0))
-            axes.text(start + 2.05, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
+            axes.text(start + 2, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
         for x, stop in enumerate(BLOCK):
             if len(stop) == 3:
                 axes.plot([x, x], [-2.3, 1.1], color="#c8605a", lw=2)
