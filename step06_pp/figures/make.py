@@ -508,7 +508,7 @@ def on_one_scale(units):
             handles = [*handles, plt.Rectangle((0, 0), 1, 1, color=handles[0].get_facecolor(), alpha=0.65)]
             names.append("light: second stage")
         solid, dashed = (plt.Line2D([], [], color="black", lw=1.6, ls=style) for style in ("-", "--"))
-        names = [*names, "first backward begins", "last forward ends"]
+        names = [*names, "warm-up ends", "cool-down begins"]
         axes.legend([*handles, solid, dashed], names, loc="upper center", bbox_to_anchor=(0.5, -0.24),
                     ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2)
         figure.set_size_inches(8.4, 2.5)
