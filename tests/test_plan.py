@@ -363,6 +363,7 @@ def test_what_is_said_to_fit_fits_on_every_rank():
             looked_at += 1
             stages = costs.our_stages(c, l)
             worst = max(sum(costs.our_memory(c, l, rank, stages[rank]).values()) for rank in range(l.pp)) / costs.GIB
+            assert sum(plan.memory(c, l).values()) == pytest.approx(worst, rel=1e-12)       # which looks at some ranks only
             fits = plan.fits_on_every_rank(c, l, cluster, 1.0)
             assert fits == (worst * (1 + plan.MEMORY_ERROR) <= plan.limit(cluster)), l
             said[fits] += 1

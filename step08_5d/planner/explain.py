@@ -7,7 +7,7 @@ import shlex
 import costs
 import measured
 import trust
-from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, impossible, limit, memory_of_ranks
+from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, fullest, impossible, limit
 from speed import KINDS
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
@@ -300,8 +300,7 @@ def script(model, l, cluster, steps=1000, lr=3e-4):
 
 def dry_run(c, model, l, steps=1000, lr=3e-4):
     """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
-    held = [sum(kinds.values()) for kinds in memory_of_ranks(c, l)]
-    rank = held.index(max(held)) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
+    rank = fullest(c, l)[0] * (l.gpus // l.pp) + (l.cp - 1) * l.tp
     flags = train_flags(model, l, steps, lr)
     return f"python step08_5d/train.py --dry_run {l.gpus} --dry_run_rank {rank} {flags}"
 

@@ -137,7 +137,23 @@ def memory_of_ranks(c, l, slack=1.0):
 
 def memory(c, l, slack=1.0):
     """GiB by kind, of the rank that needs most."""
-    return max(memory_of_ranks(c, l, slack), key=lambda kinds: sum(kinds.values()))
+    return {kind: slack * size / GIB for kind, size in fullest(c, l)[1].items()}
+
+
+def fullest(c, l):
+    """(rank of pp, its bytes by kind) of the one that needs most."""
+    stages = costs.our_stages(c, l)
+    found = [(rank, costs.our_memory(c, l, rank, stages[rank])) for rank in may_be_fullest(l, stages)]
+    return max(found, key=lambda one: sum(one[1].values()))
+
+
+def may_be_fullest(l, stages):
+    """Of ranks with the same stages the first and the last: what they keep grows, or falls, from one to the
+    next. Not so in DualPipe."""
+    if l.schedule == "dualpipe":
+        return range(l.pp)
+    return [rank for rank, stage in enumerate(stages)
+            if rank in (0, l.pp - 1) or stage != stages[rank - 1] or stage != stages[rank + 1]]
 
 
 def limit(cluster):
