@@ -9,6 +9,7 @@ import cases
 import layouts
 import pytest
 import torch
+from clock import Operation, play
 from harness import assert_same_run
 from jobs import assert_refused, compiled_job, ledger_rows
 from layouts import Layout
@@ -144,6 +145,30 @@ def test_the_check_finds_what_hangs(schedules):
     programs = schedules.programs(lists)
     programs[0].remove(next(step for step in programs[0] if step[0] == "receive"))
     assert schedules.rendezvous(programs)
+
+
+def test_no_message_waits_behind_one_that_nobody_needs_yet(schedules):
+    """The programs on links that take half an F of a rank's share for a message: as fast as if each left when it was made."""
+    for name, p, m, v in [("afab", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 16, 2), ("zerobubble", 4, 16, 1)]:
+        lists, message = schedules.make(name, p, m, v), v / 2
+        of_ranks = [notes_of(schedules, rank, program, p * v - 1) for rank, program in enumerate(schedules.programs(lists))]
+        events = schedules.simulate(lists, message=message)
+        assert play(of_ranks, message).time == max(event.end for event in events), name
+
+
+def notes_of(schedules, rank, program, last):
+    """A program as tests/clock.py notes it: F, I and W take 1 each, a message is one byte."""
+    notes, operations, number = [], [], {}
+    for step, what, peer in program:
+        if step == "compute":
+            notes += [("wait", number[needed]) for needed in [schedules.needs(what, last)] if needed in number]
+            notes.append(("compute", 2 if what.kind == "B" else 1))
+            continue
+        ranks = (rank, peer) if step == "send" else (peer, rank)
+        number[what] = len(operations)
+        operations.append(Operation(("pp", ranks, "send", what), ranks, 1, "pp"))
+        notes.append(("start", number[what]))
+    return [*notes, ("end of step", 0)], operations
 
 
 def test_a_list_that_waits_for_itself_is_seen(schedules):
