@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from harness import shared_pool
 # seen by test_gpus.py; all others, and what they start, do not see it.
 GPUS, VISIBLE = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores Ctrl-C, and so would all that it starts
 
 
 @pytest.fixture(scope="session")

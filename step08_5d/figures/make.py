@@ -195,7 +195,7 @@ MOST = 160                                                # GiB that a panel sho
 
 
 def memory_picture():
-    figure, axes = plt.subplots(2, len(WAYS), figsize=(15, 7.2), sharey=True)
+    figure, axes = plt.subplots(2, len(WAYS), figsize=(11, 6.4), sharey=True)      # read 900 pixels wide
     for row, recompute in enumerate(("none", "full")):
         for panel, (title, flags, ranks, batch) in zip(axes[row], WAYS):
             for i, seq in enumerate(LENGTHS):
@@ -211,13 +211,13 @@ def memory_picture():
                 print(title, recompute, seq, f"{low:.1f}")
             panel.axhline(80, color="black", ls="--", lw=1)
             panel.set(ylim=(0, MOST), xlim=(-0.6, len(LENGTHS) - 0.4))
-            panel.set_xticks(range(len(LENGTHS)), [f"{seq // 1024}K" for seq in LENGTHS])
+            panel.set_xticks(range(len(LENGTHS)), [f"{seq // 1024}" for seq in LENGTHS])
             for side in ("top", "right"):
                 panel.spines[side].set_visible(False)
             if row == 0:
-                panel.set_title(title, fontsize=11)
+                panel.set_title(title, fontsize=10)
             else:
-                panel.set_xlabel("sequence length")
+                panel.set_xlabel("thousand tokens")
         what = "no recomputation" if recompute == "none" else "full recomputation"
         axes[row][0].set_ylabel(f"GiB at the peak, rank 0\n{what}")
     handles, labels = axes[0][0].get_legend_handles_labels()
