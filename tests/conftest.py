@@ -9,7 +9,8 @@ from harness import shared_pool
 # seen by test_gpus.py; all others, and what they start, do not see it.
 GPUS, VISIBLE = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores Ctrl-C, and so would all that it starts
+# A job in a shell's background ignores Ctrl-C, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -195,7 +195,7 @@ MOST = 160                                                # GiB that a panel sho
 
 
 def memory_picture():
-    figure, axes = plt.subplots(2, len(WAYS), figsize=(11, 6.4), sharey=True)      # read 900 pixels wide
+    figure, axes = plt.subplots(2, len(WAYS), figsize=(11, 6.4), sharey=True)          # read 900 pixels wide
     for row, recompute in enumerate(("none", "full")):
         for panel, (title, flags, ranks, batch) in zip(axes[row], WAYS):
             for i, seq in enumerate(LENGTHS):

@@ -103,7 +103,8 @@ def why_not(what, c, best, second, cluster):
     low, _ = trust.off_by(c, second.layout, cluster)
     return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but no run was "
             f"measured with {', '.join(trust.unmeasured(second.layout))}, and it may be "
-            f"{1 - math.exp(low):.0%} slower than computed: until a run shows, it is ranked as that much slower.")
+            f"{1 - math.exp(low):.0%} slower than computed: until a run shows, it is ranked as that much "
+            "slower.")
 
 
 def notches(c, l):
