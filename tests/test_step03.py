@@ -130,19 +130,20 @@ def residency_job(argv):
     return most[0], events
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=slow)])
-def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, recompute):
+@pytest.mark.parametrize("step, recompute", [
+    (STEP, "none"), pytest.param(STEP, "full", marks=slow), pytest.param("step08_5d", "none", marks=slow)])
+def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, step, recompute):
     flags = cases.make(tmp_path, num_hidden_layers=5)
     argv = f"{flags} --micro_batch_size 12 --steps 2 --zero 3 --recompute {recompute}".split()
-    for most, events in pool.call(residency_job, STEP, world=2, argv=argv):
+    for most, events in pool.call(residency_job, step, world=2, argv=argv):
         assert most == 2
-        step = events[:len(events) // 2]
-        assert events == step + step
-        forward, backward = step[:step.index("forward 5 done") + 1], step[step.index("forward 5 done") + 1:]
+        one = events[:len(events) // 2]
+        assert events == one + one
+        forward, backward = one[:one.index("forward 5 done") + 1], one[one.index("forward 5 done") + 1:]
         assert [e for e in forward if "gather" in e] == [f"gather {i}" for i in range(7)]
         assert [e for e in backward if "gather" in e] == ["gather 4", "gather 3", "gather 2", "gather 1"]
         for i in range(1, 5):                             # asked for while the block before it was still computed
-            assert step.index(f"gather {i + 1}") < step.index(f"forward {i} done")
+            assert one.index(f"gather {i + 1}") < one.index(f"forward {i} done")
         for i in range(2, 5):
             assert backward.index(f"gather {i - 1}") < backward.index(f"backward {i} done")
 
