@@ -33,7 +33,8 @@ TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, as
           ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 GROUPS = ["tp", "cp", "dp", "dp_cp", "pp", "shard", "replicate", "ep", "ep_shard", "ep_copies"]
 # tests of step 8's files that are not in its own test file
-ELSEWHERE = {"resume.py": ["test_nothing_lost.py"], "zero.py": ["test_step03.py", "-k", "two_blocks"]}
+ELSEWHERE = {"resume.py": ["test_nothing_lost.py"], "zero.py": ["test_step03.py", "-k", "two_blocks"],
+             "tensor_parallel.py": ["test_step04.py", "-k", "by_itself"]}
 LISTS = "lists or check_finds or waits_for_itself or bubbles or in_flight or follows_its_list or shows_a_schedule"
 
 

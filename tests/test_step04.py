@@ -69,6 +69,34 @@ def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
         assert_same_run(pool.train(STEP, f"{base} --init_from {tmp_path} {more}", world=world), one, 1e-9)
 
 
+# ------------------------------------------------------------------------------------- one linear by itself
+def alone_job(argv):
+    """Whether q_proj and up_proj, called by themselves, make what the region makes of all its first linears at once."""
+    from unittest.mock import patch
+
+    import torch
+    import train
+    same, build = [], train.build_model
+
+    def built(*arguments):
+        model = build(*arguments)
+        attention, mlp = (getattr(model.model.layers["0"], name) for name in ("self_attn", "mlp"))
+        x = torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=attention.q_proj.weight.dtype)
+        with torch.no_grad():
+            same.append(torch.equal(attention.q_proj(x), attention.project(x)[0]))
+            same.append(torch.equal(mlp.up_proj(x), mlp.project(x)[1]))
+        return model
+    with patch.object(train, "build_model", built):
+        train.main(argv)
+    return same
+
+
+@pytest.mark.parametrize("step", [STEP, pytest.param("step08_5d", marks=slow)])
+def test_a_linear_called_by_itself_computes_from_its_input(pool, tmp_path, step):
+    argv = f"{cases.make(tmp_path, **SHAPE)} --tp 2 --steps 1".split()
+    assert pool.call(alone_job, step, world=2, argv=argv) == [[True, True]] * 2
+
+
 # ------------------------------------------------------------------------------------- the four pairs, by finite differences
 def gradcheck_job(sp, kind):
     """Rank r's input is row r of one tensor that all ranks know, or the tensor itself where all have the same; likewise
