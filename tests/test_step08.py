@@ -418,6 +418,25 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
     assert message in str(refused.value).splitlines()[-1]
 
 
+def signals_job():
+    """What is heard of SIGHUP and SIGINT, both of which the shell had told the process to ignore: nohup, and a background job."""
+    import resume
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
+    try:
+        heard = resume.hear_signals()
+        for number in (signal.SIGHUP, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        return heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_nohup_is_heeded_and_ctrl_c_is_always_heard(pool):
+    assert pool.call(signals_job, STEP) == [[signal.SIGINT]]
+
+
 @slow
 def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
