@@ -34,7 +34,8 @@ TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, as
 GROUPS = ["tp", "cp", "dp", "dp_cp", "pp", "shard", "replicate", "ep", "ep_shard", "ep_copies"]
 # tests of step 8's files that are not in its own test file
 ELSEWHERE = {"resume.py": ["test_nothing_lost.py"], "zero.py": ["test_step03.py", "-k", "two_blocks"],
-             "tensor_parallel.py": ["test_step04.py", "-k", "by_itself"]}
+             "tensor_parallel.py": ["test_step04.py", "-k", "by_itself"],
+             "pipeline_parallel.py": ["test_step06.py", "-k", "gradient_in_W"]}
 LISTS = "lists or check_finds or waits_for_itself or bubbles or in_flight or follows_its_list or shows_a_schedule"
 
 

@@ -256,8 +256,8 @@ def watched_job(argv):
     import pipeline_parallel
     import train
     from torch.utils.flop_counter import FlopCounterMode
-    seen, fired = {}, {}
-    make, step = train.Pipeline, pipeline_parallel.Pipeline.run
+    seen, fired, in_I = {}, {}, set()
+    make, step, only_I = train.Pipeline, pipeline_parallel.Pipeline.run, pipeline_parallel.Pipeline.input_gradient
     alive, peak = {}, [0]                                 # {storage: [how often it is saved, bytes]}
 
     class Saved:
@@ -282,16 +282,22 @@ def watched_job(argv):
         seen.update(ran=[tuple(event.action) for event in self.events], listed=listed, flops=flops.get_total_flops(), left=left)
         return loss
 
+    def I_alone(self, *arguments):
+        before = dict(fired)
+        grad = only_I(self, *arguments)
+        in_I.update(name for name in fired if fired[name] != before.get(name, 0))
+        return grad
+
     def made(model, *rest):
         for name, param in model.named_parameters():
             param.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
         return make(model, *rest)
-    pipeline_parallel.Pipeline.run, train.Pipeline = watched, made
+    pipeline_parallel.Pipeline.run, train.Pipeline, pipeline_parallel.Pipeline.input_gradient = watched, made, I_alone
     try:
         train.main(argv)
     finally:
-        pipeline_parallel.Pipeline.run, train.Pipeline = step, make
-    return seen["ran"], seen["listed"], fired, seen["flops"], seen["left"], peak[0]
+        pipeline_parallel.Pipeline.run, train.Pipeline, pipeline_parallel.Pipeline.input_gradient = step, make, only_I
+    return seen["ran"], seen["listed"], fired, seen["flops"], seen["left"], peak[0], in_I
 
 
 @pytest.fixture(scope="module")
@@ -305,16 +311,26 @@ def watched(pool, flags):
 @slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_follows_its_list(watched, schedule):
-    for ran, listed, fired, _, left, _ in watched[schedule]:
+    for ran, listed, fired, _, left, *_ in watched[schedule]:
         assert ran == listed and left == 0
         assert set(fired.values()) == {12}                # each gradient is accumulated once per micro-batch, so hooks fire once
-    parameters = [name for _, _, fired, _, _, _ in watched[schedule] for name in fired]
+    parameters = [name for _, _, fired, *_ in watched[schedule] for name in fired]
     assert len(parameters) == len(set(parameters)) == 8 * 9 + 3
 
 
 @slow
+@pytest.mark.parametrize("step", [STEP, "step08_5d"])
+def test_a_weight_has_its_gradient_in_W(pool, flags, step):
+    """In I only norms have theirs, and what has no W: the embedding, and the head, whose gradient the loss makes."""
+    argv = f"{flags[8]} --micro_batch_size 2 --steps 1 --pp 2 --schedule zerobubble".split()
+    for *_, in_I in pool.call(watched_job, step, world=2, argv=argv):
+        products = {name for name in in_I if name.endswith("_proj.weight")}
+        assert in_I and not products, products
+
+
+@slow
 def test_nothing_is_computed_twice(watched):
-    total = {schedule: sum(flops for _, _, _, flops, _, _ in ranks) for schedule, ranks in watched.items()}
+    total = {schedule: sum(flops for _, _, _, flops, *_ in ranks) for schedule, ranks in watched.items()}
     assert len(set(total.values())) == 1, total
 
 
