@@ -209,8 +209,8 @@ def programs(schedule):
     A network like nccl's takes what a rank sends and receives one by one, and a send is over only when the
     other side is at its receive. Then the safe order is one that all ranks agree on: all messages of the
     pipeline in the order of their simulated sending. The first message in that order that is not over can
-    always be sent, since what leads to it came before. Any time per message gives a safe order; with none, of
-    messages sent at once some would come first that nobody waits for yet.
+    always be sent, since what leads to it came before. That holds for any time per message. With none, many
+    are sent at the same moment, and ties would put some first that nobody waits for yet.
     """
     rank_of = rank_of_stage(schedule)
     last, order = max(rank_of), {}
