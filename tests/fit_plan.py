@@ -36,8 +36,9 @@ NODES = (1, 2, 8, 32)
 # name: (value, factor that it may well be off by)
 TIME_PRIORS = dict(
     gemm_efficiency=(0.65, 1.2), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2),
-    loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35), nvlink_efficiency=(0.82, 1.35), network_efficiency=(0.9, 1.2),
-    congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2), stage=(3e-3, 2), fill_launch=(1 / 3, 1.5),
+    loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35), nvlink_efficiency=(0.82, 1.35), pair_efficiency=(0.65, 1.35),
+    network_efficiency=(0.9, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6),
+    stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2), stage=(3e-3, 2), fill_launch=(1 / 3, 1.5),
     overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5), unhidden_efficiency=(0.08, 1.5),
     optimizer_bytes=(80, 1.2), jitter=(0.02, 1.5), step=(0.04, 1.6))
 MEMORY_PRIORS = dict(
@@ -202,9 +203,16 @@ def held_out_table(rows, whole, held_out):
     for name, some in [("fitted to all, judged on all", predictions(rows, whole)),
                        *((f"without {nodes} nodes, judged on them", [row for row in held_out if int(row["nodes"]) == nodes])
                          for nodes in NODES),
-                       ("the four together", held_out), ("of clear age alone", clear)]:
+                       ("the four together", held_out), ("of clear age alone", clear),
+                       ("without the run that was disturbed", undisturbed(held_out))]:
         result = score(some)
         yield f"| {name} | {result['runs']} | " + " | ".join(f"{result[column]:.1%}" for column in COLUMNS) + " |"
+
+
+def undisturbed(rows):
+    """Without one run, half as fast as the same with ZeRO-1: of 104 such pairs the next worst is at 0.78. It takes part in the fit,
+    and in all other rows of the table."""
+    return [row for row in rows if nanotron.key(row) != ("1B", 8, 64, 1, 1, 0, 2, 2)]
 
 
 def published_table():

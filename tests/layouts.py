@@ -197,6 +197,13 @@ def in_turn(*cases):
     return [pytest.param(*case, marks=[] if i == mine else pytest.mark.sweep) for i, case in enumerate(cases)]
 
 
+def every_other(cases):
+    """The same for slow tests: a commit has every second of the cases."""
+    import pytest
+    return [pytest.param(*(case if type(case) is tuple else [case]), marks=[] if (i + seed()) % 2 == 0 else pytest.mark.sweep)
+            for i, case in enumerate(cases)]
+
+
 def drawn(step, number=None):
     """The layouts of a step's array but for the named ones."""
     number = seed() if number is None else number

@@ -54,8 +54,8 @@ SIXTEEN = [of_kind("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(r
 @pytest.mark.parametrize("layout", [*layouts.every_layout(8),
     pytest.param(Layout(STEP, 4, "dense-2-kv2", "adamw", "--dtype float64 --recompute none --micro_batch_size 6 --tp 4 --sp on"),
                  id="shared heads", marks=slow),
-    pytest.param(SIXTEEN[34], id="sixteen ranks", marks=slow),
-    pytest.param(random.Random(layouts.seed()).choice(SIXTEEN), id="sixteen ranks drawn", marks=slow)])
+    pytest.param(random.Random(layouts.seed()).choice(SIXTEEN) if layouts.seed() % 2 else SIXTEEN[34],
+                 id="sixteen ranks", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 

@@ -120,7 +120,7 @@ def main():
         one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch), cluster, constants)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
-        return print("\n".join(explain.one_in_detail(question, one)))
+        return print("\n".join([*c.notes, *explain.one_in_detail(question, one)]))
     if not args.json:
         for line in explain.heading(question, batch):     # the search takes seconds
             print(line, flush=True)

@@ -7,6 +7,7 @@ Speed is in speed.py, another trainer in nanotron.py.
 """
 import math
 from collections import defaultdict
+from functools import lru_cache
 from typing import NamedTuple
 
 GIB = 2**30
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
 
     @property
     def stages_per_rank(self):
-        return dict(interleaved=self.virtual, dualpipe=2).get(self.schedule, 1)
+        return self.virtual if self.schedule == "interleaved" else 2 if self.schedule == "dualpipe" else 1
 
 
 class Stage(NamedTuple):
@@ -72,10 +73,17 @@ def my_stages(l, rank):
 
 def our_stages(c, l):
     """What the ranks of pp hold, each with all its stages together."""
+    return stages_of(c, Layout(pp=l.pp, schedule=l.schedule, virtual=l.virtual))
+
+
+@lru_cache(maxsize=1024)
+def stages_of(c, l):
+    """The same for a layout of which nothing else is said: many layouts share it."""
     first = first_layers(c, l.pp * l.stages_per_rank)
     last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
-    sizes = [[first[s + 1] - first[s] for s in mine] for mine in held]
-    return [Stage(sum(each), 0 in mine, last in mine, last in mine, each) for mine, each in zip(held, sizes)]
+    sizes = [tuple(first[s + 1] - first[s] for s in mine) for mine in held]
+    return tuple(Stage(sum(each), 0 in mine, last in mine, last in mine, each)
+                 for mine, each in zip(held, sizes))
 
 
 # ---------------------------------------------------------------------- parameters on a rank

@@ -68,10 +68,10 @@ def details(c, one, cluster):
     yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
            f"for what this may be off by: {verdict}")
     sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
-    yield f"sent by the first GPU in a step, GB: {sent or 'nothing'}"
+    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
     yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
     low, high = trust.interval(c, l, cluster, one.tokens_per_s)
-    new = ", ".join(trust.unmeasured(l))
+    new = ", ".join(trust.unmeasured(c, l))
     unseen = {"measured": "runs like it were measured",
               "extrapolated": "as runs that were measured, of another size",
               "physics only": f"no run was measured with {new}"}[trust.provenance(c, l, cluster)]
@@ -102,7 +102,7 @@ def why_not(what, c, best, second, cluster):
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
     low, _ = trust.off_by(c, second.layout, cluster)
     return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but no run was "
-            f"measured with {', '.join(trust.unmeasured(second.layout))}, and it may be "
+            f"measured with {', '.join(trust.of_layout(second.layout))}, and it may be "
             f"{1 - math.exp(low):.0%} slower than computed: until a run shows, it is ranked as that much "
             "slower.")
 
@@ -313,10 +313,11 @@ def as_json(question, one):
     low, high = trust.interval(c, l, cluster, one.tokens_per_s)
     found = mfus(c, one, cluster)
     return dict(
-        model=question.model, gpus=cluster.gpus, fits=fits(one.held, cluster), memory_gib=round(one.held, 2),
-        limit_gib=limit(cluster), tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
+        model=question.model, notes=c.notes, gpus=cluster.gpus, fits=fits(one.held, cluster),
+        memory_gib=round(one.held, 2), limit_gib=limit(cluster),
+        tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
         mfu=next(iter(found.values())), mfu_by_convention=found, provenance=trust.provenance(c, l, cluster),
-        unmeasured=trust.unmeasured(l), interval=[round(low, 1), round(high, 1)],
+        unmeasured=trust.unmeasured(c, l), interval=[round(low, 1), round(high, 1)],
         ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
         global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
         command=command(*to_run), dry_run=dry_run(c, question.model, l, question.steps, question.lr))

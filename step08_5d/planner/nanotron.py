@@ -19,10 +19,10 @@ from trainer import refuse
 # Beside those of speed.py. [P] physics, [F] fudge, as there
 OWN_TIME = dict(
     stall_hop=0.000274,              # [F] s, a step of a tp ring when pp crosses nodes
-    stall_node=5.46e-05,              # [F] s, the same, per rank of tp and node that its ring leaves for
-    stage=0.00582,                   # [F] s per micro-batch when pp crosses nodes
-    gather_efficiency=0.256,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
-    unhidden_efficiency=0.0606)     # [F] of the network: what it sums after the step without ZeRO and with pp
+    stall_node=5.44e-05,              # [F] s, the same, per rank of tp and node that its ring leaves for
+    stage=0.00576,                   # [F] s per micro-batch when pp crosses nodes
+    gather_efficiency=0.257,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
+    unhidden_efficiency=0.0602)     # [F] of the network: what it sums after the step without ZeRO and with pp
 TIME = {**speed.TIME, **OWN_TIME}
 MEMORY = dict(
     parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4

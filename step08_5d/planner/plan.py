@@ -148,12 +148,14 @@ def fullest(c, l):
 
 
 def may_be_fullest(l, stages):
-    """Of ranks with the same stages the first and the last: what they keep grows, or falls, from one to the
-    next. Not so in DualPipe."""
-    if l.schedule == "dualpipe":
-        return range(l.pp)
-    return [rank for rank, stage in enumerate(stages)
-            if rank in (0, l.pp - 1) or stage != stages[rank - 1] or stage != stages[rank + 1]]
+    """Of ranks with the same stages the first, which keeps most. Where W is put off this may grow instead
+    from one rank to the next, but for the very last, which puts off all."""
+    found = {stage: rank for rank, stage in reversed([*enumerate(stages)])}
+    ranks = {*found.values()}
+    if l.schedule in ("zerobubble", "dualpipe"):
+        last = {stage: rank for rank, stage in enumerate(stages)}
+        ranks |= {*last.values(), max(0, l.pp - 2)}
+    return sorted(ranks)
 
 
 def limit(cluster):

@@ -46,22 +46,23 @@ class Cluster(NamedTuple):
 # products from longer passes over memory, nor network, congestion and overlap from one another.
 USABLE = 70.5                     # [F] GiB of an 80 GB GPU: memory is in pieces, and others hold some
 TIME = dict(
-    gemm_efficiency=0.553,        # [P] of the peak, what a large matrix product reaches
+    gemm_efficiency=0.558,        # [P] of the peak, what a large matrix product reaches
     head_efficiency=0.757,        # [P] of the peak, the head's product, which is larger still
-    wave_tail=0.384,              # [P] waves of tiles lost per product: the last wave does not fill the GPU
-    elementwise_bytes=351.0,      # [F] per token and hidden, of norms, rotary, SwiGLU, residuals
-    loss_bytes=78.8,              # [P] per token and word of the vocabulary, by softmax in float32
-    launch=0.00445,               # [P] s per layer with tp: Python and launches, all directions; half without
-    nvlink_efficiency=0.939,      # [P] of the datasheet
-    network_efficiency=0.839,     # [P] of the datasheet, between two nodes
-    congestion=0.174,             # [F] a ring takes so much longer with each doubling of its nodes beyond two
-    hop=5.30e-5,                  # [P] s, the latency of a step of a tp ring that leaves the node
-    fill_launch=0.357,            # [F] share of launch that is left while a pipeline fills and empties
-    overlap=0.441,                # [P] of the last micro-batch: sums of gradients hide behind it
-    gather_hop=6.29e-6,           # [P] s per rank and gather or reduction of ZeRO: its latency
-    optimizer_bytes=91.7,         # [F] per parameter that a rank updates, read and written; 40 would do
-    jitter=0.0235,                # [F] a hop takes so much longer with each doubling of the nodes
-    step=0.0630)                  # [F] s per step, whatever it is
+    wave_tail=0.409,              # [P] waves of tiles lost per product: the last wave does not fill the GPU
+    elementwise_bytes=342.0,      # [F] per token and hidden, of norms, rotary, SwiGLU, residuals
+    loss_bytes=78.7,              # [P] per token and word of the vocabulary, by softmax in float32
+    launch=0.00444,               # [P] s per layer with tp: Python and launches, all directions; half without
+    nvlink_efficiency=0.938,      # [P] of the datasheet
+    pair_efficiency=0.607,        # [P] the same of two GPUs: NCCL has the switch help larger groups only
+    network_efficiency=0.837,     # [P] of the datasheet, between two nodes
+    congestion=0.175,             # [F] a ring takes so much longer with each doubling of its nodes beyond two
+    hop=5.29e-5,                  # [P] s, the latency of a step of a tp ring that leaves the node
+    fill_launch=0.361,            # [F] share of launch that is left while a pipeline fills and empties
+    overlap=0.440,                # [P] of the last micro-batch: sums of gradients hide behind it
+    gather_hop=6.30e-6,           # [P] s per rank and gather or reduction of ZeRO: its latency
+    optimizer_bytes=92.1,         # [F] per parameter that a rank updates, read and written; 40 would do
+    jitter=0.0237,                # [F] a hop takes so much longer with each doubling of the nodes
+    step=0.0623)                  # [F] s per step, whatever it is
 ATTENTION_EFFICIENCY = 0.45       # of the peak: flash attention, forward and backward
 ACCUMULATE_BYTES = 10             # per parameter and micro-batch: a bfloat16 gradient added to a float32 sum
 TILE = 132 * 128 * 256            # numbers that all multiprocessors of an H100 make at a time
@@ -291,7 +292,7 @@ def link(cluster, k, ranks, stride):
     """Bytes per second of a ring over ranks that are so far apart, and how many nodes it spans. Each GPU has
     a network card; a ring has those of all its GPUs in a node."""
     neighbours = max(1, cluster.gpus_per_node // stride)
-    inside = cluster.gpu.nvlink * k["nvlink_efficiency"]
+    inside = cluster.gpu.nvlink * k["pair_efficiency" if ranks == 2 else "nvlink_efficiency"]
     if ranks <= neighbours:
         return inside, 1
     return min(inside, neighbours * cluster.network * k["network_efficiency"]), ranks / neighbours

@@ -2,7 +2,7 @@
 
 measured      it does what the runs of tests/data do: H100, dense, sequences of 4,096, dp, tp and pp with
               ZeRO-0 or 1 and 1F1B, on up to 32 nodes, models of 1B to 8B
-extrapolated  the same, of another size: larger models, more nodes, longer sequences, other GPUs
+extrapolated  the same, of another size: other models, more nodes, other sequences, other GPUs
 physics only  it has something that no run had
 
 The interval is meant to hold for four of five runs.
@@ -24,22 +24,29 @@ OTHER_NETWORK = 0.05
 UNMEASURED = dict(
     interleaved=0.10, zerobubble=0.15, dualpipe=0.20, afab=0.05, selective=0.10, full=0.10, zero2=0.10,
     zero3=0.15, cp=0.20, ep=0.30)
-RUNS = dict(parameters=9e9, nodes=32, sequence=4096)      # the largest of the runs
+EXPERTS = 0.20                                            # of a model: the same for all of its layouts
+RUNS = dict(parameters=(1e9, 9e9), nodes=(1, 32), sequence=(4096, 4096))        # the smallest, the largest
 
 
-def unmeasured(l):
+def unmeasured(c, l):
     """The names of what no run had."""
+    return of_layout(l) + ["experts"] * bool(c.num_local_experts)
+
+
+def of_layout(l):
     found = [l.schedule] * (l.pp > 1 and l.schedule != "1f1b") + [l.recompute] * (l.recompute != "none")
     return found + [f"zero{l.zero}"] * (l.zero > 1) + ["cp"] * (l.cp > 1) + ["ep"] * (l.ep > 1)
 
 
 def beyond(c, l, cluster):
-    """{what: logarithm that it may be off by} of sizes that no run had."""
-    sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes)
-    found = {name: PER_DOUBLING[name] * math.log2(size / RUNS[name])
-             for name, size in sizes.items() if size > RUNS[name]}
-    if l.seq_len != RUNS["sequence"]:
-        found["sequence"] = PER_DOUBLING["sequence"] * abs(math.log2(l.seq_len / RUNS["sequence"]))
+    """{what: logarithm that it may be off by} of sizes that no run had, and of what is the same in all
+    layouts."""
+    sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes, sequence=l.seq_len)
+    doublings = {name: max(math.log2(size / RUNS[name][1]), math.log2(RUNS[name][0] / size))
+                 for name, size in sizes.items()}
+    found = {name: PER_DOUBLING[name] * count for name, count in doublings.items() if count > 0}
+    if c.num_local_experts:
+        found["experts"] = EXPERTS
     if cluster.gpu != GPUS["h100"]:
         found["GPU"] = OTHER_GPU
     if cluster.nodes > 1 and cluster.network != NETWORKS["infiniband"]:
@@ -48,7 +55,7 @@ def beyond(c, l, cluster):
 
 
 def provenance(c, l, cluster):
-    if unmeasured(l):
+    if unmeasured(c, l):
         return "physics only"
     return "extrapolated" if beyond(c, l, cluster) else "measured"
 
@@ -61,7 +68,7 @@ def kind_of(tp, pp):
 
 def off_by(c, l, cluster):
     """(low, high) as logarithms. Errors of different causes add as squares."""
-    causes = [UNMEASURED[name] for name in unmeasured(l)] + list(beyond(c, l, cluster).values())
+    causes = [UNMEASURED[name] for name in of_layout(l)] + list(beyond(c, l, cluster).values())
     more = sum(x**2 for x in causes)
     return tuple(math.copysign(math.sqrt(x**2 + more), x) for x in MEASURED[kind_of(l.tp, l.pp)])
 
@@ -71,10 +78,10 @@ def interval(c, l, cluster, tokens_per_s):
 
 
 def held_back(c, l, cluster, tokens_per_s, known=None):
-    """What a layout is ranked by. One with something that no run had counts with the low end of its interval,
-    so that it leads only by more than what it may be off by. known: what was found for others of the
-    cluster."""
-    names = tuple(unmeasured(l))
+    """What a layout is ranked by. One that does something that no run did counts with the low end of its
+    interval, so that it leads only by more than what it may be off by. known: what was found for others of
+    the cluster."""
+    names = tuple(of_layout(l))
     if not names:
         return tokens_per_s
     known, kind = {} if known is None else known, (names, kind_of(l.tp, l.pp))
