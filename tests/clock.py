@@ -46,7 +46,7 @@ class Operation(NamedTuple):
     """As one rank sees it. The others find it by its key: the n-th of its kind in its group, or between two ranks."""
     key: tuple
     ranks: tuple                                          # of all that take part
-    wire: float                                           # bytes that this rank sends
+    wire: float                                           # bytes that this rank sends, or receives if that is more
     dimension: str
 
 
@@ -105,7 +105,8 @@ def noted_job(argv):
             before = sum(self.wire.values())
             result = super().__torch_dispatch__(op, types, args, kwargs)
             if starts:
-                operations[-1] = operations[-1]._replace(wire=sum(self.wire.values()) - before)
+                sent = sum(self.wire.values()) - before
+                operations[-1] = operations[-1]._replace(wire=max(sent, self.received(op, args)))
             return result
 
         def operation(self, op, args):
@@ -117,6 +118,12 @@ def noted_job(argv):
             key = *what, seen_of[what]
             seen_of[what] += 1
             return Operation(key, ranks, 0, self.name(group))
+
+        def received(self, op, args):
+            """Bytes from other ranks, where these may be more than what is sent: of an uneven all-to-all."""
+            if op._opname != "alltoall_base_" or not args[3]:
+                return 0
+            return args[0].nbytes * (1 - args[3][ledger.group_of(args).rank()] / max(1, sum(args[3])))
 
     def noting(function):
         def call(*args, **kwargs):
@@ -163,7 +170,7 @@ def play(of_ranks, flops_per_byte):
     ends = [(0.0, 0.0, Counter())] * count                # of the step before: when, and what had been computed and waited
     sends, receives = [0.0] * count, [0.0] * count        # until when a rank's link is taken, in each direction
     started, ended = {}, {}                               # by key: {rank: when}; when it is over
-    wire, ranks_of = {}, {}                               # the bytes of the rank that sends most
+    wire, ranks_of = {}, {}                               # the bytes of the rank that has most
 
     def advance(rank):
         """Until it is done, or waits for what has not begun."""

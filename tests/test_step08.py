@@ -115,8 +115,11 @@ def assert_goes_on(pool, flags, one_process, folder, tmp_path, world, more, kind
     assert_same_tensors(trained.weights, one.weights, 1e-9)
 
 
+SOME = random.Random(3).sample(PAIRS, 6)
+
+
 @slow
-@pytest.mark.parametrize("first, second", random.Random(3).sample(PAIRS, 6))
+@pytest.mark.parametrize("first, second", [SOME[0], *layouts.every_other(SOME[1:])])         # with the first one breaks are seen
 def test_goes_on_under_another_layout(pool, flags, one_process, saved, tmp_path, first, second):
     assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
 
@@ -315,7 +318,7 @@ def end(process):
 
 @slow
 def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
-    base = f"{flags['dense']} --micro_batch_size 3 --steps 40"
+    base = f"{flags['dense']} --micro_batch_size 3 --steps 24"
     one = pool.train(STEP, f"{base} --micro_batch_size 6", weights=False)
     log = tmp_path / "log"
     words = f"{base} --checkpoint {tmp_path / 'c'} --save_every 4 --resume --zero 2 --log_file {log}".split()
@@ -329,7 +332,7 @@ def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
     output = (tmp_path / "output").read_text()
     assert "resuming from" in output
     losses = [json.loads(line)["loss"] for line in lines_of(log)]
-    assert len(losses) == 40 and all(relative(a, b) < 1e-9 for a, b in zip(losses, one.losses))
+    assert len(losses) == 24 and all(relative(a, b) < 1e-9 for a, b in zip(losses, one.losses))
 
 
 def killed_at_random(pool, flags, one, tmp_path, draw, signals=(signal.SIGKILL,)):
@@ -348,7 +351,7 @@ def killed_at_random(pool, flags, one, tmp_path, draw, signals=(signal.SIGKILL,)
     finally:
         end(process)
     steps = max(int(name[5:13]) for name in os.listdir(folder) if not name.endswith(".tmp"))
-    assert steps >= logged - 1, "only the last step may be lost"
+    assert logged - 1 <= steps <= len(one.losses) - 2, "only the last step may be lost"
     again = pool.train(STEP, f"{flags} --micro_batch_size 3 --checkpoint {folder} --resume --steps {steps + 2}", world=2,
                        weights=False)
     assert [line["step"] for line in again.lines] == [steps, steps + 1]
@@ -358,7 +361,7 @@ def killed_at_random(pool, flags, one, tmp_path, draw, signals=(signal.SIGKILL,)
 @pytest.fixture(scope="module")
 def endless(pool, flags):
     base = f"{flags['dense']} --steps 300 --lr_schedule constant"
-    return base, pool.train(STEP, f"{base} --micro_batch_size 6", weights=False, timeout=400)
+    return base, pool.train(STEP, f"{base} --micro_batch_size 6 --steps 100", weights=False)
 
 
 @slow
