@@ -7,7 +7,7 @@
 A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
 diff to the step before; text, or none, is only read. A comment line right before a block changes that:
 
-    <!-- run: no, needs a GPU -->        (or: needs a hub, needs a cluster, is the test suite itself)
+    <!-- run: no, needs a GPU -->        (or: needs a hub, needs a cluster, installs torch, is the test suite itself)
     <!-- run: add --steps 3 -->          adds these flags to every command that runs a train.py, and to make run
 """
 import re
@@ -22,7 +22,7 @@ PLANNER = "step08_5d/planner/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 PAGES = [*READMES, *DOCS]
-NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, is the test suite itself"}
+NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
 
 Block = namedtuple("Block", "line language directive text")
 

@@ -343,8 +343,7 @@ def test_what_is_unmeasured_leads_by_more_than_it_may_be_off(model, gpus, seq_le
     c, cluster = models.PRESETS[model], speed.Cluster(gpus)
     best = plan.Search(c, cluster, seq_len, 512, CONSTANTS).best()
     seen = [one.tokens_per_s for one in best if not trust.of_layout(one.layout)]
-    low, _ = trust.interval(c, best[0].layout, cluster, best[0].tokens_per_s)
-    assert not trust.of_layout(best[0].layout) or not seen or low >= max(seen)
+    assert not trust.of_layout(best[0].layout) or not seen or best[0].held_back >= max(seen) - 0.1
     assert len({one.layout.dp * one.layout.micro_batch * one.layout.accumulation for one in best}) == 1
 
 

@@ -356,7 +356,7 @@ def memory_table():
 
 def work_table():
     one = watched("")[0]
-    rows = ["| run | floating-point operations of one step, all ranks "
+    rows = ["| run | floating-point operations of the matrix products of one step, all ranks "
             "| times a gradient's hook fires per micro-batch |",
             "|---|---|---|",
             f"| one process | {one['flops']:,} | {', '.join(number(n / M) for n in one['fired'])} |"]
@@ -387,7 +387,7 @@ def wire_table():
 
 def layout_table():
     rows = ["| layout | micro-batches | elements of a message: formula | measured "
-            "| bytes sent by a rank in a step |",
+            "| bytes sent by rank 0 in a step |",
             "|---|---|---|---|---|"]
     for more in LAYOUTS:
         ranks = watched(more if more != "--pp 4" else "--pp 4 --schedule 1f1b")
@@ -448,6 +448,7 @@ def stages_table():
         layer = (metrics.parameter_count(shape) - 2 * ends - shape.hidden_size) / shape.num_hidden_layers
         counts = [b - a for a, b in zip(first, first[1:])]
         held = [count * layer + ends * (i in (0, 3)) for i, count in enumerate(counts)]
+        held[3] += shape.hidden_size                      # the last norm
         scale = 1e9 if model != "tiny" else 1e3
         parameters = ", ".join(f"{n / scale:.2f}" for n in held) + " thousand" * (scale < 1e9)
         computed = ", ".join(f"{count + (i == 3) * ends / layer:.1f}" for i, count in enumerate(counts))

@@ -100,7 +100,7 @@ def why_not(what, c, best, second, cluster):
     gain = second.tokens_per_s / best.tokens_per_s - 1
     if gain <= 0:
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
-    low, _ = trust.off_by(c, second.layout, cluster)
+    low, _ = trust.off_by(c, second.layout, cluster, experts=False)
     return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but no run was "
             f"measured with {', '.join(trust.of_layout(second.layout))}, and it may be "
             f"{1 - math.exp(low):.0%} slower than computed: until a run shows, it is ranked as that much "

@@ -39,14 +39,11 @@ def of_layout(l):
 
 
 def beyond(c, l, cluster):
-    """{what: logarithm that it may be off by} of sizes that no run had, and of what is the same in all
-    layouts."""
+    """{what: logarithm that it may be off by} of sizes that no run had."""
     sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes, sequence=l.seq_len)
     doublings = {name: max(math.log2(size / RUNS[name][1]), math.log2(RUNS[name][0] / size))
                  for name, size in sizes.items()}
     found = {name: PER_DOUBLING[name] * count for name, count in doublings.items() if count > 0}
-    if c.num_local_experts:
-        found["experts"] = EXPERTS
     if cluster.gpu != GPUS["h100"]:
         found["GPU"] = OTHER_GPU
     if cluster.nodes > 1 and cluster.network != NETWORKS["infiniband"]:
@@ -66,9 +63,11 @@ def kind_of(tp, pp):
     return "tp to 8, pp" if pp > 1 else "tp to 8"
 
 
-def off_by(c, l, cluster):
-    """(low, high) as logarithms. Errors of different causes add as squares."""
+def off_by(c, l, cluster, experts=True):
+    """(low, high) as logarithms. Errors of different causes add as squares. experts: with what a model's may
+    add, which is no reason to prefer a layout of it to another."""
     causes = [UNMEASURED[name] for name in of_layout(l)] + list(beyond(c, l, cluster).values())
+    causes += [EXPERTS] * bool(c.num_local_experts and experts)
     more = sum(x**2 for x in causes)
     return tuple(math.copysign(math.sqrt(x**2 + more), x) for x in MEASURED[kind_of(l.tp, l.pp)])
 
@@ -86,5 +85,5 @@ def held_back(c, l, cluster, tokens_per_s, known=None):
         return tokens_per_s
     known, kind = {} if known is None else known, (names, kind_of(l.tp, l.pp))
     if kind not in known:
-        known[kind] = math.exp(off_by(c, l, cluster)[0])
+        known[kind] = math.exp(off_by(c, l, cluster, experts=False)[0])
     return tokens_per_s * known[kind]
