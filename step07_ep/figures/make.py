@@ -305,8 +305,8 @@ def same_table():
 
 def wire_table():
     rows = ["| run | tokens of a rank | micro-batches | all-to-all, bytes of a rank: formula "
-            "| measured, mean | on the wire with the counts, mean | counts | weights and gradients on the wire "
-            "| in all |",
+            "| measured, mean | on the wire with the counts, mean | counts "
+            "| weights and gradients on the wire | in all |",
             "|---|---|---|---|---|---|---|---|---|"]
     for more, batch, micro_batch in WIRE:
         ranks, ep = watched(more, batch, micro_batch), degree(more, "ep")
