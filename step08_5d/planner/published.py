@@ -19,7 +19,7 @@ PREDICTED = ("pred_tok_s_gpu", "pred_low", "pred_high", "pred_tflops", "pred_mem
              "provenance", "assumed")
 HBM = {("h100", 96): 2.4e12}                              # the H100 of 96 GB has HBM2e
 COMPILED = dict(elementwise_bytes=0.4, launch=0.5)        # by judgement: a chain of passes becomes one or two
-TRAINER = 0.10                                            # what another trainer may be off by, as in trust.py
+TRAINER = 0.10                                            # what another trainer may be off by, by judgement
 
 
 def predict(row, time=speed.TIME):
