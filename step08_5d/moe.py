@@ -50,6 +50,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
 
+    def extra_repr(self):
+        return "experts={}, out_features={}, in_features={}".format(*self.weight.shape)
+
     def forward(self, x, counts):
         return grouped_product(x, self.weight, counts)
 

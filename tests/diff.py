@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from steps import NAMES, ROOT, STEPS, step_files
+from steps import CHANGES, NAMES, ROOT, STEPS, step_files
 
 COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 BOLD, PLAIN = "\033[1m", "\033[0m"
@@ -31,7 +31,7 @@ def changed_files(old, new):
     before, after = set(step_files(ROOT / old)), set(step_files(ROOT / new))
     diffs = {name: file_diff(old, new, name) for name in before | after}
     def place(name):
-        return name not in before, name != "train.py", name
+        return CHANGES[new].index(name) if name in CHANGES[new] else len(CHANGES[new]), name not in before, name
     return {name: diffs[name] for name in sorted(diffs, key=place) if diffs[name]}
 
 

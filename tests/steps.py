@@ -12,22 +12,23 @@ NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
          "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
 
-# The files that a step changes or adds, relative to the step before it. README.md, figures/ and planner/ are each step's own.
+# The files that a step changes or adds, relative to the step before it, in the order to read them. README.md, figures/ and planner/
+# are each step's own.
 CHANGES = {
-    "step01_single_gpu": set(),
-    "step02_dp": {"mesh.py", "agreement.py", "data_parallel.py", "ledger.py", "checkpoint.py", "config.py", "data.py", "metrics.py",
-                  "train.py"},
-    "step03_zero": {"zero.py", "placement.py", "data_parallel.py", "checkpoint.py", "config.py", "optimizer.py", "train.py"},
-    "step04_tp_sp": {"tensor_parallel.py", "parts.py", "placement.py", "zero.py", "recompute.py", "mesh.py", "checkpoint.py",
-                     "config.py", "train.py"},
-    "step05_cp": {"context_parallel.py", "tensor_parallel.py", "placement.py", "zero.py", "mesh.py", "data.py", "config.py",
-                  "train.py"},
-    "step06_pp": {"pipeline_parallel.py", "schedules.py", "zero.py", "recompute.py", "mesh.py", "checkpoint.py", "config.py",
-                  "train.py"},
-    "step07_ep": {"expert_parallel.py", "moe.py", "model.py", "pipeline_parallel.py", "zero.py", "checkpoint.py", "metrics.py",
-                  "config.py", "train.py"},
-    "step08_5d": {"resume.py", "dry_run.py", "bench.py", "slurm.sh", "folders.py", "zero.py", "data.py", "metrics.py", "config.py",
-                  "train.py"},
+    "step01_single_gpu": [],
+    "step02_dp": ["train.py", "checkpoint.py", "config.py", "data.py", "metrics.py",
+                  "mesh.py", "data_parallel.py", "ledger.py", "agreement.py"],
+    "step03_zero": ["train.py", "checkpoint.py", "config.py", "data_parallel.py", "optimizer.py", "zero.py", "placement.py"],
+    "step04_tp_sp": ["train.py", "checkpoint.py", "config.py", "mesh.py", "placement.py", "recompute.py", "zero.py",
+                     "tensor_parallel.py", "parts.py"],
+    "step05_cp": ["train.py", "config.py", "data.py", "mesh.py", "placement.py", "tensor_parallel.py", "zero.py",
+                  "context_parallel.py"],
+    "step06_pp": ["train.py", "checkpoint.py", "config.py", "mesh.py", "recompute.py", "zero.py",
+                  "schedules.py", "pipeline_parallel.py"],
+    "step07_ep": ["train.py", "checkpoint.py", "config.py", "metrics.py", "model.py", "pipeline_parallel.py", "zero.py",
+                  "moe.py", "expert_parallel.py"],
+    "step08_5d": ["train.py", "config.py", "data.py", "metrics.py", "zero.py",
+                  "resume.py", "folders.py", "dry_run.py", "slurm.sh", "bench.py"],
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}

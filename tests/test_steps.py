@@ -29,7 +29,7 @@ def undeclared(old, new, declared):
 def test_adjacent_steps_differ_only_where_declared():
     assert STEPS and STEPS == NAMES[:len(STEPS)]
     assert list(CHANGES) == STEPS
-    assert [problem for old, new in pairs() for problem in undeclared(old, new, CHANGES[new.name])] == []
+    assert [problem for old, new in pairs() for problem in undeclared(old, new, set(CHANGES[new.name]))] == []
 
 
 def test_an_undeclared_difference_is_seen(two_folders):
@@ -108,7 +108,7 @@ def moved(old, new):
 
 
 def test_no_line_is_merely_moved_reindented_or_recommented():
-    noise = [line for old, new in pairs() for name in sorted(CHANGES[new.name] & set(step_files(old)) & set(step_files(new)))
+    noise = [line for old, new in pairs() for name in sorted({*CHANGES[new.name]} & set(step_files(old)) & set(step_files(new)))
              for line in moved(old / name, new / name)]
     assert noise == []
 

@@ -125,7 +125,7 @@ def test_make_diff_of_every_step_is_what_diff_says():
         status, output = run([sys.executable, ROOT / "tests/diff.py", new.name[4:6]], ROOT, timeout=60)
         assert status == 0 and hunks(output.splitlines()) == hunks(real_diff(old, new))
         shown = re.findall(r"^\+\+\+ \S+?/(\S+)$", output, re.M)
-        assert shown[0] == "train.py" and set(shown) == CHANGES[new.name]
+        assert shown == CHANGES[new.name] and shown[0] == "train.py"
         assert shown == re.findall(r"^  (\S+) ", output.split("\n\n")[0], re.M)
         added, removed = (sum(map(int, re.findall(rf"^  .* \{sign}(\d+)\b", output.split("\n\n")[0], re.M))) for sign in "+-")
         assert f"+{added} -{removed}" == diff_size(old, new)[1]

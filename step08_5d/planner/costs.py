@@ -40,7 +40,9 @@ class Layout(NamedTuple):
 
     @property
     def stages_per_rank(self):
-        return self.virtual if self.schedule == "interleaved" else 2 if self.schedule == "dualpipe" else 1
+        if self.schedule == "interleaved":
+            return self.virtual
+        return 2 if self.schedule == "dualpipe" else 1
 
 
 class Stage(NamedTuple):
@@ -202,9 +204,10 @@ def persistent(c, l, stage, number=BF16):
     plain = sum(size * count for size, _, count in held)
     cut = sum(-(-size // ranks) * count for size, ranks, count in held)          # a slice of each, rounded up
     padded = sum(-(-size // ranks) * ranks * count for size, ranks, count in held)
+    whole = padded if l.zero else plain
     return dict(
-        weights=number * (cut if l.zero == 3 else padded if l.zero else plain),
-        gradients=FLOAT32 * (cut if l.zero >= 2 else padded if l.zero else plain),
+        weights=number * (cut if l.zero == 3 else whole),
+        gradients=FLOAT32 * (cut if l.zero >= 2 else whole),
         optimizer=master * (cut if l.zero else plain))
 
 

@@ -28,8 +28,8 @@ def row_of(l):
 
 
 def cells(values):
-    return "".join(f"{value:>{15 if name == 'schedule' else 11 if name == 'recompute' else 6}}"
-                   for name, value in zip(COLUMNS, values))
+    widths = dict(schedule=15, recompute=11)
+    return "".join(f"{value:>{widths.get(name, 6)}}" for name, value in zip(COLUMNS, values))
 
 
 def table(c, candidates, cluster):

@@ -93,7 +93,7 @@ def notes(raw, kind, sizes, tied, bias, where):
         shared = sizes["vocab_size"] * sizes["hidden_size"] / 1e9
         yield f"tied embeddings are trained untied here: {shared:.2f}B parameters more than in the checkpoint"
     if kind not in ("llama", "mixtral") or bias:
-        extra = " with biases of q, k and v" if bias else " with norms of q and k" if kind == "qwen3" else ""
+        extra = " with biases of q, k and v" * bool(bias) or " with norms of q and k" * (kind == "qwen3")
         yield f"planned as a Llama{extra}; this trainer itself takes model_type llama and mixtral only"
     window = raw.get("sliding_window")
     if window is not None and raw.get("use_sliding_window", kind != "qwen2" and kind != "qwen3"):
