@@ -22,8 +22,8 @@ def load_tokens(args, vocab_size):
         tokens = open_token_file(tokenized(args))
     sequences = (len(tokens) - 1) // args.seq_len
     if sequences < 1:
-        refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; "
-               f"one sequence takes seq_len + 1 = {args.seq_len + 1}")
+        refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = "
+               f"{args.seq_len + 1}, so --seq_len could be at most {len(tokens) - 1}")
     args.vocab_size, first = vocab_size, tokens[:args.global_batch_size * args.seq_len + 1]
     wrong = first.min() if first.min() < 0 else first.max()
     if not 0 <= wrong < vocab_size:

@@ -528,7 +528,7 @@ def bad_inputs(folder):
         "--dataset nowhere.npy": "no such file",
         "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: not to be had",
         f"--dataset {folder}/text.txt": "a text needs --tokenizer",
-        f"--dataset {folder}/short.npy": "100 tokens; one sequence takes seq_len + 1 = 129",
+        f"--dataset {folder}/short.npy": "100 tokens; one sequence takes seq_len + 1 = 129, so --seq_len could be at most 99",
         f"--dataset {folder}/square.npy": "2-D array",
         f"--dataset {folder}/floats.npy": "float64",
         f"--dataset {folder}/no.npy": "not a file of tokens",
