@@ -109,6 +109,7 @@ def block_tensors(c, l):
     return [(h, of_all), *attention, (h, of_all), *mlp]
 
 
+@lru_cache(maxsize=4096)
 def dense_layer(c, l):
     """Parameters of a layer on a rank, without its experts."""
     return sum(size for size, _ in block_tensors(c, l))
