@@ -1,7 +1,7 @@
 """The mixture of experts of Mixtral: in place of a block's MLP many, of which each token meets a few.
 
-A router, a small linear, scores all experts for a token. The top_k best are its own; softmax of their scores
-says with what share each counts: y = sum over them of share x expert(x). An expert is a SwiGLU as the MLP is.
+A router, a small linear, makes a logit of each expert for a token. The top_k largest are its own; their
+softmax says with what share each counts: y = sum of share x expert(x). An expert is a SwiGLU as the MLP is.
 """
 import dataclasses
 

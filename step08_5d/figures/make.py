@@ -448,13 +448,13 @@ def choose_picture():
         axes.text(0.25, top - 0.25, title, fontsize=11, weight="bold", ha="left", va="top")
 
     band(21.2, 11.8, BANDS[0], "1   Fit: does a training step fit in memory?")
-    box(9, 19.4, 7, 0.9, "How many parameters?", QUESTION)
-    sizes = [(3.1, "below 10B", -1.3, "one cut is enough:\ntp inside the node,\nor ZeRO-3"),
-             (9, "10B to 100B", 1.35, "tp 8 with pp or ZeRO-3;\nor ZeRO-3 alone"),
-             (14.9, "above 100B", 1.3, "tp, pp and ZeRO-1\ntogether")]
-    for x, size, aside, text in sizes:
+    box(9, 19.4, 8, 0.9, "Does one sequence fit, with dp and ZeRO-1?", QUESTION)
+    answers = [(3.1, "yes", -1.0, "dp and ZeRO-1,\nnothing else"),
+               (9, "no", 0.6, "the smallest tp that fits,\ninside the node"),
+               (14.9, "not even with\nthe largest tp", 1.75, "and pp, the fewest\nstages that fit")]
+    for x, answer, aside, text in answers:
         near = 9 + 0.45 * (x - 9)
-        arrow((near, 18.95), (x, 17.75), size, aside, 0.08)
+        arrow((near, 18.95), (x, 17.75), answer, aside, 0.08)
         box(x, 16.85, 5.3, 1.8, text)
         arrow((x, 15.95), (near, 15.05))
     box(9, 14.6, 7, 0.9, "What else does not fit?", QUESTION)
@@ -473,16 +473,16 @@ def choose_picture():
     box(13.4, 8.05, 6.6, 1.4, "less dp: its ranks go to\ntp, cp or pp")
 
     band(7.05, -0.45, BANDS[2], "3   Speed: is what is sent hidden?")
-    box(4.2, 5.35, 6.6, 1.4, "Is the model wide, and tp\nstill below the node's size?", QUESTION)
-    arrow((7.5, 5.35), (11.1, 5.35), "yes", dy=0.28)
-    box(13.9, 5.35, 5.6, 1.4, "try a larger tp,\nnever beyond the node")
-    arrow((4.2, 4.65), (4.2, 3.8), "then", dx=0.7)
-    box(4.2, 3.1, 6.6, 1.4, "Does dp's traffic hide behind\na micro-batch's backward?", QUESTION)
-    arrow((7.5, 3.3), (11.1, 3.6), "yes", dy=0.3)
-    box(13.9, 3.7, 5.6, 0.9, "more dp, with ZeRO")
-    arrow((7.5, 2.9), (11.1, 2.5), "no", dy=-0.32)
-    box(13.9, 2.4, 5.6, 0.9, "pp in place of some dp")
-    arrow((4.2, 2.4), (4.2, 1.25), "then", dx=0.7)
+    box(4.2, 4.95, 6.6, 1.4, "Does dp's sum hide behind\na micro-batch's backward?", QUESTION)
+    arrow((7.5, 5.15), (11.1, 5.45), "yes", dy=0.3)
+    box(13.9, 5.55, 5.6, 0.9, "leave it, or more dp")
+    arrow((7.5, 4.75), (11.1, 4.35), "no", dy=-0.34)
+    box(13.9, 4.1, 5.6, 1.1, "some of its ranks to tp\n(in the node) or to pp")
+    arrow((4.2, 4.25), (4.2, 3.2), "then", dx=0.7)
+    box(4.2, 2.5, 6.6, 1.4, "Is there pp, and\nhas it a bubble?", QUESTION)
+    arrow((7.5, 2.5), (11.1, 2.5), "yes", dy=0.28)
+    box(13.9, 2.5, 5.6, 1.2, "more micro-batches,\nor another schedule")
+    arrow((4.2, 1.8), (4.2, 1.25), "then", dx=0.7)
     box(9, 0.55, 16.2, 1.4, "At last the micro-batch: the largest that fits.\n"
                             "Then measure, and change one thing at a time.")
     axes.set(xlim=(0, 18), ylim=(-0.45, 21.2))
