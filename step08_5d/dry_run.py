@@ -225,5 +225,5 @@ def report(seen, pipeline, mesh, args):
 def print_bubble(pipeline, args, micro_batches):
     events = schedules.simulate(schedules.make(args.schedule, args.pp, micro_batches, args.stages_per_rank))
     idle, whole = schedules.bubble(events)[pipeline.group.rank()], max(event.end for event in events)
-    print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of the "
-          f"step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")
+    print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
+          f"the step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")

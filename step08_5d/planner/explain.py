@@ -29,7 +29,7 @@ def row_of(l):
 
 def cells(values):
     widths = dict(schedule=15, recompute=11)
-    return "".join(f"{value:>{widths.get(name, 6)}}" for name, value in zip(COLUMNS, values))
+    return "".join(f" {value:>{widths.get(name, 6) - 1}}" for name, value in zip(COLUMNS, values))
 
 
 def table(c, candidates, cluster):
@@ -37,7 +37,7 @@ def table(c, candidates, cluster):
     for one in candidates:
         low, high = trust.interval(c, one.layout, cluster, one.tokens_per_s)
         between = f"{low:,.0f} to {high:,.0f}"
-        numbers = f"{one.held:>7.1f}{one.step:>9.2f}{one.tokens_per_s:>14,.0f}{between:>17}"
+        numbers = f"{one.held:>7.1f} {one.step:>8.2f} {one.tokens_per_s:>13,.0f} {between:>16}"
         yield cells(row_of(one.layout)) + numbers + f"  {trust.provenance(c, one.layout, cluster)}"
 
 
@@ -56,7 +56,8 @@ def mfus(c, one, cluster):
              for causal in (False, True) for embedding in (True, False)}
     names = {False: "all of attention", True: "causal half"}
     ends = {True: "embedding counted", False: "embedding not counted"}
-    return {f"{names[causal]}, {ends[embedding]}": one.tokens_per_s * flop / cluster.gpu.flops
+    peak = cluster.gpu.flops / cluster.gpu.clock
+    return {f"{names[causal]}, {ends[embedding]}": one.tokens_per_s * flop / peak
             for (causal, embedding), flop in flops.items()}
 
 
@@ -72,7 +73,7 @@ def details(c, one, cluster):
     yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
     low, high = trust.interval(c, l, cluster, one.tokens_per_s)
     new = ", ".join(trust.unmeasured(c, l))
-    unseen = {"measured": "runs like it were measured",
+    unseen = {"measured": "runs of another trainer like it were measured",
               "extrapolated": "as runs that were measured, of another size",
               "physics only": f"no run was measured with {new}"}[trust.provenance(c, l, cluster)]
     yield f"{one.tokens_per_s:,.0f} tokens/s/GPU, for four runs of five {low:,.0f} to {high:,.0f}: {unseen}"
@@ -83,11 +84,11 @@ def details(c, one, cluster):
 
 
 # ---------------------------------------------------------------------- why
-def why_the_first(c, best, cluster):
+def why_the_first(c, best, search, cluster):
     """Why the second row is not the first; and, where another should be faster than both, why that is not."""
     if len(best) > 1:
         yield why_not("The second", c, best[0], best[1], cluster)
-    fastest = max(best, key=lambda one: one.tokens_per_s)
+    fastest = search.fastest()
     if fastest not in best[:2]:
         yield why_not("The fastest by estimate", c, best[0], fastest, cluster)
 
@@ -96,8 +97,11 @@ def why_not(what, c, best, second, cluster):
     """In one sentence, made from numbers."""
     more = {name: second.seconds.get(name, 0) - best.seconds.get(name, 0) for name in KINDS}
     named = sorted(more.items(), key=lambda item: -abs(item[1]))[:3]
-    said = ", ".join(f"{name} {'+' if s > 0 else '-'}{abs(s):.2f} s" for name, s in named if abs(s) >= 0.005)
+    named.append(("all else", sum(more.values()) - sum(s for _, s in named)))
+    said = ", ".join(f"{name} {s:+.2f} s" for name, s in named if abs(s) >= 0.005)
     gain = second.tokens_per_s / best.tokens_per_s - 1
+    if abs(gain) < 0.0005:
+        return f"{what}, {name_of(second.layout)}, is as fast; the first is simpler, or was measured."
     if gain <= 0:
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
     low, _ = trust.off_by(c, second.layout, cluster, experts=False)
@@ -111,12 +115,13 @@ def notches(c, l):
     """(knob, what is changed, layout) one notch either way. What tp, cp and pp take they take from dp; dp
     alone changes the number of GPUs."""
     def batch_kept(l):
-        sequences = one_batch // l.dp
-        return l._replace(accumulation=max(1, sequences // l.micro_batch))
+        m = one_batch / l.dp / l.micro_batch
+        return l._replace(accumulation=int(m)) if m == int(m) else None
     one_batch = l.dp * l.micro_batch * l.accumulation
-    for more in (True, False):
-        dp = 2 * l.dp if more else l.dp // 2
-        yield "dp", f"{dp}, with {dp * l.gpus // l.dp:,} GPUs", batch_kept(l._replace(dp=dp)) if dp else None
+    for dp in (2 * l.dp, l.dp / 2):
+        if dp == int(dp):
+            gpus = int(dp * l.gpus / l.dp)
+            yield "dp", f"{int(dp)}, with {gpus:,} GPUs", batch_kept(l._replace(dp=int(dp)))
     for knob in ("tp", "cp", "pp", "ep"):
         for more in (True, False):
             now = getattr(l, knob)
@@ -130,15 +135,15 @@ def notches(c, l):
         if 0 <= zero <= 3:
             yield "zero", str(zero), l._replace(zero=zero)
     if l.pp > 1:
-        for schedule, virtual in (("1f1b", 2), ("interleaved", 2), ("interleaved", 4), ("zerobubble", 2),
-                                  ("dualpipe", 2)):
+        v = l.stages_per_rank if l.schedule == "interleaved" else 2
+        for schedule, virtual in (("1f1b", 2), ("afab", 2), ("interleaved", max(2, v // 2)),
+                                  ("interleaved", 2 * v), ("zerobubble", 2), ("dualpipe", 2)):
             other = l._replace(schedule=schedule, virtual=virtual)
             if (schedule, other.stages_per_rank) != (l.schedule, l.stages_per_rank):
                 yield "schedule", schedule_of(other), other
     for size in (2 * l.micro_batch, l.micro_batch // 2):
         if size:
-            m = one_batch // l.dp / size
-            yield "mbs", str(size), l._replace(micro_batch=size, accumulation=int(m)) if m == int(m) else None
+            yield "mbs", str(size), batch_kept(l._replace(micro_batch=size))
     for mode in RECOMPUTE:
         if mode != l.recompute:
             yield "recompute", mode, l._replace(recompute=mode)
@@ -148,7 +153,7 @@ def turned(c, best, cluster, constants):
     """What one notch of each knob does: dicts of knob, to, layout, held, step, tokens_per_s, or why not."""
     for knob, to, l in notches(c, best.layout):
         said = dict(knob=knob, to=to, layout=l)
-        why = impossible(c, l) if l else "not so many ranks, or not whole micro-batches"
+        why = impossible(c, l) if l else "not so many ranks, or not whole micro-batches of the same batch"
         if why:
             yield dict(said, why=why)
             continue
@@ -231,9 +236,12 @@ def disagreements(c, best, search, cluster):
 def heading(question, batch):
     c, cluster, seq_len = question.c, question.cluster, question.seq_len
     fewest = fewest_gpus(c, cluster, seq_len, question.constants["slack"])
+    needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two"
+    if fewest == math.inf:
+        needed = "no number of GPUs holds it"
     billions = costs.model_parameters(c) / 1e9
     yield (f"{question.model}, {billions:.2f}B parameters, on {cluster.gpus:,} x {question.gpu}; "
-           f"the fewest GPUs that hold it: {fewest:,}")
+           f"{needed}")
     yield from c.notes
     yield (f"all layouts have the same batch: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} "
            f"tokens, for {question.sequences * seq_len:,.0f} wanted")
@@ -254,7 +262,7 @@ def the_best_in_detail(question, best, search, batch):
     lines = list(one_in_detail(question, best[0]))
     where = lines.index("", 1)                            # before the step
     yield from lines[:where]
-    yield from why_the_first(c, best, cluster)
+    yield from why_the_first(c, best, search, cluster)
     yield from (f"The playbook, {line}" for line in disagreements(c, best[0], search, cluster))
     yield from lines[where:]
 

@@ -18,11 +18,12 @@ from trainer import refuse
 
 # Beside those of speed.py. [P] physics, [F] fudge, as there
 OWN_TIME = dict(
-    stall_hop=0.000274,              # [F] s, a step of a tp ring when pp crosses nodes
-    stall_node=5.44e-05,              # [F] s, the same, per rank of tp and node that its ring leaves for
+    stall_hop=0.000275,              # [F] s, a step of a tp ring when pp crosses nodes
+    stall_node=5.48e-5,               # [F] s, the same, per rank of tp and node that its ring leaves for
     stage=0.00576,                   # [F] s per micro-batch when pp crosses nodes
-    gather_efficiency=0.257,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
-    unhidden_efficiency=0.0602)     # [F] of the network: what it sums after the step without ZeRO and with pp
+    gather_efficiency=0.254,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
+    unhidden_efficiency=0.0599,     # [F] of the network: what it sums after the step without ZeRO and with pp
+    jitter=0.0223)                   # [F] a stall takes so much longer with each doubling of the nodes
 TIME = {**speed.TIME, **OWN_TIME}
 MEMORY = dict(
     parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4
@@ -105,20 +106,20 @@ def step_seconds(c, l, cluster, stages, k):
     if l.pp > 1 and cluster.nodes > 1:
         nodes = max(0, l.tp / cluster.gpus_per_node - 1)
         stall = 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * nodes)
-        launch += stall * speed.jitter(cluster, k)
+        launch += stall * (1 + k["jitter"] * math.log2(cluster.nodes))
         wait = k["stage"]
     host = [stage.layers * launch + wait for stage in stages]
     times = speed.Times(c, l, cluster, k, gathers_again=False)
-    seconds, last = speed.pipeline_seconds(c, l, stages, k, times, host)
-    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, last)
+    seconds, *windows = speed.pipeline_seconds(c, l, stages, k, times, host)
+    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
 
-def data_parallel_seconds(c, l, cluster, stage, k, last):
+def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     """As speed.py's with ZeRO 0 or 1, the only ones it has; what it would do with 2 and 3 is taken from
     there. But its ZeRO gathers weights tensor by tensor with nothing to hide behind, and without ZeRO and
     with pp across nodes it sums gradients when all else is done."""
     if l.zero > 1:
-        return speed.data_parallel_seconds(c, l, cluster, stage, k, last)
+        return speed.data_parallel_seconds(c, l, cluster, stage, k, each, last)
     held = parameters(c, l, stage)
     updated = held / (l.dp if l.zero else 1)
     seconds = dict(dp=0.0, optimizer=updated * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])

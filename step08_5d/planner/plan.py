@@ -246,7 +246,7 @@ class Search:
         found, known = list(timed(c, cluster, seq_len, batch, constants)), {}
         for one in found:
             one.held_back = trust.held_back(c, one.layout, cluster, one.tokens_per_s, known)
-        self.ordered = sorted(found, key=lambda one: (-round(one.held_back, 1), simplicity(one.layout)))
+        self.ordered = sorted(found, key=lambda one: (-float(f"{one.held_back:.4g}"), simplicity(one.layout)))
 
     def fits(self, one):
         l = one.layout
@@ -263,6 +263,11 @@ class Search:
     def first(self, wanted):
         """The best of those that fit and are wanted, or None."""
         return next((one for one in self.ordered if wanted(one.layout) and self.fits(one)), None)
+
+    def fastest(self):
+        """By estimate alone, of those that fit; or None."""
+        by_speed = sorted(self.ordered, key=lambda one: -one.tokens_per_s)
+        return next((one for one in by_speed if self.fits(one)), None)
 
     def best(self, count=10):
         """One of each mesh. Short sequences make cp and dp the same: one of them is shown."""

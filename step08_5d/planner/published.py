@@ -61,8 +61,8 @@ def run_of(row, assumed):
     c, gpu = PRESETS[row["model"]], GPUS[row["gpu"].lower()]
     memory = int(row.get("gpu_memory_gib") or gpu.memory)
     gpu = gpu._replace(memory=memory, hbm=HBM.get((row["gpu"].lower(), memory), gpu.hbm))
-    watts = number("power_w", speed.POWER)
-    if watts != speed.POWER:
+    watts = number("power_w", gpu.watts)
+    if watts != gpu.watts:
         assumed.append(f"{watts} W: clocks as the cube root of the power")
         gpu = speed.at_power(gpu, watts)
     dp, tp, cp, pp = (int(row[name] or 1) for name in ("dp", "tp", "cp", "pp"))

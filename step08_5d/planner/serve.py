@@ -68,7 +68,7 @@ def recommendation(question, constants):
     batch = plan.batch_near(question.sequences, cluster.gpus)
     search = plan.Search(c, cluster, question.seq_len, batch, question.constants)
     best = search.best()
-    words = list(explain.why_the_first(c, best, cluster)) if best else []
+    words = list(explain.why_the_first(c, best, search, cluster)) if best else []
     if best:
         words += [f"The playbook, {line}" for line in explain.disagreements(c, best[0], search, cluster)]
     return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),

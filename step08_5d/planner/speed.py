@@ -16,17 +16,19 @@ class Gpu(NamedTuple):
     hbm: float                       # bytes per second of its memory
     memory: float                    # GiB
     nvlink: float                    # bytes per second to other GPUs of the node, one direction
+    watts: float = 700
+    clock: float = 1.0               # of the datasheet's, if it may not take all its power
 
 
-GPUS = {"a100": Gpu(312e12, 2.0e12, 80, 300e9), "h100": Gpu(989.5e12, 3.35e12, 80, 450e9),
-        "h200": Gpu(989.5e12, 4.8e12, 141, 450e9), "b200": Gpu(2250e12, 8.0e12, 180, 900e9)}
-POWER = 700                                               # W, of an H100 as in the datasheet
+GPUS = {"a100": Gpu(312e12, 2.0e12, 80, 300e9, 400), "h100": Gpu(989.5e12, 3.35e12, 80, 450e9),
+        "h200": Gpu(989.5e12, 4.8e12, 141, 450e9), "b200": Gpu(2250e12, 8.0e12, 180, 900e9, 1000)}
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU: 400 and 100 Gbit/s
 
 
 def at_power(gpu, watts):
     """A GPU that may not take all its power: what it takes grows with the clock's third power."""
-    return gpu._replace(flops=gpu.flops * (watts / POWER) ** (1 / 3))
+    clock = (watts / gpu.watts) ** (1 / 3)
+    return gpu._replace(flops=gpu.flops * clock, clock=clock)
 
 
 class Cluster(NamedTuple):
@@ -48,21 +50,20 @@ USABLE = 70.5                     # [F] GiB of an 80 GB GPU: memory is in pieces
 TIME = dict(
     gemm_efficiency=0.558,        # [P] of the peak, what a large matrix product reaches
     head_efficiency=0.757,        # [P] of the peak, the head's product, which is larger still
-    wave_tail=0.409,              # [P] waves of tiles lost per product: the last wave does not fill the GPU
-    elementwise_bytes=342.0,      # [F] per token and hidden, of norms, rotary, SwiGLU, residuals
-    loss_bytes=78.7,              # [P] per token and word of the vocabulary, by softmax in float32
+    wave_tail=0.418,              # [P] waves of tiles lost per product: the last wave does not fill the GPU
+    elementwise_bytes=337.0,      # [F] per token and hidden, of norms, rotary, SwiGLU, residuals
+    loss_bytes=78.6,              # [P] per token and word of the vocabulary, by softmax in float32
     launch=0.00444,               # [P] s per layer with tp: Python and launches, all directions; half without
-    nvlink_efficiency=0.938,      # [P] of the datasheet
-    pair_efficiency=0.607,        # [P] the same of two GPUs: NCCL has the switch help larger groups only
-    network_efficiency=0.837,     # [P] of the datasheet, between two nodes
-    congestion=0.175,             # [F] a ring takes so much longer with each doubling of its nodes beyond two
-    hop=5.29e-5,                  # [P] s, the latency of a step of a tp ring that leaves the node
-    fill_launch=0.361,            # [F] share of launch that is left while a pipeline fills and empties
-    overlap=0.440,                # [P] of the last micro-batch: sums of gradients hide behind it
-    gather_hop=6.30e-6,           # [P] s per rank and gather or reduction of ZeRO: its latency
-    optimizer_bytes=92.1,         # [F] per parameter that a rank updates, read and written; 40 would do
-    jitter=0.0237,                # [F] a hop takes so much longer with each doubling of the nodes
-    step=0.0623)                  # [F] s per step, whatever it is
+    nvlink_efficiency=0.943,      # [P] of the datasheet
+    pair_efficiency=0.609,        # [P] the same of two GPUs: NCCL has the switch help larger groups only
+    network_efficiency=0.811,     # [P] of the datasheet, between two nodes
+    congestion=0.17,              # [F] a ring takes so much longer with each doubling of its nodes beyond two
+    hop=5.73e-5,                  # [P] s, the latency of a step of a tp ring that leaves the node
+    fill_launch=0.365,            # [F] share of launch that is left while a pipeline fills and empties
+    overlap=0.451,                # [P] of the last micro-batch: sums of gradients hide behind it
+    gather_hop=6.27e-6,           # [P] s per rank and gather or reduction of ZeRO: its latency
+    optimizer_bytes=91.6,         # [F] per parameter that a rank updates, read and written; 40 would do
+    step=0.063)                   # [F] s per step, whatever it is
 ATTENTION_EFFICIENCY = 0.45       # of the peak: flash attention, forward and backward
 ACCUMULATE_BYTES = 10             # per parameter and micro-batch: a bfloat16 gradient added to a float32 sum
 TILE = 132 * 128 * 256            # numbers that all multiprocessors of an H100 make at a time
@@ -104,18 +105,19 @@ class Times:
 
 
 def of_micro_batches(c, l, cluster, stages, k, times):
-    """All that happens before gradients are summed over dp; and how long that sum can hide."""
+    """All that happens before gradients are summed over dp; and how long that sum can hide: after every
+    micro-batch, and after the last."""
     launch = launch_seconds(l, k)
-    seconds, last = pipeline_seconds(c, l, stages, k, times, [stage.layers * launch for stage in stages])
+    seconds, *windows = pipeline_seconds(c, l, stages, k, times, [stage.layers * launch for stage in stages])
     if l.pp > 1:                                          # 1F1B waits for a message there and back
         messages = 2 * l.accumulation * l.stages_per_rank
         to_next, _ = link(cluster, k, 2, l.dp * l.cp * l.tp)
         seconds["pp"] = messages * BF16 * l.tokens * c.hidden_size / l.tp / to_next
-    return seconds, last
+    return seconds, windows
 
 
-def with_data_parallel(c, l, cluster, stages, k, seconds, last):
-    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, last)
+def with_data_parallel(c, l, cluster, stages, k, seconds, windows):
+    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
 
 def launch_seconds(l, k):
@@ -124,8 +126,9 @@ def launch_seconds(l, k):
 
 
 def pipeline_seconds(c, l, stages, k, times, host):
-    """All micro-batches on the average rank, the wait for the slowest and the bubble; and how long the first
-    rank works while its gradients become ready. host: what Python takes of each rank's micro-batch."""
+    """All micro-batches on the average rank, the wait for the slowest and the bubble; how long the first rank
+    works on a micro-batch; and for how long its gradients become ready at the end. host: what Python takes
+    of each rank's micro-batch."""
     m = l.accumulation
     gpu = [stage.layers * times.of_layer + stage.head * times.of_head for stage in stages]
     busy = [soft_max(works, python) for works, python in zip(gpu, host)]           # at the same time
@@ -136,13 +139,13 @@ def pipeline_seconds(c, l, stages, k, times, host):
     seconds["launch"] = m * (mean - sum(gpu) / l.pp)
     seconds["imbalance"] = m * (max(busy) - mean)
     if l.pp == 1:
-        return seconds, busy[0]
+        return seconds, busy[0], busy[0]
     filling = [soft_max(works, python * k["fill_launch"]) for works, python in zip(gpu, host)]
     seconds["bubble"] = idle_share(l, times.F, times.I, times.W) * (sum(filling) - max(filling))
-    last, v = filling[0], l.stages_per_rank
+    each, v = filling[0], l.stages_per_rank
     if l.schedule == "interleaved":                       # a rank's later stages are done before it is
-        last *= (1 + min(m, l.pp) * (v - 1)) / v
-    return seconds, last
+        return seconds, each, each * (1 + min(m, l.pp) * (v - 1)) / v
+    return seconds, each, each
 
 
 def idle_share(l, F, I, W):
@@ -232,7 +235,7 @@ def tp_times(c, l, cluster, k, gathers_again):
     speed, nodes = link(cluster, k, l.tp, 1)
     half = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp / speed
     if nodes > 1:
-        half += (l.tp - 1) * k["hop"] * jitter(cluster, k)
+        half += (l.tp - 1) * k["hop"]
     again = 3 * (l.recompute != "none")
     once_more = gathers_again * (1 if c.num_local_experts else 2)
     return 4 * half, (4 + again) * half, once_more * half
@@ -259,9 +262,9 @@ def ep_times(c, l, cluster, k):
 
 
 # ---------------------------------------------------------------------- once a step
-def data_parallel_seconds(c, l, cluster, stage, k, last):
-    """Gradients are reduced behind the last micro-batch's backward; what ZeRO gathers; the update. Experts
-    are reduced among those ranks that have the same."""
+def data_parallel_seconds(c, l, cluster, stage, k, each, last):
+    """Gradients are reduced behind backward: of `each` micro-batch, or of the `last`; what ZeRO gathers; the
+    update. Experts are reduced among those ranks that have the same."""
     ranks = l.dp * l.cp
     experts = stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
     others = parameters(c, l, stage) - experts
@@ -273,25 +276,26 @@ def data_parallel_seconds(c, l, cluster, stage, k, last):
     byte = sum(ring_seconds(cluster, k, held, copies, stride) for held, copies, stride in parts)
     reduce = FLOAT32 * byte * (1 if l.zero else 2)
     latency = k["gather_hop"] * ranks * (stage.layers + 2)                       # of a ring through all units
-    if l.zero < 2:
-        seconds["dp"] += exposed(reduce + latency, k["overlap"] * last)
+    if l.zero < 2:                                        # an all-reduce is two halves, each with its latency
+        seconds["dp"] += exposed(reduce + latency * (1 if l.zero else 2), k["overlap"] * last)
     if l.zero == 2:                                       # after every micro-batch
-        seconds["dp"] += l.accumulation * exposed(reduce + latency, k["overlap"] * last)
+        seconds["dp"] += l.accumulation * exposed(reduce + latency, k["overlap"] * each)
     if l.zero in (1, 2):                               # the new weights, unit by unit behind the next forward
         seconds["dp"] += exposed(BF16 * byte + latency, k["overlap"] * last / 2)
     if l.zero == 3:                # gathered behind forward; again, and reduced, behind backward
         gather, reduce = BF16 * byte + latency, reduce + latency
         again = gather if l.pp == 1 else 0.0              # in a pipeline weights stay from first to last
         seconds["dp"] += (1 if l.pp > 1 else l.accumulation) * exposed(gather, k["overlap"] * last / 2)
-        seconds["dp"] += l.accumulation * exposed(again + reduce, k["overlap"] * last)
+        seconds["dp"] += l.accumulation * exposed(again + reduce, k["overlap"] * each)
     return seconds
 
 
 # ---------------------------------------------------------------------- the network, and what hides what
 def link(cluster, k, ranks, stride):
     """Bytes per second of a ring over ranks that are so far apart, and how many nodes it spans. Each GPU has
-    a network card; a ring has those of all its GPUs in a node."""
-    neighbours = max(1, cluster.gpus_per_node // stride)
+    a network card; a ring has those of its GPUs in the node where it has fewest."""
+    node = min(cluster.gpus_per_node, cluster.gpus)
+    neighbours = max(1, math.gcd(ranks * stride, node) // stride)
     inside = cluster.gpu.nvlink * k["pair_efficiency" if ranks == 2 else "nvlink_efficiency"]
     if ranks <= neighbours:
         return inside, 1
@@ -304,11 +308,6 @@ def ring_seconds(cluster, k, held, ranks, stride):
     speed, nodes = link(cluster, k, ranks, stride)
     slower = 1 + k["congestion"] * max(0, math.log2(nodes / 2))
     return held * (ranks - 1) / ranks / speed * slower
-
-
-def jitter(cluster, k):
-    """Of what waits for several nodes at each step of a ring: the more nodes, the slower the slowest."""
-    return 1 + k["jitter"] * math.log2(cluster.nodes)
 
 
 def soft_max(a, b, sharpness=5):

@@ -1,7 +1,7 @@
 """How far an answer can be trusted: whether runs like it were measured, and how far off it may be.
 
 measured      it does what the runs of tests/data do: H100, dense, sequences of 4,096, dp, tp and pp with
-              ZeRO-0 or 1 and 1F1B, on up to 32 nodes, models of 1B to 8B
+              ZeRO-0 or 1 and 1F1B, on up to 32 nodes of 8, models of 1B to 8B, batches of 16 to 4,096
 extrapolated  the same, of another size: other models, more nodes, other sequences, other GPUs
 physics only  it has something that no run had
 
@@ -17,7 +17,7 @@ from speed import GPUS, NETWORKS
 MEASURED = {"tp to 8": (-0.08, 0.08), "tp to 8, pp": (-0.14, 0.12), "tp 16 and more": (-0.18, 0.12)}
 
 # By judgement, as logarithms. What one doubling beyond the runs may add
-PER_DOUBLING = dict(parameters=0.02, nodes=0.03, sequence=0.03)
+PER_DOUBLING = dict(parameters=0.02, nodes=0.03, sequence=0.03, batch=0.03)
 OTHER_GPU = 0.10                                          # another ratio of its peak to its memory and links
 OTHER_NETWORK = 0.05
 # What each thing that no run had may be off by, seen as a gain or a loss of the whole step
@@ -25,7 +25,7 @@ UNMEASURED = dict(
     interleaved=0.10, zerobubble=0.15, dualpipe=0.20, afab=0.05, selective=0.10, full=0.10, zero2=0.10,
     zero3=0.15, cp=0.20, ep=0.30)
 EXPERTS = 0.20                                            # of a model: the same for all of its layouts
-RUNS = dict(parameters=(1e9, 9e9), nodes=(1, 32), sequence=(4096, 4096))        # the smallest, the largest
+RUNS = dict(parameters=(1e9, 9e9), nodes=(1, 32), sequence=(4096, 4096), batch=(16, 4096))      # from, to
 
 
 def unmeasured(c, l):
@@ -40,13 +40,14 @@ def of_layout(l):
 
 def beyond(c, l, cluster):
     """{what: logarithm that it may be off by} of sizes that no run had."""
-    sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes, sequence=l.seq_len)
+    batch = l.dp * l.micro_batch * l.accumulation
+    sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes, sequence=l.seq_len, batch=batch)
     doublings = {name: max(math.log2(size / RUNS[name][1]), math.log2(RUNS[name][0] / size))
                  for name, size in sizes.items()}
     found = {name: PER_DOUBLING[name] * count for name, count in doublings.items() if count > 0}
     if cluster.gpu != GPUS["h100"]:
         found["GPU"] = OTHER_GPU
-    if cluster.nodes > 1 and cluster.network != NETWORKS["infiniband"]:
+    if cluster.nodes > 1 and (cluster.network, cluster.gpus_per_node) != (NETWORKS["infiniband"], 8):
         found["network"] = OTHER_NETWORK
     return found
 
