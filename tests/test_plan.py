@@ -800,3 +800,38 @@ def test_rows_that_are_refused(tmp_path, change, message):
     said = done.stderr
     assert done.returncode == 2 and said.count("\n") == 1 and "line 2" in said and message in said
     assert not (tmp_path / "out.csv").exists()
+
+
+# ------------------------------------------------------------------------------------------- what is refused in one line
+@pytest.mark.parametrize("change, message", [
+    (dict(dp="0"), "dp '0' must be"), (dict(micro_batch="0"), "micro_batch '0'"), (dict(micro_batch="-2"), "micro_batch '-2'"),
+    (dict(seq_len="0"), "seq_len '0'"), (dict(seq_len="-5"), "seq_len '-5'"), (dict(power_w="0"), "power_w '0'"),
+    (dict(power_w="-500"), "power_w '-500'"), (dict(gpu_memory_gib="-1"), "gpu_memory_gib '-1'"),
+    (dict(sequences_per_step="-16"), "sequences_per_step '-16'"), (dict(seq_len=""), "seq_len ''"), (dict(gpus="1" * 30), "gpus '111"),
+    (dict(schedule="gpipe", dp="4", pp="2"), "schedule 'gpipe' is not known"), (dict(recompute="some"), "recompute 'some'"),
+    (dict(fsdp_stage="9"), "fsdp_stage '9'"), (dict(fsdp_stage="x"), "fsdp_stage 'x'"), (dict(compile="maybe"), "compile 'maybe'"),
+    (dict(seq_len="8193", dp="1", tp="8"), "seq_len 8193 is not a multiple of tp(8)"),
+    (dict(gpus="64", dp="1", pp="64"), "num_hidden_layers 32 are fewer than pp(64)"),
+    (dict(dp="4", pp="2", schedule="interleaved", stages_per_rank="99"), "stages_per_rank 99 is more than 32 layers / pp(2)")])
+def test_a_published_run_that_is_wrong(change, message):
+    row = fit_plan.load_published()[2]
+    published.check(row, "line 4")
+    with pytest.raises(trainer.Refused, match=re.escape(message)) as refused:
+        published.check({**row, **change}, "line 4")
+    assert str(refused.value).startswith("line 4: ")
+
+
+def test_published_runs_that_ran_are_not_said_to_run_out_of_memory():
+    """What this trainer would hold says nothing of theirs."""
+    for row in fit_plan.load_published():
+        published.check(row, "it")
+        said = published.predict(row)
+        assert said["pred_mem_gb"] == said["pred_oom"] == ""
+
+
+@pytest.mark.parametrize("change", [dict(nodes=10**20, dp=8 * 10**20), dict(grad_acc=10**9), dict(dp=-8, tp=-1)])
+def test_a_benchmarked_run_that_is_too_large(change):
+    row = dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1)
+    nanotron.check(row, "it")
+    with pytest.raises(trainer.Refused, match="at least 1, and at most 1,000,000"):
+        nanotron.check({**row, **change}, "it")

@@ -41,6 +41,7 @@ LARGEST_KEPT_TP = 16                 # [F] in groups of 32 nobody was seen to ke
 BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
 KEYS = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")
 PREDICTED = ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
+MOST = 10**6                         # of what a row counts
 BENCHMARKED = {                      # layers, hidden, heads, intermediate, one matrix for both ends
     "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True),
     "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
@@ -185,8 +186,9 @@ def check(row, where):
         _, nodes, dp, tp, pp, zero, *batch = key(row)
     except ValueError:
         refuse(f"{where}: {', '.join(KEYS[1:])} must be whole numbers")
-    if row["model"] not in BENCHMARKED or min(nodes, dp, tp, pp, *batch) < 1 or zero not in range(4):
-        models = ", ".join(BENCHMARKED)
-        refuse(f"{where}: model must be one of {models}, zero 0 to 3, and all other numbers at least 1")
+    if row["model"] not in BENCHMARKED or zero not in range(4):
+        refuse(f"{where}: model must be one of {', '.join(BENCHMARKED)}, and zero 0 to 3")
+    if not all(1 <= number <= MOST for number in (nodes, dp, tp, pp, *batch)):
+        refuse(f"{where}: {', '.join(KEYS[1:5] + KEYS[6:])} must be at least 1, and at most {MOST:,}")
     if dp * tp * pp != 8 * nodes:
         refuse(f"{where}: dp({dp}) x tp({tp}) x pp({pp}) = {dp * tp * pp} != 8 x nodes({nodes})")

@@ -7,9 +7,9 @@ import math
 import costs
 import speed
 import trust
-from costs import GIB, Layout
+from costs import Layout
 from models import PRESETS
-from plan import limit
+from plan import RECOMPUTE, SCHEDULES, impossible
 from speed import GPUS, Cluster
 from trainer import refuse
 
@@ -17,13 +17,18 @@ KEYS = ("source", "model", "gpus", "gpu", "dp", "tp", "cp", "pp", "fsdp_stage", 
         "sequences_per_step", "micro_batch", "recompute")
 PREDICTED = ("pred_tok_s_gpu", "pred_low", "pred_high", "pred_tflops", "pred_mem_gb", "pred_oom",
              "provenance", "assumed")
+NEEDED = ("gpus", "seq_len", "sequences_per_step")
+NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w")
+MOST = 10**7                                              # of any of them
+CHOICES = dict(model=tuple(PRESETS), gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"),
+               schedule=("", *SCHEDULES), recompute=("", *RECOMPUTE), compile=("", "yes", "no"))
 HBM = {("h100", 96): 2.4e12}                              # the H100 of 96 GB has HBM2e
 COMPILED = dict(elementwise_bytes=0.4, launch=0.5)        # by judgement: a chain of passes becomes one or two
 TRAINER = 0.10                                            # what another trainer may be off by, by judgement
 
 
 def predict(row, time=speed.TIME):
-    """The row's predictions, and the assumptions made."""
+    """The row's predictions, and the assumptions made. None of memory: what that trainer holds is not known."""
     assumed = []
     c, l, cluster = run_of(row, assumed)
     k = dict(time)
@@ -42,13 +47,11 @@ def predict(row, time=speed.TIME):
     step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len / step / l.gpus
     off = [math.copysign(math.hypot(x, TRAINER), x) for x in trust.off_by(c, l, cluster)]
-    held = max(sum(costs.our_memory(c, l, rank, stages[rank]).values()) for rank in range(l.pp)) / GIB
     return dict(
         pred_tok_s_gpu=round(tokens, 1), pred_low=round(tokens * math.exp(off[0]), 1),
         pred_high=round(tokens * math.exp(off[1]), 1),
         pred_tflops=round(tokens * costs.flops_per_token(c, l.seq_len, causal=True) / 1e12, 1),
-        pred_mem_gb=round(held, 1), pred_oom=int(held > limit(cluster)),
-        provenance=trust.provenance(c, l, cluster), assumed="; ".join(assumed))
+        pred_mem_gb="", pred_oom="", provenance=trust.provenance(c, l, cluster), assumed="; ".join(assumed))
 
 
 def run_of(row, assumed):
@@ -87,12 +90,22 @@ def measured(row):
 
 
 def check(row, where):
-    try:
-        c, l, _ = run_of(row, [])
-    except KeyError as error:
-        refuse(f"{where}: {error} is not known; models are {', '.join(PRESETS)}, GPUs {', '.join(GPUS)}")
-    except ValueError as error:
-        refuse(f"{where}: a whole number is wanted ({error})")
+    for name, known in CHOICES.items():
+        value = row.get(name, "")
+        if (value.lower() if name == "gpu" else value) not in known:
+            refuse(f"{where}: {name} {value!r} is not known; it is one of {', '.join(filter(None, known))}")
+    for name in NUMBERS:
+        value = row.get(name, "")
+        left_out = value == "" and name not in NEEDED
+        if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
+            refuse(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
+    c, l, _ = run_of(row, [])
     if l.gpus != int(row["gpus"]):
         refuse(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "
                f"gpus({row['gpus']})")
+    # its two ends may be stages of their own, which this trainer's are not: 126 layers in 128 stages
+    most = -(-c.num_hidden_layers // l.pp)
+    if l.schedule == "interleaved" and l.virtual > most:
+        refuse(f"{where}: stages_per_rank {l.virtual} is more than {c.num_hidden_layers} layers / pp({l.pp})")
+    if why := impossible(c, l._replace(virtual=min(l.virtual, c.num_hidden_layers // l.pp))):
+        refuse(f"{where}: {why}")
