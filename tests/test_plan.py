@@ -807,7 +807,8 @@ def test_rows_that_are_refused(tmp_path, change, message):
     (dict(dp="0"), "dp '0' must be"), (dict(micro_batch="0"), "micro_batch '0'"), (dict(micro_batch="-2"), "micro_batch '-2'"),
     (dict(seq_len="0"), "seq_len '0'"), (dict(seq_len="-5"), "seq_len '-5'"), (dict(power_w="0"), "power_w '0'"),
     (dict(power_w="-500"), "power_w '-500'"), (dict(gpu_memory_gib="-1"), "gpu_memory_gib '-1'"),
-    (dict(sequences_per_step="-16"), "sequences_per_step '-16'"), (dict(seq_len=""), "seq_len ''"), (dict(gpus="1" * 30), "gpus '111"),
+    (dict(sequences_per_step="-16"), "sequences_per_step '-16'"), (dict(seq_len=""), "seq_len ''"),
+    (dict(gpus="1" * 30), "gpus '111"),
     (dict(schedule="gpipe", dp="4", pp="2"), "schedule 'gpipe' is not known"), (dict(recompute="some"), "recompute 'some'"),
     (dict(fsdp_stage="9"), "fsdp_stage '9'"), (dict(fsdp_stage="x"), "fsdp_stage 'x'"), (dict(compile="maybe"), "compile 'maybe'"),
     (dict(seq_len="8193", dp="1", tp="8"), "seq_len 8193 is not a multiple of tp(8)"),
@@ -835,3 +836,52 @@ def test_a_benchmarked_run_that_is_too_large(change):
     nanotron.check(row, "it")
     with pytest.raises(trainer.Refused, match="at least 1, and at most 1,000,000"):
         nanotron.check({**row, **change}, "it")
+
+
+YARN = dict(rope_type="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("kind, change, message", [
+    ("llama", dict(rope_scaling=YARN), "of type 'yarn'"), ("llama", dict(rope_scaling=dict(type="dynamic")), "of type 'dynamic'"),
+    ("llama", dict(rope_scaling="abc"), "not a config.json of a Llama"), ("llama", dict(rope_scaling=[1]), "not a config.json"),
+    ("llama", dict(rope_theta="x"), "rope_theta is 'x'"), ("mixtral", dict(rope_parameters=3), "not a config.json of a Llama"),
+    ("llama", dict(rms_norm_eps="x"), "rms_norm_eps"), ("llama", dict(max_position_embeddings=0), "max_position_embeddings is 0"),
+    ("llama", dict(max_position_embeddings="x"), "max_position"), ("llama", dict(initializer_range=None), "initializer_range is"),
+    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"), ("llama", dict(vocab_size=10**8), "below 100,000,000"),
+    ("qwen2", dict(use_sliding_window="no"), 'use_sliding_window "no"'), ("qwen2", dict(use_sliding_window=[]), "window [] is")])
+def test_a_config_that_the_trainer_would_refuse(kind, change, message):
+    moe = dict(num_local_experts=8, num_experts_per_tok=2) if kind == "mixtral" else {}
+    raw = {**LLAMA, **moe, "model_type": kind}
+    models.read(raw, "it")
+    with pytest.raises(trainer.Refused, match=re.escape(message)) as refused:
+        models.read({**raw, **change}, "it")
+    assert str(refused.value).startswith("it: ") and len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("change, why", [
+    (dict(attention_bias=True), "attention_bias=True; only False is known here"),
+    (dict(sliding_window=4096), "sliding_window=4096; only None is known here"),
+    (dict(model_type="qwen2"), "model_type 'qwen2'; known here: 'llama' and 'mixtral'")])
+def test_a_shape_that_is_planned_and_not_trained(tmp_path, change, why):
+    """The model says why, in the trainer's own words."""
+    raw = {**LLAMA, **change}
+    model = models.read(raw, "it")
+    assert model.untrained == why and models.read(LLAMA, "it").untrained == ""
+    assert any(why in note for note in model.notes) == (raw["model_type"] == "llama")
+    with pytest.raises(SystemExit) as end:
+        config.from_hugging_face(raw, "it")
+    assert end.value.message == f"--model it: {why}"
+
+
+def test_of_a_hub_id_the_config_alone_is_downloaded(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    asked = []
+    hub = SimpleNamespace(snapshot_download=lambda *words, **names: asked.append((words, names)) or str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert models.load("some/model") == models.read(LLAMA, "it")
+    assert asked == [(("some/model",), dict(allow_patterns=["config.json"]))]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)                      # as if it was not installed
+    with pytest.raises(trainer.Refused, match=r"--model nowhere-7b: no such directory.*\(ModuleNotFoundError\)"):
+        models.load("nowhere-7b")
+    with pytest.raises(trainer.Refused, match="is a file; its directory is wanted: --model " + re.escape(str(tmp_path))):
+        models.load(str(tmp_path / "config.json"))

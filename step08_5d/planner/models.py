@@ -1,14 +1,15 @@
 """The shapes of models: the trainer's presets, and what a config.json says.
 
 The trainer takes a Llama or a Mixtral and refuses the rest. To plan, less has to be known than to train: a
-Mistral is a Llama by shape, and so is a dense Qwen but for a few vectors, which are counted.
+Mistral is a Llama by shape, and so is a dense Qwen but for a few vectors, which are counted. What the trainer
+says of such a model is kept beside it.
 """
 import json
 import os
 from typing import NamedTuple
 
 import trainer
-from trainer import refuse
+from trainer import MOST, Refused, refuse
 
 
 class Model(NamedTuple):
@@ -25,9 +26,12 @@ class Model(NamedTuple):
     qk_norm: bool = False                                 # norms of each head's q and k: Qwen3
     tied: bool = False                                    # one matrix for both ends
     notes: tuple = ()                                     # what is different when it is trained here
+    untrained: str = ""                                   # why the trainer refuses it, in its words
 
 
 KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+TRAINED = ("llama", "mixtral")
+PLANNED = dict(attention_bias=False, sliding_window=None)  # what the trainer wants: here others are counted
 SIZES = Model._fields[:6]
 PRESETS = {name: Model(*(getattr(preset, field) for field in Model._fields[:9]))
            for name, preset in trainer.PRESETS.items()}
@@ -36,7 +40,7 @@ PRESETS = {name: Model(*(getattr(preset, field) for field in Model._fields[:9]))
 def load(name):
     if name in PRESETS:
         return PRESETS[name]
-    path = os.path.join(trainer.local_folder("--model", name), "config.json")
+    path = os.path.join(folder_of(name), "config.json")
     try:
         with open(path, encoding="utf-8") as file:
             return read(json.load(file), f"--model {name}")
@@ -44,6 +48,20 @@ def load(name):
         refuse(f"--model {name}: no config.json there ({error.strerror}); presets: {', '.join(PRESETS)}")
     except (ValueError, RecursionError) as error:
         refuse(f"--model {name}: config.json is not JSON ({one_line(error)})")
+
+
+def folder_of(name):
+    """A directory as it is; of a hub id its config.json is downloaded, and no weights."""
+    if os.path.isdir(name):
+        return trainer.local_folder("--model", name)
+    if os.path.isfile(name):
+        refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
+    try:
+        from huggingface_hub import snapshot_download
+        return snapshot_download(name, allow_patterns=["config.json"])
+    except Exception as error:                            # nor need the package be there
+        refuse(f"--model {name}: no such directory, and the hub gave none ({type(error).__name__}); "
+               f"presets are {', '.join(PRESETS)}")
 
 
 def one_line(error):
@@ -75,8 +93,24 @@ def read(raw, where):
         refuse(f"{where}: mlp_bias true is not known")
     tied = flag(raw, "tie_word_embeddings", where)
     bias = flag(raw, "attention_bias", where, kind == "qwen2")
-    return Model(**sizes, head_dim=head_dim, **experts(raw, kind, where), attention_bias=bias,
-                 qk_norm=kind == "qwen3", tied=tied, notes=tuple(notes(raw, kind, sizes, tied, bias, where)))
+    of_experts = experts(raw, kind, where)
+    if kind in TRAINED and (why := trainers_refusal({**raw, **PLANNED})):
+        refuse(f"{where}: {why}")
+    untrained = trainers_refusal(raw)
+    said = tuple(notes(raw, kind, sizes, tied, bias, untrained, where))
+    return Model(**sizes, head_dim=head_dim, **of_experts, attention_bias=bias, qk_norm=kind == "qwen3",
+                 tied=tied, notes=said, untrained=untrained)
+
+
+def trainers_refusal(raw):
+    """In its own words; empty if it takes the model."""
+    try:
+        trainer.check_config(trainer.from_hugging_face(raw, ""), "")
+    except Refused as refused:
+        return one_line(refused).removeprefix("--model : ")
+    except Exception as error:                            # a file may hold anything
+        return f"not a config.json of a Llama ({type(error).__name__}: {one_line(error)})"
+    return ""
 
 
 def experts(raw, kind, where):
@@ -88,15 +122,17 @@ def experts(raw, kind, where):
     return dict(num_local_experts=count, num_experts_per_tok=chosen)
 
 
-def notes(raw, kind, sizes, tied, bias, where):
+def notes(raw, kind, sizes, tied, bias, untrained, where):
     if tied:
         shared = sizes["vocab_size"] * sizes["hidden_size"] / 1e9
         yield f"tied embeddings are trained untied here: {shared:.2f}B parameters more than in the checkpoint"
-    if kind not in ("llama", "mixtral") or bias:
+    if kind not in TRAINED:
         extra = " with biases of q, k and v" * bool(bias) or " with norms of q and k" * (kind == "qwen3")
         yield f"planned as a Llama{extra}; this trainer itself takes model_type llama and mixtral only"
-    window = raw.get("sliding_window")
-    if window is not None and raw.get("use_sliding_window", kind != "qwen2" and kind != "qwen3"):
+    elif untrained:
+        yield f"planned all the same, but this trainer refuses it: {untrained}"
+    slides = flag(raw, "use_sliding_window", where, kind not in ("qwen2", "qwen3"))
+    if slides and raw.get("sliding_window") is not None:
         window = whole(raw, "sliding_window", where)
         yield f"sliding_window {window:,}: attention is counted over the whole sequence"
 
@@ -108,8 +144,8 @@ def whole(raw, name, where, otherwise=None):
         return otherwise
     if value is None:
         refuse(f"{where}: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-        refuse(f"{where}: {name} {shown(value)} is not a positive whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MOST:
+        refuse(f"{where}: {name} {shown(value)} is not a positive whole number below {MOST:,}")
     return value
 
 

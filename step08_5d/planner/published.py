@@ -28,7 +28,7 @@ TRAINER = 0.10                                            # what another trainer
 
 
 def predict(row, time=speed.TIME):
-    """The row's predictions, and the assumptions made. None of memory: what that trainer holds is not known."""
+    """The row's predictions, and the assumptions made. What that trainer holds nobody knows: no memory."""
     assumed = []
     c, l, cluster = run_of(row, assumed)
     k = dict(time)
