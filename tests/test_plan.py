@@ -885,3 +885,34 @@ def test_of_a_hub_id_the_config_alone_is_downloaded(monkeypatch, tmp_path):
         models.load("nowhere-7b")
     with pytest.raises(trainer.Refused, match="is a file; its directory is wanted: --model " + re.escape(str(tmp_path))):
         models.load(str(tmp_path / "config.json"))
+
+
+BEYOND = {
+    "--gpus 1e400": "whole number up to 131,072", "--seq_len 1e400": "whole number up to", "--memory 1e308": "from 0.1 to 100000",
+    "--network 1e-300 --gpus 16 --config zero=3": "from 1e+06 to 1e+15", "--network nan": "from 1e+06", "--flops inf": "to 1e+18",
+    "--power 0": "from 1 to 100000", "--steps 1000000000000": "below 100,000,000", "--lr 1e9": "below 100,000,000",
+    "--steps -1": "takes 0 to", "--lr nan": "takes 0 to", "--global_batch_tokens 0.5": "at least 1",
+    "--global_batch_tokens 60G --seq_len 1": "at most 50,000,000 sequences"}
+
+
+@pytest.mark.parametrize("flags", BEYOND)
+def test_numbers_beyond_reason(flags):
+    said = run(*flags.split())
+    assert said.returncode == 2 and said.stdout == "" and said.stderr.startswith(f"error: {flags.split()[0]} ")
+    assert said.stderr.count("\n") == 1 and BEYOND[flags] in said.stderr
+
+
+def test_what_was_asked_is_said_again():
+    """Not the batch that it became; and one layout has the search's first lines, with its own batch."""
+    small = run("--model", "tiny", "--gpus", 1, "--global_batch_tokens", 100)
+    assert "1 sequences of 4,096 = 4,096 tokens, for 100 wanted" in small.stdout
+    one = run("--gpus", 64, "--config", "tp=2,mbs=2", "--steps", 0)
+    lines = one.stdout.splitlines()
+    assert lines[0] == "llama-8b, 8.03B parameters, on 64 x h100; the fewest GPUs that hold it: 4"
+    assert lines[1:3] == ["its batch: 1,024 sequences of 4,096 = 4,194,304 tokens, for 4,000,000 wanted", ""]
+    assert " --steps 0 " in lines[-1]
+
+
+def test_nothing_fits_for_programs():
+    said = run("--model", "llama-405b", "--json")
+    assert said.returncode == 0 and json.loads(said.stdout) == [] and said.stderr.startswith("none of 0 layouts fits: more GPUs")

@@ -10,7 +10,6 @@
 """
 import argparse
 import json
-import math
 import re
 import signal
 import sys
@@ -23,10 +22,12 @@ import plan
 import serve
 from plan import Search, evaluate, parse_config
 from speed import GPUS, NETWORKS, Cluster, at_power
-from trainer import Refused, refuse
+from trainer import MOST, Refused, refuse
 
 OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
                 nvlink="bytes per second inside a node")
+RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15),
+              network=(1e6, 1e15), power=(1, 1e5))        # beyond them a unit was mistaken
 MOST_GPUS, MOST_SEQ_LEN, MOST_TOKENS = 2**17, 2**24, 2**36
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -72,29 +73,47 @@ def parse_args():
     add("--predict", help="a CSV file of runs of other trainers")
     add("--out", help="where --predict writes")
     args = parser.parse_args()
-    sizes = ("gpus", "gpus_per_node", "seq_len", "global_batch_tokens", "power", "steps", "lr")
-    for name in (*sizes, *OF_A_GPU):
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
-            refuse(f"--{name} {getattr(args, name)}: must be positive")
-    for name, most in dict(gpus=MOST_GPUS, gpus_per_node=MOST_GPUS, seq_len=MOST_SEQ_LEN).items():
-        if getattr(args, name) != int(getattr(args, name)) or getattr(args, name) > most:
-            refuse(f"--{name} {getattr(args, name)}: must be a whole number up to {most:,}")
-        setattr(args, name, int(getattr(args, name)))
-    if args.global_batch_tokens > MOST_TOKENS:
-        refuse(f"--global_batch_tokens {args.global_batch_tokens:,.0f}: at most {MOST_TOKENS:,}")
+    check_sizes(args)
+    for name in (*OF_A_GPU, "power"):
+        if getattr(args, name) is not None:
+            check_range(name, getattr(args, name))
+    for name in ("steps", "lr"):
+        if not 0 <= getattr(args, name) < MOST:
+            refuse(f"--{name} {getattr(args, name)}: the trainer takes 0 to below {MOST:,}")
     if not 0 <= args.port < 2**16:
         refuse(f"--port {args.port}: 0 to {2**16 - 1}")
     return args
+
+
+def check_sizes(args):
+    for name, most in dict(gpus=MOST_GPUS, gpus_per_node=MOST_GPUS, seq_len=MOST_SEQ_LEN).items():
+        value = getattr(args, name)
+        if value <= 0:
+            refuse(f"--{name} {value}: must be positive")
+        if value > most or value != int(value):
+            refuse(f"--{name} {value}: must be a whole number up to {most:,}")
+        setattr(args, name, int(value))
+    tokens = args.global_batch_tokens
+    if not 1 <= tokens <= MOST_TOKENS:
+        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {MOST_TOKENS:,}")
+    if tokens / args.seq_len > MOST / 2:
+        refuse(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
+               f"{args.seq_len:,} tokens")
+
+
+def check_range(name, value):
+    least, most = RANGES[name]
+    if not least <= value <= most:
+        refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
 
 
 def cluster_of(args):
     own = {name: getattr(args, name) for name in OF_A_GPU if getattr(args, name) is not None}
     try:
         network = NETWORKS.get(args.network) or float(args.network)
-        if not 0 < network < math.inf:
-            raise ValueError
     except ValueError:
         refuse(f"--network {args.network}: {', '.join(NETWORKS)}, or bytes per second per GPU")
+    check_range("network", network)
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
     gpu = GPUS[args.gpu]._replace(**own)
@@ -110,7 +129,7 @@ def main():
         return fit(args, cluster)
     c, constants = models.load(args.model), measured.load_constants(args.constants)
     question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
-                              max(1, args.global_batch_tokens / args.seq_len), constants, args.steps, args.lr)
+                              args.global_batch_tokens / args.seq_len, constants, args.steps, args.lr)
     if args.serve:
         return serve.run(question, args.config, args.port)
     if args.html:
@@ -120,20 +139,32 @@ def main():
         one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch), cluster, constants)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
-        return print("\n".join([*c.notes, *explain.one_in_detail(question, one)]))
+        return print("\n".join([*heading_of_one(question, one.layout, batch), "",
+                                *explain.one_in_detail(question, one)]))
     if not args.json:
         for line in explain.heading(question, batch):     # the search takes seconds
             print(line, flush=True)
     search = Search(c, cluster, args.seq_len, batch, constants)
     best = search.best()
+    nothing = (f"none of {len(search.ordered):,} layouts fits: more GPUs, a shorter sequence, or a smaller "
+               "batch")
     if args.json:
+        if not best:
+            print(nothing, file=sys.stderr)
         return print(json.dumps([explain.as_json(question, one) for one in best], indent=1))
     if not best:
-        return print(f"none of {len(search.ordered):,} layouts fits: more GPUs, a shorter sequence, or a "
-                     "smaller batch")
+        return print(nothing)
     print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
     print("\n".join(explain.table(c, best, cluster)), "\n")
     print("\n".join(explain.the_best_in_detail(question, best, search, batch)))
+
+
+def heading_of_one(question, l, batch):
+    """As the search's, but for the batch, which is this layout's."""
+    yield from list(explain.heading(question, batch))[:-1]
+    sequences = l.dp * l.micro_batch * l.accumulation
+    yield (f"its batch: {sequences:,} sequences of {l.seq_len:,} = {sequences * l.seq_len:,} tokens, for "
+           f"{question.sequences * l.seq_len:,.0f} wanted")
 
 
 def fit(args, cluster):
