@@ -908,7 +908,7 @@ def test_what_was_asked_is_said_again():
     assert "1 sequences of 4,096 = 4,096 tokens, for 100 wanted" in small.stdout
     one = run("--gpus", 64, "--config", "tp=2,mbs=2", "--steps", 0)
     lines = one.stdout.splitlines()
-    assert lines[0] == "llama-8b, 8.03B parameters, on 64 x h100; the fewest GPUs that hold it: 4"
+    assert lines[0] == "llama-8b, 8.03B parameters, on 64 x h100; 4 GPUs are the fewest that hold it, of powers of two"
     assert lines[1:3] == ["its batch: 1,024 sequences of 4,096 = 4,194,304 tokens, for 4,000,000 wanted", ""]
     assert " --steps 0 " in lines[-1]
 

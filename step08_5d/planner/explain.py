@@ -11,6 +11,7 @@ from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, fullest, 
 from speed import KINDS
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
+BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
 FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
 
 
@@ -253,8 +254,17 @@ def one_in_detail(question, one):
     yield from details(c, one, cluster)
     yield from ["", *knobs(c, one, cluster, constants), ""]
     yield measured.nearest_run(c, one.layout, cluster)
-    yield from ["", command(question.model, one.layout, cluster, question.steps, question.lr)]
-    yield dry_run(c, question.model, one.layout, question.steps, question.lr)
+    why = hindrance(c, one.layout)
+    yield from ["", *[f"# refused as it stands: {why}"] * bool(why)]
+    yield "# " * bool(why) + command(question.model, one.layout, cluster, question.steps, question.lr)
+    yield "# " * bool(c.untrained) + dry_run(c, question.model, one.layout, question.steps, question.lr)
+
+
+def hindrance(c, l):
+    """Why the trainer refuses the command; empty if it takes it."""
+    if c.untrained:
+        return c.untrained
+    return "the builtin text is shorter than a sequence; add --dataset" if l.seq_len > BUILTIN else ""
 
 
 def the_best_in_detail(question, best, search, batch):

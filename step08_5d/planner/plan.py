@@ -43,8 +43,11 @@ def impossible(c, l):
     if l.schedule == "zerobubble" and l.accumulation < l.pp:
         return (f"zerobubble with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
                 "not know what it keeps, and 1f1b is as fast")
+    batch = l.dp * l.micro_batch * l.accumulation
+    if batch >= trainer.MOST:
+        return f"a batch of {batch:,} sequences; the trainer takes fewer than {trainer.MOST:,}"
     args = SimpleNamespace(
-        **l._asdict(), global_batch_size=l.dp * l.micro_batch * l.accumulation,
+        **l._asdict(), global_batch_size=batch,
         micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag", device="cuda", dtype="bfloat16",
         balance=None, init_from=None, save=None)
     args.stages_per_rank = l.virtual if l.schedule == "interleaved" and l.pp > 1 else None
@@ -115,6 +118,8 @@ def parse_config(text, c, cluster, seq_len, batch):
             refuse(f"--config {part}: must be one of {', '.join(choices)}")
         if not choices and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
             refuse(f"--config {part}: must be a whole number, at least 1")
+        if name in said:
+            refuse(f"--config {part}: {name} is said twice")
         said[name] = value if name in ("schedule", "recompute") else int(value)
     used = math.prod(said.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = said.setdefault("dp", max(1, cluster.gpus // used))

@@ -229,7 +229,7 @@ def asked(question, state):
     seq_len = number("seq_len", question.seq_len, 2**24)
     tokens = number("tokens", round(question.sequences * question.seq_len), 2**36)
     return question._replace(model=model, c=c, gpu=gpu, cluster=cluster, seq_len=seq_len,
-                             sequences=max(1, tokens / seq_len))
+                             sequences=tokens / seq_len)
 
 
 def pasted(text):
