@@ -98,9 +98,10 @@ def local_folder(flag, name):
     if os.path.isdir(name):
         beside = os.path.join(name, ".new_model")         # whole, if its saver was killed (checkpoint.py)
         return beside if os.path.isdir(beside) else name
-    from huggingface_hub import snapshot_download
+    wanted = ["config.json"] if flag == "--model" else ["*.safetensors", "*.json"]
     try:
-        return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+        from huggingface_hub import snapshot_download
+        return snapshot_download(name, allow_patterns=wanted)
     except Exception as error:
         presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
         refuse(f"{flag} {name}: no such directory, and the hub gave none ({type(error).__name__}){presets}")

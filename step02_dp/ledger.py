@@ -62,7 +62,9 @@ def ledger(step, model, mesh, args):
     if not args.ledger or step != min(1, args.steps - 1):
         yield
         return
-    with Ledger(mesh) as seen:
+    # under a mode torch would give up compiling, for the rest of the run
+    eager = torch.compiler.set_stance("force_eager") if args.compile else contextlib.nullcontext()
+    with eager, Ledger(mesh) as seen:
         yield
     if dist.get_rank() == 0:
         expected = Counter()

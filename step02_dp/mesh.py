@@ -25,7 +25,7 @@ def start_mesh(args):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if args.device == "cuda":                             # what is started first runs first, in all groups
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
     mesh = init_device_mesh(args.device, (args.dp,), mesh_dim_names=("dp",))

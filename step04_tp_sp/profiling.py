@@ -3,6 +3,7 @@ steps.
 
     trace_rank0.json     one training step; open it in https://ui.perfetto.dev or chrome://tracing
     memory_rank0.png     bytes alive over the first four steps, by kind; memory_rank0.json has the numbers
+                         (not with --compile: torch would give up compiling while all operations are watched)
     memory_rank0.pickle  on CUDA: the allocator's history; drop it on https://pytorch.org/memory_viz
 """
 import contextlib
@@ -103,32 +104,34 @@ def draw(rows, path):
 class Profiler:
     def __init__(self, model, optimizer, args):
         self.model, self.optimizer, self.args = model, optimizer, args
-        self.memory = LiveStorages() if args.profile else None
-        if args.profile:
+        self.memory = LiveStorages() if args.profile and not args.compile else None
+        if self.memory:
             note_state(self.memory, model, optimizer)
         if args.profile and args.device == "cuda":
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
+            torch.cuda.memory._record_memory_history(
+                context="alloc", stacks="python", max_entries=100_000)
 
     @contextlib.contextmanager
     def step(self, step):
         """The tools that watch this step; most steps have none."""
         with contextlib.ExitStack() as tools:
-            if self.args.profile and step < MEMORY_STEPS:
+            if self.memory and step < MEMORY_STEPS:
                 tools.enter_context(self.memory)
             if self.args.profile and step == min(TRACED_STEP, self.args.steps - 1):
                 write_trace = lambda trace: trace.export_chrome_trace(self.path("trace", "json"))
                 tools.enter_context(torch.profiler.profile(record_shapes=True, on_trace_ready=write_trace))
             yield
-        if self.args.profile and step < MEMORY_STEPS:
+        if self.memory and step < MEMORY_STEPS:
             note_state(self.memory, self.model, self.optimizer)             # AdamW makes its states in step 0
         if self.args.profile and step == min(MEMORY_STEPS, self.args.steps) - 1:
             self.write_memory()
 
     def write_memory(self):
-        rows = self.memory.timeline()
-        with open(self.path("memory", "json"), "w") as file:
-            json.dump({"columns": ["seconds", *KINDS], "rows": rows}, file)
-        draw(rows, self.path("memory", "png"))
+        if self.memory:
+            rows = self.memory.timeline()
+            with open(self.path("memory", "json"), "w") as file:
+                json.dump({"columns": ["seconds", *KINDS], "rows": rows}, file)
+            draw(rows, self.path("memory", "png"))
         if self.args.device == "cuda":
             torch.cuda.memory._dump_snapshot(self.path("memory", "pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)

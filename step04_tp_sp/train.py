@@ -62,14 +62,15 @@ def main(argv=None):
     for step, micro_batches in enumerate(batches(tokens, mesh, args)):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
+            zero.gather_weights()
             loss = forward_backward(model, micro_batches, args)
             zero.sum_gradients()
             sum_partial_gradients(zero.params)
             dist.all_reduce(loss)
             grad_norm = optimizer.clip()
             optimizer.step(lr)
-            zero.gather_weights()
         metrics.log(step, loss, grad_norm, lr)
+    zero.gather_weights()
     zero.wait()
     if args.save:
         save_checkpoint(model, config, args)

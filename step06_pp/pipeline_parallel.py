@@ -107,12 +107,18 @@ class Pipeline:
     def compute(self, action):
         wanted, given = schedules.needs(action, self.last), schedules.gives(action, self.last)
         came = self.take(wanted) if wanted else None
-        start = time.perf_counter()
+        start = self.now()
         run = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient, "B": self.backward}
         out = run[action.kind](action.stage, action.micro_batch, came)
         if given:
             self.ready[given] = out
-        self.events.append(schedules.Event(self.group.rank(), action, start, time.perf_counter()))
+        self.events.append(schedules.Event(self.group.rank(), action, start, self.now()))
+
+    def now(self):
+        """Where it is to be drawn, when the GPU has come so far, and not only Python."""
+        if self.args.profile and self.args.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter()
 
     def take(self, message):
         if message in self.ready:                         # from this rank's other stage

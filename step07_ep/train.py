@@ -62,15 +62,16 @@ def main(argv=None):
     for step, micro_batches in enumerate(batches(tokens, mesh, args)):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
+            zero.gather_weights()
             loss = pipeline.run(micro_batches)
             zero.sum_gradients()
             sum_partial_gradients(zero.params)
             dist.all_reduce(loss)
             grad_norm = optimizer.clip()
             optimizer.step(lr)
-            zero.gather_weights()
             load = balance.update()
         metrics.log(step, loss, grad_norm, lr, load)
+    zero.gather_weights()
     zero.wait()
     if args.profile:
         pipeline.draw()

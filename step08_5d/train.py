@@ -67,23 +67,23 @@ def train(args):
     profiler = Profiler(model, optimizer, args)
     checkpoints = Checkpoints(model, optimizer, balance, tokens, mesh, args)
     first = checkpoints.load()
-    zero.gather_weights()
     metrics = Metrics(model, config, args, first)
     for step, micro_batches in enumerate(batches(tokens, mesh, args, first), first):
         lr = learning_rate(step, args)
         watched = watch(model, optimizer, pipeline, mesh, args)
         with profiler.step(step - first), ledger(step - first, model, mesh, args), watched:
+            zero.gather_weights()
             loss = pipeline.run(micro_batches)
             zero.sum_gradients()
             sum_partial_gradients(zero.params)
             dist.all_reduce(loss)
             grad_norm = optimizer.clip()
             optimizer.step(lr)
-            zero.gather_weights()
             load = balance.update()
         metrics.log(step, loss, grad_norm, lr, load)
         if checkpoints.after(step):
-            return zero.wait()
+            return
+    zero.gather_weights()
     zero.wait()
     if args.profile:
         pipeline.draw()

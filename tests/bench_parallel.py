@@ -106,11 +106,12 @@ def ours(args, shape, mesh):
 
     def turn(batches):
         for rows in batches:
+            zero.gather_weights()
             loss = forward_backward(mine(rows, mesh, args))
             zero.sum_gradients()
             sum_partial_gradients(zero.params)
             adamw.step(LR)
-            zero.gather_weights()
+        zero.gather_weights()
         zero.wait()
         return loss
     return turn

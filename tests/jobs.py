@@ -109,6 +109,63 @@ def kept_by_a_layer(pool, tmp_path, step, world, flags):
     return (kept[1] - kept[0]) / 4
 
 
+def looped_job(argv, optimizer):
+    """Trains with a loop over experts in place of the grouped kernel."""
+    from unittest.mock import patch
+    with patch("moe.kernel_takes", lambda weight: False):
+        train_job(argv, optimizer)
+
+
+def grouped_job(device, counts):
+    """The largest relative errors of the grouped product, its two gradients, and of W put off, against a loop."""
+    from unittest.mock import patch
+
+    import torch
+    from moe import grouped_gradient, grouped_product
+    torch.manual_seed(0)
+    counts = torch.tensor(counts, device=device)
+    rows = int(counts.sum())
+    x, grad = (torch.randn(rows, width, device=device).bfloat16() for width in (256, 128))
+    weight = torch.randn(len(counts), 128, 256, device=device).bfloat16()
+
+    def results():
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = grouped_product(*leaves, counts)
+        out.backward(grad)
+        return out, *(leaf.grad for leaf in leaves), grouped_gradient(grad, x, weight, counts)
+    grouped = results()
+    with patch("moe.kernel_takes", lambda weight: False):
+        return [relative_norm(a, b) for a, b in zip(grouped, results())]
+
+
+def blocks_job(device, dtype, head_dim):
+    """Relative errors of attention in blocks, forward and the three gradients, against the same in float64 and in one piece."""
+    import torch
+    from context_parallel import add_block, add_gradients, block_gradients, no_block
+    torch.manual_seed(0)
+    q, k, v, grad_out = (torch.randn(2, 8, 512, head_dim, dtype=torch.float64, device=device) for _ in range(4))
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    later = torch.ones(512, 512, device=device, dtype=torch.bool).triu(1)
+    scores = (exact[0] @ exact[1].mT / head_dim**0.5).masked_fill(later, -torch.inf)
+    expected = scores.softmax(-1) @ exact[2]
+    expected.backward(grad_out)
+
+    q, k, v, grad_out = (x.to(getattr(torch, dtype)) for x in (q, k, v, grad_out))
+    kv, early, late = torch.stack((k, v)), slice(0, 256), slice(256, 512)
+    blocks = [(early, early, True), (late, early, False), (late, late, True)]
+    out, lse = no_block(q)
+    for block in blocks:
+        add_block(out, lse, q, kv, block)
+    grad_q, grad_kv = torch.zeros_like(out), torch.zeros_like(kv, dtype=out.dtype)
+    for block in blocks:
+        add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out.to(q.dtype), lse, block), block)
+    return [relative_norm(a, b) for a, b in zip((out, grad_q, *grad_kv), (expected, *(x.grad for x in exact)))]
+
+
+def relative_norm(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
 # ------------------------------------------------------------------------------------- torch.compile
 def compiled_job(argv, optimizer):
     """Trains; returns how many graphs torch.compile made."""
@@ -117,6 +174,27 @@ def compiled_job(argv, optimizer):
     torch._dynamo.utils.counters.clear()
     train_job(argv, optimizer)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compiled_calls_job(argv):
+    """Trains; returns for each step how often compiled code was called."""
+    from unittest.mock import patch
+
+    import torch
+    import train
+    calls, per_step, compile, log = [], [], torch.compile, train.Metrics.log
+
+    def counted(graph, inputs):
+        return lambda *args: calls.append(graph) or graph.forward(*args)
+
+    def note(metrics, *args):
+        per_step.append(len(calls))
+        calls.clear()
+        log(metrics, *args)
+    torch._dynamo.reset()
+    with patch("torch.compile", lambda function: compile(function, backend=counted)), patch.object(train.Metrics, "log", note):
+        train_job(argv)
+    return per_step
 
 
 # ------------------------------------------------------------------------------------- attention in blocks

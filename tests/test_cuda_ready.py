@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import cases
 import pytest
-from jobs import assert_refused
+from jobs import assert_refused, compiled_calls_job
 
 STEP = "step08_5d"
 slow = pytest.mark.slow
@@ -125,6 +125,17 @@ def many_layers_job(argv):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         train.main(argv)
+
+
+@slow
+@pytest.mark.parametrize("step, more, eager", [("step01_single_gpu", "--profile {}", []), ("step02_dp", "--ledger", [1])])
+def test_who_watches_does_not_end_compiling(pool, tmp_path, step, more, eager):
+    """While a mode sees every operation torch compiles nothing, and remembers that for the rest of the run."""
+    flags = f"{cases.make(tmp_path / 'case', **cases.shape('dense-2'))} --steps 6 --micro_batch_size 12 --compile"
+    calls, = pool.call(compiled_calls_job, step, argv=f"{flags} {more.format(tmp_path)}".split())
+    a_step = 2 * (2 + 1)                                  # two micro-batches, two layers, the loss
+    assert calls == [0 if i in eager else a_step for i in range(6)]
+    pool.stop()                                           # garbage collection is slow where something was compiled
 
 
 @slow

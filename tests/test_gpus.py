@@ -21,6 +21,7 @@ import cases
 import pytest
 from conftest import GPUS, VISIBLE
 from harness import Pool, assert_same_run, relative
+from jobs import blocks_job, grouped_job, looped_job
 from layouts import SCHEDULES, all_of_a_world
 from steps import NAMES, run, step_dir
 
@@ -100,6 +101,33 @@ def test_a_step_on_one_gpu(pool, flags, one_process, step, compile):
 @pytest.mark.parametrize("step", NAMES)
 def test_a_step_on_one_gpu_exactly(pool, flags, one_process, step):
     assert_as_one_process(pool, flags, one_process, step, 1, "--micro_batch_size 3 --recompute selective", "float64")
+
+
+@pytest.mark.parametrize("compile", ["", "--compile"])
+@pytest.mark.parametrize("step", NAMES[6:])
+def test_experts_on_one_gpu(pool, flags, step, compile):
+    """With the grouped kernel as with a loop over experts."""
+    need(1)
+    same = f"{flags['moe']} --micro_batch_size 6 --dtype bfloat16 --balance none"
+    loop = pool.train(step, same, job=looped_job, weights=False, timeout=LIMIT)
+    assert_about_the_same(pool.train(step, f"{same} {compile}", weights=False, timeout=LIMIT), loop, compile)
+
+
+@pytest.mark.parametrize("counts", [[64, 0, 128, 32], [0, 0, 0, 0], [1, 250, 3, 2]])
+def test_grouped_products_on_one_gpu(pool, counts):
+    """With an expert that nobody chose, and with none that anybody chose."""
+    need(1)
+    errors, = pool.call(grouped_job, "step08_5d", device=DEVICE, counts=counts)
+    assert max(errors) < 1e-2, errors
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_in_blocks_on_one_gpu(pool, head_dim):
+    """The kernels of context parallelism, which a single rank does not call."""
+    need(1)
+    dtype = "bfloat16" if DEVICE == "cuda" else "float32"
+    errors, = pool.call(blocks_job, "step08_5d", device=DEVICE, dtype=dtype, head_dim=head_dim)
+    assert max(errors) < (2e-2 if DEVICE == "cuda" else 1e-5), errors
 
 
 def test_profile_on_a_gpu(pool, flags, tmp_path):

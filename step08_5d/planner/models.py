@@ -51,17 +51,9 @@ def load(name):
 
 
 def folder_of(name):
-    """A directory as it is; of a hub id its config.json is downloaded, and no weights."""
-    if os.path.isdir(name):
-        return trainer.local_folder("--model", name)
     if os.path.isfile(name):
         refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
-    try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(name, allow_patterns=["config.json"])
-    except Exception as error:                            # nor need the package be there
-        refuse(f"--model {name}: no such directory, and the hub gave none ({type(error).__name__}); "
-               f"presets are {', '.join(PRESETS)}")
+    return trainer.local_folder("--model", name)
 
 
 def one_line(error):
