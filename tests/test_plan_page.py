@@ -8,6 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -124,6 +127,41 @@ def test_other_hosts_are_refused(server, host):
         assert status == 403 and text.count("\n") == 0
 
 
+@pytest.mark.parametrize("start, more, status", [
+    ("PUT / HTTP/1.1", "Host: evil.example", 403), ("PUT / HTTP/1.1", "", 403), ("PUT / HTTP/1.1", "Host: {us}", 501),
+    ("OPTIONS / HTTP/1.1", "Host: {us}", 501), ("nonsense", "", 400), ("GET / HTTP/9.9", "Host: {us}", 505),
+    ("GET /?" + 70_000 * "x" + " HTTP/1.1", "Host: {us}", 414), ("GET / HTTP/1.1", "Host: {us}\r\nX: " + 70_000 * "x", 431),
+    ("GET / HTTP/1.1", "Host: {us}\r\nHost: evil.example", 403), ("GET / HTTP/1.1", "Host: {us}\r\nOrigin: null", 403),
+    ("POST /answer HTTP/1.1", "Host: {us}\r\nContent-Length: 2\r\nOrigin: http://evil.example", 403),
+    ("POST /answer HTTP/1.1", "Host: {us}\r\nContent-Length: 2\r\nOrigin: http://{us}", 200)])
+def test_whatever_comes_gets_a_status_and_one_line(server, start, more, status):
+    with socket.create_connection(("127.0.0.1", server[0]), timeout=300) as connection:
+        connection.sendall(f"{start}\r\n{more.format(us=f'127.0.0.1:{server[0]}')}\r\n\r\n{{}}".encode())
+        head, body = connection.makefile().read().split("\n\n")
+    assert head.split()[1] == str(status) and body and "\n" not in body
+
+
+@contextmanager
+def serving(handler):
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as one:
+        thread = threading.Thread(target=one.serve_forever, args=[0.05])
+        thread.start()
+        yield one.server_port
+        one.shutdown()
+        thread.join()
+
+
+def test_nobody_is_waited_for():
+    class Impatient(serve.handler(question(), "")):
+        timeout = 0.2
+    assert serve.handler(question(), "").timeout == serve.PATIENCE
+    with serving(Impatient) as port:
+        for start, said in (("GET /\r\n", ""), ("POST /answer HTTP/1.1\r\nHost: {us}\r\nContent-Length: 9\r\n\r\n{{}}", "shorter")):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(start.format(us=f"127.0.0.1:{port}").encode())
+                assert said in connection.makefile().read()
+
+
 def test_nobody_else_can_reach_it(server):
     """It listens on the loopback address alone."""
     with socket.socket() as other:
@@ -138,7 +176,7 @@ def test_nobody_else_can_reach_it(server):
     ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config is a text"), ('{"config": "tp=3"}', "!= gpus(64)"),
     ('{"seq_len": 0}', "seq_len must be"), ('{"model": "pasted"}', "not JSON"),
     ('{"model": "pasted", "pasted": "{}"}', "model_type null"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
-    ("x" * 70_000, "at most")])
+    ("x" * 70_000, "at most"), ('{"config": "\\ud800=1"}', "take =value")])
 def test_bad_requests_get_one_line(server, body, message):
     status, text = send(server, "POST", "/answer", body)
     assert status == 400 and message in text and "\n" not in text

@@ -7,6 +7,7 @@ import json
 import signal
 from contextlib import suppress
 from functools import lru_cache
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from trainer import Refused, make, refuse, simulate
 HERE = Path(__file__).resolve().parent
 PASTED = "pasted"                                         # the model of a config.json that was pasted
 LONGEST = 2**16                                           # bytes of a request
+PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
 KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "virtual", "micro_batch", "recompute")
 DEGREES = [2**i for i in range(9)]
@@ -242,17 +244,23 @@ def pasted(text):
 
 def handler(question, config):
     class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE
+        default_request_version = "HTTP/1.0"              # so that what cannot be read gets a status too
+
+        def handle(self):
+            with suppress(ConnectionError):               # it went away
+                super().handle()
+
+        def parse_request(self):
+            return super().parse_request() and self.is_for_us()
+
         def do_GET(self):
-            if not self.is_for_us():
-                return
             if self.path.split("?")[0] != "/":
                 return self.reply(404, "there is only /")
             text = page(question, dict(config=config or ""), served=True)
             self.reply(200, text, "text/html; charset=utf-8")
 
         def do_POST(self):
-            if not self.is_for_us():
-                return
             try:
                 length = self.headers.get("Content-Length", "")
                 if not length.isdecimal() or int(length) > LONGEST:
@@ -267,22 +275,30 @@ def handler(question, config):
                 self.reply(400, " ".join(str(refused).split()))
             except (ValueError, RecursionError):
                 self.reply(400, "the request is not JSON")
+            except TimeoutError:
+                self.reply(408, "the request is shorter than it says")
 
         def is_for_us(self):
             port = self.server.server_port
-            if self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            ours = {f"127.0.0.1:{port}", f"localhost:{port}"}
+            hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
+            pages = [origin.removeprefix("http://") for origin in origins]       # that ask, if a page does
+            if len(hosts) == 1 and ours.issuperset(hosts + pages):
                 return True
-            self.reply(403, "only 127.0.0.1 and localhost are answered")
+            self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
+
+        def send_error(self, status, message=None, explain=None):
+            """What the server's own class refuses, in one line too."""
+            self.reply(status, message or HTTPStatus(status).phrase)
 
         def reply(self, status, text, kind="text/plain; charset=utf-8"):
-            body = text.encode()
-            with suppress(ConnectionError):
-                self.send_response(status)
-                for name, value in {"Content-Type": kind, "Content-Length": len(body), "Connection": "close",
-                                    "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
+            body = text.encode(errors="backslashreplace")
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": len(body), "Connection": "close",
+                                "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_):
             pass
