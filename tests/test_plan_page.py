@@ -95,6 +95,33 @@ def test_the_timeline_is_the_schedules_own():
         assert seen == {(rank, i) for rank in range(4) for i in range(12)} and drawn["shown"] == 12
 
 
+def reported(asked, config):
+    return serve.report(asked, plan.evaluate(asked.c, plan.parse_config(config, asked.c, asked.cluster, asked.seq_len, 1024),
+                                             asked.cluster, asked.constants))
+
+
+def test_knobs_of_the_schedule():
+    """Without a pipeline there is one schedule; stages of a rank can be chosen where they are interleaved."""
+    alone, interleaved = (reported(question(), config)["stops"] for config in ("tp=2,zero=1", "pp=4,schedule=interleaved,v=4"))
+    assert {stop["value"] for stop in alone["schedule"] if stop["why"] == "needs pp"} == {*plan.SCHEDULES} - {"1f1b"}
+    assert [stop["value"] for stop in interleaved["virtual"]] == [2, 4, 8] and "virtual" not in alone
+
+
+def test_of_many_ranks_some_are_drawn():
+    drawn = reported(question("llama-405b", 1024), "pp=32,tp=8,zero=1")["timeline"]
+    assert drawn["ranks"] == 32 and drawn["every"] == 2 and {event[0] for event in drawn["events"]} == {*range(0, 32, 2)}
+
+
+def test_commands():
+    """Without Slurm on several nodes; and of a pasted config.json, which is in no folder that is known."""
+    several, one = (reported(question(gpus=gpus), "tp=2,zero=1") for gpus in (16, 8))
+    assert several["by_hand"].startswith("torchrun --nnodes 2 --nproc_per_node 8 ") and one["by_hand"] is None
+    assert several["by_hand"].endswith(several["script"].split("step08_5d/train.py ")[1].strip())
+    pasted = reported(question()._replace(model="pasted"), "tp=2,zero=1")
+    for name in ("command", "script", "by_hand", "dry_run"):
+        assert "--model DIR " in pasted[name] and "pasted" not in pasted[name]
+
+
 # ------------------------------------------------------------------------------------------- the server
 @pytest.fixture(scope="module")
 def server():
@@ -258,6 +285,14 @@ def shown(browser, selector):
     return dict(browser.run(f"Array.from(document.querySelectorAll({json.dumps(selector)}), one => {pair})"))
 
 
+def titles(browser, selector):
+    return browser.run(f"Array.from(document.querySelectorAll({json.dumps(selector)}), one => one.title)")
+
+
+def visible(browser, *selectors):
+    return [one for one in selectors if browser.run(f"document.querySelector({json.dumps(one)})?.checkVisibility()")]
+
+
 @needs_chromium
 @pytest.mark.parametrize("config", [
     "", "tp=2,zero=1,mbs=2", "tp=4,pp=4,zero=1,schedule=interleaved,v=2", "cp=2,zero=3,recompute=full",
@@ -276,6 +311,11 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     assert shown(opened, "#memory .key li") == memory
     seconds = {name: f"{s:.3f} s" for name, s in layout["seconds"].items() if s > 0.0005 * layout["step"]}
     assert shown(opened, "#time .key li") == seconds
+    assert "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in layout["mfu"].items()) in text(opened, "#time")
+    assert all(re.fullmatch(r"\w+ \d+\.\d GiB", title) for title in titles(opened, "#memory .row i"))
+    assert text(opened, "#knobs p").startswith(f"dp follows: {layout['degrees']['dp']};")
+    drawn, step, *left = map(float, re.findall(r"(\d+\.\d\d) s", text(opened, "#timeline p")))
+    assert f"{step:.2f}" == f"{layout['step']:.2f}" and drawn + sum(left) == pytest.approx(step, abs=0.021)
     assert shown(opened, "#numbers dd")["tokens/s/GPU"] == f"{layout['tokens_per_s']:,.0f}"
     assert text(opened, "#commands pre") == layout["command"]
     assert len(opened.run("Array.from(document.querySelectorAll('#best tbody tr'), one => 1)")) == len(found["best"])
@@ -307,6 +347,63 @@ def test_what_is_not_possible_says_why_and_the_last_answer_stays(opened, server)
     assert opened.run("document.querySelector('label:has(#ep_2)').title.includes('the model has none')")
 
 
+OF_A_LAYOUT = ("#name", "#actions", "#knobs", "#best", "#memory", "#timeline", "#turns", "#mesh", "#commands")
+
+
+@needs_chromium
+def test_when_nothing_fits_no_layout_is_shown(opened, server):
+    assert visible(opened, *OF_A_LAYOUT) == [*OF_A_LAYOUT]
+    opened.run("change({gpus: 1})")
+    opened.wait("!document.getElementById('refused').hidden")
+    assert "No layout fits" in text(opened, "#refused") and visible(opened, *OF_A_LAYOUT) == []
+    opened.run("change({gpus: 64})")
+    opened.wait("document.getElementById('refused').hidden")
+    assert visible(opened, *OF_A_LAYOUT) == [*OF_A_LAYOUT]
+    show(opened, server, "gpus=1")
+    assert visible(opened, *OF_A_LAYOUT) == []
+
+
+@needs_chromium
+def test_a_page_to_keep_where_nothing_fits(browser, tmp_path):
+    serve.write(question(gpus=1), "", tmp_path / "plan.html")
+    browser.open(tmp_path / "plan.html")
+    settle(browser)
+    assert visible(browser, "#refused", *OF_A_LAYOUT) == ["#refused"]
+
+
+@needs_chromium
+def test_what_is_drawn_says_what_is_so(opened, server):
+    """Of schedules without a pipeline, stages of a rank, ranks that are not drawn, and a ring that nodes cut."""
+    show(opened, server, "config=tp%3D2,zero%3D1")
+    opened.run("document.getElementById('schedule_zerobubble').click()")
+    assert text(opened, "#hint") == "schedule zerobubble: needs pp"
+    show(opened, server, "config=pp%3D4,zero%3D1,schedule%3Dinterleaved,v%3D2")
+    opened.run("document.getElementById('virtual_4').click()")
+    opened.wait("document.getElementById('name').textContent.includes('interleaved 4')")
+    assert "v=4" in opened.run("state.config")
+    show(opened, server, "config=pp%3D32,zero%3D1")
+    assert ", of one rank of pp in 2." in text(opened, "#timeline p")
+    show(opened, server, "gpus=24&seq_len=6144&config=cp%3D3,zero%3D1")
+    assert "cp crosses nodes" in text(opened, "#mesh p")
+
+
+@needs_chromium
+def test_the_best_table_fits_a_wide_screen(opened, server):
+    for state in ("", "model=mixtral-8x7b&gpus=512"):
+        show(opened, server, state)
+        assert opened.run("document.getElementById('best').scrollWidth <= document.getElementById('best').clientWidth"), state
+
+
+@needs_chromium
+def test_the_best_can_be_taken_in_place_of_the_command_lines(browser):
+    with serving(serve.handler(question(), "tp=8,zero=1")) as port:
+        show(browser, [port])
+        assert "tp 8" in text(browser, "#name")
+        browser.run("change({config: ''})")
+        show(browser, [port], browser.run("location.hash.slice(1)"))
+        assert text(browser, "#verdict").startswith("The planner's answer.")
+
+
 @needs_chromium
 def test_the_address_holds_the_state(opened, server):
     opened.run("change({config: 'tp=2,zero=1', model: 'llama-8b'})")
@@ -325,6 +422,29 @@ def test_a_pinned_layout_is_compared(opened, server):
              for config in ("tp=8,zero=1,mbs=2", "tp=2,zero=1,mbs=2")]
     row = opened.run("Array.from(document.querySelector('#compared tbody tr').children, one => one.textContent)")
     assert row[:3] == ["tokens/s/GPU", *(f"{one.tokens_per_s:,.0f}" for one in found)]
+
+
+@needs_chromium
+def test_a_pin_follows_the_question(opened, server):
+    show(opened, server, "config=tp%3D8,zero%3D1,mbs%3D2")
+    opened.run("Array.from(document.querySelectorAll('#actions button')).at(-1).click()")
+    for changed, batch in (("gpus: 128", 1024), ("tokens: 2 ** 24", 4096)):
+        opened.run(f"change({{{changed}}})")
+        settle(opened)
+        row = opened.run("Array.from(document.querySelectorAll('#compared tbody tr')[1].children, one => one.textContent)")
+        assert row == ["batch, sequences", f"{batch:,}", f"{batch:,}", "+0"]
+        assert "Pinned: dp 16, tp 8" in text(opened, "#compared p")
+        assert visible(opened, "#refused", "#compared") == ["#compared"]
+
+
+@needs_chromium
+def test_a_pin_that_cannot_be_says_so_beside_the_answer(opened, server):
+    show(opened, server, "pin=tp%3D3")
+    assert "cannot be asked here: --config: dp(21)" in text(opened, "#compared p")
+    assert visible(opened, "#refused", "#name", "#compared") == ["#name", "#compared"]
+    opened.run("document.querySelector('#compared button').click()")
+    opened.wait("document.getElementById('compared').hidden")
+    assert opened.run("state.pin") == ""
 
 
 @needs_chromium

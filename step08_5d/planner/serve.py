@@ -25,6 +25,7 @@ from trainer import Refused, make, refuse, simulate
 
 HERE = Path(__file__).resolve().parent
 PASTED = "pasted"                                         # the model of a config.json that was pasted
+FOLDER = "DIR"                                            # what commands call the folder that has it
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
@@ -95,7 +96,9 @@ def config_of(l):
 def report(question, one):
     """Everything about one layout."""
     c, cluster, l = question.c, question.cluster, one.layout
-    constants, model = question.constants, question.model
+    constants = question.constants
+    model = FOLDER if question.model == PASTED else question.model
+    to_run = model, l, cluster, question.steps, question.lr
     turns = [{name: value for name, value in turn.items() if name != "layout"}
              for turn in explain.turned(c, one, cluster, constants)]
     sent = [dict(dimension=dim, collective=name, bytes=size)
@@ -108,33 +111,43 @@ def report(question, one):
         seconds=one.seconds, mfu=explain.mfus(c, one, cluster), unmeasured=trust.unmeasured(c, l),
         turns=turns, sent=sent, nearest=measured.nearest_run(c, l, cluster), timeline=timeline(question, one),
         stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation,
-        command=explain.command(model, l, cluster, question.steps, question.lr),
-        script=explain.script(model, l, cluster, question.steps, question.lr),
+        command=explain.command(*to_run), script=explain.script(*to_run), by_hand=by_hand(*to_run),
         dry_run=explain.dry_run(c, model, l, question.steps, question.lr))
+
+
+def by_hand(model, l, cluster, steps, lr):
+    """On several nodes without Slurm: the same on each, and they meet on HOST."""
+    if cluster.nodes == 1:
+        return None
+    return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.gpus_per_node} "
+            "--rdzv_backend c10d --rdzv_id 1 --rdzv_endpoint HOST:29500 "
+            f"step08_5d/train.py {explain.train_flags(model, l, steps, lr)}")
 
 
 def timeline(question, one):
     """The pipeline's own schedule with this layout's F, I and W; of many micro-batches as few as show all of
-    it."""
+    it, of many ranks every so many."""
     l = one.layout
     times = speed.Times(question.c, l, question.cluster, question.constants["time"])
-    if l.pp > SHOWN:
-        return dict(events=[], ranks=l.pp, shown=0)
-    m = min(l.accumulation, 3 * l.pp + 2)
+    m, every = min(l.accumulation, 3 * l.pp + 2), -(-l.pp // SHOWN)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
     events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F=times.F * share, I=times.I * share,
                       W=times.W * share)
     after = {name: one.seconds.get(name, 0) for name in ("dp", "optimizer")}
-    return dict(ranks=l.pp, shown=m, of=l.accumulation, after=after, events=[
-        (rank, action.kind, action.stage // l.pp, action.micro_batch, round(start, 6), round(end, 6))
-        for rank, action, start, end in events])
+    not_drawn = (l.accumulation - m) * (times.F + times.I + times.W) * share * l.stages_per_rank
+    drawn = [(rank, action.kind, action.stage // l.pp, action.micro_batch, round(start, 6), round(end, 6))
+             for rank, action, start, end in events if rank % every == 0]
+    return dict(ranks=l.pp, every=every, shown=m, of=l.accumulation, not_drawn=not_drawn, after=after,
+                events=drawn)
 
 
 def stops(question, l):
     """For each knob its values, and why one is not possible."""
     batch = l.dp * l.micro_batch * l.accumulation
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
-                  schedule=SCHEDULES, micro_batch=DEGREES[:6], recompute=RECOMPUTE)
+                  schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
+    if l.pp == 1 or l.schedule != "interleaved":
+        del values["virtual"]
     found = {}
     for knob, of in values.items():
         of = of if getattr(l, knob) in of else sorted([*of, getattr(l, knob)])
@@ -150,6 +163,8 @@ def why_not(question, l, knob, value, batch):
 def turned_to(question, l, knob, value, batch):
     """The layout with one knob at a value, dp being what is left; or why there is none."""
     changed = l._replace(**{knob: value})
+    if knob == "schedule" and l.pp == 1 and value != "1f1b":
+        return "needs pp"
     used = changed.tp * changed.cp * changed.pp
     if question.cluster.gpus % used:
         return f"{question.cluster.gpus:,} GPUs are not a multiple of tp x cp x pp = {used}"
