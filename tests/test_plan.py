@@ -915,4 +915,4 @@ def test_what_was_asked_is_said_again():
 
 def test_nothing_fits_for_programs():
     said = run("--model", "llama-405b", "--json")
-    assert said.returncode == 0 and json.loads(said.stdout) == [] and said.stderr.startswith("none of 0 layouts fits: more GPUs")
+    assert said.returncode == 0 and json.loads(said.stdout) == [] and said.stderr.startswith("no layout fits: it takes more GPUs")

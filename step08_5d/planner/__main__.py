@@ -146,8 +146,7 @@ def main():
             print(line, flush=True)
     search = Search(c, cluster, args.seq_len, batch, constants)
     best = search.best()
-    nothing = (f"none of {len(search.ordered):,} layouts fits: more GPUs, a shorter sequence, or a smaller "
-               "batch")
+    nothing = "no layout fits: it takes more GPUs, or shorter sequences"
     if args.json:
         if not best:
             print(nothing, file=sys.stderr)
