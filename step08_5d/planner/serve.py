@@ -129,7 +129,8 @@ def timeline(question, one):
     it, of many ranks every so many."""
     l = one.layout
     times = speed.Times(question.c, l, question.cluster, question.constants["time"])
-    m, every = min(l.accumulation, 3 * l.pp + 2), -(-l.pp // SHOWN)
+    enough, every = 3 * l.pp + 2 if l.pp <= SHOWN else 2 * l.pp, -(-l.pp // SHOWN)
+    m = min(l.accumulation, enough)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
     events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F=times.F * share, I=times.I * share,
                       W=times.W * share)
