@@ -4,7 +4,7 @@
     python tests/exercise.py 4 blank           # copies step 3 there instead: all is to be written
     python tests/exercise.py 4 check           # which rung is green, and what the first that is not wants
     python tests/exercise.py 4 hint            # the next hint for that rung; there are three
-    python tests/exercise.py 4 solution        # how its functions differ from ours
+    python tests/exercise.py 4 solution        # how its functions differ from ours; when all are green, those of all rungs
 
 Ranks that wait for each other for ever are ended after half a minute: the rung is then not green (PATIENCE=SECONDS changes it).
 
@@ -159,6 +159,7 @@ def what_came(verdict, folder):
     lines = [re.sub(r"^E  +", "", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if not re.match(r"[\w.]*JobFailed: \w+\(", line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Refused)\b.*:", line)]
+    errors.sort(key=lambda error: "by peer" in error)      # what the others meet when a rank is gone comes last
     places = re.findall(rf'File "{re.escape(str(folder))}/(\S+)", line (\d+)', text)
     place = "{}:{}: ".format(*places[-1]) if places else ""
     return place + (errors[0] if errors else verdict.why)[:400]
@@ -198,11 +199,12 @@ def hint(number, folder):
 
 
 def solution(number, folder):
-    _, test = present(number, folder)
-    for file, names in test.rung["write"].items():
-        for name in names:
-            theirs, ours = source_of(folder / file, name), source_of(ROOT / NAMES[number - 1] / file, name)
-            sys.stdout.writelines(difflib.unified_diff(theirs, ours, f"yours/{file}: {name}", f"ours/{file}: {name}", n=100))
+    """Of the present rung; of all when all are green."""
+    ladder, now = rungs(number), memory(folder)["rung"]
+    tests = ladder if now > len(ladder) else [present(number, folder)[1]]
+    for file, name in [(file, name) for test in tests for file, names in test.rung["write"].items() for name in names]:
+        theirs, ours = source_of(folder / file, name), source_of(ROOT / NAMES[number - 1] / file, name)
+        sys.stdout.writelines(difflib.unified_diff(theirs, ours, f"yours/{file}: {name}", f"ours/{file}: {name}", n=100))
 
 
 def main():

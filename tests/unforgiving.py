@@ -12,6 +12,7 @@ and wait() must come, or is_completed() have said yes.
 import contextlib
 import functools
 import sys
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -97,3 +98,37 @@ def unforgiving():
         yield under_way
     assert not under_way, f"not waited for: {', '.join(sorted(set(under_way.values())))}"
 
+
+@contextlib.contextmanager
+def noted(pipeline):
+    """A list of what a pipeline does: the names of actions (when they have what they need), "send" and "receive" when these are
+    started, and "wait for a send", "wait for a receive". A send is over when is_completed() is asked."""
+    did, sent, started, wait = [], [], dict(send=dist.isend, receive=dist.irecv), Work.wait
+
+    def start(what):
+        def noting(tensor, *args, **kwargs):
+            if what == "send":
+                held = [i for i, earlier in enumerate(sent) if earlier() is not None]
+                assert not held, "a send that is over (is_completed) is dropped before the next, or its tensor stays to the end"
+                sent.append(weakref.ref(tensor))
+            did.append(what)
+            return started[what](tensor, *args, **kwargs)
+        return noting
+
+    def action(kind, run):
+        def noting(stage, i, came):
+            did.append(f"{kind}{stage}{i}")
+            return run(stage, i, came)
+        return noting
+
+    def waiting(work):
+        did.append("wait for a " + ("send" if work.what.startswith("isend") else "receive"))
+        wait(work)
+
+    def over(work):
+        wait(work)
+        return True
+    pipeline.forward, pipeline.backward = action("F", pipeline.forward), action("B", pipeline.backward)
+    with patch.object(dist, "isend", start("send")), patch.object(dist, "irecv", start("receive")), \
+            patch.object(Work, "wait", waiting), patch.object(Work, "is_completed", over):
+        yield did
