@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from exercise import rung
 from observe import check
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STEP = "step04_tp_sp"
 # the matrices of the README: 2 -> 4 and 4 -> 2
@@ -21,9 +22,16 @@ DOWN = [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]]
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def start():
-    """This rank's number, and the group of all."""
+    """This rank's number in its group, and the group. Of four ranks 0 and 1 are one, 2 and 3 another that does the same."""
     dist.init_process_group("gloo")
-    return dist.get_rank(), dist.group.WORLD
+    group, _ = dist.new_subgroups(2)
+    dist.barrier()                                        # no group may end while the other still connects
+    return group.rank(), group
+
+
+def answers(pool, job, **arguments):
+    """What the job returns on each rank, with the rank's number in its group."""
+    return [(i % 2, answer) for i, answer in enumerate(pool.call(job, STEP, world=4, **arguments))]
 
 
 def border_without_sp(group):
@@ -33,8 +41,12 @@ def border_without_sp(group):
 
 @contextlib.contextmanager
 def watched():
-    """A list of the collectives that are started, each with the number of elements of its output."""
+    """A list of the collectives that are started, each with the number of elements of its output, and of the waits."""
     calls = []
+
+    def wait(work):
+        calls.append(("wait", 0))
+        return work and work.wait()
 
     def noted(name, collective):
         def start_it(*args, **kwargs):
@@ -42,7 +54,8 @@ def watched():
             calls.append((name, tensors[0].numel()))
             assert name == "all_reduce" or all(tensor.is_contiguous() for tensor in tensors), (
                 f"dist.{name} was called with a tensor that is not contiguous: on GPUs it refuses that; use x.contiguous()")
-            return collective(*args, **kwargs)
+            work = collective(*args, **kwargs)            # None: it has been waited for
+            return SimpleNamespace(wait=lambda: wait(work)) if work else wait(work)
         return start_it
     names = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
     with patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
@@ -60,7 +73,11 @@ def parts_job():
         param.placement = SimpleNamespace(parts=[parts.Part(None, *cut) for cut in cuts])
         index = parts.my_part(param)
         assert type(index) is tuple and len(index) == 2, f"of a matrix my_part must return a tuple of two slices; came {index}"
-        found.append((cuts, whole[index].tolist(), list(parts.whole_shape(param))))
+        found.append((cuts, whole[index].tolist(), parts.whole_shape(param)))
+    norm = nn.Parameter(torch.zeros(4))
+    norm.placement = SimpleNamespace(parts=[])
+    index = parts.my_part(norm)
+    assert index == (slice(None),), f"of a norm, which has one dimension, my_part must return a tuple of one slice; came {index}"
     products = []
     for rank in (0, 1):
         rows, columns = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
@@ -84,14 +101,14 @@ def parts_job():
     `list(param.shape)`, and multiply the entry of each `part.dim` by `part.parts`.""")
 def test_which_part_of_a_matrix_a_rank_has(pool):
     """`my_part(param)` returns the index of this rank's part: whole[my_part(param)] is what the rank has. `whole_shape(param)`
-    returns the shape of the whole parameter. Both go by the Parts in param.placement.parts."""
+    returns the shape of the whole parameter, a list. Both go by the Parts in param.placement.parts."""
     (found, products), = pool.call(parts_job, STEP)
     expected = [[[9, 10, 11, 12], [13, 14, 15, 16]], [[1, 2], [5, 6], [9, 10], [13, 14]], [[3], [7], [11], [15]],
                 [[9, 10], [13, 14]], [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]]
     for (cuts, part, shape), want in zip(found, expected):
         cut = " and ".join(f"part {index} of {count} along dimension {dim}" for dim, count, index in cuts) or "all"
         assert part == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {cut}: expected is {want}, came {part}"
-        assert shape == [4, 4], f"a rank has {cut} of a matrix of the shape [4, 4]: whole_shape returns {shape}"
+        assert shape == [4, 4], f"a rank has {cut} of a matrix of the shape [4, 4]: whole_shape returns {shape}, not this list"
     # what the two cuts are for: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
     assert products == [([1, 2], [3, 2]), ([3, -1], [2, -1])], (
         f"outputs of the first matrix, terms of the second: expected are [1, 2], [3, 2] and [3, -1], [2, -1], came {products}")
@@ -106,7 +123,7 @@ def all_reduce_job():
         before = x.tolist()
         with watched() as calls:
             result = all_reduce(x, group)
-            started = len(calls)
+            started = [name for name, _ in calls]
             assert callable(result), f"all_reduce has returned {type(result)}, not a function without arguments"
             found.append((started, result().tolist(), x.tolist() == before))
     return found
@@ -125,10 +142,13 @@ def all_reduce_job():
 def test_a_sum_that_is_waited_for_later(pool):
     """`all_reduce(x, group)` starts to sum x over the ranks of the group, and returns a function. This function waits, and returns
     the sum. x itself stays as it is. x may also be a transposed tensor."""
-    for answers in pool.call(all_reduce_job, STEP, world=2):
-        for (started, found, unchanged), expected in zip(answers, ([11, 22], [[11, 44], [22, 55], [33, 66]])):
-            assert started == 1, f"all_reduce must start one collective before it returns; it has started {started}"
-            assert found == expected, f"with x ten times as large on rank 1 the sum is {found}, expected is {expected}"
+    for _, answer in answers(pool, all_reduce_job):
+        for (started, found, unchanged), expected in zip(answer, ([11, 22], [[11, 44], [22, 55], [33, 66]])):
+            assert started == ["all_reduce"], (
+                f"before it returns, all_reduce must start one collective and not wait for it (async_op=True); it does {started}")
+            assert found == expected, (
+                f"of four ranks two are a group; with x ten times as large on rank 1 of it the sum is {found}, "
+                f"expected is {expected}")
             assert unchanged, "all_reduce has changed x: others still need it, so the sum must be made in a copy"
 
 
@@ -136,15 +156,17 @@ def f_and_g_job():
     from tensor_parallel import Enter, Leave
     rank, group = start()
     gather, reduce, _ = border = border_without_sp(group)
-    found = {}
+    found, saved = {}, []
     for name, kind, mine, gradient in [("Enter", Enter, [1.0, 2.0], [[1.0, 1.0], [2.0, 0.0]][rank]),
                                        ("Leave", Leave, [[3.0, 2.0], [2.0, -1.0]][rank], [1.0, 0.0])]:
         # with the two functions in each other's place, what was summed is not, and what was not is
         for how, a_border in (("", border), (", with gather and reduce exchanged", (reduce, gather, group))):
             x = torch.tensor([[mine]], requires_grad=True)
-            y = kind.apply(x, *a_border)
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(name) or tensor, lambda tensor: tensor):
+                y = kind.apply(x, *a_border)
             y.backward(torch.tensor([[gradient]]))
             found[name + how] = y.flatten().tolist(), x.grad.flatten().tolist()
+    assert not saved, f"{saved[0]} saves a tensor for backward, and so keeps its memory; gather and reduce need none"
     return found
 
 
@@ -163,7 +185,7 @@ def test_f_and_g(pool):
     """Enter is f: forward it returns what `gather` makes of x, and backward what `reduce` makes of the gradient. Leave is g:
     forward `reduce`, backward `gather`. Use the functions that come as arguments: with --sp off they are identity and
     all_reduce, later others."""
-    for rank, found in enumerate(pool.call(f_and_g_job, STEP, world=2)):
+    for rank, found in answers(pool, f_and_g_job):
         expected = {"Enter": ([1, 2], [3, 1]), "Enter, with gather and reduce exchanged": ([2, 4], [[1, 1], [2, 0]][rank]),
                     "Leave": ([5, 1], [1, 0]), "Leave, with gather and reduce exchanged": ([[3, 2], [2, -1]][rank], [2, 0])}
         for name, (forward, backward) in found.items():
@@ -175,7 +197,8 @@ def test_f_and_g(pool):
 def region_job():
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     rank, group = start()
-    border, mine = border_without_sp(group), slice(2 * rank, 2 * rank + 2)
+    (gather, reduce, _), mine, used = border_without_sp(group), slice(2 * rank, 2 * rank + 2), []
+    border = (lambda *args: used.append("gather") or gather(*args), lambda *args: used.append("reduce") or reduce(*args), group)
     first = ColumnParallelLinear(nn.Linear(2, 4, bias=False), 2, border)
     last = RowParallelLinear(nn.Linear(4, 2, bias=False), 2, border)
     first.weight.data, last.weight.data = torch.tensor(UP)[mine], torch.tensor(DOWN)[:, mine].contiguous()
@@ -184,7 +207,7 @@ def region_job():
     y = last(inner.relu())
     y[..., 0].sum().backward()
     return [inner.flatten().tolist(), y.flatten().tolist(), x.grad.flatten().tolist(),
-            first.weight.grad.tolist(), last.weight.grad.tolist()]
+            first.weight.grad.tolist(), last.weight.grad.tolist(), used]
 
 
 @rung({"tensor_parallel.py": ["ColumnParallelLinear.forward", "RowParallelLinear.forward"]}, hints="""
@@ -204,8 +227,9 @@ def test_a_region_of_two_linears(pool):
     expected = [("between the two linears are", [[1, 2], [3, -1]]), ("the outputs are", [[6, 2], [6, 2]]),
                 ("the gradient of x is", [[2, 2], [2, 2]]),
                 ("the gradient of the first weight is", [[[1, 2], [1, 2]], [[1, 2], [0, 0]]]),
-                ("the gradient of the last weight is", [[[1, 2], [0, 0]], [[3, 0], [0, 0]]])]
-    for rank, found in enumerate(pool.call(region_job, STEP, world=2)):
+                ("the gradient of the last weight is", [[[1, 2], [0, 0]], [[3, 0], [0, 0]]]),
+                ("of self.border there were called", [["gather", "reduce", "gather", "reduce"]] * 2)]
+    for rank, found in answers(pool, region_job):
         for (what, want), came in zip(expected, found):
             assert came == want[rank], f"{what} {came} on rank {rank}, expected is {want[rank]}"
 
@@ -244,13 +268,13 @@ def test_parts_of_a_sequence(pool):
     [batch, seq, hidden]. `reduce_scatter(x, group)`: x is the whole sequence on each rank; the result is the sum over the ranks,
     but only this rank's part of the sequence. Both start one collective and return a function that waits for the result."""
     whole = [[0, 1, 2, 3], [10, 11, 12, 13]]
-    for rank, (gathered, scattered) in enumerate(pool.call(sequence_job, STEP, world=2)):
+    for rank, (gathered, scattered) in answers(pool, sequence_job):
         sums = [[101 * n for n in row[2 * rank:2 * rank + 2]] for row in whole]
         for name, answer, expected in ("all_gather", gathered, whole), ("reduce_scatter", scattered, sums):
             started, shape, first, last = answer
             names, want = [name for name, _ in started], [2, len(expected[0]), 2]
             assert names == [f"{name}_{'into_' * (name == 'all_gather')}tensor"], (
-                f"{name} must start one dist.{name}_... before it returns; it has started {names}")
+                f"{name} must start one dist.{name}_... before it returns, and not wait for it (async_op=True); it does {names}")
             assert shape == want, f"{name}: of 2 sequences of 4 tokens of 2 numbers the result has the shape {shape}, not {want}"
             assert first == expected, (
                 f"{name}: the sequences are {whole[0]} and {whole[1]}, on rank 1 times 100 where they are summed; rank {rank} has "
@@ -265,8 +289,10 @@ def embedding_job():
     embedding = VocabParallelEmbedding(nn.Embedding(6, 2), 2, border_without_sp(group))
     rows = torch.tensor([[n, 10.0 * n] for n in (1, 2, 3, 4, 5, 6)])
     embedding.weight.data = rows[3 * rank:3 * rank + 3]
-    y = embedding(torch.tensor([[1, 3, 3, 5]]))
+    tokens = torch.tensor([[1, 3, 3, 5]])
+    y = embedding(tokens)
     y.sum().backward()
+    assert tokens.tolist() == [[1, 3, 3, 5]], "forward has changed the tokens that it was given"
     return y.tolist(), embedding.weight.grad[:, 0].tolist()
 
 
@@ -284,7 +310,7 @@ def embedding_job():
 def test_a_part_of_the_vocabulary(pool):
     """VocabParallelEmbedding.forward(tokens) returns the vectors of all tokens, on all ranks; each rank has the same number of rows
     of the table, rank 0 the first ones. Where the ranks' terms are added up is a border, so it ends with `leave`."""
-    for rank, (vectors, gradient) in enumerate(pool.call(embedding_job, STEP, world=2)):
+    for rank, (vectors, gradient) in answers(pool, embedding_job):
         expected = [[[2, 20], [4, 40], [4, 40], [6, 60]]]
         assert vectors == expected, f"of the rows [1, 10] ... [6, 60] the tokens 1 3 3 5 have {vectors}, expected is {expected}"
         expected = [[0, 1, 0], [2, 0, 1]][rank]
@@ -296,11 +322,13 @@ def test_a_part_of_the_vocabulary(pool):
 def cross_entropy_job(more):
     from tensor_parallel import vocabulary_parallel_cross_entropy
     rank, group = start()
+    more *= 1 + dist.get_rank() // 2                      # other logits in the other group
     probabilities = torch.tensor([[1.0, 2, 3, 2], [4, 1, 1, 2]], dtype=torch.float64) / 8
     with watched() as calls:
         loss, gradient = vocabulary_parallel_cross_entropy(group)(
             (probabilities.log() + more)[:, 2 * rank:2 * rank + 2].contiguous(), torch.tensor([2, 0]))
-    return loss.item(), (8 * gradient).tolist(), sum(size for _, size in calls)
+    low, _ = vocabulary_parallel_cross_entropy(group)(torch.zeros(2, 2, dtype=torch.bfloat16), torch.tensor([2, 0]))
+    return loss.item(), (8 * gradient).tolist(), sum(size for _, size in calls), str(low.dtype)
 
 
 @rung({"tensor_parallel.py": ["vocabulary_parallel_cross_entropy.cross_entropy"]}, hints="""
@@ -319,17 +347,18 @@ def cross_entropy_job(more):
     target where it is mine: `gradient.scatter_add_(-1, target, -mine.type_as(gradient))`.""")
 def test_a_loss_over_all_parts_of_the_vocabulary(pool):
     """`cross_entropy(logits, targets)` gets the logits of this rank's part of the vocabulary, [tokens, vocab/tp], and all targets.
-    It returns the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large. Of each token
-    no more than three numbers are sent."""
+    It returns the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large. As in
+    loss.py, sums are made in float32 or better. Of each token three numbers are all-reduced."""
     for more in (0, 1000):
-        for rank, (loss, gradient, sent) in enumerate(pool.call(cross_entropy_job, STEP, world=2, more=more)):
+        for rank, (loss, gradient, sent, low) in answers(pool, cross_entropy_job, more=more):
             here = f"softmax 1 2 3 2 and 4 1 1 2 eighths, targets 2 and 0, {'large logits, ' * bool(more)}rank {rank}:"
             assert loss == pytest.approx(1.673976, rel=1e-6), (
                 f"{here} the loss is {loss:.6f}, expected is log(8/3) + log(8/4) = 1.673976")
             for came, expected in zip(gradient, [[[1, 2], [-4, 1]], [[-5, 2], [1, 2]]][rank]):
                 assert came == pytest.approx(expected), (
                     f"{here} the gradient, in eighths, is {', '.join(f'{n:.4g}' for n in came)}, expected is {expected}")
-            assert sent <= 6, f"{here} {sent} numbers are all-reduced; expected are 3 of each token, 6 in all"
+            assert sent == 6, f"{here} {sent} numbers are all-reduced; expected are 3 of each token, 6 in all"
+            assert low == "torch.float32", f"of logits in bfloat16 the loss is {low}; in loss.py it is made in float32"
 
 
 def linears_job(sp):
@@ -339,6 +368,12 @@ def linears_job(sp):
     numbers = lambda *shape: torch.randint(-3, 4, shape, generator=draw).double()
     whole, weights, grads = numbers(2, 4, 3), numbers(2, 7, 3), numbers(2, 2, 4, 7)
     log = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.name().split(".")[0].endswith("mm") and log[-1:] != ["products"]:
+                log.append("products")
+            return op(*args, **(kwargs or {}))
 
     def logged(name, collective):
         def start(x, group):
@@ -356,10 +391,12 @@ def linears_job(sp):
         products = tensor_parallel.EnterLinears.apply(x, *border, *mine)
     what = type(products).__name__
     assert what == "tuple" and len(products) == 2, f"with two weights forward must return a tuple of two products; came a {what}"
+    saved += [value for value in vars(products[0].grad_fn).values() if isinstance(value, torch.Tensor)]
     kept = sum(tensor.numel() for tensor in saved) - sum(weight.numel() for weight in mine)
     products_right = all(torch.equal(y, F.linear(whole, weight)) for y, weight in zip(products, mine))
     forward, log[:] = list(log), []
-    torch.autograd.backward(products, grads[rank].split((5, 2), dim=-1))
+    with Products():
+        torch.autograd.backward(products, grads[rank].split((5, 2), dim=-1))
     expected_x = (grads[0] @ weights[0] + grads[1] @ weights[1])[:, part]
     expected_weight = grads[rank].flatten(0, 1).T @ whole.flatten(0, 1)
     return (products_right, kept - x.numel(), forward, torch.equal(x.grad, expected_x),
@@ -384,14 +421,16 @@ def test_one_gathering_for_several_linears(pool):
     a tuple, the product with each weight. It saves for backward x as it came, and the weights. `backward` starts to gather x
     again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients meanwhile."""
     for sp in (False, True):
-        for right, more, forward, x_right, weights_right, backward in pool.call(linears_job, STEP, world=2, sp=sp):
+        for right, more, forward, x_right, weights_right, backward in (answer for _, answer in answers(pool, linears_job, sp=sp)):
             here = f"with --sp {'on' if sp else 'off'}"
             assert right, f"{here} the products are not those of the gathered x with each weight"
             assert forward == ["start gather", "wait for gather"], f"{here} forward must gather once; it does {', '.join(forward)}"
             assert x_right, f"{here} the gradient of x is not the sum of grad @ weight over the weights, reduced over the ranks"
             assert weights_right, f"{here} the gradients of the weights are not those of the products with the gathered x"
             assert more <= 0, f"{here} forward saves {more} numbers more than x and the weights; the gathered x must not be saved"
-            expected = ["start gather", "start reduce", "wait for gather", "wait for reduce"]
+            assert more == 0, (f"{here} forward must keep x and the weights by ctx.save_for_backward: what is kept in another way, "
+                               "--recompute cannot drop")
+            expected = ["start gather", "products", "start reduce", "wait for gather", "products", "wait for reduce"]
             assert backward == expected, f"{here} backward does {', '.join(backward)}; expected is {', '.join(expected)}"
 
 
@@ -425,15 +464,19 @@ def partial_gradients_job():
     torch.float32).itemsize), and (placement.sum_over, "all_reduce", main_grad.nbytes) of each parameter that has a sum_over. The
     group is `mesh.get_group("tp")`. If args.tp is 1 the list is empty. (This counts neither --recompute nor --zero; ours
     does.)""")
-@pytest.mark.parametrize("sp", ["off", "on"])
-def test_a_training_run(pool, sp):
+@pytest.mark.parametrize("flags", [
+    "float64 --tp 2 --sp off", "float64 --tp 2 --sp on", "float64 --tp 4 --sp on", "float64 --tp 1 --sp on",
+    "bfloat16 --tp 2 --sp on"])
+def test_a_training_run(pool, flags):
     """`sum_partial_gradients(params)` sums over placement.sum_over the main_grad of each parameter that has one. `formula` returns
-    what one training step sends, as a list of (group, collective, payload bytes). Four steps on two ranks give the losses,
-    gradient norms and weights of one process, and the ledger's bytes are those of the formula, here for --recompute none."""
-    for rank, found in enumerate(pool.call(partial_gradients_job, STEP, world=2)):
+    what one training step sends, as a list of (group, collective, payload bytes). Four steps on four ranks, with tp 2, 4 or 1,
+    give the losses, gradient norms and weights of one process, and the ledger's bytes are those of the formula, here for
+    --recompute none and --zero 0. (`make test` asks for the others as well: recomputation crosses a layer's borders again but for
+    its last g, and with --zero unit.pieces() are summed in place of the parameters.)"""
+    for rank, found in answers(pool, partial_gradients_job):
         expected = [[11, 11], [2 * 10**rank, 2 * 10**rank], [33, 33]]
         assert found == expected, (
             f"of three parameters with the main_grads 1, 2, 3 on rank 0 and 10, 20, 30 on rank 1 the first and the last have a "
             f"placement.sum_over; rank {rank} has {found} after sum_partial_gradients, expected is {expected}")
-    flags = f"--dtype float64 --recompute none --micro_batch_size 6 --tp 2 --sp {sp}"
-    check(pool, layouts.Layout(STEP, 2, "dense-3", "adamw", flags))
+    shape = "dense-2-kv2" if "--tp 4" in flags else "dense-3"                      # with fewer key-value heads than ranks
+    check(pool, layouts.Layout(STEP, 4, shape, "adamw", f"--recompute none --micro_batch_size 6 --dtype {flags}"))
