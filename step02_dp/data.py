@@ -19,6 +19,9 @@ def load_tokens(args, vocab_size):
         tokens = open_token_file(args.dataset)
     else:
         tokens = open_token_file(tokenized(args))
+    if args.dataset.endswith(".bin") and vocab_size > 2**16:
+        refuse(f"--dataset {args.dataset}: a .bin has tokens below 65,536 (uint16), the model's vocabulary "
+               f"is {vocab_size}; a .npy may have others")
     sequences = (len(tokens) - 1) // args.seq_len
     if sequences < 1:
         refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = "
@@ -72,7 +75,9 @@ def tokenized(args):
             refuse(f"--dataset {args.dataset}: {what} ({type(error).__name__})")
         if not len(documents):
             refuse(f"--dataset {args.dataset}: there is no document in it")
-        column = "text" if "text" in documents.column_names else documents.column_names[0]
+        column = documents.column_names[0] if len(documents.column_names) == 1 else "text"
+        if column not in documents.column_names:
+            refuse(f"--dataset {args.dataset}: of its columns none is 'text': {documents.column_names}")
         text = tokenizer.backend_tokenizer.to_str()
         key = f"{documents._fingerprint} {column} {text} {tokenizer.eos_token_id}"
         path = os.path.join(config.HF_DATASETS_CACHE, hashlib.sha256(key.encode()).hexdigest()[:16] + ".npy")

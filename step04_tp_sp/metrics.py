@@ -80,15 +80,23 @@ class Metrics:
             return
         done = f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}"
         more = f"  MFU {mfu:.1%}" if mfu else ""
-        print(f"{done}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{more}"
-              f"  {memory:.2f} GiB", flush=True)
+        self.say(f"{done}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s"
+                 f"{more}  {memory:.2f} GiB")
         self.write(dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
                         tokens_per_s=speed, tokens_per_s_per_device=speed / self.devices, mfu=mfu,
                         peak_memory_gib=float(memory)))
+
+    def say(self, line):
+        try:
+            print(line, flush=True)
+        except OSError:                                   # a closed terminal, a tee that Ctrl-C ended, too
+            if not self.args.save:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # the run can still save
 
     def write(self, line):
         try:
             self.file and self.file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:                          # a log is not worth a run
-            print(f"--log_file {self.args.log_file} ends here: {error}", flush=True)
+            self.say(f"--log_file {self.args.log_file} ends here: {error}")
             self.file = None

@@ -49,13 +49,13 @@ def initial_weight(name, meta, config, args):
 def open_checkpoint(name):
     """{tensor name: the open file that has it}"""
     folder = local_folder("--init_from", name)
-    files = sorted(file for file in os.listdir(folder) if file.endswith(".safetensors"))
+    try:
+        files = files_of(folder)
+        opened = [safe_open(os.path.join(folder, file), framework="pt") for file in files]
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
+        refuse(f"--init_from {name}: damaged, or a file is missing ({error})")
     if not files:
         refuse(f"--init_from {name}: no .safetensors file there")
-    try:
-        opened = [safe_open(os.path.join(folder, file), framework="pt") for file in files]
-    except (SafetensorError, OSError) as error:
-        refuse(f"--init_from {name}: a damaged .safetensors file ({error})")
     saved = {key: file for file in opened for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
         if os.environ.get("RANK", "0") == "0":
@@ -65,11 +65,24 @@ def open_checkpoint(name):
     return saved
 
 
+def files_of(folder):
+    """Of a model, though others lie beside it: the one file, or those of its index; without either all."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.isfile(os.path.join(folder, "model.safetensors")):
+        return ["model.safetensors"]
+    if os.path.isfile(index):
+        with open(index) as file:
+            return sorted(set(json.load(file)["weight_map"].values()))
+    return sorted(file for file in os.listdir(folder) if file.endswith(".safetensors"))
+
+
 def read_weight(name, meta, saved, args):
     if name not in saved:
         refuse(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
     stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # tied
     weight = saved[name].get_slice(stored)                # nothing is read yet
+    if weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
+        refuse(f"--init_from {args.init_from}: {name} is {weight.get_dtype()}: quantized weights are unknown")
     if weight.get_shape() != whole_shape(meta):
         refuse(f"--init_from {args.init_from}: {name} is {weight.get_shape()}, "
                f"--model {args.model} has {whole_shape(meta)}")
@@ -112,6 +125,7 @@ def replacing(folder):
         put_in_place(new, folder)
         os.makedirs(new + ".tmp")
         yield new + ".tmp"
+        os.sync()                                         # on the disk before the old one goes
         os.rename(new + ".tmp", new)                      # from now on this one is read (local_folder)
         put_in_place(new, folder)
     except OSError as error:

@@ -73,10 +73,10 @@ def main(argv=None):
         metrics.log(step, loss, grad_norm, lr, load)
     zero.gather_weights()
     zero.wait()
-    if args.profile:
-        pipeline.draw()
     if args.save:
         save_checkpoint(model, config, mesh, args)
+    if args.profile:
+        pipeline.draw()
 
 
 if __name__ == "__main__":

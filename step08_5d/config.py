@@ -3,6 +3,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from dataclasses import asdict, dataclass, fields
 
@@ -11,6 +12,7 @@ import torch
 from schedules import SCHEDULES, least
 
 MOST = 10**8                                              # of anything that is counted
+NO_MATTER = ("initializer_range", "max_position_embeddings")                       # once there are weights
 
 
 def refuse(message, status=2):
@@ -28,8 +30,8 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin file of tokens; a text (each line a "
-        "document), json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a .npy or .bin (uint16) file of tokens; a text (each "
+        "line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=int, default=128)
     add("--global_batch_size", type=int, default=16, help="sequences per training step")
@@ -145,25 +147,34 @@ def local_folder(flag, name):
 
 
 def load_config(args):
-    if args.model in PRESETS:
-        return PRESETS[args.model]
-    path = os.path.join(local_folder("--model", args.model), "config.json")
+    config = PRESETS.get(args.model) or read_config(args.model, local_folder("--model", args.model))
+    folder = args.init_from and local_folder("--init_from", args.init_from)
+    if folder and os.path.isfile(os.path.join(folder, "config.json")):
+        for name, theirs in asdict(read_config(args.init_from, folder)).items():
+            if theirs != asdict(config)[name] and name not in NO_MATTER:
+                refuse(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
+                       f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
+    return config
+
+
+def read_config(name, folder):
+    path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
-        refuse(f"--model {args.model}: no config.json there; the presets are {', '.join(PRESETS)}")
+        refuse(f"--model {name}: no config.json there; the presets are {', '.join(PRESETS)}")
     try:
         with open(path) as file:
-            config = from_hugging_face(json.load(file), args.model)
+            config = from_hugging_face(json.load(file), name)
     except Exception as error:                            # a file may hold anything
-        refuse(f"--model {args.model}: not a config.json of a Llama ({type(error).__name__}: {error})")
-    return check_config(config, args.model)
+        refuse(f"--model {name}: not a config.json of a Llama ({type(error).__name__}: {error})")
+    return check_config(config, name)
 
 
 def from_hugging_face(raw, name):
     """The older configs have rope_theta and rope_scaling, the newer ones rope_parameters with both."""
     if raw.get("model_type") not in ("llama", "mixtral"):
         refuse(f"--model {name}: model_type {raw.get('model_type')!r}; known here: 'llama' and 'mixtral'")
-    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
-                           router_jitter_noise=0.0).items():
+    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False,
+                           quantization_config=None, sliding_window=None, router_jitter_noise=0.0).items():
         if raw.get(key, value) != value:
             refuse(f"--model {name}: {key}={raw[key]!r}; only {value!r} is known here")
     older = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
@@ -353,6 +364,7 @@ def check_outputs(args):
     try:
         for folder in filter(None, (args.save, args.profile, args.checkpoint)):
             os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()    # whether it can be written to
         if args.log_file:
             check_log(args.log_file)
             open(args.log_file, "a").close()

@@ -38,7 +38,7 @@ def lock(folder, owner):
     however it ends. So do NFS and Lustre (mounted with its option flock) between machines, some time after
     one of them is gone."""
     path = os.path.join(folder, "lock.tmp")
-    file = open(path, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
+    file = open(path, "a+", errors="replace", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         taken = not os.path.samestat(os.fstat(file.fileno()), os.stat(path))       # a run removed it, ending
@@ -81,8 +81,9 @@ def create(folder, name):
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
+        there = own(os.path.dirname(folder))
         refuse(f"--checkpoint: {os.path.join(folder, name)} cannot be written ({error}); "
-               "older checkpoints are still there")
+               f"older checkpoints that are still there: {', '.join(map(os.path.basename, there)) or 'none'}")
 
 
 def file_of(rank):
@@ -99,7 +100,8 @@ def read_index(folder):
         for file in files:                                # none is outside of the folder
             assert re.fullmatch(r"rank_[0-9]{5}\.safetensors", file), f"file {file}"
             assert file in index["digests"], f"file {file}"
-        assert index["steps"] == int(folder[-8:]) and index["facts"] and index["shapes"]
+        assert index["steps"] == int(folder[-8:]), f"it is of step {index['steps']}"
+        assert type(index["facts"]) is dict and index["shapes"]
         assert type(index["biases"]) is list
         return index, None
     except Exception as error:                            # a file may hold anything
@@ -130,11 +132,14 @@ def open_log(name, first, args):
     """Of a broken run, without the steps that are done again. If no checkpoint of it is left, all stays."""
     if not args.resume or not os.path.isfile(name):
         return open(name, "wb", buffering=0)
-    with open(name, "rb") as file, open(name + ".tmp", "wb") as kept:
+    kept = 0
+    with open(name, "r+b") as file:                       # cut in place: its disk may be full
         try:
-            kept.writelines(line for line in file
-                            if line.endswith(b"\n") and (not first or json.loads(line)["step"] < first))
-        except ValueError as error:
+            for line in file:
+                if not line.endswith(b"\n") or first and json.loads(line)["step"] >= first:
+                    break
+                kept += len(line)
+        except (ValueError, TypeError, LookupError) as error:
             refuse(f"--log_file {name}: damaged, take another name ({error})")
-    os.replace(name + ".tmp", name)
+        file.truncate(kept)
     return open(name, "ab", buffering=0)

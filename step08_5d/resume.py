@@ -12,6 +12,7 @@ state to keep: initial weights follow from seed and name, step t's data from t, 
 A folder is written as step_00000200.tmp and renamed when all are done: by that name it is whole (folders.py).
 """
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -27,14 +28,13 @@ from safetensors import SafetensorError, safe_open
 
 from agreement import agree
 from checkpoint import header
-from config import refuse
+from config import NO_MATTER, refuse
 from folders import create, damage, file_of, lock, newest, older, own, read_index
 from moe import on_disk
 from parts import my_part, whole_shape
 from zero import Unit
 
 KINDS = {"weight": "", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}         # and how their names end
-NO_MATTER = ("initializer_range", "max_position_embeddings")                       # of a config, to resume
 
 
 class Checkpoints:
@@ -59,6 +59,7 @@ class Checkpoints:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)       # one rank may have heard the signal before another
         if told or (step + 1) % self.args.save_every == 0 or step + 1 == self.args.steps:
             self.save(step + 1)
+        told = told if step + 1 < self.args.steps else 0  # after the last there is --save to do
         if told and dist.get_rank() == 0:
             print(f"told to end ({signal.Signals(int(told)).name}) after step {step + 1}; "
                   "--resume goes on from there", flush=True)
@@ -69,7 +70,7 @@ class Checkpoints:
         folder, rank = os.path.join(self.args.checkpoint, f"step_{steps:08d}"), dist.get_rank()
         if rank == 0:
             for left in own(self.args.checkpoint, "[.]tmp"):                       # by a run that was killed
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)
             os.makedirs(folder + ".tmp")
         self.writer = self.writer or self.share_out()     # its exchange is the barrier that others wait in
         dist.barrier()
@@ -156,8 +157,11 @@ class Checkpoints:
 
     def forget_old_ones(self):
         for folder in own(self.args.checkpoint)[:-self.args.keep]:
-            os.rename(folder, folder + ".tmp")            # half deleted it must not look whole
-            shutil.rmtree(folder + ".tmp")
+            try:
+                os.rename(folder, folder + ".tmp")        # half deleted it must not look whole
+                shutil.rmtree(folder + ".tmp")
+            except OSError as error:                      # not worth a run
+                print(f"--keep: {folder} cannot be deleted ({error})", flush=True)
 
     # ---------------------------------------------------------------------------------------- going on
     @torch.no_grad()
@@ -179,13 +183,16 @@ class Checkpoints:
                 refuse(f"--resume: {folder} is damaged: {problem}; " + older(folder))
             digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
             agree("resumed", f"{folder} with index {digest[:16]}")
-        for path in newer if dist.get_rank() == 0 else []:
-            os.rename(path, path + ".aside")              # it would be taken for the newest of this run
+        for path in newer if dist.get_rank() == 0 else []:         # one would be taken for this run's newest
+            names = (f"{path}.aside{number or ''}" for number in itertools.count())
+            os.rename(path, next(name for name in names if not os.path.exists(name)))
         return index["steps"] if folder else 0
 
     def choose(self):
         """The checkpoint to go on from, and those that are newer."""
         there, wanted = own(self.args.checkpoint), self.args.resume
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+            wanted = wanted and "newest"                  # what was done since the first start counts
         if there and not wanted:
             refuse(f"--checkpoint {self.args.checkpoint}: {os.path.basename(there[-1])} is in there already; "
                    "--resume goes on from it, a run of its own takes another directory")

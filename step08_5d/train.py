@@ -85,10 +85,10 @@ def train(args):
             return
     zero.gather_weights()
     zero.wait()
-    if args.profile:
-        pipeline.draw()
     if args.save:
         save_checkpoint(model, config, mesh, args)
+    if args.profile:
+        pipeline.draw()
 
 
 if __name__ == "__main__":

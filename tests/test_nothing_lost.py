@@ -268,7 +268,7 @@ def test_a_full_disk_leaves_the_old_model(pool, tmp_path, step):
 
 def test_a_full_disk_ends_a_checkpoint_in_a_line(pool, tmp_path):
     line = refused(pool, LAST, f"{TINY} --checkpoint {tmp_path} --save_every 1", disk_full_job, world=1, bytes=100_000)
-    assert "cannot be written ([Errno" in line and "older checkpoints are still there" in line
+    assert "cannot be written ([Errno" in line and "older checkpoints that are still there: none" in line
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
@@ -316,6 +316,96 @@ def test_ctrl_c_head_and_a_terminal_without_umlauts_give_no_traceback(tmp_path, 
     process = from_the_shell(step, ["--steps", "1", "--init_from", "ü"], tmp_path, PYTHONIOENCODING="ascii")
     out, error = process.communicate(timeout=300)
     assert process.returncode == 2 and "no .safetensors file there" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("step, more", [(ONE, ""), (LAST, "--checkpoint run")])
+def test_an_output_that_nobody_reads_any_more_costs_no_model(tmp_path, step, more):
+    """A closed terminal, or a tee that Ctrl-C ended first."""
+    process = from_the_shell(step, f"{TINY} --save model {more}".split(), tmp_path)
+    process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(60) == 0 and not error, error
+    assert (tmp_path / "model/model.safetensors").exists()
+    assert not more or (tmp_path / "run/step_00000004/index.json").exists()
+
+
+def test_a_place_where_nothing_can_be_written_is_seen_before(pool):
+    assert "cannot write there" in refused(pool, ONE, f"{TINY} --save /proc")
+    assert "cannot write there" in refused(pool, ONE, f"{TINY} --profile /proc")
+
+
+# ------------------------------------------------------------------------------------- weights of another model
+@pytest.fixture(scope="module")
+def model(pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    pool.call(main_job, ONE, argv=["--steps", "0", "--save", str(folder)])
+    return folder
+
+
+def test_files_that_lie_beside_a_model_are_not_read(pool, model, tmp_path):
+    from safetensors.torch import load_file, save_file
+    shutil.copytree(model, tmp_path / "one")
+    weights = load_file(model / "model.safetensors")
+    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    save_file(zeros, tmp_path / "one/model_old.safetensors")
+    two = tmp_path / "two"
+    two.mkdir()
+    names, file = sorted(weights), "model-0000{}-of-00002.safetensors".format
+    parts = [names[::2], names[1::2]]
+    for i, part in enumerate(parts, 1):
+        save_file({name: weights[name] for name in part}, two / file(i))
+    save_file(zeros, two / "model-00003-of-00003.safetensors")
+    where = {name: file(i) for i, part in enumerate(parts, 1) for name in part}
+    (two / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=where)))
+    for folder in (tmp_path / "one", two):
+        assert_same_tensors(pool.train(ONE, f"--steps 0 --init_from {folder}").weights, weights, 0.0)
+    (two / file(1)).unlink()
+    assert f"--init_from {two}: damaged, or a file is missing" in refused(pool, ONE, f"--steps 0 --init_from {two}")
+
+
+def test_quantized_weights_are_no_numbers(pool, model, tmp_path):
+    from safetensors.torch import load_file, save_file
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    assert f"{name} is I8: quantized weights" in refused(pool, ONE, f"--steps 0 --init_from {tmp_path}")
+    raw = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | dict(quantization_config=dict(quant_method="fp8"))))
+    assert "quantization_config=" in refused(pool, ONE, f"--steps 0 --model {tmp_path}")
+
+
+@pytest.mark.parametrize("step", [ONE, LAST])
+def test_weights_of_the_same_sizes_and_another_model(pool, model, tmp_path, step):
+    shutil.copytree(model, tmp_path / "other")
+    raw = json.loads((model / "config.json").read_text())
+    for rope in ("rope_parameters", "rope_scaling"):
+        raw.pop(rope, None)
+    (tmp_path / "other/config.json").write_text(json.dumps(raw | dict(rope_theta=10000.0)))
+    line = refused(pool, step, f"--steps 0 --init_from {tmp_path / 'other'}")
+    assert "rope_theta is 10000.0 in its config.json, --model tiny has 500000.0" in line
+    pool.call(main_job, step, argv=f"--steps 0 --init_from {tmp_path / 'other'} --model {tmp_path / 'other'}".split())
+
+
+def test_which_column_is_the_text(pool, tmp_path, tokenizer):  # noqa: F811
+    (tmp_path / "two.jsonl").write_text('{"id": "a", "content": "hello hello"}\n' * 50)
+    (tmp_path / "one.jsonl").write_text('{"content": "hello hello hello hello hello"}\n' * 50)
+    flags = f"--steps 1 --seq_len 4 --global_batch_size 2 --tokenizer {tokenizer}"
+    assert "of its columns none is 'text': ['id', 'content']" in refused(pool, ONE, f"{flags} --dataset {tmp_path / 'two.jsonl'}")
+    pool.call(main_job, ONE, argv=f"{flags} --dataset {tmp_path / 'one.jsonl'}".split())
+
+
+def test_a_bin_has_no_large_tokens(pool, tmp_path):
+    np.arange(1000, dtype=np.uint32).tofile(tmp_path / "tokens.bin")
+    line = refused(pool, ONE, f"--dataset {tmp_path / 'tokens.bin'} --model llama-1b", check_data_job)
+    assert "a .bin has tokens below 65,536 (uint16), the model's vocabulary is 128256" in line
+
+
+def check_data_job(argv):
+    import config
+    import data
+    args = config.parse_args(argv)
+    data.load_tokens(args, config.load_config(args).vocab_size)
 
 
 # ------------------------------------------------------------------------------------- what only some ranks see
@@ -509,6 +599,28 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one(pool, copy, what, world
         trained = pool.train(LAST, goes_on(copy, "step_00000002"), world=world)
         assert [line["step"] for line in trained.lines] == [2, 3, 4, 5]
         assert sorted(os.listdir(copy)) == ["step_00000002", "step_00000004.aside", "step_00000006"]
+
+
+def test_an_older_one_twice_and_after_a_restart(pool, copy, tmp_path):
+    """Each time newer ones are put aside; but what a run did before torchrun started it again counts."""
+    def train(more):
+        return [line["step"] for line in pool.train(LAST, goes_on(copy, more)).lines]
+    assert train("step_00000002") == train("step_00000002") == [2, 3, 4, 5]
+    assert sorted(os.listdir(copy)) == ["step_00000002", "step_00000004.aside", "step_00000006", "step_00000006.aside"]
+    process = from_the_shell(LAST, goes_on(copy, "step_00000002").split(), tmp_path, TORCHELASTIC_RESTART_COUNT="1")
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0 and f"resuming from {copy}/step_00000006" in out, error
+
+
+def test_a_log_is_cut_where_it_lies(pool, copy, tmp_path):
+    """Not in a copy, for which its disk may be too full; and a link stays a link."""
+    lines = [json.dumps(dict(step=step, loss=1.0)) + "\n" for step in range(6)]
+    (tmp_path / "real.jsonl").write_text("".join(lines) + '{"step": 6, "lo')
+    (tmp_path / "log.jsonl").symlink_to(tmp_path / "real.jsonl")
+    pool.call(main_job, LAST, argv=[*goes_on(copy).split(), "--log_file", str(tmp_path / "log.jsonl")])
+    assert (tmp_path / "log.jsonl").is_symlink()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "real.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 5] and sorted(os.listdir(tmp_path)) == sorted(["copy", "log.jsonl", "real.jsonl"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

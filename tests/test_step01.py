@@ -523,7 +523,7 @@ def bad_inputs(folder):
         f"--model {folder}/heads": "num_attention_heads 8 is not a multiple of num_key_value_heads 3",
         f"--model {folder}/broken": "not a config.json",
         f"--init_from {folder}/empty": "no .safetensors file there",
-        f"--init_from {folder}/damaged": "a damaged .safetensors file",
+        f"--init_from {folder}/damaged": "damaged, or a file is missing",
         f"--init_from {folder}/nowhere": "no such directory",
         "--dataset nowhere.npy": "no such file",
         "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: not to be had",
@@ -571,11 +571,15 @@ def test_a_token_outside_the_vocabulary_ends_the_run_in_any_step(pool, tmp_path,
 
 
 def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path, small, initial):
-    with pytest.raises(Refused, match=r"is \[257, 64\], --model tiny has \[256, 64\]"):
+    with pytest.raises(Refused, match="vocab_size is 257 in its config.json, --model tiny has 256"):
         pool.call(main_job, STEP, argv=["--init_from", str(initial)])
     deeper = write_config(tmp_path / "deeper", num_hidden_layers=4)
+    weights = tmp_path / "weights"                        # without a config.json of their own
+    shutil.copytree(initial, weights, ignore=shutil.ignore_patterns("config.json"))
+    with pytest.raises(Refused, match=r"is \[257, 64\], --model tiny has \[256, 64\]"):
+        pool.call(main_job, STEP, argv=["--init_from", str(weights)])
     with pytest.raises(Refused, match="has no model.layers.3"):
-        pool.call(main_job, STEP, argv=["--model", str(deeper), "--init_from", str(initial)])
+        pool.call(main_job, STEP, argv=["--model", str(deeper), "--init_from", str(weights)])
 
 
 @slow
