@@ -100,6 +100,21 @@ def unforgiving():
 
 
 @contextlib.contextmanager
+def batches():
+    """A list; while batch_isend_irecv starts its operations, they are in it."""
+    in_batch, real = [], dist.batch_isend_irecv
+
+    def start(operations):
+        in_batch.append(operations)
+        try:
+            return real(operations)
+        finally:
+            in_batch.pop()
+    with patch.object(dist, "batch_isend_irecv", start):
+        yield in_batch
+
+
+@contextlib.contextmanager
 def noted(pipeline):
     """A list of what a pipeline does: the names of actions (when they have what they need), "send" and "receive" when these are
     started, and "wait for a send", "wait for a receive". A send is over when is_completed() is asked."""

@@ -1,11 +1,16 @@
 """The ladder of step 5: every sequence cut over ranks. Each test is a rung; exercise.py says how they are used.
 
-In all rungs with attention a sequence has 12 tokens, in one head of size 1. Every query is 1, and the key of token t is the
+In all rungs with attention a sequence has 12 tokens, in heads of size 1. Every query is 1, and the key of token t is the
 logarithm of WEIGHTS[t], so that exp(score) is WEIGHTS[t]: 1 1 2 4 8 ..., each as much as all before it together. The value of
 token t is t. So the output of token t is its own value and the output before it, half and half: t - 1 + 1 / 2**t. The gradient of
 this output is 2**t, which is the sum of the weights that it sees: so each query that sees token s adds WEIGHTS[s] to the gradient
-of its value.
+of its value. This is so in head 0 of sequence 0. In key-value head h values and gradients are h + 1 times as large, in sequence 1
+negative; and query heads with the same key-value head have unequal shares of the gradient, which make the whole together.
+
+The group is never the world: rank 0 of the world is in no group, so rank r of the group is rank r + 1 of the world.
 """
+import contextlib
+from collections import Counter
 from types import SimpleNamespace
 
 import layouts
@@ -15,77 +20,249 @@ from observe import check
 
 STEP = "step05_cp"
 TOKENS, RANKS = 12, 3
+BATCH, HEADS, KV_HEADS = 2, 6, 3
 WEIGHTS = [1, *(2**t for t in range(TOKENS - 1))]
 NAMES = ["output", "gradient of q", "gradient of k", "gradient of v"]
 HANGS = 20                                                # seconds: ranks that wait for each other are ended
 
 
 # ------------------------------------------------------------------------------------------------ on every rank
+def start(ranks=RANKS):
+    """The group of all ranks but rank 0, for which it is None."""
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    group = dist.new_group(range(1, ranks + 1))
+    dist.barrier()                                        # no group may end while others still connect
+    return group if dist.get_rank() else None
+
+
+def answers_of(pool, job, ranks=RANKS, **arguments):
+    return pool.call(job, STEP, world=ranks + 1, timeout=HANGS, **arguments)[1:]
+
+
+@contextlib.contextmanager
+def sent_in(group):
+    """A Counter of the bytes that this rank sends, by collective, as the ledger counts them."""
+    from ledger import COLLECTIVES, group_of
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from unforgiving import batches
+    sent, rank, size = Counter(), group.rank(), group.size()
+
+    class Sent(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.namespace == "c10d":
+                self.see(op._opname, args)
+            return op(*args, **(kwargs or {}))
+
+        def see(self, name, args):
+            assert group_of(args).group_name == group.group_name, \
+                f"{name}: among other ranks than those of `group`; it takes group=group, or all ranks of the world take part"
+            if name in ("send", "recv_"):
+                assert in_batch and len(in_batch[-1]) == 2, (
+                    "a send and a receive that are not in one batch_isend_irecv: over nccl each would wait for the other")
+                peer = (rank + 1) % size if name == "send" else (rank - 1) % size
+                assert args[2] == peer, (
+                    f"rank {rank} of the group's {size}: {name.strip('_')}, peer {args[2]} in the group, expected is {peer} "
+                    f"(group_peer takes ranks of the group, peer those of the world)")
+            if name != "recv_":
+                assert name in COLLECTIVES, (
+                    f"{name}: takes lists of tensors, and the ledger does not see it. One tensor with all parts is sent without a "
+                    f"copy: all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single")
+                collective, payload, _ = COLLECTIVES[name]
+                sent[collective] += sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+
+    with batches() as in_batch, Sent():
+        yield sent
+
+
 def positions_of(rank, mode, seq_len, cp):
     import context_parallel
-    mesh, args = SimpleNamespace(get_local_rank=lambda name: rank), SimpleNamespace(seq_len=seq_len, cp=cp, cp_mode=mode)
-    return context_parallel.local_positions(mesh, args)
+    import torch
+
+    def local_rank(name=None):
+        assert name == "cp", f"mesh.get_local_rank({name!r}) is not this rank's number among the ranks of cp"
+        return rank
+    mesh, args = SimpleNamespace(get_local_rank=local_rank), SimpleNamespace(seq_len=seq_len, cp=cp, cp_mode=mode)
+    positions = context_parallel.local_positions(mesh, args)
+    what = positions.dtype if isinstance(positions, torch.Tensor) else type(positions)
+    assert what == torch.int64, f"local_positions returns a tensor of integers (torch.int64), by which one can index; not {what}"
+    return positions
 
 
-def attended(core, positions):
+def attended(core, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="float64"):
     """Output and gradients of q, k and v of the tokens at these positions; core takes [batch, seq, heads, head_dim]."""
     import torch
 
-    def column(numbers):
-        return torch.tensor([float(numbers[t]) for t in positions], dtype=torch.float64).view(1, -1, 1, 1)
-    q, k, v = column([1] * TOKENS), column(WEIGHTS).log(), column(range(TOKENS))
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    def numbers(of_tokens, of_heads):
+        column = torch.tensor([float(of_tokens[t]) for t in positions], dtype=torch.float64)
+        of_heads = torch.tensor(of_heads, dtype=torch.float64)
+        return torch.einsum("t,bh->bth", column, of_heads).unsqueeze(-1).to(getattr(torch, dtype))
+    signed = [[sign * (h + 1) for h in range(kv_heads)] for sign in (1, -1)]
+    each = heads // kv_heads
+    shared = [[x * (2 * i + 1) / each**2 for x in row for i in range(each)] for row in signed]
+    q, k = numbers([1] * TOKENS, [[1] * heads] * BATCH), numbers(WEIGHTS, [[1] * kv_heads] * BATCH).log()
+    leaves = [t.requires_grad_() for t in (q, k, numbers(range(TOKENS), signed))]
     out = core(*leaves)
-    yield out.flatten().tolist()
-    out.backward(column([2**t for t in range(TOKENS)]))
-    yield from (leaf.grad.flatten().tolist() for leaf in leaves)
+    assert out.dtype == q.dtype, f"of q, k and v in {q.dtype} the output is in {out.dtype}"
+    yield out.squeeze(-1).tolist()
+    out.backward(numbers([2**t for t in range(TOKENS)], shared))
+    yield from (leaf.grad.squeeze(-1).tolist() for leaf in leaves)
+
+
+@contextlib.contextmanager
+def kept_of(made):
+    """Puts all tensors that are saved for backward into the list."""
+    import torch
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: made.append(tensor) or tensor, lambda tensor: tensor):
+        yield
+
+
+def noted_on(out):
+    """Tensors that functions of ours have put on ctx without save_for_backward."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+    nodes, found = [out.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        found += [x for x in tree_leaves(getattr(node, "__dict__", {})) if isinstance(x, torch.Tensor)]
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    return found
+
+
+def size_of(tensors):
+    """Bytes, every storage once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def attention_job(mode, backward):
-    """This rank's positions; their outputs and, with backward, gradients; what was under way while each kernel ran."""
+    """This rank's positions; their outputs and, with backward, gradients; of each kernel what was under way meanwhile and how many
+    pairs of a query and a key it scored, all this in float64; and sums and what is sent, kept, in bfloat16."""
+    import inspect
     from unittest.mock import patch
 
     import context_parallel
-    import torch.distributed as dist
+    import torch
     from unforgiving import unforgiving
-    dist.init_process_group("gloo")
-    positions = positions_of(dist.get_rank(), mode, TOKENS, dist.get_world_size()).tolist()
-    kernel = "flash_backward" if backward else "flash"
-    compute, busy = getattr(context_parallel, kernel), []
-    with unforgiving() as under_way:
-        def watched(*args):
-            busy.append(len(under_way))
-            return compute(*args)
+    group = start()
+    if not group:
+        return None
+    positions = positions_of(group.rank(), mode, TOKENS, RANKS).tolist()
+    kernel, merge = "flash_backward" if backward else "flash", context_parallel.merge
+    compute, kernels = getattr(context_parallel, kernel), []
+    core = context_parallel.in_blocks(mode, group)
+    with unforgiving() as under_way, sent_in(group):
+        def watched(*args, **kwargs):
+            call = SimpleNamespace(**inspect.signature(compute).bind(*args, **kwargs).arguments)
+            queries, keys = call.q.shape[2], call.k.shape[2]
+            kernels.append((len(under_way), queries * (queries + 1) // 2 if call.causal else queries * keys))
+            assert not backward or call.lse.is_contiguous(), \
+                "flash_backward was given an lse that is not contiguous, a part of another tensor: the kernel on GPUs reads others"
+            return compute(*args, **kwargs)
         with patch.object(context_parallel, kernel, watched):
-            found = attended(context_parallel.in_blocks(mode, dist.group.WORLD), positions)
+            found = attended(core, positions)
             found = list(found) if backward else [next(found)]
-    return positions, found, busy
+
+    def wide(out, lse, *block):
+        assert out.dtype == lse.dtype == torch.float32, \
+            f"with q, k and v in bfloat16 outputs are merged in float32 (no_block), not out in {out.dtype} and lse in {lse.dtype}"
+        return merge(out, lse, *block)
+
+    def one_number(grad_out, q, k, v, out, lse, causal):
+        return [torch.full_like(x, 256 if causal else 1) for x in (q, k, v)]
+    kept, ends = [], []
+
+    def keeping(*qkv):
+        with kept_of(kept):
+            ends.append(core(*qkv))
+        return ends[0]
+    with patch.object(context_parallel, "merge", wide), patch.object(context_parallel, "flash_backward", one_number):
+        with sent_in(group) as forward:
+            found_low = attended(keeping, positions, dtype="bfloat16")
+            next(found_low)
+        kept += noted_on(ends[0])
+        logs = [x.view(BATCH, HEADS, -1) for x in kept if x.numel() == BATCH * HEADS * len(positions)]
+        right = torch.tensor(positions) * torch.tensor(2.0).log()
+        lse_kept = any(x.isfinite().all() and (x.float() - right).abs().max() < 0.1 for x in logs)
+        answer = dict(forward=dict(forward), kept=size_of(kept), lse_kept=lse_kept)
+        if backward:
+            with sent_in(group) as sent:
+                answer |= dict(sums=list(found_low), backward=dict(sent))
+    return positions, found, kernels, answer
 
 
 # ------------------------------------------------------------------------------------------------ of all ranks
-def assert_attention(answers):
+def assert_attention(answers, heads=HEADS, kv_heads=KV_HEADS):
     """What ranks have found for their tokens is what one process finds for all."""
     from torch.nn.functional import scaled_dot_product_attention
 
     def core(*qkv):
         q, k, v = (t.transpose(1, 2) for t in qkv)
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    expected = list(attended(core, range(TOKENS)))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    expected = list(attended(core, range(TOKENS), heads, kv_heads))
     for rank, (positions, found, *_) in enumerate(answers):
         for name, numbers, right in zip(NAMES, found, expected):
-            right = [right[t] for t in positions]
-            assert numbers == pytest.approx(right, rel=1e-9), \
-                f"the {name} of rank {rank}'s tokens {positions} is {shown(numbers)}, not {shown(right)}"
+            for sequence in range(BATCH):
+                for head in range(len(right[sequence][0])):
+                    came, wanted = ([row[head] for row in rows] for rows in (
+                        numbers[sequence], [right[sequence][t] for t in positions]))
+                    assert came == pytest.approx(wanted, rel=1e-9), \
+                        f"the {name} of rank {rank}'s tokens {positions} is {shown(came)}, not {shown(wanted)} " \
+                        f"(sequence {sequence}, head {head})"
 
 
 def shown(numbers):
     return "[" + ", ".join(f"{number:.6g}" for number in numbers) + "]"
 
 
-def assert_overlap(answers):
-    for rank, (_, _, busy) in enumerate(answers):
-        assert all(busy[:-1]), (f"rank {rank} had {busy} operations under way while it worked on its blocks: but for the last "
-                                f"block, the next keys and values should be on their way meanwhile")
+def assert_work(answers, mode, backward):
+    """No pair of a query and a key is scored that is masked; transfers are under way meanwhile; no more is sent or kept than needs
+    be."""
+    tokens = TOKENS // RANKS
+    q, kv = (BATCH * n * tokens for n in (HEADS, 2 * KV_HEADS))                    # numbers
+    for rank, (positions, _, kernels, low) in enumerate(answers):
+        busy, pairs = [n for n, _ in kernels], [n for _, n in kernels]
+        blocks = rank + 1 if mode == "ring" else RANKS
+        right = sum(t + 1 for t in positions)
+        name = "flash_backward" if backward else "flash"
+        assert sum(pairs) == right and len(pairs) == blocks, (
+            f"{mode}: {name} of rank {rank} scores {pairs} pairs of a query and a key; its tokens {positions} see {right} keys in "
+            f"all, in {blocks} blocks: what is masked, for a block or all of it, is not computed")
+        if mode != "allgather":
+            least = [2] + [4 if backward else 2] * (RANKS - 2) + [2 if backward else 0]
+            assert all(n >= m for n, m in zip(busy, least)), (
+                f"{mode}: rank {rank} had {busy} operations under way while it worked on its blocks, not {least[:blocks]}: but for "
+                f"the last block, the next keys and values are sent and received meanwhile"
+                + (", and, but for the first, the sums of their gradients" if backward else ""))
+        here = f"{mode}, in bfloat16: rank {rank}"
+        gathered = mode == "allgather"
+        there = {"all_gather": RANKS * kv * 2} if gathered else {"send": (RANKS - 1) * kv * 2}
+        assert low["forward"] == there, f"{here} sends {low['forward']} bytes in forward, and should {there}"
+        keeps = (2 * q + kv) * 2 + q * 4
+        assert low["kept"] <= keeps, (
+            f"{here} keeps {low['kept']} bytes for backward; its own q, k, v and the output in bfloat16 and the lse in float32 "
+            f"have {keeps}: the keys and values of others come again in backward")
+        assert low["lse_kept"], f"{here}: what forward saves for backward has no lse over all keys that a query sees"
+        if backward:
+            back = ({"all_gather": RANKS * kv * 2, "reduce_scatter": RANKS * kv * 4} if gathered
+                    else {"send": (RANKS - 1) * kv * 2 + RANKS * kv * 4})
+            assert low["backward"] == back, (
+                f"{here} sends {low['backward']} bytes in backward, and should {back}: keys and values in bfloat16, sums of "
+                f"gradients in float32")
+            if mode != "ring":
+                assert_sums(here, rank, positions, low["sums"], answers)
+
+
+def assert_sums(here, rank, positions, sums, answers):
+    """Of gradients that are 256 from a rank's own block and 1 from each other: in bfloat16 256 + 1 is 256."""
+    others = [positions for i, (positions, *_) in enumerate(answers) if i != rank]
+    before = [256 + sum(min(other) < t for other in others) for t in positions]
+    behind = [256 + sum(max(other) > t for other in others) for t in positions]
+    for name, numbers, wanted in zip(NAMES[1:], sums, (before, behind, behind)):
+        came, wanted = [row[0] for row in numbers[0]], [256 if x == 257 else x for x in wanted]
+        assert came == wanted, (
+            f"{here}, where a block's gradients are 256 if it is the rank's own and 1 if not: the {name} of the tokens {positions} "
+            f"is {came}, not {wanted}: add in float32 (in bfloat16 256 + 1 is 256), round at the end")
 
 
 # ------------------------------------------------------------------------------------------------ the rungs
@@ -116,22 +293,24 @@ def test_which_tokens_are_mine(pool):
 
 
 def merge_job():
-    """Three merges, each of two queries with outputs of two numbers: what became of the output and of the log-sum-exp."""
+    """Merges, each of two queries with outputs of two numbers: what became of the output and of the log-sum-exp."""
     import context_parallel
     import torch
 
-    def merged(first, first_lse, second, second_lse):
-        def output(pair):
-            return torch.tensor([[x, 10 * x] for x in pair], dtype=torch.float64).view(1, 1, 2, 2)
+    def merged(first, first_lse, second, second_lse, low=torch.float64):
+        def output(pair, dtype=torch.float64):
+            return torch.tensor([[x, 10 * x] for x in pair], dtype=dtype).view(1, 1, 2, 2)
 
         def logs(pair):
             return torch.tensor(pair, dtype=torch.float64).view(1, 1, 2)
         out, lse = output(first), logs(first_lse)
-        context_parallel.merge(out, lse, output(second), logs(second_lse))
+        context_parallel.merge(out, lse, output(second, low), logs(second_lse))
         return out.flatten().tolist(), lse.flatten().tolist()
     from math import inf, log
     return (merged([15, 1], [log(2), log(1)], [37.5, 3], [log(8), log(1)]), merged([0, 0], [-inf, -inf], [5, 6], [log(3), 0]),
-            merged([1, 1], [1000, -1000], [2, 2], [1000 + log(3), -1000 + log(3)]))
+            merged([1, 1], [1000, -1000], [2, 2], [1000 + log(3), -1000 + log(3)]),
+            merged([0, 1], [-inf, 0], [5, 3], [log(3), 0]), merged([1, 4], [0, 2000], [2, 3], [2000, 0]),
+            merged([1, 1], [0, 0], [5, 5], [log(2), log(2)], torch.bfloat16))
 
 
 @rung({"context_parallel.py": ["merge"]}, hints="""
@@ -146,9 +325,10 @@ def merge_job():
 def test_two_blocks_of_softmax(pool):
     """`merge` puts the outputs and the log-sum-exps (lse) of one attention over two blocks of keys together, in place: `out`
     and `lse` are then those over both blocks. A mean of 15 with weights of sum 2, and a mean of 37.5 with weights of sum 8,
-    are a mean of 33 with weights of sum 10. A block that has seen no key yet has lse -inf."""
+    are a mean of 33 with weights of sum 10. Where a query has seen no key yet its lse is -inf. Two lse may lie far apart. Blocks
+    may be in bfloat16, but `out` and `lse` are wider, and what is added to them should be as exact."""
     from math import log
-    (plain, plain_lse), (first, first_lse), (huge, huge_lse) = pool.call(merge_job, STEP)[0]
+    (plain, plain_lse), (first, first_lse), (huge, huge_lse), mixed, apart, low = pool.call(merge_job, STEP)[0]
     assert plain == pytest.approx([33, 330, 2, 20]), f"two queries with outputs of two numbers each: {plain}, not [33, 330, 2, 20]"
     assert plain_lse == pytest.approx([log(10), log(2)]), f"lse is {plain_lse}, not [log(10), log(2)] = {[log(10), log(2)]}"
     assert first == pytest.approx([5, 50, 6, 60]), f"merged into nothing (lse -inf), [5, 50, 6, 60] became {first}"
@@ -156,6 +336,13 @@ def test_two_blocks_of_softmax(pool):
     assert huge == pytest.approx([1.75, 17.5, 1.75, 17.5]), \
         f"with lse near 1000 and -1000, the outputs are {huge}, not [1.75, 17.5, 1.75, 17.5]: exp(1000) is inf and exp(-1000) is 0"
     assert huge_lse == pytest.approx([1000 + log(4), -1000 + log(4)]), f"lse near 1000 and -1000 became {huge_lse}"
+    for (out, lse), right, what in ((mixed, ([5, 50, 2, 20], [log(3), log(2)]), "only the first query has seen no key (lse -inf)"),
+                                    (apart, ([2, 20, 4, 40], [2000, 2000]), "lse 0 and 2000, and 2000 and 0, are merged")):
+        assert out == pytest.approx(right[0]), f"{what}: the outputs are {out}, not {right[0]}"
+        assert lse == pytest.approx(right[1]), f"{what}: lse is {lse}, not {right[1]}"
+    right = [11 / 3, 110 / 3] * 2
+    assert low[0] == pytest.approx(right, rel=1e-5), \
+        f"1 and twice 5 have the mean 11/3; with the block in bfloat16 came {low[0]}, not {right}: weights stay as wide as lse"
 
 
 def visible_job():
@@ -166,7 +353,7 @@ def visible_job():
     def rows(matrix):
         return " ".join("".join("01"[int(x)] for x in row) for row in matrix)
     found = {}
-    for mode in ("ring", "zigzag"):
+    for mode in ("ring", "zigzag", "allgather"):
         places = [positions_of(rank, mode, TOKENS, RANKS) for rank in range(RANKS)]
         for rank, mine in enumerate(places):
             for source, theirs in enumerate(places):
@@ -206,11 +393,13 @@ def gather_job():
     for values."""
     import context_parallel
     import torch
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    k = 10.0 * dist.get_rank() + torch.arange(2.0).view(1, 1, 2, 1)
-    every = context_parallel.gather(k, k + 100, dist.group.WORLD)
-    return [kv.flatten(1).tolist() for kv in every]
+    group = start()
+    if not group:
+        return None
+    k = 10.0 * group.rank() + torch.arange(2.0).view(1, 1, 2, 1)
+    with sent_in(group) as sent:
+        every = context_parallel.gather(k, k + 100, group)
+    return [kv.flatten(1).tolist() for kv in every], dict(sent)
 
 
 @rung({"context_parallel.py": ["gather", "GatherAttention.forward"]}, hints="""
@@ -225,13 +414,17 @@ def gather_job():
     q.shape[2]))`. Then `out = out.type_as(q)`; for backward `ctx.save_for_backward(q, k, v, out, lse)` and `ctx.mode,
     ctx.group = mode, group`; return out.""")
 def test_all_keys_at_once(pool):
-    """`gather` returns a list: of each rank its keys and values, stacked, [2, batch, heads, seq/cp, head_dim].
+    """`gather` returns a list: of each rank of the group its keys and values, stacked, [2, batch, heads, seq/cp, head_dim].
     `GatherAttention.forward` returns the attention of this rank's queries to the keys of all ranks, one block of keys after
-    the other, and saves for backward q, k, v, the output and its log-sum-exp."""
+    the other, and saves for backward q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing of other ranks. Blocks are
+    merged in float32 or wider."""
     expected = [[[10 * rank, 10 * rank + 1], [10 * rank + 100, 10 * rank + 101]] for rank in range(RANKS)]
-    for rank, every in enumerate(pool.call(gather_job, STEP, world=RANKS, timeout=HANGS)):
+    for rank, (every, sent) in enumerate(answers_of(pool, gather_job)):
         assert every == expected, f"on rank {rank}, of ranks with keys 0 1, 10 11 and 20 21, values 100 more, gather is {every}"
-    assert_attention(pool.call(attention_job, STEP, world=RANKS, timeout=HANGS, mode="allgather", backward=False))
+        assert sent == {"all_gather": RANKS * 16}, f"gather sends {sent} bytes, and should {{'all_gather': {RANKS * 16}}}"
+    answers = answers_of(pool, attention_job, mode="allgather", backward=False)
+    assert_attention(answers)
+    assert_work(answers, "allgather", backward=False)
 
 
 @rung({"context_parallel.py": ["block_gradients", "GatherAttention.backward"]}, hints="""
@@ -248,10 +441,13 @@ def test_all_keys_at_once(pool):
     `dist.reduce_scatter_tensor(mine, grads, group=ctx.group)` with mine like grads[:2]; return grad_q, grad_k, grad_v (each
     .type_as(q)), None, None.""")
 def test_gradients_of_all_keys(pool):
-    """`block_gradients` returns what a block adds to the gradients of q, k and v. `GatherAttention.backward` returns the
-    gradients of q, and those of this rank's k and v, to which all ranks have added. (The value of token s has the gradient
-    WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
-    assert_attention(pool.call(attention_job, STEP, world=RANKS, timeout=HANGS, mode="allgather", backward=True))
+    """`block_gradients` returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
+    `GatherAttention.backward` returns the gradients of q, and those of this rank's k and v, to which all ranks have added. It
+    gathers once more and reduce-scatters the gradients; they are added up in float32 or wider, which is lse's dtype. (The value of
+    token s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
+    answers = answers_of(pool, attention_job, mode="allgather", backward=True)
+    assert_attention(answers)
+    assert_work(answers, "allgather", backward=True)
 
 
 def pass_on_job():
@@ -259,15 +455,16 @@ def pass_on_job():
     memory meanwhile; and how much was under way when `pass_on` had returned."""
     import context_parallel
     import torch
-    import torch.distributed as dist
     from unforgiving import unforgiving
-    dist.init_process_group("gloo")
-    with unforgiving() as under_way:
-        tensor = torch.full((2, 3), float(dist.get_rank())).T           # not contiguous
-        receive = context_parallel.pass_on(tensor, dist.group.WORLD)
+    group = start()
+    if not group:
+        return None
+    with unforgiving() as under_way, sent_in(group):
+        tensor = torch.full((2, 3), float(group.rank()), dtype=torch.float64).T                    # not contiguous
+        receive = context_parallel.pass_on(tensor, group)
         started = len(under_way)
         came = receive()
-        return list(came.shape), came.flatten().tolist(), started
+        return list(came.shape), came.flatten().tolist(), started, str(came.dtype)
 
 
 @rung({"context_parallel.py": ["pass_on", "RingAttention.forward"]}, hints="""
@@ -284,18 +481,20 @@ def pass_on_job():
     hop) % cp, mode, q.shape[2]))`; then, if hop < cp - 1, `kv = receive()`. Before it `out, lse = no_block(q)` and `kv =
     torch.stack((k, v))`; after it the same as in `GatherAttention.forward`.""")
 def test_keys_go_round_a_ring(pool):
-    """`pass_on(tensor, group)` starts sending the tensor to the next rank of the ring, and returns a function that waits, and
-    returns what the rank before has sent. `RingAttention.forward` returns what `GatherAttention.forward` does, but keys and
-    values go round, and while a rank works with some the next ones are under way."""
-    for rank, (shape, came, started) in enumerate(pool.call(pass_on_job, STEP, world=RANKS, timeout=HANGS)):
+    """`pass_on(tensor, group)` starts sending the tensor to the next rank of the ring, and receiving from the one before, both in
+    one dist.batch_isend_irecv. It returns a function that waits, and returns what came. `RingAttention.forward` returns what
+    `GatherAttention.forward` does, but keys and values go round, and while a rank works with some the next ones are under way. It
+    saves as little for backward, too."""
+    for rank, (shape, came, started, dtype) in enumerate(answers_of(pool, pass_on_job)):
         before = (rank - 1) % RANKS
         assert (shape, came) == ([3, 2], [before] * 6), \
             f"rank {rank} received {came} of shape {shape}, not six times {before} of shape [3, 2] (nan: read before it has come)"
         assert started == 2, f"when pass_on returned, {started} operations were under way, not a send and a receive"
+        assert dtype == "torch.float64", f"rank {rank} received a tensor of {dtype} where torch.float64 was sent"
     for mode in ("ring", "zigzag"):
-        answers = pool.call(attention_job, STEP, world=RANKS, timeout=HANGS, mode=mode, backward=False)
+        answers = answers_of(pool, attention_job, mode=mode, backward=False)
         assert_attention(answers)
-        assert_overlap(answers)
+        assert_work(answers, mode, backward=False)
 
 
 @rung({"context_parallel.py": ["RingAttention.backward"]}, hints="""
@@ -312,37 +511,45 @@ def test_keys_go_round_a_ring(pool):
     grad_k, grad_v, None, None.""")
 def test_gradients_follow_the_keys(pool):
     """`RingAttention.backward` returns the gradients of q, and those of this rank's k and v, to which every rank has added its
-    share while they went round the ring."""
+    share while they went round the ring. They are added up and sent in float32 or wider, which is lse's dtype. While a rank works
+    on a block, both are under way: the next keys and values, and the sum that is for the present ones."""
     for mode in ("ring", "zigzag"):
-        answers = pool.call(attention_job, STEP, world=RANKS, timeout=HANGS, mode=mode, backward=True)
+        answers = answers_of(pool, attention_job, mode=mode, backward=True)
         assert_attention(answers)
-        assert_overlap(answers)
+        assert_work(answers, mode, backward=True)
 
 
-def ulysses_job():
-    """On two ranks. Of a tensor with 10 t + h for token t and head h: what AllToAll makes of it, and its gradient where that of
-    what is made is itself. Then attention of two heads to one head of keys and values, of this rank's positions."""
+def ulysses_job(cases):
+    """On four ranks. Of a tensor with 10 t + h for token t and head h (100 more in sequence 1): what AllToAll makes of it, and its
+    gradient where that of what is made is itself. Then attention, of so many heads to so many heads of keys and values, of this
+    rank's positions, and what it sends in forward and backward."""
     import context_parallel
     import torch
-    import torch.distributed as dist
     from model import sdpa
-    dist.init_process_group("gloo")
-    group, rank = dist.group.WORLD, dist.get_rank()
-    x = (10.0 * torch.arange(2 * rank, 2 * rank + 2).view(1, 2, 1, 1) + torch.arange(4.0).view(1, 1, 4, 1)).requires_grad_()
-    y = context_parallel.AllToAll.apply(x, 2, 1, group)
-    y.backward(y.detach())
-    there, back = y.squeeze((0, 3)).tolist(), x.grad.squeeze((0, 3)).tolist()
-    positions = positions_of(rank, "ulysses", TOKENS, 2).tolist()
-
-    def core(*qkv):
-        shapes = [list(t.shape) for t in qkv]
-        assert shapes == [[1, TOKENS, 1, 1]] * 3, \
-            f"core was given q, k, v of the shapes {shapes}, not [1, 12, 1, 1] each: all of 12 tokens, and one of two heads"
-        return sdpa(*qkv)
-
-    def two_heads(q, k, v):
-        return context_parallel.ulysses(core, group)(q.repeat(1, 1, 2, 1), k, v).mean(dim=2, keepdim=True)
-    return there, back, positions, list(attended(two_heads, positions))
+    group = start(4)
+    if not group:
+        return None
+    rank = group.rank()
+    x = 10.0 * torch.arange(2 * rank, 2 * rank + 2).view(1, 2, 1, 1) + torch.arange(8.0).view(1, 1, 8, 1)
+    x, kept = torch.cat((x, x + 100)).requires_grad_(), []
+    with sent_in(group) as sent, kept_of(kept):
+        y = context_parallel.AllToAll.apply(x, 2, 1, group)
+    kept += noted_on(y)
+    with sent_in(group) as sent_back:
+        y.backward(y.detach())
+    there, back = y.squeeze(3).tolist(), x.grad.squeeze(3).tolist()
+    positions = positions_of(rank, "ulysses", TOKENS, 4).tolist()
+    found = []
+    for heads, kv_heads, copies in cases:
+        def core(*qkv):
+            shapes = [list(t.shape) for t in qkv]
+            right = [[BATCH, TOKENS, n // 4, 1] for n in (heads, kv_heads * copies, kv_heads * copies)]
+            assert shapes == right, (
+                f"{heads} heads, {kv_heads} of keys and values, 4 ranks: core was given q, k, v of the shapes {shapes}, not "
+                f"{right}: all tokens, and a fourth of the heads; those of keys and values {copies} times each")
+            return sdpa(*qkv)
+        found.append(list(attended(context_parallel.ulysses(core, group), positions, heads, kv_heads)))
+    return there, back, [dict(sent), dict(sent_back)], len(kept), positions, found
 
 
 @rung({"context_parallel.py": ["AllToAll.forward", "AllToAll.backward", "ulysses"]}, hints="""
@@ -360,14 +567,53 @@ def ulysses_job():
 def test_from_tokens_to_heads(pool):
     """`AllToAll.apply(x, cut, join, group)` cuts x along dimension `cut` into a piece for each rank, and joins the pieces that
     come along dimension `join`, in the order of the ranks. `ulysses(core, group)` returns attention for a rank's part of the
-    tokens: core sees all tokens of a part of the heads. If there are fewer key-value heads than ranks they are repeated."""
-    answers = pool.call(ulysses_job, STEP, world=2, timeout=HANGS)
-    for rank, (there, back, _, _) in enumerate(answers):
-        heads = [[10 * t + h for h in (2 * rank, 2 * rank + 1)] for t in range(4)]
-        tokens = [[10 * t + h for h in range(4)] for t in (2 * rank, 2 * rank + 1)]
-        assert there == heads, f"of tokens (tens) and heads (units), rank {rank} should have {heads}, and has {there}"
+    tokens: core sees all tokens of a part of the heads. If the number of ranks does not divide the key-value heads, each is
+    repeated, as few times as will do. Nothing is kept for backward but cut, join and group."""
+    cases = [(8, 4, 1), (4, 2, 2), (12, 6, 2), (4, 1, 4)]
+    answers = answers_of(pool, ulysses_job, ranks=4, cases=cases)
+    for rank, (there, back, sent, kept, *_) in enumerate(answers):
+        pair = 2 * rank, 2 * rank + 1
+        heads, tokens = ([[[more + 10 * t + h for h in of_heads] for t in of_tokens] for more in (0, 100)]
+                         for of_heads, of_tokens in ((pair, range(8)), (range(8), pair)))
+        assert there == heads, f"of tokens (tens) and heads (units) in two sequences, rank {rank} should have {heads}, not {there}"
         assert back == tokens, f"the gradient {heads} should come back as {tokens}, and is {back}"
-    assert_attention([(positions, found) for _, _, positions, found in answers])
+        right = {"all_to_all": BATCH * 2 * 8 * 4}
+        assert sent == [right] * 2, f"forward and backward of AllToAll send {sent} bytes, and should {right} each"
+        assert not kept, "AllToAll keeps a tensor for backward, and so its memory; cut, join and group are all that backward needs"
+    for i, (heads, kv_heads, _) in enumerate(cases):
+        assert_attention([(positions, found[i]) for *_, positions, found in answers], heads, kv_heads)
+
+
+def formula_job(cases):
+    """What `formula` returns of a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers, cut over tp."""
+    import context_parallel
+    import torch
+
+    def proj(rows):
+        return SimpleNamespace(weight=torch.zeros(rows, 5))
+    found = []
+    for mode, cp, dp, tp, recompute, dtype in cases:
+        attention = SimpleNamespace(q_proj=proj(24 // tp), k_proj=proj(12 // tp), v_proj=proj(12 // tp), head_dim=2)
+        config = SimpleNamespace(num_hidden_layers=3, num_attention_heads=12, num_key_value_heads=6, head_dim=2, hidden_size=5)
+        layers = {str(i): SimpleNamespace(self_attn=attention) for i in range(3)}
+        args = SimpleNamespace(dp=dp, cp=cp, tp=tp, cp_mode=mode, sp="on", recompute=recompute, zero=0, dtype=getattr(torch, dtype),
+                               seq_len=16, global_batch_size=24, micro_batch_size=3)
+        model = SimpleNamespace(model=SimpleNamespace(config=config, layers=layers))
+        found.append([tuple(sent) for sent in context_parallel.formula(model, SimpleNamespace(get_group=str), args)])
+    return found
+
+
+def by_hand(mode, cp, dp, tp, recompute, dtype):
+    if cp == 1:
+        return {}
+    number, wide = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[dtype]
+    tokens, q, kv, times = 3 * 24 * 16 // dp // cp, 24 // tp, 12 // tp, 2 if recompute == "none" else 3
+    if mode == "ulysses":
+        copies = {(2, 6): 1, (4, 6): 2, (4, 3): 4}[cp, 6 // tp]
+        return {("cp", "all_to_all"): times * tokens * 2 * (q + kv * copies) * number}
+    if mode == "allgather":
+        return {("cp", "all_gather"): times * cp * tokens * 2 * kv * number, ("cp", "reduce_scatter"): cp * tokens * 2 * kv * wide}
+    return {("cp", "send"): tokens * 2 * kv * (times * (cp - 1) * number + cp * wide)}
 
 
 @pytest.mark.slow
@@ -387,7 +633,20 @@ def test_from_tokens_to_heads(pool):
 @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather", "ulysses"])
 def test_a_training_run(pool, mode):
     """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the
-    formula's."""
+    formula's. `formula(model, mesh, args)` lists what this rank sends in a step, (mesh.get_group("cp"), collective, bytes): with
+    dp, tp (then a rank has a part of the heads, and so of the rows of q_proj and k_proj), --recompute and any dtype too."""
+    cases = [(cp_mode, *more) for cp_mode in ("zigzag", "ring", "allgather", "ulysses") for more in (
+        (1, 1, 1, "none", "float32"), (2, 1, 1, "none", "float32"), (4, 1, 1, "none", "bfloat16"), (4, 2, 1, "full", "bfloat16"),
+        (4, 1, 2, "selective", "float64"))]
+    found, = pool.call(formula_job, STEP, cases=cases)
+    for case, came in zip(cases, found):
+        sums = Counter()
+        for group, collective, size in came:
+            sums[group, collective] += size
+        right = by_hand(*case)
+        assert dict(sums) == right, (
+            "--cp_mode {}, cp {}, dp {}, tp {}, --recompute {}, {}; 24 sequences of 16 tokens, 3 layers of 12 heads of 2 numbers, "
+            "6 for keys and values: formula says {}, not {}").format(*case, dict(sums), right)
     recompute = "full" if mode == "zigzag" else "none"
     flags = f"--dtype float64 --recompute {recompute} --micro_batch_size 12 --cp 2 --cp_mode {mode}"
     check(pool, layouts.Layout(STEP, 2, "dense-2", "adamw", flags))
