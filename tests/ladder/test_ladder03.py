@@ -2,6 +2,8 @@
 how they are used."""
 import contextlib
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -10,6 +12,7 @@ import layouts
 import pytest
 import torch
 import torch.distributed as dist
+import unforgiving
 from exercise import rung
 from observe import check
 from torch import nn
@@ -37,17 +40,25 @@ def new_unit(kind, modules, params, group, stage=1, micro_batches=1):
     return getattr(zero, kind)(modules, params, group, Ranks(1, 0), args), args
 
 
-def numbered(*shapes):
+def start(ranks=2):
+    """The group of this rank, and its number there. Where there are four ranks, 0 and 1 are one group, 2 and 3 another."""
+    dist.init_process_group("gloo")
+    group, _ = dist.new_subgroups(ranks)
+    dist.barrier()                                        # no group may end while the other still connects
+    return group, group.rank()
+
+
+def numbered(*shapes, dtype=torch.float32):
     """Parameters with the numbers 1 2 3 ... in them."""
     sizes = [math.prod(shape) for shape in shapes]
-    parts = torch.arange(1.0, 1 + sum(sizes)).split(sizes)
+    parts = torch.arange(1.0, 1 + sum(sizes), dtype=dtype).split(sizes)
     return [nn.Parameter(part.clone().view(shape)) for part, shape in zip(parts, shapes)]
 
 
-def numbered_unit(kind, group, *shapes):
+def numbered_unit(kind, group, *shapes, dtype=torch.float32):
     """A unit of such parameters, cut."""
     from placement import Placement
-    params = numbered(*shapes)
+    params = numbered(*shapes, dtype=dtype)
     unit, _ = new_unit(kind, [], params, group)
     for i, param in enumerate(params):
         param.placement = Placement(None, replicas=2 * group.size(), decays=i == 0)
@@ -58,13 +69,18 @@ def numbered_unit(kind, group, *shapes):
 def add_gradients(unit, times):
     """Of each parameter, as backward makes them: `times` 1 2 3 ... over all of them."""
     for param, numbers in zip(unit.params, numbered(*(param.shape for param in unit.params))):
-        param.grad = times * numbers.detach()
+        param.grad = (times * numbers.detach()).to(param.dtype)
         unit.add_gradient(param)
         param.grad = None
 
 
-def start_reduce(unit):
+def start_reduce(unit, events):
+    grads, events[:] = unit.grads.data_ptr(), []
     returned = unit.start_reduce()
+    assert events == ["reduce"], (
+        f"start_reduce must start one dist.reduce_scatter_tensor, and leave the waiting to others; it does {in_words(events)}")
+    assert events.given == grads, (
+        "the reduce-scatter was given a tensor that is not self.grads: a copy takes as much memory as all gradients of the unit")
     assert type(returned) is tuple and len(returned) == 2 and hasattr(returned[0], "wait"), (
         f"start_reduce has returned {returned}; expected are two things: the work of a collective that was started, and what "
         f"finish_reduce needs, or None")
@@ -75,12 +91,99 @@ def values(params):
     return [param.tolist() for param in params]
 
 
+def in_words(events):
+    return ", ".join(events) or "nothing"
+
+
 def memory(tensor):
     return tensor.untyped_storage().nbytes()
 
 
+def kept(unit):
+    """The bytes of all tensors that a unit refers to, each storage once."""
+    storages, rest = {}, [value for name, value in vars(unit).items() if name != "modules"]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage()._cdata] = memory(value)
+        elif isinstance(value, dict):
+            rest += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            rest += value
+    return sum(storages.values())
+
+
+class Events(list):
+    """What was started and waited for; and where the memory is that the last collective was given."""
+    given = None
+
+
+class Noted:
+    """The work of a collective; it notes when it is waited for."""
+
+    def __init__(self, work, events, name):
+        self.work, self.events, self.name = work, events, name
+
+    def wait(self):
+        self.events.append(f"wait for {self.name}")
+        try:
+            self.work.wait()
+        except AssertionError as error:
+            raise AssertionError(f"{error}; was {self.name} started too early (a reduction: before the unit's last gradient), or "
+                                 "used, zeroed or given back before this wait?") from None
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+
+@contextlib.contextmanager
+def watched(group, names=None):
+    """A list of what is started and waited for: "reduce", "gather", or with names, by the length of the whole, "reduce 2". As over
+    nccl, what an operation gives is not there before its wait."""
+    events = Events()
+
+    def noted(what, collective, whole):
+        def start_it(*args, **kwargs):
+            call = f"dist.{collective.__name__}"
+            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+            assert groups == [group], f"{call} is called with another group than self.shard (group=self.shard)"
+            assert kwargs.get("async_op"), f"{call} is waited for at once: async_op=True returns a work, to be waited for later"
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            name = what if names is None else f"{what} {names[tensors[whole].numel()]}"
+            events.append(name)
+            events.given = tensors[1].data_ptr()
+            return Noted(collective(*args, **kwargs), events, name)
+        return start_it
+
+    def refused(name):
+        def refuse(*args, **kwargs):
+            raise AssertionError(f"dist.{name} is called; dist.reduce_scatter_tensor and dist.all_gather_into_tensor are enough: "
+                                 "others send more, or copy, or the ledger does not count them")
+        return refuse
+
+    def caller():                                         # who called start_it
+        frame = sys._getframe(4)
+        return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+    others = "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "gather", "scatter", "all_to_all_single"
+    with unforgiving.unforgiving(), patch.object(unforgiving, "caller", caller):
+        ours = dict(reduce_scatter_tensor=noted("reduce", dist.reduce_scatter_tensor, 1),
+                    all_gather_into_tensor=noted("gather", dist.all_gather_into_tensor, 0))
+        with patch.multiple(dist, **ours, **{name: refused(name) for name in others}):
+            yield events
+
+
+@contextlib.contextmanager
+def nothing_is_zero():
+    """torch.empty is full of NaN: otherwise it often happens to be zeros."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def views_job():
-    params, flat = numbered((2, 2), (3,)), torch.arange(8.0)
+    params, flat = numbered((2, 2), (3,), dtype=torch.bfloat16), torch.arange(8.0)     # of gradients: they are wider
     unit, _ = new_unit("Unit", [], params, Ranks(1, 0))
     unit.params = params
     views = unit.views(flat)
@@ -100,7 +203,8 @@ def views_job():
     `param: part.view(param.shape)` for each pair of `zip(self.params, parts)`.""")
 def test_parameters_in_a_flat_tensor(pool):
     """`views(flat)` returns a dictionary: for each of self.params the view of its part of the flat tensor, in the parameter's
-    shape. The flat tensor may be longer than all parameters together."""
+    shape. The flat tensor may be longer than all parameters together, and of another precision: gradients of bfloat16 parameters
+    are added up in float32."""
     (found, flat), = pool.call(views_job, STEP)
     expected = [[[0, 1], [2, 3]], [4, 5, 6]]
     assert found == expected, f"of the flat tensor 0 1 ... 7, parameters of shapes [2, 2] and [3] have {found}, not {expected}"
@@ -109,7 +213,13 @@ def test_parameters_in_a_flat_tensor(pool):
 
 
 def cut_job(ranks, rank):
-    unit = numbered_unit("Unit", Ranks(ranks, rank), (2, 2), (3,))
+    unit = numbered_unit("Unit", Ranks(ranks, rank), (2, 2), (3,), dtype=torch.bfloat16)
+    assert unit.weights.dtype == torch.bfloat16, f"of parameters in bfloat16 self.weights is in {unit.weights.dtype}"
+    assert not unit.weights.requires_grad, "self.weights has a gradient function: join the parameters without it (.detach())"
+    more = kept(unit) - (2 + 4) * len(unit.weights)
+    assert more == 0, (
+        f"the unit keeps {more} bytes more than self.weights and, made by make_gradients, self.grads: in stage 3 it must be "
+        f"possible to drop the weights, so only self.weights may hold them")
     found = unit.weights.tolist(), (unit.mine.start, unit.mine.stop), unit.weight_slice.tolist()
     gradients = len(getattr(unit, "grads", ()))
     unit.weights += 10
@@ -147,9 +257,16 @@ def test_the_slice_of_a_rank(pool):
 
 
 def pieces_job(rank):
-    unit = numbered_unit("Unit", Ranks(4, rank), (2, 2), (3,), (3,))
+    unit = numbered_unit("Unit", Ranks(5, rank), (2, 2), (2,), (4,), (1,))
+    # as in stages 2 and 3, where the whole tensors come and go
+    unit.weight_slice, unit.grad_slice = unit.weight_slice.clone(), unit.grad_slice.clone()
+    unit.weights.fill_(torch.nan)
+    unit.grads = None
     pieces = unit.pieces()
     found = values(pieces)
+    whole = {param.placement.replicas for param in unit.params}
+    assert whole == {10}, (
+        f"10 ranks have each parameter; after pieces() the parameters' own records say {whole}: a piece needs a copy of the record")
     unit.weight_slice += 10
     unit.grad_slice += torch.arange(101.0, 104) + 3 * rank
     gradients = [piece.main_grad.tolist() for piece in pieces]
@@ -171,44 +288,58 @@ def pieces_job(rank):
 def test_pieces_for_the_optimizer(pool):
     """`pieces` returns this rank's slice cut at the borders of the parameters: a list of nn.Parameters that are views of
     self.weight_slice. Padding is in none of them. Each has a main_grad, the view of the same elements of self.grad_slice, and the
-    placement of its parameter, but with `replicas` divided by the number of ranks that the unit is cut over."""
-    for rank, expected in enumerate([[[1, 2, 3]], [[4], [5, 6]], [[7], [8, 9]], [[10]]]):
-        here = f"parameters of 4, 3 and 3 elements, 1 ... 10, have on rank {rank} of 4"
+    placement of its parameter, in a copy with `replicas` divided by the number of ranks that the unit is cut over. A rank may
+    have nothing but padding, and so no pieces. In stages 2 and 3 the two slices are tensors of their own; self.grads and what
+    self.weights holds are not there all the time."""
+    for rank, expected in enumerate([[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9]], [[10], [11]], []]):
+        here = f"parameters of 4, 2, 4 and 1 elements, 1 ... 11, have on rank {rank} of 5"
         (found, changed, gradients, placements), = pool.call(pieces_job, STEP, rank=rank)
-        assert found == expected, f"{here} the pieces {found}, not {expected}"
+        assert found == expected, f"{here} the pieces {found}, not {expected} (self.weights was filled with NaN: not what to use)"
         expected_changed = [[n + 10 for n in piece] for piece in expected]
         assert changed == expected_changed, (
             f"after self.weight_slice += 10 the pieces are {changed}, not {expected_changed}: they must be views of the slice")
         expected_gradients = [[n + 100 for n in piece] for piece in expected]
         assert gradients == expected_gradients, (
-            f"with gradients 101 ... 110 the main_grads on rank {rank} are {gradients}, not {expected_gradients}: they must be "
+            f"with gradients 101 ... 111 the main_grads on rank {rank} are {gradients}, not {expected_gradients}: they must be "
             f"views of self.grad_slice, at the places of the pieces")
         for piece, (decays, replicas) in zip(expected, placements):
             assert decays == (piece[0] <= 4), f"the piece {piece} has decays={decays}: that is not of its own parameter"
-            assert replicas == 2, f"8 ranks have each parameter, and 4 ranks share it: a piece has 2 replicas, not {replicas}"
+            assert replicas == 2, f"10 ranks have each parameter, and 5 ranks share it: a piece has 2 replicas, not {replicas}"
 
 
-def stage_1_job():
-    dist.init_process_group("gloo")
-    unit = numbered_unit("Unit", dist.group.WORLD, (3,), (2,))
-    for _ in range(2):
-        add_gradients(unit, 10 ** dist.get_rank())
-    added = unit.grads.tolist()
-    work, part = start_reduce(unit)
-    work.wait()
-    unit.finish_reduce(part)
-    reduced = unit.grads.tolist()
-    unit.weight_slice -= unit.grad_slice
-    unit.gather()
-    started = hasattr(unit.gathering, "wait")
-    unit.wait()
-    return added, reduced, started, values(unit.params)
+TIMES = (1, 100, 4)                                       # on each rank; bfloat16 has all gradients, but not their sums
+
+
+def stage_1_job(ranks):
+    group, rank = start(ranks)
+    unit = numbered_unit("Unit", group, (3,), (2,), dtype=torch.bfloat16)
+    pieces = unit.pieces()
+    with watched(group) as events:
+        for _ in range(2):
+            add_gradients(unit, TIMES[rank])
+        added = unit.grads.tolist()
+        work, part = start_reduce(unit, events)
+        assert part is None, "in stage 1 start_reduce returns the work and None: the sums go into self.grad_slice at once"
+        work.wait()
+        unit.finish_reduce(part)
+        reduced = unit.grads.tolist()
+        add_gradients(unit, 1)                            # of the next step
+        again, of_pieces = unit.grads.tolist(), sum((piece.main_grad.tolist() for piece in pieces), [])
+        unit.weight_slice *= -1                           # an update
+        events.clear()
+        unit.gather()
+        assert hasattr(unit.gathering, "wait"), (
+            f"`gather` must leave the work of its all-gather in self.gathering, for self.wait() to wait; it is {unit.gathering}")
+        assert events.given == unit.weight_slice.data_ptr(), "the all-gather was given a copy: self.weight_slice itself will do"
+        started = list(events)
+        unit.wait()
+    return rank, added, reduced, (again, of_pieces), started, values(unit.params)
 
 
 @rung({"zero.py": ["Unit.add_gradient", "Unit.start_reduce", "Unit.finish_reduce", "Unit.gather"]}, hints="""
     An all-reduce is a reduce-scatter and then an all-gather. In stage 1 the optimizer's update lies between the two: the first
     sums gradients, of which each rank gets its slice; the second collects the slices of the weights. Both are called with
-    async_op=True, and so return a work that can be waited for later.
+    async_op=True, and so return a work that can be waited for later. Backward goes on meanwhile, so do not wait here.
 
     `self.grad_views[param]` is the place of a parameter's gradient in `self.grads`. The two collectives are
     `dist.reduce_scatter_tensor(output, input, group=self.shard, async_op=True)` and `dist.all_gather_into_tensor(output, input,
@@ -221,17 +352,33 @@ def stage_1_job():
     with self.weights as output and self.weight_slice as input.""")
 def test_an_update_between_the_two_halves(pool):
     """Stage 1. `add_gradient` adds param.grad to the parameter's part of self.grads. `start_reduce` starts to sum self.grads over
-    the ranks into self.grad_slice, and returns the work and None. `finish_reduce` is called when that is done, and leaves zeros in
-    all of self.grads but this rank's slice. `gather` starts to collect the slices of all ranks in self.weights; the work of
-    that is self.gathering."""
-    for rank, (added, reduced, started, params) in enumerate(pool.call(stage_1_job, STEP, world=2)):
-        expected = [n * 2 * 10**rank for n in (1, 2, 3, 4, 5, 0)]
-        assert added == expected, f"self.grads is {added} after two gradients of {10**rank} ... {5 * 10**rank}, not {expected}"
-        expected = [[22, 44, 66, 0, 0, 0], [0, 0, 0, 88, 110, 0]][rank]
-        assert reduced == expected, f"after finish_reduce rank {rank} has self.grads {reduced}, not {expected}"
-        assert started, "`gather` must leave the work of its all-gather in self.gathering; self.wait() waits for it"
-        assert params == [[-21, -42, -63], [-84, -105]], (
-            f"1 ... 5 less the gradients 22 44 66 88 110 are -21 -42 -63 -84 -105; after `gather` the parameters are {params}")
+    the ranks of the group self.shard into self.grad_slice, and returns the work and None, without waiting. `finish_reduce` is
+    called when that is done, and leaves zeros in all of self.grads but this rank's slice. `gather` starts to collect the slices
+    of the same ranks in self.weights; the work of that is self.gathering. Nothing is copied."""
+    for ranks, world in ((2, 4), (3, 3)):
+        size = 6 // ranks
+        total = sum(TIMES[:ranks])
+        for rank, added, reduced, (again, of_pieces), started, params in pool.call(stage_1_job, STEP, world=world, ranks=ranks):
+            here = f"{world} ranks in groups of {ranks}, rank {rank} of its group:"
+            expected = [n * 2 * TIMES[rank] for n in (1, 2, 3, 4, 5, 0)]
+            assert added == expected, (
+                f"{here} self.grads is {added} after two gradients {TIMES[rank]} ... {5 * TIMES[rank]}, not {expected}")
+            mine = range(rank * size, rank * size + size)
+            expected = [n * 2 * total if i in mine else 0 for i, n in enumerate((1, 2, 3, 4, 5, 0))]
+            assert reduced == expected, (
+                f"{here} after finish_reduce self.grads is {reduced}, not {expected} (weights in bfloat16, sums in float32)")
+            expected = [old + n for old, n in zip(reduced, (1, 2, 3, 4, 5, 0))]
+            assert again == expected, (
+                f"{here} gradients of the next step, 1 ... 5, make of self.grads {reduced} {again}, not {expected} (in float32)")
+            expected = [again[i] for i in mine if i < 5]
+            assert of_pieces == expected, (
+                f"{here} then the main_grads of the pieces are {of_pieces}, not {expected}: self.grads and self.grad_slice must "
+                f"stay the same tensors, which change in place")
+            assert started == ["gather"], (
+                f"{here} `gather` must start one dist.all_gather_into_tensor and leave the waiting to self.wait(); it does "
+                f"{in_words(started)}")
+            assert params == [[-1, -2, -3], [-4, -5]], (
+                f"{here} of 1 ... 5 each rank has made its slice negative; after `gather` the parameters are {params}")
 
 
 # ------------------------------------------------------------------------------------------------ a small model, on every rank
@@ -240,8 +387,8 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, block):
-        block.computes("forward")
-        ctx.block = block
+        block.computes("forward", weight.unit)
+        ctx.block, ctx.unit = block, weight.unit
         ctx.save_for_backward(x, weight)
         return (x * weight).sum()
 
@@ -250,67 +397,56 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            ctx.block.computes("backward")
+            ctx.block.computes("backward", ctx.unit)
             grad_x = grad * weight.sum()
         return grad_x, (grad * x).repeat(weight.shape), None
 
 
 class Times(nn.Module):
-    def __init__(self, number, events, *sizes):
+    """units: of each the sizes of its weights."""
+
+    def __init__(self, number, events, *units):
         super().__init__()
         self.number, self.events = number, events
-        self.weights = nn.ParameterList(torch.eye(1, size)[0] for size in sizes)
+        self.units = nn.ModuleList(nn.ParameterList(torch.eye(1, size)[0] for size in sizes) for sizes in units)
 
     def forward(self, x):
-        for weight in self.weights:
+        weights = list(self.parameters())
+        for weight in weights[1:] + weights[:1]:          # so backward comes to them in no order that one could rely on
             x = Product.apply(x, weight, self)
         return x
 
-    def computes(self, what):
-        unit = self.weights[0].unit
+    def computes(self, what, unit):
         assert memory(unit.weights) > 0, f"block {self.number} computes its {what}, and its weights are not there"
         assert unit.gathering is None, f"block {self.number} computes its {what}, and nobody has waited for its weights"
-        self.events.append(f"{what} {self.number}")
+        if f"{what} {self.number}" not in self.events:
+            self.events.append(f"{what} {self.number}")
 
 
-def small_model(stage, micro_batches, *blocks):
-    """Blocks of 10, 20, 30 ... elements; its Zero; and a list of what happens."""
+def small_model(stage, micro_batches, group, events, *blocks):
+    """Its Zero too."""
     import zero
     from placement import Placement
-    dist.init_process_group("gloo")
-    events = []
-    model = nn.Sequential(*(Times(i, events, *sizes) for i, sizes in enumerate(blocks)))
+    model = nn.Sequential(*(Times(i, events, *units) for i, units in enumerate(blocks)))
     for block in model:
-        params = list(block.parameters())
-        unit, args = new_unit({1: "Unit", 3: "Unit3"}[stage], [block], params, dist.group.WORLD, stage, micro_batches)
-        for param in params:
-            param.placement = Placement(None, replicas=dist.get_world_size(), decays=True)
-            unit.add(param)
-    return model, zero.Zero(model, args), events
-
-
-@contextlib.contextmanager
-def watched(events):
-    """Notes which block is reduced or gathered: its length says which it is."""
-    def noted(what, collective, whole):
-        def start_it(*args, **kwargs):
-            events.append(f"{what} {[*args, *kwargs.values()][whole].numel() // 10 - 1}")
-            return collective(*args, **kwargs)
-        return start_it
-    with patch.multiple(dist, reduce_scatter_tensor=noted("reduce", dist.reduce_scatter_tensor, 1),
-                        all_gather_into_tensor=noted("gather", dist.all_gather_into_tensor, 0)):
-        yield
+        for params in map(list, block.units):
+            unit, args = new_unit({1: "Unit", 3: "Unit3"}[stage], [block], params, group, stage, micro_batches)
+            for param in params:
+                param.placement = Placement(None, replicas=group.size(), decays=True)
+                unit.add(param)
+    return model, zero.Zero(model, args)
 
 
 def collect_job():
-    model, zero, events = small_model(1, 2, (4, 6), (20,), (30,))
-    steps = []
-    with watched(events):
+    group, rank = start()
+    with watched(group, {10: "0", 20: "1", 30: "2"}) as events:
+        model, zero = small_model(1, 2, group, events, [(4, 3, 3)], [(20,)], [(30,)])
+        steps = []
         for _ in range(2):
             reduced = []
             for x in (1.0, 2.0):
                 events.clear()
-                model(torch.tensor(x * 10 ** dist.get_rank())).backward()
+                model(torch.tensor(x * 10 ** rank)).backward()
                 reduced.append([event for event in events if "reduce" in event])
             under_way = len(zero.under_way)
             left = sum(param.grad is not None for param in model.parameters())
@@ -319,6 +455,12 @@ def collect_job():
             for unit in zero.units:                       # as the optimizer does
                 unit.grad_slice.zero_()
     return steps
+
+
+def assert_in_order(came, expected, what):
+    for i, (a, b) in enumerate(zip([*came, "nothing"], [*expected, "nothing"])):
+        before = f"after {', '.join(expected[max(0, i - 3):i])}" if i else "at the beginning"
+        assert a == b, f"{what}, {before}: expected is {b}, came {a}"
 
 
 @rung({"zero.py": ["Zero.collect", "Zero.finish_oldest"]}, hints="""
@@ -335,35 +477,38 @@ def collect_job():
 def test_a_unit_is_reduced_when_it_is_complete(pool):
     """`collect(param)` is called when backward has made param.grad. It gives the gradient to the unit of the parameter and sets
     param.grad to None. When that was the last gradient of the unit in the last micro-batch, it starts the reduction of the unit,
-    and backward goes on. If then two reductions are under way (self.under_way), it finishes the older one: `finish_oldest` waits
-    for it and calls the unit's finish_reduce."""
+    and backward goes on; in which order the gradients of a unit come is not known. If then two reductions are under way
+    (self.under_way), it finishes the older one, which had all of this unit's backward to get done: `finish_oldest` waits for it
+    and calls the unit's finish_reduce."""
     for steps in pool.call(collect_job, STEP, world=2):
         for step, ((first, last), under_way, left, slices) in enumerate(steps, 1):
             assert first == [], f"step {step}: {', '.join(first)} came in the first of two micro-batches, not in the last"
-            assert last == ["reduce 2", "reduce 1", "reduce 0"], (
-                f"step {step}: expected in the last backward is reduce 2, reduce 1, reduce 0; came {', '.join(last) or 'nothing'}")
-            assert under_way <= 1, f"step {step}: after backward {under_way} reductions are under way; expected is 1, the newest"
+            expected = ["reduce 2", "reduce 1", "wait for reduce 2", "reduce 0", "wait for reduce 1"]
+            assert_in_order(last, expected, f"step {step}, reductions in the last backward (a transfer runs while the next unit "
+                                            f"computes its backward)")
+            assert under_way == 1, f"step {step}: after backward {under_way} reductions are under way; expected is 1, the newest"
             assert left == 0, f"step {step}: {left} parameters have a param.grad after backward; expected is None"
             assert slices == [[33]] * 3, (
                 f"step {step}: all gradients are 1 + 2 on rank 0 and 10 + 20 on rank 1, which is 33; the slices have {slices}")
 
 
 def stage_2_job():
-    dist.init_process_group("gloo")
-    unit, times = numbered_unit("Unit2", dist.group.WORLD, (3,), (2,)), 10 ** dist.get_rank()
-    found = []
-    add_gradients(unit, times)
-    work, part = start_reduce(unit)
-    found.append(unit.grads is None)
-    add_gradients(unit, 2 * times)                        # the second micro-batch begins before the first is summed
-    found.append(unit.grads.tolist())
-    work.wait()
-    unit.finish_reduce(part)
-    found.append(unit.grad_slice.tolist())
-    work, part = start_reduce(unit)
-    work.wait()
-    unit.finish_reduce(part)
-    return *found, unit.grad_slice.tolist()
+    group, rank = start()
+    unit = numbered_unit("Unit2", group, (3,), (2,), dtype=torch.bfloat16)
+    pieces, least = unit.pieces(), kept(unit)
+    with watched(group) as events, nothing_is_zero():
+        add_gradients(unit, 100 ** rank)
+        work, part = start_reduce(unit, events)
+        gone = unit.grads is None, kept(unit) - least
+        add_gradients(unit, 2 * 100 ** rank)              # the second micro-batch begins before the first is summed
+        second = unit.grads.tolist()
+        work.wait()
+        unit.finish_reduce(part)
+        once = unit.grad_slice.tolist()
+        work, part = start_reduce(unit, events)
+        work.wait()
+        unit.finish_reduce(part)
+    return rank, gone, second, once, unit.grad_slice.tolist(), sum((piece.main_grad.tolist() for piece in pieces), [])
 
 
 @rung({"zero.py": ["Unit2.add_gradient", "Unit2.start_reduce", "Unit2.finish_reduce"]}, hints="""
@@ -379,41 +524,57 @@ def stage_2_job():
     reduce-scatter of self.grads into part; set self.grads and self.grad_views to None; return the work and part. finish_reduce:
     `self.grad_slice += part`.""")
 def test_only_the_slice_of_the_gradients_is_kept(pool):
-    """Stage 2. `add_gradient` makes self.grads and self.grad_views if there are none. `start_reduce` starts to sum self.grads over
-    the ranks into a new tensor of the slice's length, and returns the work and this tensor; then self.grads and self.grad_views are
-    None. `finish_reduce` adds the new tensor to self.grad_slice, which has the sum of all micro-batches."""
-    for rank, (gone, second, once, twice) in enumerate(pool.call(stage_2_job, STEP, world=2)):
+    """Stage 2. `add_gradient` makes self.grads and self.grad_views if there are none; as in stage 1 they are in float32 if the
+    weights are in bfloat16 (self.grad_slice is), and have the padding. `start_reduce` starts to sum self.grads over the ranks of
+    self.shard into a new tensor of the slice's length, and returns the work and this tensor, without waiting; then self.grads and
+    self.grad_views are None, and nothing else in the unit holds this memory. `finish_reduce` adds the new tensor to
+    self.grad_slice, of which the optimizer's pieces are views, and which has the sum of all micro-batches."""
+    for rank, (gone, more), second, once, twice, of_pieces in pool.call(stage_2_job, STEP, world=4):
         assert gone, "after start_reduce self.grads must be None: what comes from now on belongs to the next micro-batch"
-        expected = [n * 2 * 10**rank for n in (1, 2, 3, 4, 5, 0)]
+        assert more == 0, (
+            f"after start_reduce the unit still refers to {more} bytes more than weights and slice: self.grad_views are views of "
+            f"self.grads, and hold its memory too; the new tensor is to be returned, not kept")
+        expected = [n * 2 * 100**rank for n in (1, 2, 3, 4, 5, 0)]
         assert second == expected, f"self.grads in the second micro-batch is {second}, not {expected}"
-        expected = [[11, 22, 33], [44, 55, 0]][rank]
-        assert once == expected, f"after one micro-batch rank {rank} has self.grad_slice {once}, not {expected}"
+        expected = [[101, 202, 303], [404, 505, 0]][rank]
+        assert once == expected, (
+            f"after one micro-batch rank {rank} has self.grad_slice {once}, not {expected} (weights in bfloat16, sums in float32)")
         expected = [3 * n for n in expected]
         assert twice == expected, f"after two, the second with gradients twice as large, it has {twice}, not {expected}"
+        expected = expected[:3 - rank]
+        assert of_pieces == expected, (
+            f"self.grad_slice is right, but the main_grads of the pieces are {of_pieces}: add to it in place, they are its views")
 
 
 def stage_3_job():
-    dist.init_process_group("gloo")
-    unit, events = numbered_unit("Unit3", dist.group.WORLD, (3,), (2,)), []
-    size = memory(unit.weight_slice)
-    assert size == 12, f"after cut the storage of self.weight_slice has {size} bytes; 3 elements of their own have 12"
+    group, rank = start()
+    unit = numbered_unit("Unit3", group, (3,), (2,), dtype=torch.bfloat16)
+    least, size = kept(unit), memory(unit.weight_slice)
+    assert size == 6, f"after cut the storage of self.weight_slice has {size} bytes; 3 elements of their own, in bfloat16, have 6"
     found = [memory(unit.weights), unit.weight_slice.tolist()]
-    with watched(events):
+    assert least == 6 + 12, (
+        f"after cut the unit keeps {least} bytes; the slices of the weights and of the float32 gradients have 6 and 12")
+    with watched(group) as events:
+        unit.gather_if_released()
+        assert unit.gathering is not None, (
+            f"gather_if_released has done {in_words(events)}: it must start to gather, and leave the waiting to self.wait()")
+        unit.wait()
+        size = memory(unit.weights)
+        assert size == 12, f"gathered, the storage of self.weights has {size} bytes; 6 elements in bfloat16 have 12"
+        found += [values(unit.params), events.count("gather")]
         unit.gather_if_released()
         unit.wait()
-        found += [values(unit.params), len(events)]
+        found.append(events.count("gather"))
+        add_gradients(unit, 100 ** rank)
+        work, part = start_reduce(unit, events)
+        found.append(memory(unit.weights))
+        work.wait()
+        unit.finish_reduce(part)
+        sums, more = unit.grad_slice.tolist(), kept(unit) - least
+        unit.weight_slice *= -1                           # an update
         unit.gather_if_released()
         unit.wait()
-        found.append(len(events))
-    add_gradients(unit, 10 ** dist.get_rank())
-    work, part = start_reduce(unit)
-    found.append(memory(unit.weights))
-    work.wait()
-    unit.finish_reduce(part)
-    unit.weight_slice -= unit.grad_slice
-    unit.gather_if_released()
-    unit.wait()
-    return *found, values(unit.params)
+    return rank, (sums, more), *found, values(unit.params)
 
 
 @rung({"zero.py": ["Unit3.cut", "Unit3.release", "Unit3.gather_if_released", "Unit3.start_reduce"]}, hints="""
@@ -432,9 +593,9 @@ def stage_3_job():
 def test_weights_are_dropped_and_come_back(pool):
     """Stage 3. `cut` does what stage 1 does, then leaves only the slice: self.weight_slice is a tensor of its own, and the whole
     is released. `release` makes the storage of self.weights empty. `gather_if_released` does nothing if the weights are there;
-    if they are not, it gives the storage its full size and starts to gather. `start_reduce` releases the weights, because the
-    unit's backward is over, and does what stage 2 does."""
-    for rank, answer in enumerate(pool.call(stage_3_job, STEP, world=2)):
+    if they are not, it gives the storage its full size and starts to gather, without waiting. `start_reduce` releases the weights,
+    because the unit's backward is over, and does what stage 2 does."""
+    for rank, (sums, more), *answer in pool.call(stage_3_job, STEP, world=4):
         whole, my_slice, params, once, again, after_backward, updated = answer
         assert whole == 0, f"after cut the storage of self.weights has {whole} bytes; expected are 0"
         expected = [[1, 2, 3], [4, 5, 0]][rank]
@@ -443,47 +604,54 @@ def test_weights_are_dropped_and_come_back(pool):
         assert (once, again) == (1, 1), (
             f"of two calls only the first has to gather; expected are 1 and 1 all-gathers after them, came {once} and {again}")
         assert after_backward == 0, f"start_reduce must release the weights; their storage has {after_backward} bytes"
-        assert updated == [[-10, -20, -30], [-40, -50]], (
-            f"1 ... 5 less the gradients 11 22 33 44 55 are -10 -20 -30 -40 -50; gathered again, the parameters are {updated}")
+        assert more == 0, f"after the reduction the unit keeps {more} bytes more than after cut"
+        expected = [[101, 202, 303], [404, 505, 0]][rank]
+        assert sums == expected, (
+            f"gradients 1 ... 5 and 100 ... 500 sum to {sums} in self.grad_slice of rank {rank}, not {expected}")
+        assert updated == [[-1, -2, -3], [-4, -5]], (
+            f"of 1 ... 5 each rank has made its slice negative; gathered again, the parameters are {updated}")
 
 
 def needed_job():
-    model, zero, events = small_model(3, 1, (10,), (20,), (30,), (40,), (50,))
-    steps, note, kind = [], Times.computes, type(zero.units[0])
-    release = kind.release
+    group, rank = start()
+    blocks, steps = [[(10,)], [(20,)], [(30,), (60,)], [(40,)], [(50,)]], []       # block 2 has two units
+    names = {10: "0", 20: "1", 30: "2a", 60: "2b", 40: "3", 50: "4"}
+    with watched(group, names) as events:
+        model, zero = small_model(3, 1, group, events, *blocks)
+        note, kind = Times.computes, type(zero.units[0])
+        release = kind.release
 
-    def noted(self, what):
-        note(self, what)
-        whole.append((f"{what} {self.number}", [i for i, unit in enumerate(zero.units) if memory(unit.weights) > 0]))
+        def noted(self, what, unit):
+            if f"{what} {self.number}" not in events:
+                there = sorted({names[len(unit.weights)][0] for unit in zero.units if memory(unit.weights) > 0})
+                coming = sorted(names[len(unit.weights)] for unit in zero.units if unit.gathering is not None)
+                at.append((f"{what} {self.number}", there, coming))
+            note(self, what, unit)
 
-    def arrived(unit):
-        number = zero.units.index(unit)
-        assert unit.gathering is None, f"block {number} is released while it is being gathered: it was asked for, and not used"
-        release(unit)
-    with watched(events), patch.object(Times, "computes", noted), patch.object(kind, "release", arrived):
-        for _ in range(2):
-            whole = []
-            events.clear()
-            loss = model(torch.tensor(1.0 + 9 * dist.get_rank()))
-            loss.backward()
-            zero.sum_gradients()
-            order = [event for event in events if "reduce" not in event]
-            steps.append((order, whole, loss.item(), [sorted(set(unit.grad_slice.tolist())) for unit in zero.units]))
-            for unit in zero.units:
-                unit.grad_slice.zero_()
-                unit.weight_slice *= 2                    # for the update
+        def arrived(unit):
+            name = names[len(unit.weights)]
+            assert unit.gathering is None, f"unit {name} is released while it is being gathered: it was asked for, and not used"
+            release(unit)
+        with patch.object(Times, "computes", noted), patch.object(kind, "release", arrived):
+            for _ in range(2):
+                at = []
+                events.clear()
+                loss = model(torch.tensor(1.0 + 9 * rank))
+                loss.backward()
+                zero.sum_gradients()
+                order = [event for event in events if "reduce" not in event and "wait" not in event]
+                steps.append((order, at, loss.item(), [sorted(set(unit.grad_slice.tolist())) for unit in zero.units]))
+                for unit in zero.units:
+                    unit.grad_slice.zero_()
+                    unit.weight_slice *= 2                # for the update
     return steps
 
 
-IN_ORDER = ["gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "gather 3", "forward 2", "gather 4", "forward 3",
-            "forward 4", "backward 4", "gather 2", "backward 3", "gather 1", "backward 2", "backward 1"]
+IN_ORDER = ["gather 0", "gather 1", "forward 0", "gather 2a", "gather 2b", "forward 1", "gather 3", "forward 2", "gather 4",
+            "forward 3", "forward 4", "backward 4", "gather 2a", "gather 2b", "backward 3", "gather 1", "backward 2", "backward 1"]
+COMING = {"forward 0": ["1"], "forward 1": ["2a", "2b"], "forward 2": ["3"], "forward 3": ["4"], "backward 3": ["2a", "2b"],
+          "backward 2": ["1"]}
 HOOKS = ["gather_when_needed." + name for name in ("need", "before_forward", "before_backward", "after_forward")]
-
-
-def assert_in_order(came, expected, what):
-    for i, (a, b) in enumerate(zip([*came, "nothing"], [*expected, "nothing"])):
-        before = f"after {', '.join(expected[max(0, i - 3):i])}" if i else "at the beginning"
-        assert a == b, f"{what}, {before}: expected is {b}, came {a}"
 
 
 @rung({"zero.py": HOOKS}, hints="""
@@ -500,18 +668,25 @@ def assert_in_order(came, expected, what):
     if `i < len(blocks) - 2`, because backward begins with the last two.""")
 def test_weights_come_when_they_are_needed(pool):
     """`need(block, following)` asks for the weights of the block's units, waits for them, and then asks for those of the following
-    units. `before_forward(i)` and `before_backward(i)` call it with what comes next in forward and in backward; in backward block 0
-    needs no weights. `after_forward(i, output)` has before_backward(i) called when the backward of the block begins, but not for
-    block 0; and it releases the block, but not the last two."""
+    units, which arrive while the block computes. A block is a list of units: here mostly one, in later steps several.
+    `before_forward(i)` and `before_backward(i)` call it with what comes next in forward and in backward; in backward block 0 needs
+    no weights. `after_forward(i, output)` has before_backward(i) called when the backward of the block begins, but not for block
+    0; and it releases the block, but not the last two."""
     for rank, steps in enumerate(pool.call(needed_job, STEP, world=2)):
-        for step, (order, whole, loss, slices) in enumerate(steps, 1):
-            for when, blocks in whole:
-                assert len(blocks) <= 2, f"step {step}, {when}: the weights of blocks {blocks} are whole; expected are two at most"
-            assert_in_order(order, IN_ORDER, f"step {step}")
-            expected = (1 + 9 * rank) * 32 ** (step - 1)
+        for step, (order, at, loss, slices) in enumerate(steps, 1):
+            for when, blocks, _ in at:
+                assert len(blocks) <= 2, (
+                    f"step {step}, {when}: the weights of blocks {', '.join(blocks)} are whole; expected are two at most")
+            assert_in_order(order, IN_ORDER, f"step {step} (block 2 has two units, 2a and 2b)")
+            for when, _, coming in at:
+                expected = COMING.get(when, [])
+                assert coming == expected, (
+                    f"step {step}, {when}: under way meanwhile should be the units {in_words(expected)}, came {in_words(coming)}; "
+                    f"what follows is asked for and not waited for")
+            expected = (1 + 9 * rank) * 64 ** (step - 1)
             assert loss == expected, f"step {step}: rank {rank} has the loss {loss}, not {expected}"
-            expected = 11 * 16 ** (step - 1)
-            assert slices == [[expected]] * 5, f"step {step}: all gradients are {expected}; the slices of the units have {slices}"
+            expected = 11 * 32 ** (step - 1)
+            assert slices == [[expected]] * 6, f"step {step}: all gradients are {expected}; the slices of the units have {slices}"
 
 
 @pytest.mark.slow
@@ -529,9 +704,14 @@ def test_weights_come_when_they_are_needed(pool):
     and 2; in stage 3 it is 2 m if 0 < i < len(blocks) - 2, else m. Reduces: 1 in stage 1, else m. Each unit adds (unit.shard,
     "all_gather", gathers times its bytes) and (unit.shard, "reduce_scatter", reduces times its bytes); and if
     unit.replicate.size() > 1, (unit.replicate, "all_reduce", unit.grad_slice.nbytes).""")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_training_run(pool, stage):
-    """Four steps on two ranks give the losses, gradient norms and weights of one process, in each stage; and the ledger's bytes
-    are those that `formula` returns: what one training step sends, as a list of (group, collective, payload bytes)."""
-    flags = f"--dtype float64 --recompute none --micro_batch_size 6 --zero {stage}"
-    check(pool, layouts.Layout(STEP, 2, "dense-3", "adamw", flags))
+@pytest.mark.parametrize("world, flags", [
+    (3, "float64 --zero 1"), (3, "float64 --zero 2"), (3, "float64 --zero 3"), (4, "float64 --zero 1 --zero_shard 2"),
+    (4, "float64 --zero 3 --zero_shard 2"), (3, "bfloat16 --zero 3"), (2, "float64 --zero 0")])
+def test_a_training_run(pool, world, flags):
+    """Four steps on three ranks give the losses, gradient norms and weights of one process, in each stage, and so do four ranks
+    with --zero_shard 2; and the ledger's bytes are those that `formula` returns: what one training step sends, as a list of
+    (group, collective, payload bytes). That is with --zero 0 the gradient norm alone: data_parallel.py counts the rest. With
+    --zero_shard the ranks that have the same slice, unit.replicate, all-reduce its gradients once per step. Padding is sent too."""
+    micro_batch_size = {2: 6, 3: 4, 4: 2}[world]          # 2, 2 and 3 micro-batches
+    flags = f"--recompute none --micro_batch_size {micro_batch_size} --dtype {flags}"
+    check(pool, layouts.Layout(STEP, world, "dense-3", "adamw", flags))
