@@ -1,5 +1,6 @@
 """The ladder of step 7: many experts in place of an MLP, spread over ranks. Each test is a rung; exercise.py says how they are
 used."""
+import contextlib
 import math
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,6 +20,71 @@ def rounded(tensor):
     return torch.round(tensor.detach().double(), decimals=4).add(0.0).tolist()
 
 
+def start(ranks):
+    """The group of these ranks, or that of this one alone."""
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    groups = {tuple(some): dist.new_group(some) for some in (ranks, *([i] for i in range(dist.get_world_size()) if i not in ranks))}
+    dist.barrier()                                        # no group may end while the other still connects
+    return next(group for some, group in groups.items() if dist.get_rank() in some)
+
+
+@contextlib.contextmanager
+def watched():
+    """What is done meanwhile: collectives, each with its ranks and the numbers that this one gives; the products; and the waits of
+    the host, which has to know what is in a tensor."""
+    import ledger
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    done = SimpleNamespace(sent=[], products=[], waits=[], largest=0)
+    needs_values = "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "repeat_interleave"
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            name, kwargs = op._opname, kwargs or {}
+            if op.namespace == "c10d" and name != "barrier":
+                name, given, _ = ledger.COLLECTIVES.get(name, (name, 0, None))
+                done.sent.append((name.strip("_"), ledger.group_of(args).size(),
+                                  sum(tensor.numel() for tensor in tree_leaves(args[given]) if isinstance(tensor, torch.Tensor))))
+            masked = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+            if masked or name in needs_values and kwargs.get("output_size") is None:
+                done.waits.append(name.strip("_"))
+            out = op(*args, **kwargs)
+            if name in ("mm", "addmm", "bmm", "mv", "dot"):
+                done.products.append((name, out.numel()))
+            done.largest = max([done.largest, *(tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))])
+            return out
+
+    def waiting(name, method):
+        def noting(tensor):
+            done.waits.append(name)
+            with torch._C.DisableTorchFunction():         # or it would be noted again
+                return method(tensor)
+        return noting
+
+    def one_hot(tensor, num_classes=-1):                  # on a GPU it looks at no value if it is told
+        assert num_classes > 0, "one_hot is told how many experts there are, or the host waits to see the largest number"
+        return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+    names = "tolist", "numpy"
+    with patch.multiple(torch.Tensor, **{name: waiting(name, getattr(torch.Tensor, name)) for name in names}), \
+            patch.object(torch.nn.functional, "one_hot", one_hot), Watch():
+        yield done
+
+
+def assert_nobody_waits(what, run):
+    """On the meta device tensors have no values: whoever asks for one is found out."""
+    try:
+        run()
+    except (RuntimeError, NotImplementedError) as error:  # torch._unique2, bincount ...: "attempted to run"
+        words = "meta tensor", "out of meta", "Meta tensors", "register_meta", "data-dependent"
+        if isinstance(error, NotImplementedError) and "rung" in str(error) or not any(word in str(error) for word in words):
+            raise
+        raise AssertionError(
+            f"in {what} the host waits for the device, to know what is in a tensor, or one is made without device=: no .item(), "
+            f".tolist(), nonzero, mask or bincount is needed, and one_hot is told how many experts there are ({error})") from None
+
+
 # ------------------------------------------------------------------------------------------------ the layer
 def product_job():
     """Three experts that make one number of two: the products of five rows, and the gradient of the weights."""
@@ -28,7 +94,27 @@ def product_job():
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 1.0], [2.0, 1.0], [5.0, 3.0]], dtype=torch.float64)
     counts = torch.tensor([2, 0, 3])
     grad = torch.tensor([[1.0], [10.0], [1.0], [10.0], [100.0]], dtype=torch.float64)
-    return moe.grouped_product(x, weight, counts).tolist(), moe.grouped_gradient(grad, x, weight, counts).tolist()
+    x.requires_grad_(), weight.requires_grad_()
+    product = moe.grouped_product(x, weight, counts)
+    assert product.requires_grad, "the product has no history: autograd makes the gradients of the rows and of the weight from it"
+    learned = torch.autograd.grad(product, (x, weight), grad, allow_unused=True)
+    none = torch.zeros(3, dtype=torch.int64)
+    try:
+        nothing = moe.grouped_product(x[:0], weight, none)
+    except (RuntimeError, ValueError) as error:
+        raise AssertionError(f"a rank may get no rows at all: then the product has none either; here came: {error}") from None
+    at_rest = torch.autograd.grad(nothing.sum(), weight, allow_unused=True)[0] if nothing.requires_grad else None
+    x, weight = x.detach(), weight.detach()
+    empty = [list(nothing.shape), at_rest is not None and at_rest.tolist(),
+             moe.grouped_gradient(grad[:0], x[:0], weight, none).tolist()]
+    out, did = moe.grouped_gradient(grad, x, weight, counts), {}
+    wide = [torch.ones(shape, dtype=torch.float64) for shape in ((5, 3), (5, 4), (3, 3, 4))]
+    for name, call in dict(grouped_product=lambda: moe.grouped_product(*wide[1:], counts),
+                           grouped_gradient=lambda: moe.grouped_gradient(*wide, counts)).items():
+        with watched() as done:
+            made = call()
+        did[name] = done.products, done.waits, done.largest, str(made.dtype)
+    return product.tolist(), out.tolist(), [grad is not None and grad.tolist() for grad in learned], empty, did
 
 
 @rung({"moe.py": ["grouped_product", "grouped_gradient"]}, hints="""
@@ -48,8 +134,10 @@ def test_one_product_per_expert(pool):
     """`grouped_product(x, weight, counts)`: the rows of x, [rows, in], are sorted by expert, and counts says how many each
     expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear does. The result
     is [rows, out], in the same order. `grouped_gradient(grad, x, weight, counts)` is the gradient of weight, [experts, out,
-    in], where grad is that of the result. An expert without rows has the gradient zero. A loop over experts is good enough."""
-    (product, gradient), = pool.call(product_job, STEP)
+    in], where grad is that of the result. An expert without rows has the gradient zero, also if no expert has any. A loop over
+    experts is good enough, with one product for each. counts.tolist() makes the host wait for the device: once, not once for each
+    expert."""
+    (product, gradient, learned, empty, did), = pool.call(product_job, STEP)
     begin = ("Experts 0, 1, 2 have the weights [[1, 0]], [[7, 7]], [[1, 10]] and the counts 2, 0, 3; the rows are [1, 2], [3, 4], "
              "[1, 1], [2, 1], [5, 3].")
     right = [[1], [3], [11], [12], [35]]
@@ -57,6 +145,20 @@ def test_one_product_per_expert(pool):
     right = [[[31, 42]], [[0, 0]], [[521, 311]]]
     assert gradient == right, \
         f"{begin} If the products have the gradients 1, 10, 1, 10, 100, those of the weights are {right}, not {gradient}"
+    right = [[[1, 0], [10, 0], [1, 10], [10, 100], [100, 1000]], right]
+    assert learned == right, f"{begin} With these gradients autograd makes of rows and weights {right}, not {learned}"
+    right = [[0, 1], [[[0, 0]]] * 3, [[[0, 0]]] * 3]
+    assert empty == right, ("a rank may get no rows at all: then the product has the shape [0, 1], autograd's gradient of the "
+                            f"weight is zero, and so is grouped_gradient, {right}; came {empty}")
+    for name, (products, waits, largest, dtype) in did.items():
+        made, most = sum(size for _, size in products), 15 if name == "grouped_product" else 36
+        assert dtype == "torch.float64", f"{name} of float64 is {dtype}: what is made has the dtype of x (x.new_zeros, zeros_like)"
+        begin = f"five rows of 4 numbers, three experts that make 3 of them, so with 12 weights each: {name}"
+        assert largest <= 36, f"{begin} makes a tensor of {largest} numbers, more than all weights have; it needs none so large"
+        assert len(products) <= 3 and made <= most, \
+            f"{begin} needs one product for each expert, of its own rows, {most} numbers in all; came (kind, size) {products}"
+        assert len(waits) <= 2, (f"{name} waits for the device {len(waits)} times, by {', '.join(waits)}: one counts.tolist() has "
+                                 "the rows of all experts")
 
 
 def layer_config(**changes):
@@ -79,21 +181,51 @@ def layer_job():
     layer.gate.weight.data = torch.tensor([[3.0, 1 / 3], [1, 1], [1 / 3, 3]], dtype=torch.float64).log()
     x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[2.0, 0.0], [0.0, 2.0]]], dtype=torch.float64)          # [batch, seq, hidden]
     out = layer(x)
-    out.sum().backward()
+    if out.requires_grad:
+        out.sum().backward()
     found = {"usual": (layer.experts.seen, rounded(out))}
     learns = layer.gate.weight.grad is not None and bool(layer.gate.weight.grad.abs().sum() > 0.1)
-    layer.choose = lambda logits: torch.tensor([2, 1]).expand(2, 2, 2)
-    out = layer(x)
-    found["chosen"] = layer.experts.seen, rounded(out)
+    for name, numbers in dict(chosen=[2, 1], one=[1]).items():
+        layer.choose = lambda logits, numbers=numbers: torch.tensor(numbers).expand(2, 2, len(numbers))
+        out = layer(x)
+        found[name] = layer.experts.seen, rounded(out)
+    assert learns, "self.gate has no gradient: the router learns through the shares, so they must be made of its logits by autograd"
+    hooked = {}
+
+    def choose_and_add(logits):                           # as the auxiliary loss does it
+        assert logits.requires_grad, \
+            "choose gets logits without a history: --balance aux adds to their gradient, so it needs those of which shares are made"
+        logits.register_hook(lambda grad: grad + 1)
+        hooked.update(logits=logits)
+        return logits.topk(2).indices
+    for wide in (x, x.float()):
+        layer, layer.gate.weight.grad = layer.to(wide.dtype), None
+        leaf = wide.clone().requires_grad_()
+        layer.choose = choose_and_add
+        layer(leaf).backward(torch.arange(1.0, 9).view(2, 2, 2).to(wide.dtype))
+        assert hooked["logits"].dtype == wide.dtype, f"in {wide.dtype} choose gets logits in {hooked['logits'].dtype}"
+    logits = (dense := x.clone().requires_grad_()) @ (gate := layer.gate.weight.detach().double().requires_grad_()).T
+    share = logits.masked_fill(logits < logits.topk(2).values[..., 1:], -math.inf).softmax(-1)
+    out = (share * torch.tensor([1.0, 10, 100])).sum(-1, keepdim=True) * dense
+    torch.autograd.backward([out, logits], [torch.arange(1.0, 9).view(2, 2, 2).double(), torch.ones_like(logits)])
+    grads = [[[round(n, 1) for n in tensor.flatten().tolist()] for tensor in pair]
+             for pair in ((leaf.grad, layer.gate.weight.grad), (dense.grad, gate.grad))]
     dtypes = []
     layer = layer.bfloat16()
     layer.choose = lambda logits: dtypes.append(logits.dtype) or logits.topk(2).indices
     dtypes.append(layer(x.bfloat16()).dtype)
+    meta = moe.MoE(layer_config()).to("meta")
+    calls = []
+    meta.experts.forward = lambda x, counts: calls.append(list(counts.shape)) or x
+    assert_nobody_waits("MoE.forward", lambda: meta(torch.empty(2, 2, 2, device="meta")))
+    assert calls == [[3]], f"self.experts is called once, with the counts of all 3 experts; it was called with counts of {calls}"
     experts = moe.Experts(layer_config(hidden_size=1, intermediate_size=1)).double()
     for linear, weights in ((experts.w1, (1, 2, 9)), (experts.w2, (1, 5, 9)), (experts.w3, (3, 1, 9))):
         linear.weight.data = torch.tensor(weights, dtype=torch.float64).view(3, 1, 1)
-    rows = experts(torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([1, 1, 0]))
-    return found, learns, [str(dtype) for dtype in dtypes], rounded(rows)
+    called, forward = [], moe.GroupedLinear.forward
+    with patch.object(moe.GroupedLinear, "forward", lambda linear, *args: called.append(linear) or forward(linear, *args)):
+        rows = experts(torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.tensor([1, 1, 0]))
+    return found, grads, [str(dtype) for dtype in dtypes], rounded(rows), len(called)
 
 
 @rung({"moe.py": ["MoE.forward", "Experts.forward"]}, hints="""
@@ -116,57 +248,78 @@ def test_each_token_meets_its_experts(pool):
     `self.choose(logits)` gives the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
     scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token is
     there once for each of its experts), and how many rows each expert has. What it returns goes back to the tokens: the layer's
-    output is for each token the sum of share times result. `Experts.forward(x, counts)` is a SwiGLU, like the MLP's: w2 of
-    silu(w1 x) times w3 x."""
-    (found, learns, (of_logits, of_output), swiglu), = pool.call(layer_job, STEP)
+    output is for each token the sum of share times result. The host never waits for the device: nothing here needs to know what
+    is in a tensor. choose may add to the gradient of the logits that it gets, so they are those of which the shares are made.
+    `Experts.forward(x, counts)` is a SwiGLU, like the MLP's: w2 of silu(w1 x) times w3 x."""
+    (found, grads, (of_logits, of_output), swiglu, called), = pool.call(layer_job, STEP)
     begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their scores are the logarithms of 3 1 1/3, "
              "1/3 1 3, 9 1 1/9, 1/9 1 9")
     right = {"usual": ([[[1, 0], [2, 0]], [[1, 0], [0, 1], [2, 0], [0, 2]], [[0, 1], [0, 2]]],
                        [[[3.25, 0], [0, 77.5]], [[3.8, 0], [0, 182]]]),
-             "chosen": ([[], *[[[1, 0], [0, 1], [2, 0], [0, 2]]] * 2], [[[32.5, 0], [0, 77.5]], [[38, 0], [0, 182]]])}
+             "chosen": ([[], *[[[1, 0], [0, 1], [2, 0], [0, 2]]] * 2], [[[32.5, 0], [0, 77.5]], [[38, 0], [0, 182]]]),
+             "one": ([[], [[1, 0], [0, 1], [2, 0], [0, 2]], []], [[[10, 0], [0, 10]], [[20, 0], [0, 20]]])}
     for how, (rows, out) in right.items():
-        chosen = "and the two best experts are chosen." if how == "usual" else "but self.choose says 2 and 1 for all tokens."
+        chosen = {"usual": "and the two best experts are chosen.", "chosen": "but self.choose says 2 and 1 for all tokens.",
+                  "one": "but self.choose says 1, one expert for each token."}[how]
         came, out_came = found[how]
         assert [sorted(of_one) for of_one in came] == [sorted(of_one) for of_one in rows], \
             f"{begin}, {chosen} Experts 0, 1, 2 should be given the rows {rows}, not {came}"
-        assert out_came == out, (f"{begin}, {chosen} The shares of a better and a worse expert are 3/4 and 1/4, or 9/10 and 1/10. "
+        assert out_came == out, (f"{begin}, {chosen} The shares of a better and a worse expert are 3/4 and 1/4, or 9/10 and 1/10; "
+                                 "one alone has 1. "
                                  f"If expert e multiplies by 10 to the power e, the output is {out}, not {out_came}")
-    assert learns, "self.gate has no gradient: the router learns through the shares, so they must be made of its logits by autograd"
+    for what, came, right in zip(("x", "self.gate.weight"), *grads):
+        assert came == right, (f"{begin}; the output has the gradients 1 to 8, and what choose was given gets one more. Then "
+                               f"{what} has the gradients {right}, not {came}: they come through the experts and the shares")
     assert (of_logits, of_output) == ("torch.float32", "torch.bfloat16"), \
         f"in bfloat16 choose should get logits in float32, and the output be in bfloat16; they are {of_logits} and {of_output}"
     silu = [x / (1 + math.exp(-x)) for x in (1, 4)]
     right = [[round(3 * silu[0], 4)], [round(10 * silu[1], 4)]]
     assert swiglu == right, ("Experts.forward: expert 0 has w1 1, w3 3, w2 1 and the row 1; expert 1 has 2, 1, 5 and the row 2. "
                              f"They make 1 * silu(1) * 3 and 5 * silu(4) * 2, which is {right}, not {swiglu}")
+    assert called == 3, f"Experts.forward calls each of self.w1, w2, w3 once (a schedule may replace them); it called {called}"
 
 
 # ------------------------------------------------------------------------------------------------ who has which experts
 def small_model(config, device):
-    """One layer with a mixture of experts and one without, as far as expert_parallel looks at them."""
+    """Two layers with a mixture of experts and one without, as far as expert_parallel looks at them."""
     import moe
     import torch
     import torch.distributed as dist
     from placement import Placement
     from torch import nn
     with torch.device(device):
-        layers = {"0": SimpleNamespace(mlp=nn.Linear(1, 1)), "1": SimpleNamespace(mlp=moe.MoE(config))}
+        layers = {"0": SimpleNamespace(mlp=nn.Linear(1, 1)), **{name: SimpleNamespace(mlp=moe.MoE(config)) for name in "12"}}
     for layer in layers.values():
         for param in layer.mlp.parameters():
             param.placement = Placement(dist.group.WORLD, dist.get_world_size(), decays=True)
     return SimpleNamespace(model=SimpleNamespace(layers=layers)), layers
 
 
-def cut_job(pp, dp, ep):
+def cut_job(pp, dp, cp, tp, ep):
     import expert_parallel
     import torch.distributed as dist
+    import torch
     from mesh import start_mesh
-    from parts import my_part
-    args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=1, tp=1, ep=ep, sp="off")
+    from parts import Part, my_part
+    from torch import nn
+    args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp="off")
     config = layer_config(num_local_experts=4, hidden_size=3, intermediate_size=5)
     mesh = start_mesh(args)
     model, layers = small_model(config, "meta")
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
-    expert_parallel.expert_parallel(model, config, mesh, args)
+    whole = nn.Linear(1, 1)
+    whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
+    whole.weight.placement = SimpleNamespace(parts=[], replicas=6, copies=None)
+    expert_parallel.cut(whole, part := Part(None, 1, 3, 2))
+    came = list(whole.weight.shape), whole.weight.placement.parts, whole.weight.placement.replicas
+    assert came == ([4, 2, 2], [part], 2), (
+        "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers that 6 ranks have become 4 x 2 x 2 that 2 have, with the part "
+        f"noted; came shape, parts, replicas {came}")
+    with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: layer):                  # of rung 6
+        expert_parallel.expert_parallel(model, config, mesh, args)
+    dist.barrier()                                        # no rank may end while others still connect
+    assert layers["1"].mlp.experts.w1.weight.placement.copies is layers["2"].mlp.experts.w1.weight.placement.copies, \
+        "make the groups once, not for each layer: each has connections of its own, and gradients are summed group by group"
     ranks = lambda group: sorted(dist.get_process_group_ranks(group))
     experts, found = layers["1"].mlp.experts, {}
     for name in ("w1", "w2", "w3"):
@@ -200,20 +353,23 @@ def test_who_has_which_experts(pool):
     has the placement of the old one, with `part` added to its parts, and with part.parts times fewer replicas.
     `expert_parallel(model, config, mesh, args)` does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
     of ep ranks gets the i-th part of the experts, and placement.copies becomes the group of ranks that have the same experts of
-    the same stage. Neighbours are in one group of ep. If ep > 1 the layer's experts become `ExpertParallel(experts, group)`. If
-    tp > 1 its mlp has become a `TensorParallelMoE(layer.mlp, mesh, args)` before all this (rung 6 looks at that). Nothing else
-    changes."""
-    #         pp, dp, ep: of each rank its experts, who has copies of them, who is in its group of ep
-    cases = {(1, 4, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]), ([2, 3], [1, 3], [2, 3])],
-             (2, 2, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
-             (1, 2, 1): [([0, 1, 2, 3], [0, 1], "Experts")] * 2}
-    for (pp, dp, ep), right in cases.items():
-        answers = pool.call(cut_job, STEP, world=pp * dp, timeout=HANGS, pp=pp, dp=dp, ep=ep)
+    the same stage. Neighbours are in one group of ep. The groups are made once, for all layers. If ep > 1 the
+    layer's experts become `ExpertParallel(experts, group)`. If tp > 1 its mlp has become a `TensorParallelMoE(layer.mlp, mesh,
+    args)` before all this (rung 6 looks at that). Nothing else changes."""
+    #         pp, dp, cp, tp, ep: of each rank its experts, who has copies of them, who is in its group of ep
+    cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
+                               ([2, 3], [1, 3], [2, 3])],
+             (2, 2, 1, 1, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
+             (1, 2, 1, 2, 2): [([0, 1], [0], [0, 2]), ([0, 1], [1], [1, 3]), ([2, 3], [2], [0, 2]), ([2, 3], [3], [1, 3])],
+             (1, 2, 2, 1, 4): [([i], [i], [0, 1, 2, 3]) for i in range(4)],
+             (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "Experts")] * 2}
+    for (pp, dp, cp, tp, ep), right in cases.items():
+        answers = pool.call(cut_job, STEP, world=pp * dp * cp * tp, timeout=HANGS, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         for rank, ((found, group, same), (experts, copies, group_of_ep)) in enumerate(zip(answers, right)):
-            where = f"pp {pp}, dp {dp}, ep {ep}, four experts, rank {rank}"
+            where = f"pp {pp}, dp {dp}, cp {cp}, tp {tp}, ep {ep}, four experts, rank {rank}"
             for name, came in found.items():
                 inner = [3, 5] if name == "w2" else [5, 3]
-                expected = dict(shape=[4 // ep, *inner], experts=experts, copies=copies, replicas=pp * dp // ep)
+                expected = dict(shape=[4 // ep, *inner], experts=experts, copies=copies, replicas=pp * dp * cp * tp // ep)
                 assert came == expected, f"{where}: of {name} expected is {expected}, came {came}"
             assert group == group_of_ep, \
                 f"{where}: the ranks of ExpertParallel's group (without ep: the experts' class) are {group_of_ep}, not {group}"
@@ -221,23 +377,31 @@ def test_who_has_which_experts(pool):
 
 
 # ------------------------------------------------------------------------------------------------ there and back
-SIZES = [[1, 0, 2], [0, 2, 1], [3, 0, 0]]                 # SIZES[r][s]: how many rows rank r sends to rank s
+# SIZES[r][s]: how many rows rank r sends to rank s; the second time rank 1 has none, and gets none
+SIZES = [[[1, 0, 2], [0, 2, 1], [3, 0, 0]], [[2, 0, 1], [0, 0, 0], [1, 0, 0]]]
 
 
 def all_to_all_job():
     """Rows of 100 times the sender, 10 times the receiver and a number; what came, and the gradient if that of what came is its
-    double."""
+    double. Of four ranks 1 to 3 are a group, and 0 is one alone, which sends itself two rows."""
     import expert_parallel
     import torch
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    sent, received = SIZES[rank], [sizes[rank] for sizes in SIZES]
-    numbers = [100.0 * rank + 10 * to + i for to, count in enumerate(sent) for i in range(count)]
-    x = torch.tensor([numbers, numbers]).T.requires_grad_()                        # [rows, 2], and not contiguous
-    out = expert_parallel.AllToAll.apply(x, sent, received, dist.group.WORLD)
-    out.backward(2 * out.detach())
-    return out.tolist(), x.grad.tolist(), x.tolist()
+    from unforgiving import unforgiving
+    group, found = start([1, 2, 3]), []
+    rank = group.rank()
+    for sizes in SIZES if group.size() > 1 else [[[2]]]:
+        sent, received = sizes[rank], [of[rank] for of in sizes]
+        numbers = [100.0 * rank + 10 * to + i for to, count in enumerate(sent) for i in range(count)]
+        x = torch.tensor([numbers, numbers], dtype=torch.float64).T.requires_grad_()             # [rows, 2], and not contiguous
+        saved = []
+        with unforgiving(), watched() as done:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
+                out = expert_parallel.AllToAll.apply(x, sent, received, group)
+            assert done.sent, "a rank with nothing to send or to receive takes part too: the others wait for it"
+            saved += [1 for value in vars(out.grad_fn).values() if isinstance(value, torch.Tensor)]
+            out.backward(2 * out.detach().T.contiguous().T)                        # nor is this
+        found.append((out.tolist(), x.grad.tolist(), x.tolist(), done.sent, str(out.dtype), len(saved)))
+    return group.size(), rank, found
 
 
 @rung({"expert_parallel.py": ["AllToAll.forward", "AllToAll.backward"]}, hints="""
@@ -254,39 +418,63 @@ def all_to_all_job():
 def test_as_many_rows_as_there_are(pool):
     """`AllToAll.apply(x, sent, received, group)` sends the rows of x, [rows, hidden], to the ranks of the group: the first
     sent[0] to rank 0, the next sent[1] to rank 1, and so on. It returns what came, ordered by sender: received[0] rows of rank
-    0, then received[1] rows of rank 1, and so on. The lists may have zeros. Backward brings the gradient of each row back to
-    its sender."""
-    for rank, (out, grad, x) in enumerate(pool.call(all_to_all_job, STEP, world=3, timeout=HANGS)):
-        right = [[100 * of + 10 * rank + i] * 2 for of, sizes in enumerate(SIZES) for i in range(sizes[rank])]
-        begin = f"Of rows with the digits sender, receiver, number, rank {rank}"
-        assert out == right, f"{begin} should receive {right}, and received {out}"
-        right = [[2 * a for a in row] for row in x]
-        assert grad == right, f"{begin} has sent {x}; their gradients are the double, {right}, and came back as {grad}"
+    0, then received[1] rows of rank 1, and so on. The lists may have zeros, all of them too: a rank takes part even if it has
+    nothing to send, since the others wait for it. Backward brings the gradient of each row back to its sender. Each way is one
+    dist.all_to_all_single of no more than these rows, and no tensor is kept."""
+    for ranks, rank, found in pool.call(all_to_all_job, STEP, world=4, timeout=HANGS):
+        for all_sizes, (out, grad, x, done, dtype, saved) in zip(SIZES if ranks > 1 else [[[2]]], found):
+            right = [[100 * of + 10 * rank + i] * 2 for of, sizes in enumerate(all_sizes) for i in range(sizes[rank])]
+            begin = (f"Of four ranks 1 to 3 are a group of three, 0 is one alone. Of rows with the digits sender, receiver, number "
+                     f"(in the group), rank {rank} of {ranks}")
+            assert out == right, f"{begin} should receive {right}, and received {out}"
+            sent = [[2 * a for a in row] for row in x]
+            assert grad == sent, f"{begin} has sent {x}; their gradients are the double, {sent}, and came back as {grad}"
+            expected = [("all_to_all", ranks, 2 * len(x)), ("all_to_all", ranks, 2 * len(right))]
+            assert done == expected, (f"{begin} has {len(x)} rows of 2 numbers for {ranks} ranks and gets {len(right)}. There and "
+                                      f"back it should start (collective, ranks, numbers) {expected}, and did {done}")
+            assert dtype == "torch.float64", f"rows in float64 come as {dtype}: what they are received into has x's dtype"
+            assert not saved, "forward keeps a tensor for backward, and so its memory; the lists and the group are enough"
 
 
-COUNTS = [[2, 1, 0, 1], [1, 0, 2, 3]]                     # of each rank, the rows for each of four experts
+# of each rank, the rows for each of six experts; the second time nobody has any for rank 1's, and rank 2 has none
+COUNTS = [[[2, 1, 0, 1, 1, 0], [1, 0, 2, 3, 0, 1], [0, 1, 1, 0, 0, 2]], [[1, 0, 0, 0, 2, 1], [2, 1, 0, 0, 0, 1], [0] * 6]]
+ALONE = [[[2, 1]]]
 
 
 def dispatch_job():
-    """Two ranks with two experts each. Expert e multiplies by e + 1. Rows have the digits rank + 1, expert, number."""
+    """Three ranks with two experts each, and one alone. Expert e multiplies by e + 1. Rows have the digits rank + 1, expert,
+    number."""
     import expert_parallel
     import moe
     import torch
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    rank, seen = dist.get_rank(), []
+    from unforgiving import unforgiving
+    group, found = start([1, 2, 3]), []
+    rank = group.rank()
+    for counts in COUNTS if group.size() > 1 else ALONE:
+        seen = []
 
-    def compute(self, x, counts):
-        rows = x.split(counts.tolist())
-        seen.append([sorted(of_one.flatten().tolist()) for of_one in rows])
-        return torch.cat([of_one * (2 * rank + e + 1) for e, of_one in enumerate(rows)])
-    experts = expert_parallel.ExpertParallel(moe.Experts(layer_config(num_local_experts=2)), dist.group.WORLD)
-    numbers = [100.0 * (rank + 1) + 10 * e + i for e, count in enumerate(COUNTS[rank]) for i in range(count)]
-    x = torch.tensor(numbers).unsqueeze(1).requires_grad_()
-    with patch.object(moe.Experts, "forward", compute):
-        out = experts(x, torch.tensor(COUNTS[rank]))
-    out.sum().backward()
-    return seen, out.flatten().tolist(), x.grad.flatten().tolist(), numbers
+        def compute(self, x, counts, seen=seen):
+            before = len(done.waits)
+            rows = x.split(counts.tolist())
+            seen.append([sorted(of_one.flatten().tolist()) for of_one in rows])
+            del done.waits[before:]                       # these are not the reader's
+            return torch.cat([of_one * (2 * rank + e + 1) for e, of_one in enumerate(rows)])
+        experts = expert_parallel.ExpertParallel(moe.Experts(layer_config(num_local_experts=2)), group)
+        numbers = [100.0 * (rank + 1) + 10 * e + i for e, count in enumerate(counts[rank]) for i in range(count)]
+        x, mine = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1).requires_grad_(), torch.tensor(counts[rank])
+        with patch.object(moe.Experts, "forward", compute), unforgiving(), watched() as done:
+            try:
+                with torch.device("meta"):                # where a tensor is made that is not told its device
+                    out = experts(x, mine)
+                forward = list(done.sent)
+                out.sum().backward()
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error).lower():
+                    raise
+                raise AssertionError(f"a tensor is made without device=x.device, so not where the rows are ({error})") from None
+        backward, waits = done.sent[len(forward):], list(done.waits)
+        found.append((seen, out.flatten().tolist(), x.grad.flatten().tolist(), numbers, forward, backward, waits))
+    return group.size(), rank, found
 
 
 @rung({"expert_parallel.py": ["ExpertParallel.forward"]}, hints="""
@@ -299,39 +487,57 @@ def dispatch_job():
     each row that came: 0, 1, ..., 0, 1, ... (once for each sender), each repeated as often as `theirs` says:
     torch.repeat_interleave. Then sort as in MoE.forward, and undo it before the rows are sent back.
 
-    sent = counts.view(ranks, -1).sum(-1).tolist(), received the same of theirs; x = AllToAll.apply(x, sent, received, group);
-    expert = torch.arange(theirs.shape[1]).repeat(ranks).repeat_interleave(theirs.flatten()); order =
+    sent, received = torch.stack((counts.view(ranks, -1), theirs)).sum(-1).tolist(), the host's only wait; x =
+    AllToAll.apply(x, sent, received, group); expert = torch.arange(theirs.shape[1],
+    device=x.device).repeat(ranks).repeat_interleave(theirs.flatten(), output_size=sum(received)); order =
     expert.argsort(stable=True); out = super().forward(x.index_select(0, order), theirs.sum(0)); return
     AllToAll.apply(out.index_select(0, order.argsort()), received, sent, group).""")
 def test_rows_travel_to_their_experts(pool):
     """`ExpertParallel.forward(x, counts)` takes what Experts.forward takes: rows sorted by expert, and how many rows each has,
     of the experts of all ranks. Each rank of self.group has equally many experts, in the order of the ranks. Send the counts,
     then the rows, to the ranks that have their experts; sort what came by expert; compute it with `super().forward(rows,
-    counts)`, where counts are those of this rank's own experts; send the results back. What is returned has the order of x."""
-    answers = pool.call(dispatch_job, STEP, world=2, timeout=HANGS)
-    begin = f"The ranks have {COUNTS[0]} and {COUNTS[1]} rows for experts 0 to 3, with the digits rank + 1, expert, number."
-    for rank, (seen, out, grad, x) in enumerate(answers):
-        assert len(seen) == 1, f"on rank {rank} super().forward was called {len(seen)} times, not once"
-        right = [[100 * (of + 1) + 10 * e + i for of in range(2) for i in range(COUNTS[of][e])] for e in (2 * rank, 2 * rank + 1)]
-        mine = f"rank {rank}'s experts, {2 * rank} and {2 * rank + 1},"
-        assert seen[0] == right, f"{begin} Of these {mine} should get {right}, and got {seen[0]}"
-        factors = [e + 1 for e, count in enumerate(COUNTS[rank]) for _ in range(count)]
-        right = [a * b for a, b in zip(x, factors)]
-        assert out == right, f"{begin} Expert e multiplies by e + 1: rank {rank} should get back {right}, and got {out}"
-        assert grad == factors, f"{begin} Expert e multiplies by e + 1: rank {rank}'s rows have the gradients {factors}, not {grad}"
+    counts)`, where counts are those of this rank's own experts, once, even if no row came; send the results back. What is
+    returned has the order of x. For its lists the host must know sums of counts, and waits for the device: once, for both lists
+    together. What is made is made on x's device."""
+    for ranks, rank, found in pool.call(dispatch_job, STEP, world=4, timeout=HANGS):
+        for counts, (seen, out, grad, x, forward, backward, waits) in zip(COUNTS if ranks > 1 else ALONE, found):
+            begin = (f"Of four ranks 1 to 3 are a group, 0 is one alone. The ranks of a group of {ranks} have {counts} rows for "
+                     "its experts, with the digits rank + 1, expert, number.")
+            assert len(seen) == 1, (f"{begin} On rank {rank} super().forward was called {len(seen)} times, not once. (Without rows "
+                                    "too: the weights need a gradient, of zeros, for which others wait.)")
+            mine = 2 * rank, 2 * rank + 1
+            right = [[100 * (of + 1) + 10 * e + i for of in range(ranks) for i in range(counts[of][e])] for e in mine]
+            assert seen[0] == right, f"{begin} Of these rank {rank}'s experts {mine} should get {right}, and got {seen[0]}"
+            factors = [e + 1 for e, count in enumerate(counts[rank]) for _ in range(count)]
+            came, right = sum(map(len, right)), [a * b for a, b in zip(x, factors)]
+            assert out == right, f"{begin} Expert e multiplies by e + 1: rank {rank} should get back {right}, and got {out}"
+            assert grad == factors, \
+                f"{begin} Expert e multiplies by e + 1: rank {rank}'s rows have the gradients {factors}, not {grad}"
+            sizes = [[2 * ranks, len(x), came], [len(x), came]]
+            for what, done, numbers in zip(("forward", "backward"), (forward, backward), sizes):
+                right = [("all_to_all", ranks, n) for n in numbers]
+                assert done == right, (
+                    f"{begin} In {what} rank {rank}, with {len(x)} rows of one number, to which {came} come, should start "
+                    f"(collective, ranks, numbers) {right}: {'counts, ' * (what == 'forward')}rows there and back. It did {done}")
+            assert len(waits) <= 1, (
+                f"the host waits for the device {len(waits)} times, by {', '.join(waits)}; once is enough: one .tolist() of both "
+                "sums, stacked, and repeat_interleave is told its output_size")
 
 
 def tensor_parallel_job(sp):
-    """A layer whose experts are cut over two ranks, and the same layer whole: outputs, and gradients of input and router."""
+    """A layer whose experts are cut over two ranks, and the same layer whole: outputs, and gradients of input and router. Of four
+    ranks 0 and 1 are tp, 2 and 3 another tp, with other numbers."""
     import expert_parallel
     import torch
     import torch.distributed as dist
     from mesh import start_mesh
-    args = SimpleNamespace(device="cpu", pp=1, dp=1, cp=1, tp=2, ep=1, sp=sp)
-    mesh, config, rank = start_mesh(args), layer_config(num_local_experts=2), dist.get_rank()
+    args = SimpleNamespace(device="cpu", pp=1, dp=2, cp=1, tp=2, ep=1, sp=sp)
+    mesh, config = start_mesh(args), layer_config(num_local_experts=2)
+    rank = mesh.get_local_rank("tp")
     model, layers = small_model(config, "cpu")
     whole = layers["1"].mlp.double()
-    draw, values = torch.Generator().manual_seed(1), {}
+    draw, values = torch.Generator().manual_seed(1 + mesh.get_local_rank("dp")), {}
+    whole.choose = lambda logits: logits.topk(1).indices
     for name, param in whole.named_parameters():
         values[name] = param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64)
     x = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64).requires_grad_()
@@ -342,10 +548,13 @@ def tensor_parallel_job(sp):
     reference = [rounded(tensor[:, here]) for tensor in (out, x.grad)], rounded(whole.gate.weight.grad)
     whole.zero_grad()
     expert_parallel.expert_parallel(model, config, mesh, args)
+    dist.barrier()                                        # no rank may end while others still connect
     layer, group = layers["1"].mlp, mesh.get_group("tp")
     cut = isinstance(layer, expert_parallel.TensorParallelMoE)
     if not cut:
-        return cut, None, None, None, None
+        return rank, cut, None, None, None, None, None
+    cuts = {name: [part[1:] for part in getattr(layer.experts, name).weight.placement.parts if part[0] is group]
+            for name in ("w1", "w2", "w3")}
     shapes, summed = {}, layer.gate.weight.placement.sum_over is group
     for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
         linear = getattr(layer.experts, name)
@@ -356,8 +565,8 @@ def tensor_parallel_job(sp):
     out = layer(mine)
     out.backward(up[:, here])
     gate = layer.gate.weight.grad.clone()
-    dist.all_reduce(gate)
-    return cut, shapes, summed, ([rounded(out), rounded(mine.grad)], rounded(gate)), reference
+    dist.all_reduce(gate, group=group)
+    return rank, cut, cuts, shapes, summed, ([rounded(out), rounded(mine.grad)], rounded(gate)), reference
 
 
 @rung({"expert_parallel.py": ["TensorParallelMoE.__init__", "TensorParallelMoE.forward"]}, hints="""
@@ -380,12 +589,13 @@ def test_every_expert_is_cut(pool):
     `forward(x)` enters the region, does what MoE.forward does, and leaves the region. `expert_parallel` puts it in the place of
     an MoE if tp > 1."""
     for sp in ("off", "on"):
-        for rank, (cut, shapes, summed, ours, right) in enumerate(
-                pool.call(tensor_parallel_job, STEP, world=2, timeout=HANGS, sp=sp)):
-            where = f"tp 2, sp {sp}, rank {rank}"
+        for rank, cut, cuts, shapes, summed, ours, right in pool.call(tensor_parallel_job, STEP, world=4, timeout=HANGS, sp=sp):
+            where = f"dp 2, tp 2, sp {sp}, rank {rank} of tp"
             assert cut, f"{where}: after expert_parallel a layer's mlp should be a TensorParallelMoE, if tp > 1"
             expected = {"w1": [2, 1, 2], "w2": [2, 2, 1], "w3": [2, 1, 2]}
             assert shapes == expected, f"{where}: two experts with 2 hidden and 2 intermediate are cut to {expected}, not {shapes}"
+            expected = {name: [(dim, 2, rank)] for name, dim in (("w1", 1), ("w2", 2), ("w3", 1))}
+            assert cuts == expected, f"{where}: the parts over tp's group (dim, parts, index) are {expected}, not {cuts}"
             assert summed, f"{where}: gate.weight.placement.sum_over should be mesh.get_group('tp')"
             for name, came, expected in zip(("output", "gradient of x"), ours[0], right[0]):
                 assert came == expected, f"{where}: the {name}, of this rank's tokens, is {expected} in one process, came {came}"
@@ -394,28 +604,35 @@ def test_every_expert_is_cut(pool):
 
 
 # ------------------------------------------------------------------------------------------------ as many tokens for each
-TOKENS = [[3, 1, 0, 0], [1, 1, 2, 0], [4, 0, 0, 0], [4, 0, 0, 0]]
+# of each rank, of each layer of its stage, the choices of each of four experts
+TOKENS = [[[3, 1, 0, 0], [0, 3, 0, 1]], [[1, 1, 2, 0], [0, 3, 0, 1]], [[4, 0, 0, 0]], [[4, 0, 0, 0]]]
 
 
 def update_job(kind):
-    """Four ranks, pp 2 x dp 2: each stage has one layer of four experts. What update returned, twice, and what it left."""
+    """Four ranks, pp 2 x dp 2: the first stage has two layers of four experts, the second one. What update returned, twice, and
+    what it left."""
     import expert_parallel
     import torch
     import torch.distributed as dist
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
+    dist.barrier()
     balance = object.__new__(expert_parallel.Balance)
-    balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=2, num_local_experts=4)
-    balance.layers, balance.tokens = ["a layer"], groups[rank // 2]
-    balance.counts, balance.bias = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4)
+    tokens = torch.tensor(TOKENS[rank])
+    balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=3, num_local_experts=4)
+    balance.layers, balance.tokens = ["a layer"] * len(tokens), groups[rank // 2]
+    balance.counts, balance.bias = torch.zeros_like(tokens), torch.zeros(tokens.shape)
     ratios = []
-    for _ in range(2):
-        balance.counts += torch.tensor(TOKENS[rank])
-        ratios.append(float(balance.update()))
-    bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).flatten().tolist()
+    with watched() as done:
+        for _ in range(2):
+            balance.counts += tokens
+            ratios.append(balance.update())
+    assert all(isinstance(ratio, torch.Tensor) and ratio.dtype == torch.float64 for ratio in ratios), \
+        f"update returns a tensor in float64, not {ratios}"
+    bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).tolist()
     counts, balance.layers = balance.counts.flatten().tolist(), []
-    return ratios, bias, counts, balance.update()
+    return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balance.update(), done.waits
 
 
 @rung({"expert_parallel.py": ["Balance.update"]}, hints="""
@@ -435,19 +652,21 @@ def test_a_bias_against_crowds(pool):
     """`Balance.update()`, after every step: sums self.counts over the group self.tokens, the ranks that have the other tokens.
     With --balance bias it lowers the bias of each expert that had more tokens than the mean of its layer by BIAS_STEP, raises
     that of each which had fewer, and leaves that of an expert with exactly the mean. Then it sets self.counts to zero. It
-    returns a tensor, the same on all ranks: largest over mean count of a layer, averaged over the layers of all stages
-    (self.config.num_hidden_layers); or None if self.layers is empty."""
-    for kind in ("bias", "none"):
-        for rank, (ratios, bias, counts, nothing) in enumerate(
+    returns a tensor in float64, the same on all ranks: largest over mean count of a layer, averaged over the layers of all stages
+    (self.config.num_hidden_layers); or None if self.layers is empty. The host does not wait for it."""
+    for kind in ("bias", "none", "aux"):
+        for rank, (ratios, bias, counts, nothing, waits) in enumerate(
                 pool.call(update_job, STEP, world=4, timeout=HANGS, kind=kind)):
-            where = f"--balance {kind}, pp 2, dp 2. The ranks count {TOKENS} tokens, so the stages [4, 2, 2, 0] and [8, 0, 0, 0]"
+            where = (f"--balance {kind}, pp 2, dp 2. In each layer of their stage the ranks count {TOKENS} tokens, so the stages "
+                     "[4, 2, 2, 0] [0, 6, 0, 2] and [8, 0, 0, 0]")
             assert ratios == [3, 3], \
-                f"{where}: largest over mean is 4 / 2 and 8 / 2, on average 3. update, called in two steps, returned {ratios}"
-            right = [-2, 0, 0, 2] if rank < 2 else [-2, 2, 2, 2]
-            right = right if kind == "bias" else [0] * 4
+                f"{where}: largest over mean is 4 / 2, 6 / 2 and 8 / 2, on average 3. update, called twice, returned {ratios}"
+            right = [[-2, 0, 0, 2], [2, -2, 2, 0]] if rank < 2 else [[-2, 2, 2, 2]]
+            right = right if kind == "bias" else [[0] * 4] * len(right)
             assert bias == right, f"{where}: after two such steps rank {rank}'s bias is {right} times BIAS_STEP, not {bias}"
-            assert counts == [0] * 4, f"{where}: update sets self.counts to zero for the next step; came {counts}"
+            assert not any(counts), f"{where}: update sets self.counts to zero for the next step; came {counts}"
             assert nothing is None, f"without layers that have experts update returns None, not {nothing}"
+            assert not waits, f"update needs no number on the host, which would wait for the device; it did, by {', '.join(waits)}"
 
 
 # two sequences of four tokens, of which each of two ranks has two: the scores of three experts
@@ -456,32 +675,46 @@ SCORES = [[[[.5, .3, .2], [.6, .3, .1]], [[.2, .3, .5], [.2, .5, .3]]],
 BIAS = [-0.25, 0.0, 0.15]
 
 
-def choose_job(kind, bias):
-    """Of layer 1 of two: what choose returned, the counts after two calls, and what it added to the logits' gradient. The cp
-    ranks have parts of the sequences. Also: that gradient by the formula of the loss."""
+def choose_job(kind, bias, top_k):
+    """Of layer 1 of two: what choose returned, the counts after two calls, and what it added to the logits' gradient. Ranks 0 and 1
+    are cp, with parts of the sequences; 2 and 3 are another cp, with the scores exchanged. Also: that gradient by the formula of
+    the loss."""
+    import gc
+    import weakref
+
     import expert_parallel
     import torch
     import torch.distributed as dist
     dist.init_process_group("gloo")
+    group, _ = dist.new_subgroups(2)
+    dist.barrier()
     scores = torch.tensor(SCORES, dtype=torch.float64)
+    scores = scores if dist.get_rank() < 2 else scores.roll(1, -1)
     balance = object.__new__(expert_parallel.Balance)
     balance.args = SimpleNamespace(balance=kind, seq_len=4, global_batch_size=6, tp=2)
-    balance.config = SimpleNamespace(num_experts_per_tok=1, num_local_experts=3)
+    balance.config = SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=3)
     balance.counts, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
-    balance.cp = dist.group.WORLD
-    leaf = scores[dist.get_rank()].log().requires_grad_()
+    balance.cp = group
+    leaf = scores[group.rank()].log().requires_grad_()
     logits = leaf + 1                                     # softmax does not see it
-    expert = balance.choose(1, logits)
+    with watched() as done:
+        expert = balance.choose(1, logits)
+    sent, waits = done.sent, done.waits
     logits.sum().backward()
-    with torch.no_grad():                                 # as recomputation does it first
+    with torch.no_grad(), watched() as done:              # as recomputation does it first
         balance.choose(1, leaf + 1)
-    chosen = torch.nn.functional.one_hot(scores.argmax(-1), 3).double().sum((0, 2))       # [sequences, experts]
-    leaf2 = scores[dist.get_rank()].log().requires_grad_()
+    chosen = torch.nn.functional.one_hot(scores.topk(top_k).indices, 3).double().sum((0, 2, 3))          # [sequences, experts]
+    leaf2 = scores[group.rank()].log().requires_grad_()
     mean_score = leaf2.softmax(-1).sum(1) / 4
-    loss = expert_parallel.AUX_WEIGHT * 3 * (chosen / 4 * mean_score).sum() / 6 / 2
+    loss = expert_parallel.AUX_WEIGHT * 3 * (chosen / 4 / top_k * mean_score).sum() / 6 / 2
     loss.backward()
-    added = [(torch.round(grad * 1e10) / 1e4).add(0.0).tolist() for grad in (leaf.grad - 1, leaf2.grad)]
-    return expert.squeeze(-1).tolist(), balance.counts.tolist(), *added
+    added = [(grad * 1e6).tolist() for grad in (leaf.grad - 1, leaf2.grad)]
+    there = weakref.ref(leaf)
+    gc.disable()
+    del logits, leaf
+    left = there() is not None
+    gc.enable()
+    return group.rank(), expert.sort(-1).values.tolist(), balance.counts.tolist(), *added, sent, done.sent, waits, left
 
 
 @rung({"expert_parallel.py": ["Balance.choose"]}, hints="""
@@ -506,21 +739,63 @@ def test_choosing_and_counting(pool):
     each expert got. With --balance aux, and if logits.requires_grad, it also adds to the gradient of logits that of the
     auxiliary loss: of each sequence, AUX_WEIGHT times the sum over experts of (share of the sequence's choices) x (mean score)
     x (number of experts), averaged over the sequences of the global batch. A sequence has seq_len tokens, spread over the ranks
-    of the group self.cp. All ranks of tp do the same, and what they add is summed: so each adds the tp-th part."""
-    cases = {("bias", (0.0, 0.0, 0.0)): [[[0, 0], [2, 1]], [[1, 0], [2, 0]]],
-             ("bias", tuple(BIAS)): [[[2, 0], [2, 1]], [[1, 0], [2, 0]]],
-             ("aux", (0.0, 0.0, 0.0)): [[[0, 0], [2, 1]], [[1, 0], [2, 0]]]}
-    for (kind, bias), right in cases.items():
-        answers = pool.call(choose_job, STEP, world=2, timeout=HANGS, kind=kind, bias=list(bias))
-        for rank, (expert, counts, added, by_formula) in enumerate(answers):
-            where = f"--balance {kind}, layer 1 with the bias {list(bias)}, scores {SCORES[rank]} on rank {rank}"
-            assert expert == right[rank], f"{where}: the experts are {right[rank]}, not {expert}"
-            flat = sum(right[rank], [])
+    of the group self.cp. All ranks of tp do the same, and what they add is summed: so each adds the tp-th part. Nothing else is
+    sent, and the host waits for nothing."""
+    best = [[[[0], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]]
+    cases = {("bias", (0.0, 0.0, 0.0), 1): best, ("aux", (0.0, 0.0, 0.0), 1): best,
+             ("bias", tuple(BIAS), 1): [[[[2], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]],
+             ("aux", (0.0, 0.0, 0.0), 2): [[[[0, 1], [0, 1]], [[1, 2], [1, 2]]], [[[1, 2], [0, 1]], [[1, 2], [0, 1]]]]}
+    for (kind, bias, top_k), of_ranks in cases.items():
+        answers = pool.call(choose_job, STEP, world=4, timeout=HANGS, kind=kind, bias=list(bias), top_k=top_k)
+        for i, (rank, expert, counts, added, by_formula, sent, again, waits, left) in enumerate(answers):
+            where = (f"--balance {kind}, top_k {top_k}, layer 1 with the bias {list(bias)}, scores {SCORES[rank]} on rank {rank} "
+                     f"of cp{', rolled by one expert' * (i > 1)}")
+            right = of_ranks[rank]
+            if i > 1 and any(bias):                       # where a bias meets other scores, it is the first group that is looked at
+                continue
+            if i > 1:
+                right = [[sorted((e + 1) % 3 for e in token) for token in sequence] for sequence in right]
+            assert expert == right, f"{where}: the experts are {right}, not {expert}"
+            flat = sum(sum(right, []), [])
             twice = [[0] * 3, [2 * flat.count(e) for e in range(3)]]
             assert counts == twice, f"{where}: after two such calls self.counts, of layers 0 and 1, is {twice}, not {counts}"
             expected = by_formula if kind == "aux" else [[[0] * 3] * 2] * 2
-            assert added == expected, (f"{where}; cp 2, tp 2, seq_len 4, global_batch_size 6, top_k 1: to the gradient of logits "
-                                       f"choose adds, in millionths, {expected}, not {added}")
+            came, wanted = [sum(sum(tensor, []), []) for tensor in (added, expected)]
+            assert came == pytest.approx(wanted, abs=1e-6), (
+                f"{where}; cp 2, tp 2, seq_len 4, global_batch_size 6: to the gradient of logits choose adds, in millionths, "
+                f"{expected}, not {added}")
+            expected = [("all_reduce", 2, 6)] if kind == "aux" else []
+            assert sent == expected, \
+                f"{where}: of 2 sequences and 3 experts choose should start (collective, ranks, numbers) {expected}, and did {sent}"
+            assert not again, f"{where}: where logits need no gradient nothing is to be summed, and choose did {again}"
+            assert not waits, f"{where}: the host waits for the device, by {', '.join(waits)}; choose needs to know no number"
+            assert not left, (f"{where}: after backward the logits are still there: what the hook holds has them in its history, "
+                              "so neither ever goes away; the scores are to be made of logits.detach()")
+
+
+def formula_job(cases):
+    """What the formula says of two layers of three experts, hidden 5, for 24 sequences of 16 tokens, float32."""
+    import expert_parallel
+    import moe
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    config = layer_config(hidden_size=5, num_experts_per_tok=3, num_local_experts=6, num_hidden_layers=4)
+    found = []
+    for layers, flags in cases:
+        args = SimpleNamespace(**dict(dp=1, cp=1, tp=1, pp=2, ep=1, dtype=torch.float32, seq_len=16, global_batch_size=24,
+                                      micro_batch_size=3, recompute="none", balance="bias") | flags)
+        model = SimpleNamespace(model=SimpleNamespace(config=config, layers={}))
+        for i in range(layers):
+            model.model.layers[str(i)] = SimpleNamespace(mlp=moe.MoE(config))
+            if args.ep > 1:
+                model.model.layers[str(i)].mlp.experts = expert_parallel.ExpertParallel(moe.Experts(config), "ep")
+        sent = {}
+        for group, collective, size in expert_parallel.formula(model, SimpleNamespace(get_group=str), args):
+            what = "world" if group is dist.group.WORLD else group, collective
+            sent[what] = sent.get(what, 0) + size
+        found.append(sent)
+    return found
 
 
 @pytest.mark.slow
@@ -539,11 +814,27 @@ def test_choosing_and_counting(pool):
     "all_reduce", counts), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the experts' group: "all_to_all" of 2 * (forwards
     + 1) * rows, and of forwards * sequences // args.micro_batch_size * counts; if aux, (mesh.get_group("cp"), "all_reduce",
     forwards * sequences * counts). Without MoE layers the list is empty.""")
-@pytest.mark.parametrize("ranks, flags", [(2, "--ep 2 --recompute full --balance bias"),
-                                          (4, "--ep 2 --tp 2 --recompute none --balance aux")])
-def test_a_training_run(pool, ranks, flags):
-    """Four steps, on two ranks with ep 2, and on four ranks with ep 2 and tp 2, give the losses, gradient norms and weights of
-    one process; and the ledger's bytes are those that `formula` returns: what a rank sends in one training step, as a list of
-    (group, collective, payload bytes). As a rank cannot know how many rows come to its experts, the formula says as many come
-    as it sends."""
-    check(pool, layouts.Layout(STEP, ranks, "top2-2", "adamw", f"--dtype float64 --micro_batch_size 12 {flags}"))
+@pytest.mark.parametrize("ranks, shape, flags", [
+    (2, "top2-2", "--ep 2 --micro_batch_size 12 --recompute full --balance bias"),
+    (4, "top2-2", "--ep 2 --micro_batch_size 12 --tp 2 --recompute none --balance aux"),
+    (4, "top4-2", "--ep 2 --micro_batch_size 6 --cp 2 --recompute selective --balance aux"),
+    (4, "top1-3", "--ep 2 --micro_batch_size 6 --pp 2 --schedule zerobubble --recompute none --balance bias")])
+def test_a_training_run(pool, ranks, shape, flags):
+    """Four steps, on two ranks with ep 2, and on four ranks with ep 2 and tp, cp or pp 2, give the losses, gradient norms and
+    weights of one process; and the ledger's bytes are those that `formula` returns: what a rank sends in one training step, as a
+    list of (group, collective, payload bytes), for the layers of its own stage. As a rank cannot know how many rows come to its
+    experts, the formula says as many come as it sends. With --recompute selective or full forward runs twice."""
+    # of two layers of the four, six experts, three for a token: the counts have 96 bytes; all rows of all tokens 46,080
+    rows, counts, update = 2 * 24 * 16 * 3 * 5 * 4, 96, {("dp_cp", "all_reduce"): 96, ("world", "all_reduce"): 8}
+    cases = [(0, {}, {}), (2, {}, update),
+             (2, dict(ep=2, dp=2), update | {("ep", "all_to_all"): 2 * rows + 4 * counts}),
+             (2, dict(ep=2, dp=4, cp=2, micro_batch_size=2, tp=2), update | {("ep", "all_to_all"): rows // 2 + 3 * counts}),
+             (2, dict(ep=2, cp=2, recompute="selective"), update | {("ep", "all_to_all"): 3 * rows + 16 * counts}),
+             (2, dict(ep=2, cp=2, recompute="full"), update | {("ep", "all_to_all"): 3 * rows + 16 * counts}),
+             (2, dict(balance="aux"), update | {("cp", "all_reduce"): 24 * counts}),
+             (2, dict(balance="aux", dp=2, cp=2, recompute="selective"), update | {("cp", "all_reduce"): 24 * counts})]
+    for (layers, flags_here, right), came in zip(cases, pool.call(formula_job, STEP, cases=[case[:2] for case in cases])[0]):
+        assert came == right, (f"{layers} layers with 6 experts on this stage of two, top_k 3, hidden 5, 24 sequences of 16 "
+                               f"tokens, 3 in a micro-batch, float32, no recomputation, changed by {flags_here}: the formula's "
+                               f"bytes are {right}, not {came}")
+    check(pool, layouts.Layout(STEP, ranks, shape, "adamw", f"--dtype float64 {flags}"))
