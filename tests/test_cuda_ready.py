@@ -108,7 +108,8 @@ def environment_job(argv):
     args = config.parse_args(argv)
     args.device, args.pp, args.dp, args.cp, args.tp = "cuda", 1, 1, 1, 1
     os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
-    with patch("torch.cuda.set_device"), patch("torch.distributed.init_process_group", side_effect=ZeroDivisionError) as started:
+    with patch("torch.cuda.set_device"), patch("torch.cuda.device_count", lambda: 1), \
+            patch("torch.distributed.init_process_group", side_effect=ZeroDivisionError) as started:
         with pytest.raises(ZeroDivisionError):
             mesh.start_mesh(args)
     in_float32 = not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
