@@ -327,7 +327,8 @@ def test_all_layouts_of_1024_gpus():
     assert 10_000 < len(search.ordered) < 50_000
     layouts = [one.layout for one in search.ordered]
     assert all(l.gpus == 1024 and l.dp * l.micro_batch * l.accumulation == 1024 for l in layouts)
-    assert all(a.held_back >= b.held_back - 0.1 for a, b in zip(search.ordered, search.ordered[1:]))
+    ranked = [float(f"{one.held_back:.4g}") for one in search.ordered]             # of equal ones the simplest comes first
+    assert ranked == sorted(ranked, reverse=True)
     best = search.best()
     assert len(best) == 10 and all(plan.fits(one.held, cluster) for one in best)
 
