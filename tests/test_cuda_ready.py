@@ -120,6 +120,28 @@ def test_what_is_set_for_cuda(pool):
     assert pool.call(environment_job, STEP, argv=[]) == [(("nccl",), "1", True)]
 
 
+def started_order_job(argv):
+    """What is started, in order: gathers of weights, all-reduces, and forward."""
+    import torch.distributed as dist
+    import train
+    import zero
+    events, gather, all_reduce, run = [], zero.Unit.gather, dist.all_reduce, train.Pipeline.run
+    with patch.object(zero.Unit, "gather", lambda unit: events.append("gather") or gather(unit)), \
+            patch.object(dist, "all_reduce", lambda *args, **how: events.append("sum") or all_reduce(*args, **how)), \
+            patch.object(train.Pipeline, "run", lambda self, *args: events.append("forward") or run(self, *args)):
+        train.main(argv)
+    return events
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_sum_stands_behind_gathers(pool, stage, tmp_path):
+    """nccl would have an all-reduce of the log, the balance or a signal wait for them, and the next forward for that."""
+    argv = f"--steps 3 --seq_len 16 --global_batch_size 4 --zero {stage} --model tiny-moe --checkpoint {tmp_path}".split()
+    events = pool.call(started_order_job, STEP, world=2, argv=argv)[0]
+    following = {after for event, after in zip(events, events[1:]) if event == "gather"}
+    assert following == {"gather", "forward"} and "sum" in events
+
+
 def many_layers_job(argv):
     import torch._dynamo
     import train

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -627,6 +628,26 @@ def test_a_log_is_cut_where_it_lies(pool, copy, tmp_path):
 def test_ctrl_c_and_a_closed_terminal_save_too(pool, tmp_path, number):
     pool.call(told_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split(), number=number)
     assert f"told to end ({number.name}) after step 2" in pool.output and os.listdir(tmp_path) == ["step_00000002"]
+
+
+def test_told_to_end_in_the_last_step_it_ends_as_any_run(pool, tmp_path):
+    argv = f"{TINY} --steps 2 --checkpoint {tmp_path / 'run'} --save {tmp_path / 'model'}".split()
+    pool.call(told_job, LAST, world=2, argv=argv, number=signal.SIGTERM)
+    assert "told to end" not in pool.output and os.listdir(tmp_path / "run") == ["step_00000002"]
+    assert (tmp_path / "model/model.safetensors").exists()
+
+
+def undeletable_job(argv):
+    def rmtree(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError("busy")
+    with patch("shutil.rmtree", rmtree):
+        main_job(argv)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(pool, tmp_path):
+    pool.call(undeletable_job, LAST, argv=f"{TINY} --checkpoint {tmp_path} --save_every 1 --keep 1".split())
+    assert "--keep: " in pool.output and "cannot be deleted (busy)" in pool.output and (tmp_path / "step_00000004").is_dir()
 
 
 def told_job(argv, number):
