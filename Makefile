@@ -9,6 +9,8 @@ ifndef PYTHON
 PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
+PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
+TESTS ?= tests exercises/ladder
 
 .PHONY: run test lint rest sweep diff exercise check hint solution extend break mutate plot carry figures bench
 .DEFAULT_GOAL := run
@@ -23,48 +25,48 @@ run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
 test: $(VENV)
-	$(PYTHON) -m pytest -q $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" tests)
+	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
 
 lint: $(VENV)
 	@$(PYTHON) -m pip install -q ruff==0.17.6
 	$(PYTHON) -m ruff check --no-cache .
 
 rest: $(VENV)
-	$(PYTHON) -m pytest -q -m "slow and not sweep" $(or $(TESTS),tests)
+	$(PYTEST) -m "slow and not sweep" $(TESTS)
 
 sweep: $(VENV)
-	$(PYTHON) -m pytest -q -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,tests)
+	$(PYTEST) -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,$(TESTS))
 
 diff:
-	@python3 tests/diff.py "$(STEP)" $(FILE)
+	@python3 tools/diff.py "$(STEP)" $(FILE)
 
 exercise: $(VENV)
-	@$(PYTHON) tests/exercise.py "$(STEP)" $(LEVEL)
+	@$(PYTHON) tools/exercise.py "$(STEP)" $(LEVEL)
 
 check: $(VENV)
-	@$(PYTHON) tests/exercise.py "$(STEP)" check
+	@$(PYTHON) tools/exercise.py "$(STEP)" check
 
 hint solution: $(VENV)
-	@$(PYTHON) tests/exercise.py "$(STEP)" $@
+	@$(PYTHON) tools/exercise.py "$(STEP)" $@
 
 extend: $(VENV)
-	@$(PYTHON) tests/extend.py $(NAME)
+	@$(PYTHON) tools/extend.py $(NAME)
 
 break: $(VENV)
-	$(PYTHON) tests/break_it.py
+	$(PYTHON) tools/break_it.py
 
 mutate: $(VENV)
-	$(PYTHON) tests/mutate.py $(FLAGS)
+	$(PYTHON) tools/mutate.py $(FLAGS)
 
 plot: $(VENV)
 	@test -n "$(LOGS)" || { echo 'make plot LOGS="a.jsonl b.jsonl"' >&2; exit 2; }
-	$(PYTHON) tests/plot.py $(LOGS)
+	$(PYTHON) tools/plot.py $(LOGS)
 
 carry:
-	@python3 tests/carry.py
+	@python3 tools/carry.py
 
 figures: $(VENV)
-	set -e; for make in step*/figures/make.py tests/figures/*.py; do $(PYTHON) $$make; done
+	set -e; for make in $(filter-out %/common.py,$(wildcard tools/figures/*.py)); do $(PYTHON) $$make; done
 
 bench: $(VENV)
-	set -e; for bench in tests/bench*.py; do $(PYTHON) $$bench; done
+	set -e; for bench in tools/bench/bench*.py; do $(PYTHON) $$bench; done

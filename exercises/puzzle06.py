@@ -1,6 +1,6 @@
 """A puzzle of step 6: write a schedule by hand.
 
-    python tests/ladder/puzzle06.py            # judges exercise/puzzle06.txt, which it makes if it is not there
+    python exercises/puzzle06.py            # judges exercise/puzzle06.txt, which it makes if it is not there
 
 Three ranks have one stage each, and there are four micro-batches. F, I and W take one unit of time each, B is I and W. The file has
 a line for each rank: its actions in order, such as F0 F1 I0 W0 ... In the beginning it has 1F1B, where each rank idles 6 units and
@@ -16,7 +16,7 @@ import itertools
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "exercise/puzzle06.txt"
 RANKS, M = 3, 4
 ONE_F_ONE_B = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3\n"

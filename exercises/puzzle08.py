@@ -1,6 +1,6 @@
 """A puzzle of step 8: the fewest bytes on the wire.
 
-    python tests/ladder/puzzle08.py            # judges exercise/puzzle08.txt, which it makes if it is not there
+    python exercises/puzzle08.py            # judges exercise/puzzle08.txt, which it makes if it is not there
 
 An 8B is to be trained on 16 GPUs, 64 sequences of 8,192 tokens a step, in bfloat16, with no recomputation. The file has one line,
 a layout as the planner's --config takes it: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (what is left out is 1
@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "exercise/puzzle08.txt"
-sys.path.append(str(ROOT / "step08_5d/planner"))
+sys.path.append(str(ROOT / "planner"))
 
 import costs
 import explain

@@ -1,12 +1,12 @@
 """From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
 
-    python step08_5d/planner --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
-    python step08_5d/planner --gpus 64 --config dp=32,tp=2,zero=1,mbs=2      # explains this one
-    python step08_5d/planner --serve                                         # a page with sliders
-    python step08_5d/planner --html plan.html                                # the answer as a page to keep
-    python step08_5d/planner --json                                          # the same for programs
-    python step08_5d/planner --fit results.csv --constants mine.json         # your cluster's constants
-    python step08_5d/planner --predict runs.csv --out predicted.csv          # of other trainers
+    python planner --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
+    python planner --gpus 64 --config dp=32,tp=2,zero=1,mbs=2      # explains this one
+    python planner --serve                                         # a page with sliders
+    python planner --html plan.html                                # the answer as a page to keep
+    python planner --json                                          # the same for programs
+    python planner --fit results.csv --constants mine.json         # your cluster's constants
+    python planner --predict runs.csv --out predicted.csv          # of other trainers
 """
 import argparse
 import json
@@ -66,7 +66,7 @@ def parse_args():
     add("--lr", type=float, default=3e-4, help="of the command that is printed")
     add("--json", action="store_true", help="print the answer for programs")
     add("--constants", help="a file that --fit wrote, or is to write")
-    add("--fit", help="a CSV file of bench.py: fit the constants to this cluster")
+    add("--fit", help="a CSV file of tools/sweep.py: fit the constants to this cluster")
     add("--serve", action="store_true", help="a page with sliders, for a browser on this machine")
     add("--port", type=int, default=8008, help="of --serve; 0: any that is free")
     add("--html", help="write the answer to this file, as a page that needs nothing")
@@ -175,7 +175,7 @@ def fit(args, cluster):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)         # python step08_5d/planner | head
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)         # python planner | head
     try:
         main()
     except Refused as refused:

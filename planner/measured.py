@@ -1,4 +1,4 @@
-"""Runs that you measured with bench.py, one folder up: --fit fits the constants to your cluster."""
+"""Runs that you measured with tools/sweep.py: --fit fits the constants to your cluster."""
 import csv
 import json
 import math
@@ -13,10 +13,10 @@ from costs import Layout
 from plan import RECOMPUTE, SCHEDULES, evaluate, impossible, memory
 from trainer import refuse
 
-# the columns that bench.py writes, and the constants that a few runs can tell something about
+# the columns that tools/sweep.py writes, and the constants that a few runs can tell something about
 RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib")
-RUNS = Path(__file__).resolve().parents[2] / "tests/data/ultrascale_benchmarks.csv"
+RUNS = Path(__file__).resolve().parents[1] / "tests/data/ultrascale_benchmarks.csv"
 FITTED = ("gemm_efficiency", "elementwise_bytes", "launch", "nvlink_efficiency", "network_efficiency",
           "overlap", "optimizer_bytes", "step")
 

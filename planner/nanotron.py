@@ -1,7 +1,7 @@
 """Another trainer, nanotron, to whose published runs the constants were fitted. What is its own is here.
 
-What it holds and how long it takes differ from this trainer's in a few named things. tests/fit_plan.py fits
-the constants to the runs in tests/data, and --predict predicts runs like those.
+What it holds and how long it takes differ from this trainer's in a few named things. tools/bench/fit_plan.py
+fits the constants to the runs in tests/data, and --predict predicts runs like those.
 """
 import math
 import sys

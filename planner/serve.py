@@ -1,4 +1,4 @@
-"""The answer as a web page: python step08_5d/planner --serve, or --html FILE for one without sliders.
+"""The answer as a web page: python planner --serve, or --html FILE for one without sliders.
 
 The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
 nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.

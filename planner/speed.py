@@ -1,7 +1,7 @@
 """How long a training step takes: physics of the hardware, with constants that were fitted to runs on H100.
 
-The runs are those of a production trainer, nanotron (tests/data); tests/fit_plan.py fits, and prints the
-table TIME. What was seen of it alone, and is not expected of this trainer, is in nanotron.py.
+The runs are those of a production trainer, nanotron (tests/data); tools/bench/fit_plan.py fits, and prints
+the table TIME. What was seen of it alone, and is not expected of this trainer, is in nanotron.py.
 """
 import math
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Cluster(NamedTuple):
 
 
 # ---------------------------------------------------------------------- what was fitted
-# By tests/fit_plan.py on 641 runs. [P] physics: the datasheet's or a known number is near it. [F] fudge:
+# By tools/bench/fit_plan.py, 641 runs. [P] physics: the datasheet's or a known number is near it. [F] fudge:
 # nobody knows why it is so large, or it stands for many small things. These runs cannot tell less efficient
 # products from longer passes over memory, nor network, congestion and overlap from one another.
 USABLE = 70.5                     # [F] GiB of an 80 GB GPU: memory is in pieces, and others hold some

@@ -1,6 +1,6 @@
 """What the planner takes from the trainer: its presets, what it refuses, its schedules and their simulation.
 
-All of it is written once, in config.py and schedules.py, one folder up. config.py imports torch, for the
+All of it is written once, in step08_5d's config.py and schedules.py. config.py imports torch, for the
 names of its types and to look for a GPU, and that import takes seconds. The planner needs neither, so the two
 files are run here without what they import of torch and of each other.
 """
@@ -8,7 +8,7 @@ import ast
 from pathlib import Path
 from types import SimpleNamespace
 
-STEP = Path(__file__).resolve().parent.parent
+STEP = Path(__file__).resolve().parent.parent / "step08_5d"
 FILES = [STEP / "schedules.py", STEP / "config.py"]
 LEFT_OUT = ("torch", "schedules")
 torch = SimpleNamespace(bfloat16="bfloat16")    # all that the planner's checks ask of it

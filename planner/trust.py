@@ -13,7 +13,7 @@ import costs
 from speed import GPUS, NETWORKS
 
 # Errors of predictions by constants that were fitted to other numbers of nodes, as logarithms of measured
-# over predicted: the middle four fifths of them, a little widened (tests/fit_plan.py prints these)
+# over predicted: the middle four fifths of them, a little widened (tools/bench/fit_plan.py prints these)
 MEASURED = {"tp to 8": (-0.08, 0.08), "tp to 8, pp": (-0.14, 0.12), "tp 16 and more": (-0.18, 0.12)}
 
 # By judgement, as logarithms. What one doubling beyond the runs may add

@@ -19,7 +19,7 @@ import sys
 
 import cases
 import pytest
-from conftest import GPUS, VISIBLE
+from fixtures import GPUS, VISIBLE
 from harness import Pool, assert_same_run, relative
 from jobs import blocks_job, grouped_job, looped_job
 from layouts import SCHEDULES, all_of_a_world

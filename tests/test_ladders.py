@@ -37,7 +37,7 @@ def test_rung_by_rung(number, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_as_a_reader_goes_up(tmp_path):
     def make(*words):
-        return run([sys.executable, "tests/exercise.py", "2", *words], tmp_path, timeout=120)
+        return run([sys.executable, "tools/exercise.py", "2", *words], tmp_path, timeout=120)
     copy_repository(tmp_path)
     assert make("hint") == (2, "error: no exercise/step02: make exercise STEP=2 makes it\n")
     assert make("solved")[0] == 2

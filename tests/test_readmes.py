@@ -16,7 +16,7 @@ from steps import ROOT, STEPS, copy_repository, pairs, run
 
 def test_the_repository_and_every_step_have_a_readme():
     assert READMES == ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER]
-    assert {"docs/FAQ.md", "docs/WORKSHOP.md", "docs/glossary.md", "docs/proof.md", "docs/rounding.md"} <= set(DOCS)
+    assert {"docs/FAQ.md", "docs/workshop/README.md", "docs/glossary.md", "docs/proof.md", "docs/rounding.md"} <= set(DOCS)
 
 
 def runs_something(page):
@@ -27,7 +27,7 @@ def runs_something(page):
 @pytest.mark.parametrize("readme", [READMES[0], *every_other(filter(runs_something, [*READMES[1:], *DOCS]))])
 def test_blocks_run(readme, tmp_path):
     copy_repository(tmp_path)
-    status, output = run([sys.executable, "tests/readme.py", "--run", readme], tmp_path, timeout=900)
+    status, output = run([sys.executable, "tools/readme.py", "--run", readme], tmp_path, timeout=900)
     assert status == 0, output[-5000:]
 
 
@@ -50,12 +50,12 @@ def test_links_and_pictures_exist(readme):
 @pytest.mark.parametrize("readme", PAGES)
 def test_line_counts(readme):
     text = (ROOT / readme).read_text()
-    assert with_line_counts(text, (ROOT / readme).parent) == text, "python tests/readme.py writes the real ones"
+    assert with_line_counts(text, (ROOT / readme).parent) == text, "python tools/readme.py writes the real ones"
 
 
 def test_diff_sizes():
     text = (ROOT / "README.md").read_text()
-    assert with_diff_sizes(text) == text, "python tests/readme.py writes the real ones"
+    assert with_diff_sizes(text) == text, "python tools/readme.py writes the real ones"
     for _, new in pairs():
         size = diff_size(*next(pair for pair in pairs() if pair[1] == new))[1]
         assert size in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
@@ -145,7 +145,7 @@ def run_readme(tmp_path, text):
     (tmp_path / "step").mkdir()
     (tmp_path / "step/helper.py").write_text("three = 3\n")
     (tmp_path / "step/README.md").write_text(text)
-    return run([sys.executable, ROOT / "tests/readme.py", "--run", "step/README.md"], tmp_path, timeout=60)
+    return run([sys.executable, ROOT / "tools/readme.py", "--run", "step/README.md"], tmp_path, timeout=60)
 
 
 def test_blocks_share_a_folder_and_a_namespace(tmp_path):

@@ -157,7 +157,7 @@ def test_no_message_waits_behind_one_that_nobody_needs_yet(schedules):
 
 
 def notes_of(schedules, rank, program, last):
-    """A program as tests/clock.py notes it: F, I and W take 1 each, a message is one byte."""
+    """A program as tests/support/clock.py notes it: F, I and W take 1 each, a message is one byte."""
     notes, operations, number = [], [], {}
     for step, what, peer in program:
         if step == "compute":

@@ -12,7 +12,7 @@ from steps import CHANGES, NAMES, ROOT, STEPS, pairs, repository_files, step_dir
 
 PACKAGES = {"torch", "transformers", "datasets", "flash_attn", "matplotlib",
             "numpy", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
-PLANNER = "step08_5d/planner"
+PLANNER = "planner"
 
 
 # ------------------------------------------------------------------------------- what differs is what is declared
@@ -36,9 +36,8 @@ def test_an_undeclared_difference_is_seen(two_folders):
     old, new = two_folders
     (old / "gone.py").write_text("x\n")
     (new / "fresh.py").write_text("x\n")
-    for folder in ("figures", "planner"):
-        (new / folder).mkdir()
-        (new / folder / "make.py").write_text("x\n")
+    (new / "figures").mkdir()
+    (new / "figures/fits.png").write_text("x\n")
     (new / "README.md").write_text("x\n")
     declared = {"same.py", "changed.py"}
     assert undeclared(old, new, declared) == ["new/fresh.py differs from old and is not declared",
@@ -194,16 +193,16 @@ TRAIN = "".join(f"line {number}\n" for number in range(1, 31))
 @pytest.fixture
 def three_steps(tmp_path):
     """A repository of three steps: same.py the same in all, train.py with a line more from step 2 on."""
-    (tmp_path / "tests").mkdir()
+    (tmp_path / "tools").mkdir()
     for name in ("carry.py", "steps.py"):
-        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     for number, step in enumerate(THREE):
         (tmp_path / step).mkdir()
         (tmp_path / step / "same.py").write_text("one\ntwo\n")
         (tmp_path / step / "old.py").write_text("old\n")
         (tmp_path / step / "README.md").write_text(step)
-        (tmp_path / step / "planner").mkdir()
-        (tmp_path / step / "planner/plan.py").write_text(step)
+        (tmp_path / step / "figures").mkdir()
+        (tmp_path / step / "figures/fits.png").write_text(step)
         (tmp_path / step / "train.py").write_text(TRAIN.replace("line 20\n", "line 20\n" + "added\n" * (number > 0)))
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
@@ -217,7 +216,7 @@ def git(folder, *command):
 
 
 def carry(folder, *flags):
-    result = subprocess.run([sys.executable, "tests/carry.py", *flags], cwd=folder, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "tools/carry.py", *flags], cwd=folder, capture_output=True, text=True)
     return result.returncode, result.stdout + result.stderr
 
 
@@ -235,7 +234,7 @@ def test_carry_takes_a_change_through_all_later_steps(three_steps):
     edit(three_steps / THREE[0] / "train.py", "line 3\n", "line three\n")
     edit(three_steps / THREE[1] / "train.py", "line 10\n", "line ten\n")
     edit(three_steps / THREE[0] / "README.md", "step", "STEP")
-    edit(three_steps / THREE[0] / "planner/plan.py", "step", "STEP")
+    edit(three_steps / THREE[0] / "figures/fits.png", "step", "STEP")
     (three_steps / THREE[0] / "new.py").write_text("new\n")
     (three_steps / THREE[0] / "old.py").unlink()
     before = texts(three_steps, "train.py")
@@ -246,7 +245,7 @@ def test_carry_takes_a_change_through_all_later_steps(three_steps):
     assert texts(three_steps, "same.py") == ["one\nTWO\n"] * 3
     assert texts(three_steps, "new.py") == ["new\n"] * 3
     assert texts(three_steps, "old.py") == [None] * 3
-    for name in ("README.md", "planner/plan.py"):
+    for name in ("README.md", "figures/fits.png"):
         assert texts(three_steps, name) == [THREE[0].replace("step", "STEP"), *THREE[1:]]
     first, second, third = texts(three_steps, "train.py")
     assert "line three\n" in first and "line ten\n" not in first

@@ -25,8 +25,9 @@ from unforgiving import unforgiving
 def small_repository(tmp_path):
     """Two steps of one line each, a test for the second, and the real tools."""
     folder = tmp_path / "repository"
-    (folder / "tests/break_it").mkdir(parents=True)
-    for name in ("Makefile", "tests/steps.py", "tests/diff.py", "tests/exercise.py", "tests/break_it.py", "tests/pytest.ini"):
+    for name in ("tests", "tools", "exercises/mistakes", "exercises/ladder"):
+        (folder / name).mkdir(parents=True)
+    for name in ("Makefile", "tools/steps.py", "tools/diff.py", "tools/exercise.py", "tools/break_it.py", "tests/pytest.ini"):
         shutil.copy(ROOT / name, folder / name)
     for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
         (folder / step).mkdir()
@@ -57,10 +58,8 @@ def two_steps(small_repository):
         (step / "data.py").write_text(f"first = {step is new}\nsecond = 2\n")
         (step / "model.py").write_text("layers = 8\n")
         (step / "figures").mkdir()
-        (step / "figures/make.py").write_text(f"of {step.name}\n")
+        (step / "figures/fits.png").write_text(f"of {step.name}\n")
     (new / "ledger.py").write_text("calls = 0\nbytes = 0\n")
-    (new / "planner").mkdir()
-    (new / "planner/plan.py").write_text("of step02\n")
     return small_repository
 
 
@@ -100,7 +99,7 @@ def test_make_diff(two_steps):
     *((words, "needs steps N-1 and N; there are step01_single_gpu step02_dp")
       for words in ("STEP=0", "STEP=1", "STEP=3", "STEP=", "STEP=x")),
     *((f"STEP=2 FILE={name}", f"FILE={name}: step 2 changes train.py, data.py, ledger.py")
-      for name in ("model.py", "gone.py", "planner/plan.py"))])
+      for name in ("model.py", "gone.py", "figures/fits.png"))])
 def test_make_diff_refuses(two_steps, words, message):
     status, output = make(two_steps, "diff", *words.split())
     assert status == 2 and message in output and "Traceback" not in output, output
@@ -110,7 +109,7 @@ def test_make_diff_refuses(two_steps, words, message):
 
 def test_make_diff_is_coloured_on_a_terminal_alone(two_steps):
     terminal, inside = pty.openpty()
-    subprocess.run([sys.executable, "tests/diff.py", "2"], cwd=two_steps, stdout=inside, env=clean_environment(), check=True)
+    subprocess.run([sys.executable, "tools/diff.py", "2"], cwd=two_steps, stdout=inside, env=clean_environment(), check=True)
     os.close(inside)
     with open(terminal, "rb", buffering=0) as file:
         shown = file.read(10_000).decode().replace("\r\n", "\n")
@@ -122,7 +121,7 @@ def test_make_diff_of_every_step_is_what_diff_says():
     def hunks(text):
         return sorted(line for line in text if re.match(r"[-+@ ]", line) and not re.match(r"---|\+\+\+|  \w", line))
     for old, new in pairs():
-        status, output = run([sys.executable, ROOT / "tests/diff.py", new.name[4:6]], ROOT, timeout=60)
+        status, output = run([sys.executable, ROOT / "tools/diff.py", new.name[4:6]], ROOT, timeout=60)
         assert status == 0 and hunks(output.splitlines()) == hunks(real_diff(old, new))
         shown = re.findall(r"^\+\+\+ \S+?/(\S+)$", output, re.M)
         assert shown == CHANGES[new.name] and shown[0] == "train.py"
@@ -166,7 +165,8 @@ class Parts:                                              # as the Makefile's -m
             slow, sweep = (item.get_closest_marker(name) is not None for name in ("slow", "sweep"))
             print(f"collected {item.nodeid} of", "sweep" if sweep else "rest" if slow else "quick")
 
-raise SystemExit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "tests"], plugins=[Parts()]))
+raise SystemExit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-c", "tests/pytest.ini", "--rootdir", ".",
+                          "tests", "exercises/ladder"], plugins=[Parts()]))
 """
 
 
@@ -202,8 +202,8 @@ PATCH = ("test: tests/test_step02.py::{test}\nloss: nothing\n"
 
 
 def break_it(folder, test, line, *names):
-    (folder / "tests/break_it/step02_answer.patch").write_text(PATCH.format(test=test, line=line))
-    return run([sys.executable, "tests/break_it.py", *names], folder, timeout=120)
+    (folder / "exercises/mistakes/step02_answer.patch").write_text(PATCH.format(test=test, line=line))
+    return run([sys.executable, "tools/break_it.py", *names], folder, timeout=120)
 
 
 def test_a_break_that_goes_red(small_repository):
@@ -224,9 +224,9 @@ def test_a_break_that_shows_nothing_is_seen(small_repository, test, line, messag
 
 def test_what_is_red_anyway_shows_nothing(small_repository):
     (small_repository / "step02_dp/train.py").write_text("answer = 41\n")
-    patch = small_repository / "tests/break_it/step02_answer.patch"
+    patch = small_repository / "exercises/mistakes/step02_answer.patch"
     patch.write_text(PATCH.format(test="test_answer", line="answer = 40").replace("-answer = 42", "-answer = 41"))
-    status, output = run([sys.executable, "tests/break_it.py", "--green"], small_repository, timeout=120)
+    status, output = run([sys.executable, "tools/break_it.py", "--green"], small_repository, timeout=120)
     assert status == 1 and "must pass before anything is broken: AssertionError: no answer" in output, output
 
 
@@ -244,7 +244,7 @@ def write_log(path, losses, first=0):
 
 
 def draw(tmp_path, *logs):
-    return run([sys.executable, ROOT / "tests/plot.py", *logs, "--out", "curves.png"], tmp_path, timeout=120)
+    return run([sys.executable, ROOT / "tools/plot.py", *logs, "--out", "curves.png"], tmp_path, timeout=120)
 
 
 def test_plot(tmp_path):

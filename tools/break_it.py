@@ -1,8 +1,8 @@
 """Applies each break to a copy of the step that it is a break of and checks that the test which it names goes red.
 
-    python tests/break_it.py                    # all of tests/break_it/*.patch
-    python tests/break_it.py step01_no_decay    # some
-    python tests/break_it.py --green            # first that all these tests pass (make test and make rest show that)
+    python tools/break_it.py                    # all of exercises/mistakes/*.patch
+    python tools/break_it.py step01_no_decay    # some
+    python tools/break_it.py --green            # first that all these tests pass (make test and make rest show that)
 
 A break is a patch; lines before it say which test goes red, one case of one test, and what the loss curve shows:
 
@@ -24,7 +24,8 @@ os.environ.setdefault("PATIENCE", "120")                  # of the tests with a 
 
 from steps import ROOT, full_name
 
-FOLDER = ROOT / "tests/break_it"
+FOLDER = ROOT / "exercises/mistakes"
+SETTINGS = ["-c", str(ROOT / "tests/pytest.ini"), "--rootdir", str(ROOT)]
 NO_LESSON = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "AttributeError")
 
 
@@ -70,7 +71,7 @@ def run_tests(tests, exercise=None, *options):
     os.environ["EXERCISE"] = "" if exercise is None else "{}={}".format(*exercise)
     with open(os.devnull, "w") as sys.stdout:
         try:
-            pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "-m", "not sweep", *options], plugins=[verdict])
+            pytest.main([*SETTINGS, *tests, "-x", "-q", "-p", "no:cacheprovider", "-m", "not sweep", *options], plugins=[verdict])
         finally:
             sys.stdout = printed
             del os.environ["EXERCISE"]

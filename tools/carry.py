@@ -1,9 +1,9 @@
 """Carries the uncommitted changes of each step into every later step, by three-way merge; stops at a conflict.
 
-    python tests/carry.py                                  # after editing step K, before the commit
-    python tests/carry.py --check                          # only says what is to be carried; exits with 1 if anything is
-    python tests/carry.py --base REV                       # what has changed since REV
-    python tests/carry.py --merged step03_zero/train.py    # goes on after a conflict that was merged by hand there
+    python tools/carry.py                                  # after editing step K, before the commit
+    python tools/carry.py --check                          # only says what is to be carried; exits with 1 if anything is
+    python tools/carry.py --base REV                       # what has changed since REV
+    python tools/carry.py --merged step03_zero/train.py    # goes on after a conflict that was merged by hand there
 
 Step K's change goes to step K+1, then step K+1's, which now includes it, to step K+2, and so on.
 """
@@ -72,7 +72,7 @@ def stop(path, later, ours, conflicts):
     print(f"conflict: {path} does not merge into {later}, {places}; {later} is left as it was\n")
     for conflict in conflicts:
         print(conflict[0].decode())
-    sys.exit(f"Merge it by hand in {later}, then: python tests/carry.py --merged {later}")
+    sys.exit(f"Merge it by hand in {later}, then: python tools/carry.py --merged {later}")
 
 
 def place(conflict, ours):

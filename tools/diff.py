@@ -1,7 +1,7 @@
-"""What step N changes, in the order to read it: python tests/diff.py 4 [zero.py]
+"""What step N changes, in the order to read it: python tools/diff.py 4 [zero.py]
 
 First the files, with how much of them changes. Then the diff: of train.py, of the other files that were there before, of
-new ones last. README.md, figures/ and planner/ are no part of it (steps.in_diff). On a terminal it is coloured.
+new ones last. README.md and figures/ are no part of it (steps.in_diff). On a terminal it is coloured.
 """
 import os
 import subprocess

@@ -1,14 +1,14 @@
 """Exercises: a step with its technique taken out, for the reader to put back, rung by rung.
 
-    python tests/exercise.py 4                 # copies step 4 to exercise/step04, the technique's functions without their bodies
-    python tests/exercise.py 4 blank           # copies step 3 there instead: all is to be written
-    python tests/exercise.py 4 check           # which rung is green, and what the first that is not wants
-    python tests/exercise.py 4 hint            # the next hint for that rung; there are three
-    python tests/exercise.py 4 solution        # how its functions differ from ours; when all are green, those of all rungs
+    python tools/exercise.py 4                 # copies step 4 to exercise/step04, the technique's functions without their bodies
+    python tools/exercise.py 4 blank           # copies step 3 there instead: all is to be written
+    python tools/exercise.py 4 check           # which rung is green, and what the first that is not wants
+    python tools/exercise.py 4 hint            # the next hint for that rung; there are three
+    python tools/exercise.py 4 solution        # how its functions differ from ours; when all are green, those of all rungs
 
 Ranks that wait for each other for ever are ended after half a minute: the rung is then not green (PATIENCE=SECONDS changes it).
 
-What is taken out, in which order, with which hints, is in tests/ladder/test_ladder04.py: a test for each rung, marked by `rung`.
+What is taken out, in which order, with which hints, is in exercises/ladder/test_ladder04.py: a test for each rung, marked `rung`.
 """
 import ast
 import difflib
@@ -20,10 +20,10 @@ import shutil
 import sys
 import time
 
-from steps import NAMES, ROOT, STEPS
+from steps import NAMES, PYTHONPATH, ROOT, STEPS
 
-LADDER = ROOT / "tests/ladder"
-NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md", "planner")
+LADDER = ROOT / "exercises/ladder"
+NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md")
 NOTE = """# A note to coding assistants
 
 This folder is an exercise. Whoever works here wants to learn how the technique works by writing it.
@@ -44,7 +44,7 @@ def rung(write, hints):
 
 def rungs(number):
     """The tests of a step's ladder, in order."""
-    sys.path[:0] = [path for path in (str(ROOT / "tests"), str(LADDER)) if path not in sys.path]
+    sys.path += [path for path in PYTHONPATH if path not in sys.path]
     module = importlib.import_module(f"test_ladder{number:02d}")
     return [value for value in vars(module).values() if hasattr(value, "rung")]
 

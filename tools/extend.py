@@ -1,10 +1,10 @@
 """Extensions: techniques that one step each could have as well, as a patch of a few lines on it.
 
-    python tests/extend.py               # which there are, and their tests
-    python tests/extend.py muon          # a copy of its step with the patch, in exercise/muon
+    python tools/extend.py               # which there are, and their tests
+    python tools/extend.py muon          # a copy of its step with the patch, in exercise/muon
 
-tests/extend/muon.patch begins with lines that say what it is, what to run, and what it was measured to do; tests/extend/muon.py
-has its tests. As with a break, EXERCISE puts the copy in the place of the step.
+exercises/extensions/muon.patch begins with lines that say what it is, what to run, and what it was measured to do;
+exercises/extensions/muon.py has its tests. As with a break, EXERCISE puts the copy in the place of the step.
 """
 import os
 import shutil
@@ -18,7 +18,7 @@ os.environ.setdefault("PATIENCE", "120")
 from break_it import copy_of, head, run_tests
 from steps import ROOT, full_name
 
-FOLDER = ROOT / "tests/extend"
+FOLDER = ROOT / "exercises/extensions"
 
 
 def patches():

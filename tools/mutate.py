@@ -1,10 +1,10 @@
 """How much do the tests catch? Makes small faults in step 8's technique files, one at a time, and runs its tests until one fails.
 
-    python tests/mutate.py                      # 150, drawn by a fixed seed: hours; goes on where it was stopped
-    python tests/mutate.py --number 20          # the first 20 of them
-    python tests/mutate.py --list               # what they are, without running anything
-    python tests/mutate.py --only 7 12          # these
-    python tests/mutate.py --again              # those once more that no test saw
+    python tools/mutate.py                      # 150, drawn by a fixed seed: hours; goes on where it was stopped
+    python tools/mutate.py --number 20          # the first 20 of them
+    python tools/mutate.py --list               # what they are, without running anything
+    python tools/mutate.py --only 7 12          # these
+    python tools/mutate.py --again              # those once more that no test saw
 
 Faults are made mechanically: a comparison turned, a constant off by one, a statement left out, a wait or a hook left out, two
 arguments exchanged, a group of ranks replaced by another. Left out is what only draws or prints. out/mutants.csv has what became
@@ -15,14 +15,17 @@ import ast
 import csv
 import os
 import random
+import sys
 import tempfile
 import time
 
 os.environ.setdefault("PATIENCE", "60")                   # a mutant that hangs is caught, and shall not cost five minutes
 
-import layouts
 from break_it import copy_of, run_tests
-from steps import ROOT, step_dir
+from steps import PYTHONPATH, ROOT, step_dir
+
+sys.path += PYTHONPATH
+import layouts
 
 STEP = "step08_5d"
 FILES = ["data_parallel.py", "zero.py", "tensor_parallel.py", "context_parallel.py", "pipeline_parallel.py", "schedules.py",

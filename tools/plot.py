@@ -1,6 +1,6 @@
 """Draws the --log_file of several runs in one picture, and says how far their losses are apart.
 
-    python tests/plot.py one.jsonl tp2.jsonl cp2.jsonl --out curves.png
+    python tools/plot.py one.jsonl tp2.jsonl cp2.jsonl --out curves.png
 """
 import argparse
 import json

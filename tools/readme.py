@@ -1,8 +1,8 @@
 """What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, line counts, the tables of breaks.
 
-    python tests/readme.py                             # writes the real line counts and diff sizes into the tables
-    python tests/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
-    python tests/readme.py --words                     # how many words the main path of each step has
+    python tools/readme.py                             # writes the real line counts and diff sizes into the tables
+    python tools/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
+    python tools/readme.py --words                     # how many words the main path of each step has
 
 A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
 diff to the step before; text, or none, is only read. A comment line right before a block changes that:
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from steps import ROOT, STEPS, pairs, step_files
 
-PLANNER = "step08_5d/planner/README.md"
+PLANNER = "planner/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
-DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [*READMES, *DOCS]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
 
@@ -88,7 +88,7 @@ def run_blocks(readme):
 
 
 def real_diff(old, new):
-    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "planner", "-x", "README.md", old, new]
+    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", old, new]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -108,7 +108,7 @@ def diff_problems(text, diffs):
 
 def diffs_of(readme):
     """A step's own diff to the step before; for the README at the top and for docs/ all of them."""
-    return [real_diff(old, new) for old, new in pairs() if Path(readme).parent.name in ("", "docs", new.name)]
+    return [real_diff(old, new) for old, new in pairs() if Path(readme).parts[0] in ("README.md", "docs", new.name)]
 
 
 def prose(text):

@@ -10,10 +10,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
          "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
+# where the code of tests, tools and exercises is, for what imports it without tests/pytest.ini
+PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools", "tools/bench", "exercises", "exercises/ladder",
+                                                "exercises/extensions")]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
 
-# The files that a step changes or adds, relative to the step before it, in the order to read them. README.md, figures/ and planner/
-# are each step's own.
+# The files that a step changes or adds, relative to the step before it, in the order to read them. README.md and figures/ are
+# each step's own.
 CHANGES = {
     "step01_single_gpu": [],
     "step02_dp": ["train.py", "checkpoint.py", "config.py", "data.py", "metrics.py",
@@ -28,7 +31,7 @@ CHANGES = {
     "step07_ep": ["train.py", "checkpoint.py", "config.py", "metrics.py", "model.py", "pipeline_parallel.py", "zero.py",
                   "moe.py", "expert_parallel.py"],
     "step08_5d": ["train.py", "config.py", "data.py", "metrics.py", "zero.py",
-                  "resume.py", "folders.py", "dry_run.py", "slurm.sh", "bench.py"],
+                  "resume.py", "folders.py", "dry_run.py", "slurm.sh"],
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
@@ -55,7 +58,7 @@ def pairs():
 
 def in_diff(name):
     """Whether `make diff` shows a step's file."""
-    return not {"__pycache__", "figures", "planner", "README.md"} & set(Path(name).parts)
+    return not {"__pycache__", "figures", "README.md"} & set(Path(name).parts)
 
 
 def step_files(folder):

@@ -1,8 +1,8 @@
 """A sweep of the trainer over layouts, on any machine: which one is fastest, and what the others die of.
 
-    python step08_5d/bench.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 \\
+    python tools/sweep.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 \\
         --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
-    python step08_5d/planner --fit results.csv --constants mine.json       # the planner's, of this cluster
+    python planner --fit results.csv --constants mine.json       # the planner's, of this cluster
 
 Every combination of the lists is tried that the trainer takes; what follows -- goes to it as it is. A run has
 processes, a time limit and a row of the CSV file of its own. Whatever a run leaves behind is killed, also
@@ -23,6 +23,9 @@ import subprocess
 import sys
 import tempfile
 
+from steps import step_dir
+
+sys.path.insert(0, str(step_dir("step08_5d")))
 import config
 
 SWEPT = dict(gpus=[1], tp=[1], cp=[1], pp=[1], ep=[1], zero=[0], schedule=["1f1b"], micro_batch_size=[1],
@@ -30,8 +33,7 @@ SWEPT = dict(gpus=[1], tp=[1], cp=[1], pp=[1], ep=[1], zero=[0], schedule=["1f1b
 COLUMNS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib", "reason")
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|Cannot allocate memory|MemoryError|exitcode: -9")
-MARK = "STEP08_BENCH"                                     # in the environment of all that a sweep starts
-HERE = os.path.dirname(os.path.abspath(__file__))
+MARK = "TRAINER_SWEEP"                                    # in the environment of all that a sweep starts
 
 
 # ----------------------------------------------------------------------------------------- what is to be run
@@ -220,7 +222,7 @@ def main(argv=None):
                             help=f"{default[0]} if not given")
     parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first two do not count")
     parser.add_argument("--time_limit", type=float, default=600, help="seconds that a run may take")
-    parser.add_argument("--trainer", default=os.path.join(HERE, "train.py"))
+    parser.add_argument("--trainer", default=str(step_dir("step08_5d") / "train.py"))
     argv = sys.argv[1:] if argv is None else argv
     own = list(itertools.takewhile(lambda word: word != "--", argv))
     args = parser.parse_args(own)

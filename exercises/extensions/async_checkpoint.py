@@ -1,7 +1,8 @@
 """Asynchronous checkpoints: what is written is what was to be saved, though training went on; killed at any moment nothing is lost.
 
-    python tests/extend.py async_checkpoint
-    EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tests python tests/extend/async_checkpoint.py    # how long training is held up
+    python tools/extend.py async_checkpoint
+    EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tools:tests/support:tests \\
+        python exercises/extensions/async_checkpoint.py                           # how long training is held up
 """
 import contextlib
 import hashlib
@@ -28,7 +29,7 @@ from jobs import assert_refused, main_job
 from layouts import Layout
 from observe import check
 from safetensors import safe_open
-from steps import ROOT, STEPS, run, step_dir
+from steps import PYTHONPATH, ROOT, STEPS, run, step_dir
 
 STEP = STEPS[-1]
 AS_IT_IS = ROOT / STEP                                    # the step without the patch
@@ -404,7 +405,7 @@ def main():
         Path(folder, "config.json").write_text(json.dumps(SHAPE))
         argv = f"--model {folder} --seq_len 128 --global_batch_size 2 --steps {EVERY * 3 * (ROUNDS + 1)} --checkpoint {folder}/c"
         code = f"import json; from async_checkpoint import bench_job; print('\\nresult', json.dumps(bench_job({argv.split()})))"
-        environment = os.pathsep.join([str(step_dir(STEP)), str(Path(__file__).parent), str(ROOT / "tests")])
+        environment = os.pathsep.join([str(step_dir(STEP)), *PYTHONPATH])
         status, output = run(["env", f"PYTHONPATH={environment}", sys.executable, "-c", code], folder, 900)
         assert status == 0, output
         size = sum(path.stat().st_size for path in Path(folder, "c").glob("step_*/*.safetensors")) / 2

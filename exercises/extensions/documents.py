@@ -1,7 +1,8 @@
 """Packed documents under context parallelism: each token sees its own document alone, and all layouts train as step 1 does with
 an explicit mask; what is sent stays as it was; which rank computes how much.
 
-    EXERCISE=5=exercise/documents PYTHONPATH=tests python tests/extend/documents.py       # the README's table, on 8 ranks
+    EXERCISE=5=exercise/documents PYTHONPATH=tools:tests/support \\
+        python exercises/extensions/documents.py                                  # the README's table, on 8 ranks
 """
 from pathlib import Path
 from unittest.mock import patch

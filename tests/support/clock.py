@@ -1,7 +1,7 @@
 """A virtual clock: how long would a training step take if products and links had a speed, and nothing else cost anything?
 
-    python tests/clock.py 4 4 --tp 4                     # step 4 on four ranks, for several speeds of the links
-    python tests/clock.py 4 --table                      # the table in step 4's README
+    python tests/support/clock.py 4 4 --tp 4                     # step 4 on four ranks, for several speeds of the links
+    python tests/support/clock.py 4 --table                      # the table in step 4's README
 
 On two cores nobody can see what a collective costs beside a product: all ranks share them, and memory is the network. So the real
 trainer runs once, on real ranks, and each rank notes what it does, in order: so many FLOPs of matrix products, an operation started
@@ -14,12 +14,14 @@ all links have one speed. A wait is booked on the operation that is waited for, 
 """
 import argparse
 import contextlib
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import cases
 from harness import shared_pool
 from steps import full_name

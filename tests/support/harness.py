@@ -29,9 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from steps import step_dir
-
-TESTS = os.path.dirname(os.path.abspath(__file__))
+from steps import PYTHONPATH, step_dir
 
 
 class JobFailed(AssertionError):
@@ -53,7 +51,7 @@ def worker(rank, pipe, environment):
     os.environ.update(environment)
     gc.freeze()
     torch.set_num_threads(1)
-    sys.path += [f"{TESTS}/{folder}" for folder in ("", "ladder", "extend")]       # where functions of jobs are
+    sys.path += PYTHONPATH                                # where functions of jobs are
     local_rank = rank % (torch.cuda.device_count() or rank + 1)                     # more ranks than GPUs: they share
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
                       HF_HUB_OFFLINE="1")

@@ -1,7 +1,7 @@
 """Which layouts are tested, and what one run of each has to show.
 
-    python tests/layouts.py step05_cp                                            # the layouts of a step
-    python tests/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # repeats one of them
+    python tests/support/layouts.py step05_cp                                            # the layouts of a step
+    python tests/support/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # repeats one of them
 
 A layout is a choice for every factor below. All choices together would be millions of runs. But almost every fault shows with the
 wrong pair of choices, whatever the others are: so it is enough that every pair of values occurs in some layout (a covering
@@ -16,8 +16,10 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from steps import NAMES, ROOT, full_name
 
 #                      from step, values

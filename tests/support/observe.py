@@ -77,7 +77,7 @@ def check(pool, layout):
     try:
         compare(pool, layout)
     except AssertionError as error:
-        raise AssertionError(f"{error}\nagain: python tests/layouts.py {layout.step} {layout}") from error
+        raise AssertionError(f"{error}\nagain: python tests/support/layouts.py {layout.step} {layout}") from error
 
 
 def compare(pool, layout):

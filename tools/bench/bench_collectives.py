@@ -1,6 +1,6 @@
 """Bus bandwidth of the collectives, by message size; gloo on the CPU, nccl where every rank has a GPU.
 
-    torchrun --standalone --nproc_per_node 4 tests/bench_collectives.py [--out bandwidth.png]
+    torchrun --standalone --nproc_per_node 4 tools/bench/bench_collectives.py [--out bandwidth.png]
 
 Bus bandwidth is what a ring puts on each link: the bytes that each rank sends by the formula (ledger.py of step 2),
 divided by the time. If it differs between collectives or group sizes, that is not for the amount of data. Without

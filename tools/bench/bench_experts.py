@@ -1,4 +1,4 @@
-"""The layer of experts of step 7 with grouped products and with a loop over the experts: python tests/bench_experts.py
+"""The layer of experts of step 7 with grouped products and with a loop over the experts: python tools/bench/bench_experts.py
 
 Forward and backward of moe.MoE, one process, one thread, random tokens; rounds of the two alternate, and the number
 to read is the median of the ratios within a round.
@@ -8,11 +8,13 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from steps import step_dir
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 512, 1024, 8, 2, 2048

@@ -1,13 +1,13 @@
-"""One GPU: step 1 and step 8 beside transformers' LlamaForCausalLM in step 1's own loop: python tests/bench_gpu.py
+"""One GPU: step 1 and step 8 beside transformers' LlamaForCausalLM in step 1's own loop: python tools/bench/bench_gpu.py
 
 Each row is a process of its own, the same batches, AdamW and precision in all: of the steps after the third, the median.
 "dry run" is what --dry_run says of the memory, where the process itself looked at its allocator. MFU counts 6N + 12 L h s
 FLOPs per token. 8B does not fit, its states alone are 135 GiB: 12 of its 32 layers do, with recomputation.
 
-    python tests/bench_gpu.py --models llama-1b --contestants step01_single_gpu --compile yes         # pieces of ten minutes
-    python tests/bench_gpu.py --kernels                              # the kernels that take longest in a step of step 1
-    python tests/bench_gpu.py --rank_of "8 --tp 8" --models llama-8b # one rank of eight, whose collectives are over at once
-    python tests/bench_gpu.py --device cpu --models tiny --seq_len 128 --batch 8      # to see that it works
+    python tools/bench/bench_gpu.py --models llama-1b --contestants step01_single_gpu --compile yes         # pieces of ten minutes
+    python tools/bench/bench_gpu.py --kernels                              # the kernels that take longest in a step of step 1
+    python tools/bench/bench_gpu.py --rank_of "8 --tp 8" --models llama-8b # one rank of eight, whose collectives are over at once
+    python tools/bench/bench_gpu.py --device cpu --models tiny --seq_len 128 --batch 8      # to see that it works
 """
 import argparse
 import collections
@@ -18,9 +18,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from steps import clean_environment, step_dir
 
 KINDS = {"attention": "flash|fmha|attention", "fused": "triton_", "products": "gemm|cutlass|cublas|nvjet|_mm_", "nccl": "nccl",

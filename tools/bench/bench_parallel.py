@@ -1,4 +1,4 @@
-"""Steps 2 to 7 against torch's own parallelism, on two ranks with one thread each: python tests/bench_parallel.py
+"""Steps 2 to 7 against torch's own parallelism, on two ranks with one thread each: python tools/bench/bench_parallel.py
 
 The same model, weights, batches and fused AdamW in all, float32 on gloo; no clipping and no reading of the loss. Torch's
 parallelism is put around the same model.Llama. Each table is a launch of its own, with the code of one step:
@@ -32,6 +32,7 @@ import time
 import types
 import warnings
 import weakref
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from steps import step_dir
 
 warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor")      # renamed in torch 2.13

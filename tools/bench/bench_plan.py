@@ -1,10 +1,10 @@
-"""How long the planner takes: python tests/bench_plan.py. The middle of some rounds, in CPU seconds; not a test."""
+"""How long the planner takes: python tools/bench/bench_plan.py. The middle of some rounds, in CPU seconds; not a test."""
 import statistics
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "step08_5d/planner"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "planner"))
 import costs
 import models
 import plan

@@ -1,4 +1,4 @@
-"""Step 1 against the same training loop around transformers' LlamaForCausalLM: python tests/bench_step01.py
+"""Step 1 against the same training loop around transformers' LlamaForCausalLM: python tools/bench/bench_step01.py
 
 One process, one thread, float32, SDPA in both, the same work; rounds of the two alternate, and the number to read is
 the median of the ratios of neighbouring rounds.
@@ -10,11 +10,13 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import transformers
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from steps import step_dir
 
 SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8,

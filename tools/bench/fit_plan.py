@@ -1,4 +1,4 @@
-"""Fits the constants of step08_5d/planner's speed.py and nanotron.py to real runs: python tests/fit_plan.py [--out FILE | --tables]
+"""Fits the constants of planner/speed.py and nanotron.py to real runs: python tools/bench/fit_plan.py [--out FILE | --tables]
 
 The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
 for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "step08_5d/planner"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "planner"))
 import explain
 import models
 import nanotron
@@ -156,7 +156,7 @@ def main():
 
 
 # ------------------------------------------------------------------------------------------- the tables of the planner's README
-README = ROOT / "step08_5d/planner/README.md"
+README = ROOT / "planner/README.md"
 FENCED = "```text\n{}\n```"
 
 
@@ -164,7 +164,7 @@ def readme_tables(rows, which=("query", "published", "held out", "plans")):
     """{name of a marked place: what belongs there}"""
     found = {}
     if "query" in which:
-        words = re.search(r"^python step08_5d/planner (.*)$", README.read_text(), re.M)[1]
+        words = re.search(r"^python planner (.*)$", README.read_text(), re.M)[1]
         printed = subprocess.run([sys.executable, README.parent, *words.split()], capture_output=True, text=True, check=True).stdout
         found["query"] = FENCED.format("\n".join(line.rstrip() for line in printed.splitlines()))
     if "published" in which:

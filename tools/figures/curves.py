@@ -1,16 +1,12 @@
-"""Draws curves.png of the README: one training run, in the layouts of all steps.    python tests/figures/make.py"""
+"""Draws curves.png of the README: one training run, in the layouts of all steps.    python tools/figures/curves.py"""
 import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(TESTS))
+from common import PICTURES, ROOT, torchrun
+
 from plot import plain, plt, read, stripes
-from steps import ROOT
 
 RUNS = {"one process": ("step01_single_gpu", 1, ""), "dp 4": ("step02_dp", 4, ""), "ZeRO-3 over 4": ("step03_zero", 4, "--zero 3"),
         "tp 4": ("step04_tp_sp", 4, "--tp 4"), "cp 4": ("step05_cp", 4, "--cp 4"),
@@ -20,9 +16,7 @@ FLAGS = "--dtype float64 --steps 60"
 
 
 def train(step, world, flags, log):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
-               ROOT / step / "train.py", *FLAGS.split(), *flags.split(), "--log_file", log]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    torchrun(world, ROOT / step / "train.py", *FLAGS.split(), *flags.split(), "--log_file", log)
     return read(log)
 
 
@@ -58,4 +52,4 @@ def difference(line, one):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    draw({name: train(*run, os.path.join(folder, f"{name}.jsonl")) for name, run in RUNS.items()}, TESTS / "figures/curves.png")
+    draw({name: train(*run, os.path.join(folder, f"{name}.jsonl")) for name, run in RUNS.items()}, PICTURES / "curves.png")

@@ -1,23 +1,20 @@
-"""How far the layouts of one run drift apart: the table of docs/rounding.md, and drift.png.    python tests/figures/drift.py
+"""How far the layouts of one run drift apart: the table of docs/rounding.md, and drift.png.    python tools/figures/drift.py
 
-    python tests/figures/drift.py --logs FOLDER        # keeps the runs' logs there, and takes those that are there already
+    python tools/figures/drift.py --logs FOLDER        # keeps the runs' logs there, and takes those that are there already
 """
 import argparse
 import json
 import os
-import re
 import subprocess
-import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(TESTS))
+from common import PICTURES, ROOT, put_into_page, torchrun
+
 from break_it import FOLDER as BREAKS
 from break_it import copy_of
 from plot import COLORS, plt
-from steps import ROOT
 
 PAGE = ROOT / "docs/rounding.md"
 DTYPES = {"float64": "o", "float32": "s", "bfloat16": "D"}                       # and how they are marked
@@ -30,10 +27,8 @@ STEPS = (0, 3, 19)
 
 def train(trainer, world, flags, log):
     if not Path(log).exists():
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
-                   trainer / "train.py", *flags.split(), "--device", "cpu", "--steps", str(STEPS[-1] + 1),
-                   "--log_file", f"{log}.part"]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
+        torchrun(world, trainer / "train.py", *flags.split(), "--device", "cpu", "--steps", str(STEPS[-1] + 1),
+                 "--log_file", f"{log}.part", stdout=subprocess.DEVNULL)
         os.rename(f"{log}.part", log)
     return [json.loads(line) for line in open(log)]
 
@@ -68,7 +63,7 @@ def table(apart):
             cells = [numbers[key][step] for key in ("loss", "grad_norm") for step in STEPS]
             layout = f"*{layout}*" if layout == BROKEN else layout
             rows.append(f"| {dtype} | {layout} | " + " | ".join(f"{cell:.0e}" if cell else "0" for cell in cells) + " |")
-    return "\n".join(rows) + "\n"
+    return rows
 
 
 def draw(apart, out):
@@ -101,9 +96,8 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         apart = measure(args.logs or folder, folder)
-    text = re.sub(r"(<!-- measured: drift -->\n).*?(<!-- end -->)", rf"\1{table(apart)}\2", PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(text)
-    draw(apart, TESTS / "figures/drift.png")
+    put_into_page(PAGE, dict(drift=table(apart)))
+    draw(apart, PICTURES / "drift.png")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step01_single_gpu/figures/make.py                    all of it (about three minutes on two cores)
-    python step01_single_gpu/figures/make.py attention fits     only these pictures, and no table
+    python tools/figures/step01.py                    all of it (about three minutes on two cores)
+    python tools/figures/step01.py attention fits     only these pictures, and no table
 """
 import json
 import os
-import re
 import sys
 import tempfile
 from dataclasses import replace
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+from common import bytes_of, paths_of, put_into_page
 
-import matplotlib
-matplotlib.use("Agg")
+STEP, FIGURES = paths_of(1)
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -49,10 +46,6 @@ def run(flags, keep):
             train.Profiler = original
         with open(log) as lines, open(os.path.join(folder, "memory_rank0.json")) as memory:
             return [json.loads(line) for line in lines], json.load(memory)["rows"], keep(**kept)
-
-
-def bytes_of(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def persistent(model, optimizer):
@@ -312,18 +305,6 @@ def noise_table():
     return rows
 
 
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
-
-
 PICTURES = dict(fits=fits_picture, attention=attention_picture, memory=memory_picture)
 TABLES = dict(persistent=persistent_table, activations=activation_table, accumulation=accumulation_table,
               presets=preset_table, noise=noise_table)
@@ -332,4 +313,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:
         PICTURES[name]()
     if not sys.argv[1:]:
-        put_into_readme({name: table() for name, table in TABLES.items()})
+        put_into_page(STEP / "README.md", {name: table() for name, table in TABLES.items()})

@@ -1,25 +1,22 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step02_dp/figures/make.py                 all of it (about four minutes on two cores)
-    python step02_dp/figures/make.py grid ring       only these pictures, and no table (but crossing its own)
+    python tools/figures/step02.py                 all of it (about four minutes on two cores)
+    python tools/figures/step02.py grid ring       only these pictures, and no table (but crossing its own)
 """
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import types
 import warnings
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+from common import ROOT, paths_of, put_into_page, torchrun
+
+STEP, FIGURES = paths_of(2)
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import matplotlib
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -48,10 +45,8 @@ def run(ranks, flags):
     """Runs the trainer under torchrun; returns what it printed, and its log lines."""
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "log.jsonl")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"), *flags.split(),
-                   "--log_file", log]
-        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        output = torchrun(ranks, STEP / "train.py", *flags.split(), "--log_file", log, capture_output=True,
+                          text=True, timeout=120).stdout
         with open(log) as lines:
             return output, [json.loads(line) for line in lines]
 
@@ -478,7 +473,7 @@ def crossing_picture(folder):
     for tokens, end in backward.items():
         rows.append(f"| {tokens:,} | {ms(end)} | {ms(network)} | {ms(max(0, network - end))} | "
                     + " | ".join(ms(found[tokens][name]) for name in looks) + " |")
-    put_into_readme(dict(crossing=rows))
+    put_into_page(STEP / "README.md", dict(crossing=rows))
 
 
 # -------------------------------------------------------------------------------------------- overlap, traced
@@ -639,23 +634,9 @@ def bfloat16_table():
 
 
 def bandwidth_table():
-    bench = os.path.join(os.path.dirname(STEP), "tests", "bench_collectives.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               bench, "--out", os.path.join(FIGURES, "bandwidth.png")]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = torchrun(2, ROOT / "tools/bench/bench_collectives.py", "--out", FIGURES / "bandwidth.png",
+                      capture_output=True, text=True, timeout=120).stdout
     return [line for line in output.splitlines() if line.startswith("|")]
-
-
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
 
 
 PICTURES = dict(idea=idea_picture, grid=grid_picture, collectives=collectives_picture, ring=ring_gif)
@@ -676,5 +657,5 @@ if __name__ == "__main__":
         if sys.argv[1:]:
             sys.exit()
         tables = timing_tables(folder)
-    put_into_readme(dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(),
+    put_into_page(STEP / "README.md", dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(),
                          bandwidth=bandwidth_table()))

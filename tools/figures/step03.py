@@ -1,7 +1,7 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step03_zero/figures/make.py                 (about three minutes on two cores)
-    python step03_zero/figures/make.py timeline        (the timeline alone)
+    python tools/figures/step03.py                 (about three minutes on two cores)
+    python tools/figures/step03.py timeline        (the timeline alone)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
 """
@@ -9,19 +9,15 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs, torchrun
 
-import matplotlib
-matplotlib.use("Agg")
+STEP, FIGURES = paths_of(3)
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -86,10 +82,6 @@ def tensors_of(model, optimizer):
             "optimizer states": masters + states}
 
 
-def bytes_of(tensors):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def cut_into_units(group, model, args):
     """zero.zero_units with other units, for stage 3: half a block, so many blocks, or the whole model."""
     mesh = zero.init_device_mesh(args.device, (1, args.dp), mesh_dim_names=("replicate", "shard"))
@@ -108,17 +100,7 @@ def cut_into_units(group, model, args):
         zero.Unit3(modules, params, mesh.get_group("shard"), mesh.get_group("replicate"), args)
 
 
-def watch_all(out, runs):
-    seen = []
-    for argv, group, port in json.loads(runs):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        seen.append(watch(group, [*argv.split(), "--steps", "3", "--ledger"]))
-    if os.environ["RANK"] == "0":
-        with open(out, "w") as file:
-            json.dump(seen, file)
-
-
-def watch(group, argv):
+def watch(argv, group):
     """Runs the trainer; returns bytes that persist, what the ledger saw, and memory over the last step."""
     seen, live, kept, buffers = {}, Watch(), {}, set()
 
@@ -156,7 +138,7 @@ def watch(group, argv):
         formula={" ".join(key): n for key, n in formula.items()})
     train.Profiler, train.zero_units = Keeping, noted_units
     with live:
-        train.main(argv)
+        train.main([*argv.split(), "--steps", "3", "--ledger"])
     zero.Unit2.add_gradient, zero.Unit3.gather_if_released = add, gather
     train.zero_units, train.Profiler = cut, profiler
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
@@ -233,18 +215,8 @@ def trace(out, argv):
 def run_all():
     """Fills SEEN with what rank 0 saw of the third training step of each run."""
     for dp, runs in RUNS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            out = os.path.join(folder, "seen.json")
-            # a store for every run: in one that another run has used, ranks find the addresses of that run
-            stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                      for _ in runs]
-            described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                       "--nproc_per_node", str(dp), os.path.abspath(__file__)]
-            subprocess.run([*command, "watch", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"},
-                           check=True, timeout=600)
-            with open(out) as file:
-                SEEN.update({(dp, *key): seen for key, seen in zip(runs, json.load(file))})
+        found = seen_in_runs(os.path.abspath(__file__), "watch", dp, runs, timeout=600)
+        SEEN.update({(dp, *key): seen for key, seen in zip(runs, found)})
     for key, seen in SEEN.items():
         assert seen["payload"] == seen["formula"], (key, seen["payload"], seen["formula"])
 
@@ -437,9 +409,7 @@ def traced_step():
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(TRACED, file)
         out = os.path.join(folder, "trace.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                   os.path.abspath(__file__), "trace", out, "--model", folder, *TRACED_FLAGS.split()]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
+        torchrun(2, os.path.abspath(__file__), "trace", out, "--model", folder, *TRACED_FLAGS.split(), timeout=600)
         with open(out) as file:
             steps = json.load(file)[4:]
     names = [event[:2] for event in steps[0]]
@@ -500,21 +470,9 @@ def timeline_picture():
     plt.close(figure)
 
 
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["watch"]:
-        watch_all(*sys.argv[2:])
+        do_runs(watch, *sys.argv[2:])
     elif sys.argv[1:2] == ["trace"]:
         trace(sys.argv[2], sys.argv[3:])
     elif sys.argv[1:] == ["timeline"]:
@@ -525,5 +483,5 @@ if __name__ == "__main__":
         holds_picture()
         step_picture()
         dp_picture()
-        put_into_readme(dict(persistent=persistent_table(), wire=wire_table(), peak=peak_table(),
+        put_into_page(STEP / "README.md", dict(persistent=persistent_table(), wire=wire_table(), peak=peak_table(),
                              units=unit_table(), hybrid=hybrid_table()))

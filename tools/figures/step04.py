@@ -1,6 +1,6 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step04_tp_sp/figures/make.py        (about a minute on two cores)
+    python tools/figures/step04.py        (about a minute on two cores)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what was seen of each.
 """
@@ -9,17 +9,13 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+from common import paths_of, put_into_page, seen_by_ranks
 
-import matplotlib
-matplotlib.use("Agg")
+STEP, FIGURES = paths_of(4)
+
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
@@ -261,15 +257,8 @@ def walk(flags):
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
     for world, jobs in JOBS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            out = os.path.join(folder, "seen.json")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                       "--nproc_per_node", str(world), os.path.abspath(__file__)]
-            subprocess.run([*command, "do", out, json.dumps(jobs)],
-                           env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=600)
-            with open(out) as file:
-                SEEN.update({(job, *arguments): seen
-                             for (job, arguments), seen in zip(jobs, json.load(file))})
+        found = seen_by_ranks(os.path.abspath(__file__), "do", world, jobs, timeout=600)
+        SEEN.update({(job, *arguments): seen for (job, arguments), seen in zip(jobs, found)})
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -638,18 +627,6 @@ def kept_picture():
     figure.savefig(os.path.join(FIGURES, "kept.png"), dpi=110)
 
 
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["do"]:
         do_all(*sys.argv[2:])
@@ -658,6 +635,6 @@ if __name__ == "__main__":
         weights_picture()
         block_picture()
         kept_picture()
-        put_into_readme(dict(regions=region_table(), attention=attention_table(), wire=wire_table(),
+        put_into_page(STEP / "README.md", dict(regions=region_table(), attention=attention_table(), wire=wire_table(),
                              again=again_table(), parameters=parameter_table(), kept=kept_table(),
                              selective=selective_table(), summed=summed_table(), heads=heads_table()))

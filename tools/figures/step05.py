@@ -1,9 +1,9 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step05_cp/figures/make.py             (about three minutes on two cores)
-    python step05_cp/figures/make.py pictures    (only those pictures that take no run)
+    python tools/figures/step05.py             (about three minutes on two cores)
+    python tools/figures/step05.py pictures    (only those pictures that take no run)
 
-The ranks are the workers of tests/harness.py; some of what they measure, they measure as the tests do.
+The ranks are the workers of tests/support/harness.py; some of what they measure, they measure as the tests do.
 """
 import os
 import re
@@ -11,12 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-FIGURES = Path(__file__).resolve().parent
-STEP = FIGURES.parent
-sys.path[:0] = [str(FIGURES), str(STEP), str(STEP.parent / "tests")]
+from common import paths_of, put_into_page
 
-import matplotlib
-matplotlib.use("Agg")
+STEP, FIGURES = paths_of(5)
+
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -710,15 +708,6 @@ def against_cp_picture(points):
     figure.savefig(FIGURES / "against_cp.png", dpi=150)
 
 
-def put_into_readme(tables):
-    text = (STEP / "README.md").read_text()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    (STEP / "README.md").write_text(text)
-
-
 def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     for draw in (too_long_picture, goes_round_picture, zigzag_gif, who_picture, ring_or_allgather_picture):
@@ -728,12 +717,12 @@ def main():
     kept_rows, points = kept_table()
     against_cp_picture(points)
     wire, again = wire_tables()
-    put_into_readme(dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(),
+    put_into_page(STEP / "README.md", dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(),
                          alive=alive_table(), recompute=recompute_table(), with_sp=with_sp_table(),
                          accuracy=accuracy_table()))
     POOL.stop()
 
 
 if __name__ == "__main__":
-    import make                                           # under this name the workers find its functions
-    make.main()
+    import step05                                         # under this name the workers find its functions
+    step05.main()

@@ -1,26 +1,21 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step06_pp/figures/make.py          (about two minutes on two cores)
-    python step06_pp/figures/make.py drawn    (only what needs no run: the pictures of the lists)
+    python tools/figures/step06.py          (about two minutes on two cores)
+    python tools/figures/step06.py drawn    (only what needs no run: the pictures of the lists)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all saw of each.
 """
 import contextlib
 import gc
-import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 import time
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs
+
+STEP, FIGURES = paths_of(6)
 
 import matplotlib
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
@@ -73,16 +68,6 @@ SEEN = {}                                                 # by (kind of run, fla
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
-def run_all_here(out, runs):
-    seen = []
-    for kind, argv, port in json.loads(runs):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        seen.append(one_run(kind, argv.split()))
-    if os.environ["RANK"] == "0":
-        with open(out, "w") as file:
-            json.dump(seen, file)
-
-
 def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks = {}, []
@@ -104,7 +89,7 @@ def one_run(kind, argv):
         watch(seen)
     elif kind.startswith("sleep"):
         train.Pipeline = sleeping(seen, *map(float, kind.split()[1:]))
-    train.main(argv)
+    train.main(argv.split())
     zero.Unit3.gather_if_released = gather
     for name, value in kept.items():
         setattr(train, name, value)
@@ -148,10 +133,6 @@ def tensors_of(model, optimizer):
     return [*params, *optimizer.params, *optimizer.grads, *optimizer.masters,
             *(unit.grads for unit in units if unit.grads is not None),
             *(t for state in optimizer.adamw.state.values() for t in state.values() if t.dim())]
-
-
-def bytes_of(tensors):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def watch(seen):
@@ -228,17 +209,7 @@ def watch(seen):
 def run_all():
     """Fills SEEN with what the ranks saw of the last training step of each run."""
     for world, runs in RUNS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            out = os.path.join(folder, "seen.json")
-            # a store for every run: in one that another run has used, ranks find the addresses of that run
-            stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
-            described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                       "--nproc_per_node", str(world), os.path.abspath(__file__)]
-            subprocess.run([*command, "rank", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"},
-                           check=True, timeout=900)
-            with open(out) as file:
-                SEEN.update(zip(runs, json.load(file)))
+        SEEN.update(zip(runs, seen_in_runs(os.path.abspath(__file__), "rank", world, runs, timeout=900)))
     for (kind, argv), ranks in SEEN.items():
         for rank, seen in enumerate(ranks):
             if kind == "watch":
@@ -671,30 +642,18 @@ def bubble_picture():
     figure.savefig(os.path.join(FIGURES, "bubble_and_memory.png"), dpi=110)
 
 
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        run_all_here(*sys.argv[2:])
+        do_runs(one_run, *sys.argv[2:])
     else:
         list_pictures()
         fold_picture()
         in_flight_picture()
-        put_into_readme(dict(stages=stages_table(), messages=message_table()))
+        put_into_page(STEP / "README.md", dict(stages=stages_table(), messages=message_table()))
         if sys.argv[1:2] != ["drawn"]:
             run_all()
             ran_picture()
             bubble_picture()
-            put_into_readme(dict(bubble=bubble_table(), uneven=uneven_table(), memory=memory_table(),
+            put_into_page(STEP / "README.md", dict(bubble=bubble_table(), uneven=uneven_table(), memory=memory_table(),
                                  work=work_table(), wire=wire_table(), layouts=layout_table(),
                                  against=against_table(), same=same_table()))

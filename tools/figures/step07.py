@@ -1,24 +1,20 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step07_ep/figures/make.py          (about ten minutes on two cores, most of it three trainings)
-    python step07_ep/figures/make.py drawn    (only what needs no run)
+    python tools/figures/step07.py          (about ten minutes on two cores, most of it three trainings)
+    python tools/figures/step07.py drawn    (only what needs no run)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all saw of each.
 """
 import contextlib
-import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path.insert(0, STEP)
+from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs
+
+STEP, FIGURES = paths_of(7)
 
 import matplotlib
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
@@ -75,16 +71,6 @@ SEEN = {}                                                 # by (kind of run, fla
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
-def run_all_here(out, runs):
-    seen = []
-    for kind, argv, port in json.loads(runs):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        seen.append(one_run(kind, argv.split()))
-    if os.environ["RANK"] == "0":
-        with open(out, "w") as file:
-            json.dump(seen, file)
-
-
 def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks, balances, batches = {}, [], [], []
@@ -131,7 +117,7 @@ def one_run(kind, argv):
     train.Zero, train.Metrics, train.Balance, train.batches = Finishing, Quiet, Noting, noted_batches
     if kind in ("watch", "forced"):
         watch(seen)
-    train.main(argv)
+    train.main(argv.split())
     moe.Experts.forward = compute
     for name, value in kept.items():
         setattr(train, name, value)
@@ -159,10 +145,6 @@ def without_bias(of, balance, batches):
     dist.all_reduce(there)
     return dict(losses=losses, changed=1 - float(there) / dist.get_world_size(),
                 bias=[float(bias.min()), float(bias.max())])
-
-
-def bytes_of(tensors):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def persistent(of, optimizer):
@@ -246,17 +228,7 @@ def watch(seen):
 def run_all():
     """Fills SEEN with what the ranks saw."""
     for world, runs in RUNS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            out = os.path.join(folder, "seen.json")
-            # a store for every run: in one that another run has used, ranks find the addresses of that run
-            stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
-            described = json.dumps([(*run, store.port) for run, store in zip(runs, stores)])
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                       "--nproc_per_node", str(world), os.path.abspath(__file__)]
-            subprocess.run([*command, "rank", out, described], env={**os.environ, "OMP_NUM_THREADS": "1"},
-                           check=True, timeout=2400)
-            with open(out) as file:
-                SEEN.update(zip(runs, json.load(file)))
+        SEEN.update(zip(runs, seen_in_runs(os.path.abspath(__file__), "rank", world, runs, timeout=2400)))
     for (kind, argv), ranks in SEEN.items():
         if kind not in ("watch", "forced"):
             continue
@@ -617,29 +589,17 @@ def balance_picture():
     figure.savefig(os.path.join(FIGURES, "balance.png"), dpi=110)
 
 
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        run_all_here(*sys.argv[2:])
+        do_runs(one_run, *sys.argv[2:])
     else:
         layer_picture()
         dispatch_picture()
-        put_into_readme(dict(kept=kept_table()))
+        put_into_page(STEP / "README.md", dict(kept=kept_table()))
         if sys.argv[1:2] != ["drawn"]:
             run_all()
             experts_picture()
             balance_picture()
-            put_into_readme(dict(same=same_table(), wire=wire_table(), load=load_table(),
+            put_into_page(STEP / "README.md", dict(same=same_table(), wire=wire_table(), load=load_table(),
                                  memory=memory_table(), tensor=tensor_table(), balance=balance_table(),
                                  saved=saved_table()))

@@ -1,8 +1,8 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python step08_5d/figures/make.py                 (about five minutes on two cores)
-    python step08_5d/figures/make.py drawn           (only the pictures)
-    python step08_5d/figures/make.py choose cases    (only these, of PICTURES and TABLES)
+    python tools/figures/step08.py                 (about five minutes on two cores)
+    python tools/figures/step08.py drawn           (only the pictures)
+    python tools/figures/step08.py choose cases    (only these, of PICTURES and TABLES)
 
 Nearly all of it are dry runs, one after the other in this process; the checkpoints are of real, small runs.
 """
@@ -18,12 +18,10 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
-STEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIGURES = os.path.join(STEP, "figures")
-sys.path[:0] = [STEP, os.path.join(STEP, "planner"), os.path.join(STEP, "../tests")]
+from common import ROOT, paths_of, put_into_page, torchrun
 
-import matplotlib
-matplotlib.use("Agg")
+STEP, FIGURES = paths_of(8)
+
 import matplotlib.pyplot as plt
 
 import config
@@ -309,11 +307,8 @@ def checkpoint_tables():
             "|---|---|---|---|---|---|"]
     for ranks, flags in SAVED:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                       "--nproc_per_node", str(ranks), os.path.join(STEP, "train.py"), *flags.split(),
-                       "--checkpoint", folder]
-            output = subprocess.run(command, check=True, capture_output=True, text=True,
-                                    env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
+            output = torchrun(ranks, STEP / "train.py", *flags.split(), "--checkpoint", folder, capture_output=True,
+                              text=True).stdout
             saved = os.path.join(folder, max(os.listdir(folder)))
             sizes = {name: os.path.getsize(os.path.join(saved, name)) for name in os.listdir(saved)}
             headers = 0
@@ -336,7 +331,7 @@ def checkpoint_tables():
 # ------------------------------------------------------------------------------------------ choosing a layout
 def choice_tables():
     """What measured runs say."""
-    runs = subprocess.run([sys.executable, os.path.join(STEP, "../tests/fit_plan.py"), "--tables"],
+    runs = subprocess.run([sys.executable, ROOT / "tools/bench/fit_plan.py", "--tables"],
                           check=True, capture_output=True, text=True).stdout
     best, changes, *_ = runs.strip().split("\n\n")
     return {"best runs": best.splitlines(), "changes": changes.splitlines()}
@@ -352,7 +347,7 @@ def case_tables():
     together and long lines wrapped."""
     tables = {}
     for name, words in CASES.items():
-        lines = subprocess.run([sys.executable, os.path.join(STEP, "planner"), *words.split()],
+        lines = subprocess.run([sys.executable, ROOT / "planner", *words.split()],
                                check=True, capture_output=True, text=True).stdout.splitlines()
         first = lines.index("") + 1
         table = pushed_together(lines[first:lines.index("", first)])[:4]
@@ -491,18 +486,6 @@ def choose_picture():
     figure.savefig(os.path.join(FIGURES, "choose.png"), dpi=110)
 
 
-def put_into_readme(tables):
-    path = os.path.join(STEP, "README.md")
-    with open(path) as file:
-        text = file.read()
-    for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"README.md has {found} tables of the name {name}"
-    with open(path, "w") as file:
-        file.write(text)
-
-
 PICTURES = dict(mesh=mesh_picture, memory=memory_picture, throughput=throughput_picture,
                 choose=choose_picture)
 TABLES = dict(nutshell=nutshell_tables, large=large_tables, checkpoint=checkpoint_tables,
@@ -518,4 +501,4 @@ if __name__ == "__main__":
             PICTURES[name]()
         else:
             made |= TABLES[name]()
-    put_into_readme(made)
+    put_into_page(STEP / "README.md", made)

@@ -1,11 +1,10 @@
-"""Draws ways.png of the README: six ways to cut one training run over two ranks.    python tests/figures/ways.py
+"""Draws ways.png of the README: six ways to cut one training run over two ranks.    python tools/figures/ways.py
 
 Nothing in it is made up: each rank of each layout is asked, in a dry run of step 8, which tokens, weights and states it has.
 """
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "step08_5d")]
+from common import PICTURES, paths_of
 
+paths_of(8)
 import data
 import train
 from parts import my_part, whole_shape
@@ -124,7 +123,7 @@ def main():
     explained = "Left: the tokens of a batch. Right: four layers; in each, above the weights, below them AdamW's states."
     figure.text(0.5, 0.014, explained, ha="center", fontsize=8.6)
     figure.subplots_adjust(left=0.02, right=0.99, top=0.955, bottom=0.045, wspace=0.06, hspace=0.1)
-    figure.savefig(TESTS / "figures/ways.png", dpi=150)
+    figure.savefig(PICTURES / "ways.png", dpi=150)
 
 
 if __name__ == "__main__":

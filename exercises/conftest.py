@@ -1,0 +1,1 @@
+from fixtures import pool  # noqa: F401
