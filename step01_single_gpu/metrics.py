@@ -1,4 +1,5 @@
 """One line per step: loss, gradient norm, tokens per second, share of the GPU's peak (MFU), peak memory."""
+import fcntl
 import json
 import math
 import os
@@ -8,10 +9,11 @@ import time
 
 import torch
 
-from config import refuse
+from messages import RANK, refuse, say
 
-# of dense bfloat16
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "B200": 2250e12}
+# of dense bfloat16, by the name that a GPU gives itself
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
+              "GH200": 989.5e12, "B200": 2250e12}
 
 
 def parameter_count(c):
@@ -27,9 +29,7 @@ def flops_per_token(c, seq_len):
 
 
 def peak_flops(device):
-    if device != "cuda":
-        return None
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
     return next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in name), None)
 
 
@@ -42,18 +42,28 @@ def peak_memory_gib(device):
 
 
 def print_start(model, config, args):
-    """Before the first step, by rank 0: how ranks lie, what a step is, what this rank has of the model."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp", "ep") if name in vars(args)}
+    """How the ranks lie, what a step is, what this rank has of the model."""
+    degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters = sum(param.numel() for param in model.parameters())
     if degrees:
-        print(" x ".join(f"{name} {degree}" for name, degree in degrees.items() if name != "ep")
-              + (f", ep {degrees['ep']}" if degrees.get("ep", 1) > 1 else ""))
-    layers = f"{len(model.model.layers)} of {config.num_hidden_layers} layers"
-    print(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} "
-          f"tokens; {parameters:,} parameters in {layers}", flush=True)
+        say(" x ".join(f"{name} {degree}" for name, degree in degrees.items()))
+    say(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} tokens; "
+        f"{parameters:,} parameters in {len(model.model.layers)} of {config.num_hidden_layers} layers")
+
+
+def open_log(name):
+    """A log is begun anew, but not one that another run writes, and no file that is no log."""
+    try:
+        file = open(name, "a+b", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        refuse(f"--log_file {name}: cannot be written, or another run writes it ({error})")
+    file.seek(0)
+    if not b'{"step": '.startswith(file.read(9)):
+        refuse(f"--log_file {name}: is there and is no log of a run; take another name")
+    file.truncate(0)
+    return file
 
 
 class Metrics:
@@ -61,38 +71,31 @@ class Metrics:
         print_start(model, config, args)
         self.args, self.devices = args, int(os.environ.get("WORLD_SIZE", 1))
         self.flops_per_token, self.peak_flops = flops_per_token(config, args.seq_len), peak_flops(args.device)
-        self.file = open(args.log_file, "wb", buffering=0) if args.log_file else None
+        self.file = open_log(args.log_file) if args.log_file and RANK == 0 else None
         self.start = time.perf_counter()
 
-    def log(self, step, loss, grad_norm, lr):
+    def log(self, step, loss, grad_norm, lr, **more):
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            refuse(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: "
-                   "stopped, nothing saved", status=3)
+        if not math.isfinite(loss + grad_norm):
+            say(f"error: step {step + 1}: loss {loss}, gradient norm {grad_norm}: nothing saved", sys.stderr)
+            raise SystemExit(3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len
         speed = tokens / seconds
         mfu = speed / self.devices * self.flops_per_token / self.peak_flops if self.peak_flops else None
         memory = peak_memory_gib(self.args.device)
-        done = f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}"
-        more = f"  MFU {mfu:.1%}" if mfu else ""
-        self.say(f"{done}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s"
-                 f"{more}  {memory:.2f} GiB")
+        more = {name: float(value) for name, value in more.items()}
+        said = "".join(f"  {name} {value:.2f}" for name, value in more.items())
+        said = f"  MFU {mfu:.1%}{said}" if mfu else said
+        say(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  "
+            f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{said}  {memory:.2f} GiB")
         self.write(dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
                         tokens_per_s=speed, tokens_per_s_per_device=speed / self.devices, mfu=mfu,
-                        peak_memory_gib=float(memory)))
-
-    def say(self, line):
-        try:
-            print(line, flush=True)
-        except OSError:                                   # a closed terminal, a tee that Ctrl-C ended, too
-            if not self.args.save:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # the run can still save
+                        peak_memory_gib=float(memory), **more))
 
     def write(self, line):
         try:
             self.file and self.file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:                          # a log is not worth a run
-            self.say(f"--log_file {self.args.log_file} ends here: {error}")
+            say(f"--log_file {self.args.log_file} ends here: {error}")
             self.file = None

@@ -8,12 +8,19 @@ import torch
 from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from data import batches, load_tokens
-from ending import ends_well
+from messages import clean_exit
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, accumulate_gradients, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
+
+
+def prepare(argv):
+    args = parse_args(argv)
+    config = load_config(args)
+    check(args, config)
+    return args, config, load_tokens(args, config.vocab_size)
 
 
 def build_model(config, args):
@@ -38,18 +45,15 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-@ends_well()
+@clean_exit()
 def main(argv=None):
-    args = parse_args(argv)
-    config = load_config(args)
-    check(args, config)
-    tokens = load_tokens(args, config.vocab_size)
+    args, config, tokens = prepare(argv)
     model = build_model(config, args)
     accumulate_gradients(model.parameters())
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
     metrics = Metrics(model, config, args)
-    for step, micro_batches in enumerate(batches(tokens, args)):
+    for step, micro_batches in batches(tokens, config, args):
         lr = learning_rate(step, args)
         with profiler.step(step):
             loss = forward_backward(model, micro_batches, args)

@@ -1,24 +1,16 @@
-"""The command line and the shape of the model. All that can be refused is refused here, before any work."""
-import json
+"""The command line and the shape of the model. What cannot run is refused here, before any work."""
+import importlib.util
 import os
-import sys
 import tempfile
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, dataclass, fields
 
 import torch
 
-MOST = 10**8                                              # of anything that is counted
-NO_MATTER = ("initializer_range", "max_position_embeddings")                       # once there are weights
+from messages import refuse
 
-
-def refuse(message, status=2):
-    """Bad input: rank 0 says what is wrong in one line, every rank exits with status 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    end = SystemExit(status)
-    end.message = message                                 # if rank 0 does not see what is wrong, it is told
-    raise end
+LARGEST_NUMBER = 10**8                                    # of anything that is counted
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
 
 
 def parse_args(argv=None):
@@ -30,24 +22,24 @@ def parse_args(argv=None):
     add("--dataset", default="builtin", help="builtin; a .npy or .bin (uint16) file of tokens; a text (each "
         "line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
-    add("--seq_len", type=int, default=128)
-    add("--global_batch_size", type=int, default=16, help="sequences per training step")
-    add("--micro_batch_size", type=int, default=2, help="sequences per forward pass")
-    add("--steps", type=int, default=120)
-    add("--lr", type=float, default=6e-3)
+    add("--seq_len", type=at_least(1), default=128)
+    add("--global_batch_size", type=at_least(1), default=16, help="sequences per training step")
+    add("--micro_batch_size", type=at_least(1), default=2, help="sequences per forward pass")
+    add("--steps", type=at_least(0), default=120)
+    add("--lr", type=at_least(0, float), default=6e-3)
     add("--lr_schedule", choices=["constant", "cosine"], default="cosine")
-    add("--warmup", type=int, default=5, help="steps of linear warm-up")
-    add("--weight_decay", type=float, default=0.1)
-    add("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--warmup", type=at_least(0), default=5, help="steps of linear warm-up")
+    add("--weight_decay", type=at_least(0, float), default=0.1)
+    add("--grad_clip", type=at_least(0, float), default=1.0, help="largest gradient norm; 0: no clipping")
     add("--seed", type=int, default=42)
     add("--dtype", choices=["float32", "bfloat16", "float64"], help="bfloat16 on CUDA, float32 on the CPU")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
-    add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
+    add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
-    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
+    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
@@ -56,14 +48,22 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         if value == "":
             refuse(f"--{name} is empty")
-        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nor is nan
-            refuse(f"--{name} {value}: must be a number below {MOST:,}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    args.dp = args.dp or world
+    args.first_step = 0                                   # step 8 goes on from a later one
     return args
+
+
+def at_least(smallest, kind=int):
+    """What --steps, --lr and the like take."""
+    def number(text):
+        if not smallest <= kind(text) < LARGEST_NUMBER:   # nor is nan
+            raise ArgumentTypeError(f"{text} is not a number from {smallest} on")
+        return kind(text)
+    return number
 
 
 @dataclass
@@ -99,101 +99,52 @@ PRESETS = {
 }
 
 
-def local_folder(flag, name):
-    """A directory as it is; a hub id downloaded to the Hugging Face cache."""
-    if os.path.isdir(name):
-        beside = os.path.join(name, ".new_model")         # whole, if its saver was killed (checkpoint.py)
-        return beside if os.path.isdir(beside) else name
-    wanted = ["config.json"] if flag == "--model" else ["*.safetensors", "*.json"]
-    try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(name, allow_patterns=wanted)
-    except Exception as error:
-        presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
-        refuse(f"{flag} {name}: no such directory, and the hub gave none ({type(error).__name__}){presets}")
-
-
 def load_config(args):
-    config = PRESETS.get(args.model) or read_config(args.model, local_folder("--model", args.model))
-    folder = args.init_from and local_folder("--init_from", args.init_from)
-    if folder and os.path.isfile(os.path.join(folder, "config.json")):
-        for name, theirs in asdict(read_config(args.init_from, folder)).items():
-            if theirs != asdict(config)[name] and name not in NO_MATTER:
+    config = PRESETS.get(args.model) or read_config("--model", args.model)
+    if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
+        for name, theirs in asdict(read_config("--init_from", args.init_from)).items():
+            if theirs != asdict(config)[name] and name not in NOT_ARCHITECTURE:
                 refuse(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
                        f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
     return config
 
 
-def read_config(name, folder):
-    path = os.path.join(folder, "config.json")
-    if not os.path.isfile(path):
-        refuse(f"--model {name}: no config.json there; the presets are {', '.join(PRESETS)}")
+def read_config(flag, name):
+    """Of a directory or hub id; transformers knows the older ways to write one."""
+    from transformers import AutoConfig
     try:
-        with open(path) as file:
-            config = from_hugging_face(json.load(file), name)
+        return from_hugging_face(AutoConfig.from_pretrained(name))
     except Exception as error:                            # a file may hold anything
-        refuse(f"--model {name}: not a config.json of a Llama ({type(error).__name__}: {error})")
-    return check_config(config, name)
+        reason = str(error).partition("\n")[0]
+        refuse(f"{flag} {name}: no config.json of a Llama ({reason}); the presets are {', '.join(PRESETS)}")
 
 
-def from_hugging_face(raw, name):
-    """The older configs have rope_theta and rope_scaling, the newer ones rope_parameters with both."""
-    if raw.get("model_type") != "llama":
-        refuse(f"--model {name}: model_type {raw.get('model_type')!r}; only 'llama' is known here")
-    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False,
-                           quantization_config=None).items():
-        if raw.get(key, value) != value:
-            refuse(f"--model {name}: {key}={raw[key]!r}; only {value!r} is known here")
-    older = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
-    rope = raw.get("rope_parameters") or older
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        refuse(f"--model {name}: rope scaling of type {kind!r}; only 'llama3' is known here")
-    heads = raw["num_attention_heads"]
-    return ModelConfig(
-        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads, num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, rope_theta=rope["rope_theta"],
-        rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), initializer_range=raw.get("initializer_range", 0.02))
-
-
-def check_config(config, name):
-    """Sizes are whole numbers, all else numbers, above 0; or it is what it is if the file does not say."""
-    kinds, usual = ({f.name: getattr(f, what) for f in fields(config)} for what in ("type", "default"))
-    for key, value in {**asdict(config), **(config.rope_scaling or {})}.items():
-        types, most = ([int], MOST) if kinds.get(key) is int else ([int, float], float("inf"))
-        fits = type(value) in types and 0 < value < most and (key != "head_dim" or value % 2 == 0)
-        if key != "rope_scaling" and value != usual.get(key, key) and not fits:
-            refuse(f"--model {name}: {key} is {value!r}; sizes are whole, < {MOST:,}, head_dim even; all > 0")
-    return config
+def from_hugging_face(theirs):
+    expected = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
+    for key, value in dict(expected, quantization_config=None).items():
+        if getattr(theirs, key, value) != value:
+            raise ValueError(f"{key} is {getattr(theirs, key)!r}, only {value!r} is known here")
+    rope = theirs.rope_parameters
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise ValueError(f"rope scaling of type {rope['rope_type']!r}, only 'llama3' is known here")
+    scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
+    values = {field.name: getattr(theirs, field.name, None) for field in fields(ModelConfig)}
+    return ModelConfig(**{**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
 
 
 def to_hugging_face(config, dtype):
-    """With rope_parameters for transformers from 5 on, rope_theta and rope_scaling for the older ones."""
-    scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-            **asdict(config), "rope_scaling": scaling, "tie_word_embeddings": False,
-            "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-            "attention_bias": False, "mlp_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+    from transformers import LlamaConfig
+    rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
+    values = {name: value for name, value in asdict(config).items() if not name.startswith("rope_")}
+    return LlamaConfig(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+                       tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 
 
 def check(args, config):
     """Refuses what cannot run, with the arithmetic and with values that would do."""
-    for name in ("seq_len", "global_batch_size", "micro_batch_size"):
-        if getattr(args, name) < 1:
-            refuse(f"--{name} {getattr(args, name)}: must be at least 1")
-    for name in ("steps", "warmup", "lr", "weight_decay", "grad_clip"):
-        if getattr(args, name) < 0:
-            refuse(f"--{name} {getattr(args, name)}: must not be negative")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    args.dp = world if args.dp is None else args.dp
     if args.dp != world:
         refuse(f"dp({args.dp}) != world size ({world}); --dp could be {world}, or left out")
-    if args.bucket_mb <= 0:
-        refuse(f"--bucket_mb {args.bucket_mb}: must be positive")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
         refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
@@ -204,34 +155,30 @@ def check(args, config):
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    check_device(args)
     check_outputs(args)
-    if args.attention == "flash":
-        if args.device == "cpu" or args.dtype != torch.bfloat16:
-            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
-        try:
-            import flash_attn  # noqa: F401
-        except ImportError:
-            refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+
+
+def check_device(args):
+    if args.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
+    if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
+        refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
+    if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
 
 
 def check_outputs(args):
-    """Better now than after the last step."""
+    """Refuses what cannot be written, before training."""
+    if args.profile and args.steps == 0:
+        refuse("--profile: with --steps 0 there is nothing to see")
+    beside = args.save and os.path.dirname(os.path.abspath(args.save))    # where it is written, then renamed
     try:
-        for folder in filter(None, (args.save, args.profile)):
+        for folder in filter(None, (args.save, beside, args.profile)):
             os.makedirs(folder, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()    # whether it can be written to
-        if args.log_file:
-            check_log(args.log_file)
-            open(args.log_file, "a").close()
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        refuse(f"--save, --profile or --log_file: cannot write there ({error})")
-
-
-def check_log(name):
-    """A log is begun anew, nothing else is overwritten."""
-    for line in open(name, errors="replace") if os.path.isfile(name) else ():
-        if not line.startswith('{"step": '):
-            refuse(f"--log_file {name}: is there and is no log of a run; take another name")
+        refuse(f"--save or --profile: cannot write there ({error})")
 
 
 def divisors(n):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ledger import formulas
+from mesh import data_mesh
 
 
 def data_parallel(params, group, args):
@@ -105,7 +106,8 @@ def bucketed(params, group, micro_batches, bucket_bytes):
 # ------------------------------------------------------------------------------------------- what it sends
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes): every main_grad once."""
-    return [(mesh.get_group("dp"), "all_reduce", param.main_grad.nbytes) for param in model.parameters()]
+    group = data_mesh(mesh).get_group()
+    return [(group, "all_reduce", param.main_grad.nbytes) for param in model.parameters()]
 
 
 formulas.append(formula)

@@ -11,12 +11,20 @@ from config import check, load_config, parse_args
 from data import batches, load_tokens
 from data_parallel import data_parallel
 from ledger import ledger
-from mesh import agree, ends_well, start_mesh
+from mesh import check_alike, processes, start_mesh, together
+from messages import clean_exit
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, accumulate_gradients, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
+
+
+def prepare(argv):
+    args = parse_args(argv)
+    config = load_config(args)
+    check(args, config)
+    return args, config, load_tokens(args, config.vocab_size)
 
 
 def build_model(config, args):
@@ -41,21 +49,19 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-@ends_well()
+@clean_exit()
+@processes()
 def main(argv=None):
-    args = parse_args(argv)
-    config = load_config(args)
-    check(args, config)
-    tokens = load_tokens(args, config.vocab_size)
+    args, config, tokens = together(prepare, argv)
+    together(check_alike, args, config, tokens)
     mesh = start_mesh(args)
-    model = build_model(config, args)
-    agree("weights")                                      # that every rank could read its own
+    model = together(build_model, config, args)
     accumulate_gradients(model.parameters())
     sum_gradients = data_parallel(model.parameters(), mesh.get_group("dp"), args)
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(model, config, args)
-    for step, micro_batches in enumerate(batches(tokens, mesh, args)):
+    metrics = together(Metrics, model, config, args)
+    for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
             loss = forward_backward(model, micro_batches, args)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ledger import formulas
+from mesh import data_mesh
 
 
 def data_parallel(params, group, args):
@@ -105,8 +106,9 @@ def bucketed(params, group, micro_batches, bucket_bytes):
 # ------------------------------------------------------------------------------------------- what it sends
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes): every main_grad once."""
+    group = data_mesh(mesh).get_group()
     params = [] if args.zero else model.parameters()
-    return [(param.placement.copies, "all_reduce", param.main_grad.nbytes) for param in params]
+    return [(group, "all_reduce", param.main_grad.nbytes) for param in params]
 
 
 formulas.append(formula)

@@ -38,7 +38,8 @@ class Optimizer:
         # in float32 and float64 `to` copies nothing: the master is the parameter's own memory
         self.masters = [param.detach().to(param.main_grad.dtype) for param in self.params]
         self.grads = [param.main_grad for param in self.params]
-        self.replicas = torch.tensor([param.placement.replicas for param in self.params], device=args.device)
+        times = [param.placement.times_counted for param in self.params]
+        self.times_counted = torch.tensor(times, device=args.device)
         for master, grad in zip(self.masters, self.grads):
             master.grad = grad
         decay = [m for m, p in zip(self.masters, self.params) if p.placement.decays]
@@ -48,9 +49,8 @@ class Optimizer:
 
     def clip(self):
         """Scales all gradients so that their norm together is at most grad_clip; returns the norm before."""
-        # a rank adds its share of every gradient that others have as well, so that the sum over ranks counts
-        # each once
-        square = (torch.stack(torch._foreach_norm(self.grads)).square() / self.replicas).sum()
+        # of a gradient that several ranks hold each adds its share, so that the sum over ranks counts it once
+        square = (torch.stack(torch._foreach_norm(self.grads)).square() / self.times_counted).sum()
         dist.all_reduce(square)
         norm = square.sqrt()
         if self.grad_clip:

@@ -10,21 +10,29 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args
 from data import batches, load_tokens
 from ledger import ledger
-from mesh import agree, ends_well, start_mesh
+from mesh import check_alike, processes, start_mesh, together
+from messages import clean_exit
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
 from placement import place
 from profiling import Profiler
 from recompute import recompute_and_compile
-from zero import Zero, zero_units
+from zero import Zero, make_units
+
+
+def prepare(argv):
+    args = parse_args(argv)
+    config = load_config(args)
+    check(args, config)
+    return args, config, load_tokens(args, config.vocab_size)
 
 
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
-    place(model, mesh)
-    zero_units(model, args)
+    place(model)
+    make_units(model, mesh, args)
     materialize(model, config, args)
     if args.attention == "flash":
         from flash_attn import flash_attn_func
@@ -44,20 +52,18 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-@ends_well()
+@clean_exit()
+@processes()
 def main(argv=None):
-    args = parse_args(argv)
-    config = load_config(args)
-    check(args, config)
-    tokens = load_tokens(args, config.vocab_size)
+    args, config, tokens = together(prepare, argv)
+    together(check_alike, args, config, tokens)
     mesh = start_mesh(args)
-    model = build_model(config, mesh, args)
-    agree("weights")                                      # that every rank could read its own
-    zero = Zero(model, args)
+    model = together(build_model, config, mesh, args)
+    zero = Zero(model, mesh, args)
     optimizer = Optimizer(zero.params, args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(model, config, args)
-    for step, micro_batches in enumerate(batches(tokens, mesh, args)):
+    metrics = together(Metrics, model, config, args)
+    for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
             zero.gather_weights()

@@ -1,71 +1,95 @@
-"""One process per device: starting them, their mesh, and ending in a way that says what happened."""
+"""One process per device: starting them, refusing together what one of them refuses, and their mesh."""
 import contextlib
+import datetime
 import gc
+import hashlib
 import os
 import sys
-import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import ending
-from agreement import TIMEOUT, agree, alone, meeting_place, said, tell
+from messages import refuse, say
 
+TIMEOUT = datetime.timedelta(minutes=10)                  # a collective that takes longer than this is stuck
 # torch 2.13 renames two collectives; 2.11 has the old names only
 warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated")
 
 
-def start_mesh(args):
-    """Joins the processes that torchrun started (or this one alone) and names the dimensions they lie in."""
-    agree("start")
-    store, rank, world_size = meeting_place()
-    if alone():                                           # gloo listens to this machine only
+@contextlib.contextmanager
+def processes():
+    """Around main: joins the processes that torchrun started, or makes a world of this one."""
+    alone, end = {}, None
+    if "RANK" not in os.environ:
+        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+    try:
+        yield
+    except SystemExit as refusal:
+        end = refusal.with_traceback(None)                # which holds on to the groups
+    dist.destroy_process_group()
+    gc.collect()                                          # gloo's threads must not outlive the interpreter
+    if end:
+        raise end
+
+
+def together(work, *inputs):
+    """Does the work on every rank. What one rank refuses all do: a file may be missing on one machine."""
+    result, refusal = None, None
+    try:
+        result = work(*inputs)
+    except SystemExit as end:
+        refusal = getattr(end, "message", None), end.code
+    for rank, refusal in enumerate(from_all_ranks(refusal)):
+        if refusal:
+            message, status = refusal
+            if message:
+                say(f"error: rank {rank}: {message}" if rank else f"error: {message}", sys.stderr)
+            dist.barrier()                                # torchrun ends all as soon as one has ended
+            raise SystemExit(status)
+    return result
+
+
+def from_all_ranks(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_alike(args, config, tokens):
+    """Refuses ranks that were started with other flags, that read other data, or that have no GPU."""
+    every = from_all_ranks({**vars(args), **vars(config), "data": sample(tokens)})
+    for rank, theirs in enumerate(every):
+        for name, value in theirs.items():
+            if value != every[0][name]:
+                refuse(f"{name} is {every[0][name]} on rank 0 and {value} on rank {rank}")
+    if args.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
+        refuse(f"each process takes a GPU of its own, and this machine has {torch.cuda.device_count()}")
+
+
+def sample(tokens):
+    """Tells one dataset from another: its length, and a digest of a thousand of its tokens."""
+    some = [int(tokens[i:i + 1][0]) for i in range(0, len(tokens), len(tokens) // 1000 + 1)]
+    return f"{len(tokens)} tokens, {hashlib.sha256(str(some).encode()).hexdigest()[:16]}"
+
+
+def start_mesh(args):
+    """Names the dimensions in which the ranks lie."""
     if args.device == "cuda":                             # what is started first runs first, in all groups
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    backend = "nccl" if args.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
-    mesh = init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
-    return mesh
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return init_device_mesh(args.device, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+
+
+def data_mesh(mesh):
+    """The ranks with the same weights and other tokens."""
+    return mesh["dp"]
 
 
 def dimensions(mesh):
     """{name of a process group: the dimension of the mesh along which its ranks lie}"""
     return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
-
-
-def check_started():
-    """The four variables that torchrun sets."""
-    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    there = world_size == "1" or {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if not there or not (rank + world_size).isdecimal() or int(rank) >= int(world_size):
-        print(f"error: RANK {rank} of WORLD_SIZE {world_size}: torchrun sets these, MASTER_ADDR and "
-              "MASTER_PORT; leave out all of them, or start with torchrun", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
-@contextlib.contextmanager
-def ends_well():
-    """Around main: a collective that fails is reported with rank and line; at the end all is let go."""
-    check_started()
-    try:
-        with ending.ends_well():
-            yield
-    except SystemExit as end:
-        if hasattr(end, "message") and not alone():
-            tell(end.message)
-        raise
-    except RuntimeError as error:
-        if said():
-            sys.exit(2)                                   # another rank is gone, and why has been said
-        here = os.path.dirname(os.path.abspath(__file__))
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) == here]
-        place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
-        message = str(error).splitlines()[0]
-        print(f"rank {os.environ.get('RANK', '0')} failed in {place}: {message}", file=sys.stderr, flush=True)
-        raise
-    dist.destroy_process_group()
-    gc.collect()                                          # gloo's threads must not outlive the interpreter

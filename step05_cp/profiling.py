@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from messages import RANK
+
 KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441",
          "activations": "#c8605a", "rest": "#a9a9a9"}
 MEMORY_STEPS, TRACED_STEP = 4, 4
@@ -69,6 +71,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 def note_state(memory, model, optimizer):
+    if memory is None:
+        return
     for param in (*model.parameters(), *optimizer.params):
         memory.note_resized(param, "parameters")
     for grad in optimizer.grads:
@@ -81,49 +85,43 @@ def note_state(memory, model, optimizer):
 
 
 def draw(rows, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    seconds, *bytes_of_kind = zip(*rows)
-    figure, axes = plt.subplots(figsize=(11, 4.5))
-    mebibytes = [[b / 2**20 for b in kind] for kind in bytes_of_kind]
+    from matplotlib.figure import Figure
+    seconds, *kinds = zip(*rows)
+    mebibytes = [[size / 2**20 for size in kind] for kind in kinds]
+    peak = max(map(sum, zip(*mebibytes)))
+    figure = Figure(figsize=(11, 4.5))
+    axes = figure.subplots()
     axes.stackplot(seconds, mebibytes, labels=KINDS, colors=KINDS.values(), step="post")
-    total = [sum(row[1:]) / 2**20 for row in rows]
-    peak = max(range(len(rows)), key=total.__getitem__)
-    axes.plot(seconds[peak], total[peak], "kv")
-    axes.annotate(f"peak {total[peak]:,.1f} MiB", (seconds[peak], total[peak]), (0, 6),
-                  textcoords="offset points", ha="center")
-    axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive",
-             xlim=(0, seconds[-1]), ylim=(0, 1.15 * total[peak]),
-             title=f"Memory over the first {MEMORY_STEPS} training steps")
+    axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive", title=f"at most {peak:,.1f} MiB")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
 
 
 class Profiler:
     def __init__(self, model, optimizer, args):
         self.model, self.optimizer, self.args = model, optimizer, args
         self.memory = LiveStorages() if args.profile and not args.compile else None
-        if self.memory:
-            note_state(self.memory, model, optimizer)
+        note_state(self.memory, model, optimizer)
         if args.profile and args.device == "cuda":
-            torch.cuda.memory._record_memory_history(
-                context="alloc", stacks="python", max_entries=100_000)
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     @contextlib.contextmanager
     def step(self, step):
         """The tools that watch this step; most steps have none."""
+        if not self.args.profile:
+            yield
+            return
+        step, last = step - self.args.first_step, self.args.steps - self.args.first_step - 1
         with contextlib.ExitStack() as tools:
             if self.memory and step < MEMORY_STEPS:
                 tools.enter_context(self.memory)
-            if self.args.profile and step == min(TRACED_STEP, self.args.steps - 1):
+            if step == min(TRACED_STEP, last):
                 write_trace = lambda trace: trace.export_chrome_trace(self.path("trace", "json"))
                 tools.enter_context(torch.profiler.profile(record_shapes=True, on_trace_ready=write_trace))
             yield
-        if self.memory and step < MEMORY_STEPS:
-            note_state(self.memory, self.model, self.optimizer)             # AdamW makes its states in step 0
-        if self.args.profile and step == min(MEMORY_STEPS, self.args.steps) - 1:
+        if step < MEMORY_STEPS:
+            note_state(self.memory, self.model, self.optimizer)    # AdamW makes its states in the first step
+        if step == min(MEMORY_STEPS - 1, last):
             self.write_memory()
 
     def write_memory(self):
@@ -137,4 +135,4 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def path(self, name, ending):
-        return os.path.join(self.args.profile, f"{name}_rank{os.environ.get('RANK', 0)}.{ending}")
+        return os.path.join(self.args.profile, f"{name}_rank{RANK}.{ending}")

@@ -11,7 +11,8 @@ from config import check, load_config, parse_args
 from context_parallel import context_parallel
 from data import batches, load_tokens
 from ledger import ledger
-from mesh import agree, ends_well, start_mesh
+from mesh import check_alike, processes, start_mesh, together
+from messages import clean_exit
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
@@ -19,22 +20,29 @@ from placement import place
 from profiling import Profiler
 from recompute import recompute_and_compile
 from tensor_parallel import sum_partial_gradients, tensor_parallel
-from zero import Zero, zero_units
+from zero import Zero, make_units
+
+
+def prepare(argv):
+    args = parse_args(argv)
+    config = load_config(args)
+    check(args, config)
+    return args, config, load_tokens(args, config.vocab_size)
 
 
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
-    place(model, mesh)
+    place(model)
     tensor_parallel(model, config, mesh, args)
-    zero_units(model, args)
+    make_units(model, mesh, args)
     materialize(model, config, args)
     if args.attention == "flash":
         from flash_attn import flash_attn_func
         for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    recompute_and_compile(model, args, in_pieces=args.tp * args.cp > 1)
+    recompute_and_compile(model, args, breaks_at_collectives=args.tp * args.cp > 1)
     return model
 
 
@@ -48,20 +56,18 @@ def forward_backward(model, micro_batches, args):
     return total / args.tp                                # all ranks of tp have the same loss
 
 
-@ends_well()
+@clean_exit()
+@processes()
 def main(argv=None):
-    args = parse_args(argv)
-    config = load_config(args)
-    check(args, config)
-    tokens = load_tokens(args, config.vocab_size)
+    args, config, tokens = together(prepare, argv)
+    together(check_alike, args, config, tokens)
     mesh = start_mesh(args)
-    model = build_model(config, mesh, args)
-    agree("weights")                                      # that every rank could read its own
-    zero = Zero(model, args)
+    model = together(build_model, config, mesh, args)
+    zero = Zero(model, mesh, args)
     optimizer = Optimizer(zero.params, args)
     profiler = Profiler(model, optimizer, args)
-    metrics = Metrics(model, config, args)
-    for step, micro_batches in enumerate(batches(tokens, mesh, args)):
+    metrics = together(Metrics, model, config, args)
+    for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
             zero.gather_weights()

@@ -1,27 +1,18 @@
-"""The command line and the shape of the model. All that can be refused is refused here, before any work."""
-import json
+"""The command line and the shape of the model. What cannot run is refused here, before any work."""
+import importlib.util
 import math
 import os
-import sys
 import tempfile
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, dataclass, fields
 
 import torch
 
+from messages import refuse
 from schedules import SCHEDULES, least
 
-MOST = 10**8                                              # of anything that is counted
-NO_MATTER = ("initializer_range", "max_position_embeddings")                       # once there are weights
-
-
-def refuse(message, status=2):
-    """Bad input: rank 0 says what is wrong in one line, every rank exits with status 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    end = SystemExit(status)
-    end.message = message                                 # if rank 0 does not see what is wrong, it is told
-    raise end
+LARGEST_NUMBER = 10**8                                    # of anything that is counted
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
 
 
 def parse_args(argv=None):
@@ -33,36 +24,36 @@ def parse_args(argv=None):
     add("--dataset", default="builtin", help="builtin; a .npy or .bin (uint16) file of tokens; a text (each "
         "line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
-    add("--seq_len", type=int, default=128)
-    add("--global_batch_size", type=int, default=16, help="sequences per training step")
-    add("--micro_batch_size", type=int, default=2, help="sequences per forward pass")
-    add("--steps", type=int, default=120)
-    add("--lr", type=float, default=6e-3)
+    add("--seq_len", type=at_least(1), default=128)
+    add("--global_batch_size", type=at_least(1), default=16, help="sequences per training step")
+    add("--micro_batch_size", type=at_least(1), default=2, help="sequences per forward pass")
+    add("--steps", type=at_least(0), default=120)
+    add("--lr", type=at_least(0, float), default=6e-3)
     add("--lr_schedule", choices=["constant", "cosine"], default="cosine")
-    add("--warmup", type=int, default=5, help="steps of linear warm-up")
-    add("--weight_decay", type=float, default=0.1)
-    add("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--warmup", type=at_least(0), default=5, help="steps of linear warm-up")
+    add("--weight_decay", type=at_least(0, float), default=0.1)
+    add("--grad_clip", type=at_least(0, float), default=1.0, help="largest gradient norm; 0: no clipping")
     add("--seed", type=int, default=42)
     add("--dtype", choices=["float32", "bfloat16", "float64"], help="bfloat16 on CUDA, float32 on the CPU")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
-    add("--dp", type=int, help="data-parallel ranks; what is left of the world if not given")
+    add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
-    add("--bucket_mb", type=float, default=25, help="size of a gradient bucket")
+    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
-        help="ZeRO: cut 1 optimizer states, 2 gradients, 3 weights")
-    add("--zero_shard", type=int, help="cut into so many slices, replicas across (hybrid); all if not given")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks: each has a part of every matrix")
+        help="ZeRO: shard 1 optimizer states, 2 gradients, 3 weights (FSDP)")
+    add("--zero_shard", type=at_least(1), help="shard over so many ranks only, and replicate (hybrid)")
+    add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks: each has a part of every matrix")
     add("--sp", choices=["on", "off"], default="on",
         help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
-    add("--cp", type=int, default=1, help="context-parallel ranks: each has a part of every sequence")
+    add("--cp", type=at_least(1), default=1, help="context-parallel ranks: each has a part of every sequence")
     add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
         help="how attention sees the other parts")
-    add("--pp", type=int, default=1, help="pipeline-parallel ranks: each has a part of the layers")
+    add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks: each has a part of the layers")
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
-    add("--stages_per_rank", type=int,
+    add("--stages_per_rank", type=at_least(1),
         help="interleaved: two or more, two if not given; dualpipe has two, the others one")
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
     add("--log_file", help="write one JSON line per step")
@@ -72,14 +63,29 @@ def parse_args(argv=None):
     for name, value in vars(args).items():
         if value == "":
             refuse(f"--{name} is empty")
-        if isinstance(value, (int, float)) and not abs(value) < MOST and name != "seed":      # nor is nan
-            refuse(f"--{name} {value}: must be a number below {MOST:,}")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    args.dp = args.dp or world // (args.tp * args.cp * args.pp)
+    args.schedule = args.schedule if args.pp > 1 else "1f1b"                # as with no pipeline
+    usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
+    args.stages_per_rank = args.stages_per_rank or usual
+    if args.zero == 0 and args.zero_shard:
+        refuse("--zero_shard needs --zero 1, 2 or 3")
+    args.zero_shard = args.zero_shard or args.dp * args.cp
+    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                  # one part has no halves
+    args.first_step = 0                                   # step 8 goes on from a later one
     return args
+
+
+def at_least(smallest, kind=int):
+    """What --steps, --lr and the like take."""
+    def number(text):
+        if not smallest <= kind(text) < LARGEST_NUMBER:   # nor is nan
+            raise ArgumentTypeError(f"{text} is not a number from {smallest} on")
+        return kind(text)
+    return number
 
 
 @dataclass
@@ -115,113 +121,58 @@ PRESETS = {
 }
 
 
-def local_folder(flag, name):
-    """A directory as it is; a hub id downloaded to the Hugging Face cache."""
-    if os.path.isdir(name):
-        beside = os.path.join(name, ".new_model")         # whole, if its saver was killed (checkpoint.py)
-        return beside if os.path.isdir(beside) else name
-    wanted = ["config.json"] if flag == "--model" else ["*.safetensors", "*.json"]
-    try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(name, allow_patterns=wanted)
-    except Exception as error:
-        presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
-        refuse(f"{flag} {name}: no such directory, and the hub gave none ({type(error).__name__}){presets}")
-
-
 def load_config(args):
-    config = PRESETS.get(args.model) or read_config(args.model, local_folder("--model", args.model))
-    folder = args.init_from and local_folder("--init_from", args.init_from)
-    if folder and os.path.isfile(os.path.join(folder, "config.json")):
-        for name, theirs in asdict(read_config(args.init_from, folder)).items():
-            if theirs != asdict(config)[name] and name not in NO_MATTER:
+    config = PRESETS.get(args.model) or read_config("--model", args.model)
+    if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
+        for name, theirs in asdict(read_config("--init_from", args.init_from)).items():
+            if theirs != asdict(config)[name] and name not in NOT_ARCHITECTURE:
                 refuse(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
                        f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
     return config
 
 
-def read_config(name, folder):
-    path = os.path.join(folder, "config.json")
-    if not os.path.isfile(path):
-        refuse(f"--model {name}: no config.json there; the presets are {', '.join(PRESETS)}")
+def read_config(flag, name):
+    """Of a directory or hub id; transformers knows the older ways to write one."""
+    from transformers import AutoConfig
     try:
-        with open(path) as file:
-            config = from_hugging_face(json.load(file), name)
+        return from_hugging_face(AutoConfig.from_pretrained(name))
     except Exception as error:                            # a file may hold anything
-        refuse(f"--model {name}: not a config.json of a Llama ({type(error).__name__}: {error})")
-    return check_config(config, name)
+        reason = str(error).partition("\n")[0]
+        refuse(f"{flag} {name}: no config.json of a Llama ({reason}); the presets are {', '.join(PRESETS)}")
 
 
-def from_hugging_face(raw, name):
-    """The older configs have rope_theta and rope_scaling, the newer ones rope_parameters with both."""
-    if raw.get("model_type") != "llama":
-        refuse(f"--model {name}: model_type {raw.get('model_type')!r}; only 'llama' is known here")
-    for key, value in dict(hidden_act="silu", attention_bias=False, mlp_bias=False,
-                           quantization_config=None).items():
-        if raw.get(key, value) != value:
-            refuse(f"--model {name}: {key}={raw[key]!r}; only {value!r} is known here")
-    older = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
-    rope = raw.get("rope_parameters") or older
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        refuse(f"--model {name}: rope scaling of type {kind!r}; only 'llama3' is known here")
-    heads = raw["num_attention_heads"]
-    return ModelConfig(
-        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads, num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, rope_theta=rope["rope_theta"],
-        rope_scaling={key: rope[key] for key in llama3(0)} if kind == "llama3" else None,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), initializer_range=raw.get("initializer_range", 0.02))
-
-
-def check_config(config, name):
-    """Sizes are whole numbers, all else numbers, above 0; or it is what it is if the file does not say."""
-    kinds, usual = ({f.name: getattr(f, what) for f in fields(config)} for what in ("type", "default"))
-    for key, value in {**asdict(config), **(config.rope_scaling or {})}.items():
-        types, most = ([int], MOST) if kinds.get(key) is int else ([int, float], float("inf"))
-        fits = type(value) in types and 0 < value < most and (key != "head_dim" or value % 2 == 0)
-        if key != "rope_scaling" and value != usual.get(key, key) and not fits:
-            refuse(f"--model {name}: {key} is {value!r}; sizes are whole, < {MOST:,}, head_dim even; all > 0")
-    return config
+def from_hugging_face(theirs):
+    expected = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
+    for key, value in dict(expected, quantization_config=None).items():
+        if getattr(theirs, key, value) != value:
+            raise ValueError(f"{key} is {getattr(theirs, key)!r}, only {value!r} is known here")
+    rope = theirs.rope_parameters
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise ValueError(f"rope scaling of type {rope['rope_type']!r}, only 'llama3' is known here")
+    scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
+    values = {field.name: getattr(theirs, field.name, None) for field in fields(ModelConfig)}
+    return ModelConfig(**{**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
 
 
 def to_hugging_face(config, dtype):
-    """With rope_parameters for transformers from 5 on, rope_theta and rope_scaling for the older ones."""
-    scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-            **asdict(config), "rope_scaling": scaling, "tie_word_embeddings": False,
-            "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-            "attention_bias": False, "mlp_bias": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+    from transformers import LlamaConfig
+    rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
+    values = {name: value for name, value in asdict(config).items() if not name.startswith("rope_")}
+    return LlamaConfig(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+                       tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 
 
 def check(args, config):
     """Refuses what cannot run, with the arithmetic and with values that would do."""
-    for name in ("seq_len", "global_batch_size", "micro_batch_size"):
-        if getattr(args, name) < 1:
-            refuse(f"--{name} {getattr(args, name)}: must be at least 1")
-    for name in ("steps", "warmup", "lr", "weight_decay", "grad_clip"):
-        if getattr(args, name) < 0:
-            refuse(f"--{name} {getattr(args, name)}: must not be negative")
     world = int(os.environ.get("WORLD_SIZE", 1))
     check_tensor_parallel(args, config)
     check_context_parallel(args, config)
-    if args.pp < 1:
-        refuse(f"--pp {args.pp}: must be at least 1")
-    args.dp = world // (args.tp * args.cp * args.pp) if args.dp is None else args.dp
     if args.pp * args.dp * args.cp * args.tp != world:
         refuse(f"pp({args.pp}) x dp({args.dp}) x cp({args.cp}) x tp({args.tp}) != world size ({world}); "
                f"pp x cp x tp could be {divisors(world)}, with --dp left out")
-    if args.bucket_mb <= 0:
-        refuse(f"--bucket_mb {args.bucket_mb}: must be positive")
-    if args.zero == 0 and args.zero_shard is not None:
-        refuse("--zero_shard needs --zero 1, 2 or 3")
-    ranks = args.dp * args.cp
-    args.zero_shard = ranks if args.zero_shard is None else args.zero_shard
-    if args.zero_shard < 1 or ranks % args.zero_shard:
-        refuse(f"{ranks} ranks with other data are not a multiple of zero_shard({args.zero_shard}); "
-               f"zero_shard could be {divisors(ranks)}")
+    if args.dp * args.cp % args.zero_shard:
+        refuse(f"dp({args.dp}) x cp({args.cp}) is not a multiple of zero_shard({args.zero_shard}); "
+               f"zero_shard could be {divisors(args.dp * args.cp)}")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
         refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
@@ -233,103 +184,80 @@ def check(args, config):
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    check_device(args)
     check_outputs(args)
-    if args.attention == "flash":
-        if args.device == "cpu" or args.dtype != torch.bfloat16:
-            refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
-        try:
-            import flash_attn  # noqa: F401
-        except ImportError:
-            refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
 
 
 def check_tensor_parallel(args, config):
     tp, kv_heads = args.tp, config.num_key_value_heads
-    if tp < 1:
-        refuse(f"--tp {tp}: must be at least 1")
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % tp:
             refuse(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); "
-                   f"tp could be {tp_that_would_do(config)}")
+                   f"tp could be {divisors(math.gcd(config.num_attention_heads, getattr(config, name)))}")
     if kv_heads % tp and tp % kv_heads:
         refuse(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; "
-               f"tp could be {tp_that_would_do(config)}")
+               f"tp could be {divisors(kv_heads)}")
     if args.sp == "on" and args.seq_len % tp:
         refuse(f"seq_len {args.seq_len} is not a multiple of tp({tp}); "
                f"it could be {multiples(tp, args.seq_len)}; or --sp off")
 
 
-def tp_that_would_do(c):
-    common = math.gcd(c.num_attention_heads, c.intermediate_size, c.vocab_size)
-    fits = [n for n in range(1, min(common, 10000) + 1)
-            if common % n == 0 and (c.num_key_value_heads % n == 0 or n % c.num_key_value_heads == 0)]
-    return ", ".join(map(str, fits))
-
-
 def check_context_parallel(args, config):
     cp, heads = args.cp, config.num_attention_heads // args.tp
-    if cp < 1:
-        refuse(f"--cp {cp}: must be at least 1")
-    if cp == 1:
-        args.cp_mode = "ring"                             # one part, in order; one token has no halves
-        return
     chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one
     unit = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
     if args.seq_len % unit:
         refuse(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode "
                f"{args.cp_mode} and tp({args.tp}) with --sp {args.sp} take; "
                f"it could be {multiples(unit, args.seq_len)}")
-    if args.cp_mode == "ulysses" and heads % cp:
-        refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a "
-               f"multiple of cp({cp}); with --cp_mode ulysses cp could be {divisors(heads)}")
-    if args.device == "cuda" and args.dtype != torch.bfloat16 and args.cp_mode != "ulysses":
-        refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16, as its flash kernels do; "
-               "--cp_mode ulysses takes any")
-    if args.device == "cuda" and config.head_dim % 8 and args.cp_mode != "ulysses":
-        refuse(f"head_dim {config.head_dim} is not a multiple of 8, as the flash kernels of --cp_mode "
-               f"{args.cp_mode} want; --cp_mode ulysses takes any")
+    if args.cp_mode == "ulysses":
+        if heads % cp:
+            refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a "
+                   f"multiple of cp({cp}); with --cp_mode ulysses cp could be {divisors(heads)}")
+    elif cp > 1 and args.attention == "flash":
+        refuse(f"--attention flash: --cp_mode {args.cp_mode} has kernels of its own; ulysses takes flash")
+    elif cp > 1 and args.device == "cuda" and (args.dtype != torch.bfloat16 or config.head_dim % 8):
+        refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16 and a head_dim ({config.head_dim}) "
+               "that is a multiple of 8, as its flash kernels do; --cp_mode ulysses takes any")
 
 
 def check_pipeline(args, config, micro_batches):
-    if args.pp == 1:
-        args.schedule, args.stages_per_rank = "1f1b", 1   # one micro-batch after another, as with no pipeline
-    usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
-    args.stages_per_rank = usual if args.stages_per_rank is None else args.stages_per_rank
-    interleaved = args.schedule == "interleaved"
-    if args.stages_per_rank < 2 if interleaved else args.stages_per_rank != usual:
-        refuse(f"--stages_per_rank {args.stages_per_rank}: --schedule {args.schedule} takes "
-               f"{'2 or more' if interleaved else usual}")
-    stages, layers = args.pp * args.stages_per_rank, config.num_hidden_layers
-    if layers < stages:
-        refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x "
-               f"stages_per_rank({args.stages_per_rank}) = {stages} stages; "
-               f"pp could be up to {layers // args.stages_per_rank}")
-    wanted = least(args.schedule, args.pp)
+    chosen, per_rank = args.schedule, args.stages_per_rank
+    fits = per_rank >= 2 if chosen == "interleaved" else per_rank == (2 if chosen == "dualpipe" else 1)
+    if not fits:
+        refuse(f"--stages_per_rank {per_rank}: interleaved takes 2 or more, dualpipe 2, all others 1")
+    layers = config.num_hidden_layers
+    if layers < args.pp * per_rank:
+        refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({per_rank}) = "
+               f"{args.pp * per_rank} stages; pp could be up to {layers // per_rank}")
+    wanted = least(chosen, args.pp)
     if micro_batches < wanted:
         refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
-               f"{args.micro_batch_size} = {micro_batches} micro-batches; "
-               f"--schedule {args.schedule} with pp({args.pp}) takes {wanted} or more: "
-               f"global_batch_size could be {wanted * args.dp * args.micro_batch_size}")
+               f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {chosen} with "
+               f"pp({args.pp}) takes {wanted} or more: global_batch_size could be "
+               f"{wanted * args.dp * args.micro_batch_size}")
+
+
+def check_device(args):
+    if args.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
+    if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
+        refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
+    if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
 
 
 def check_outputs(args):
-    """Better now than after the last step."""
+    """Refuses what cannot be written, before training."""
+    if args.profile and args.steps == 0:
+        refuse("--profile: with --steps 0 there is nothing to see")
+    beside = args.save and os.path.dirname(os.path.abspath(args.save))    # where it is written, then renamed
     try:
-        for folder in filter(None, (args.save, args.profile)):
+        for folder in filter(None, (args.save, beside, args.profile)):
             os.makedirs(folder, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()    # whether it can be written to
-        if args.log_file:
-            check_log(args.log_file)
-            open(args.log_file, "a").close()
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        refuse(f"--save, --profile or --log_file: cannot write there ({error})")
-
-
-def check_log(name):
-    """A log is begun anew, nothing else is overwritten."""
-    for line in open(name, errors="replace") if os.path.isfile(name) else ():
-        if not line.startswith('{"step": '):
-            refuse(f"--log_file {name}: is there and is no log of a run; take another name")
+        refuse(f"--save or --profile: cannot write there ({error})")
 
 
 def divisors(n):

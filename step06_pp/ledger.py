@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mesh import dimensions
+from messages import say
 
 formulas = []                             # every technique adds its own: (model, mesh, args) -> what it sends
 
@@ -59,26 +60,25 @@ def group_of(args):
 @contextlib.contextmanager
 def ledger(step, model, mesh, args):
     """Records the second training step, or the only one; rank 0 prints it."""
-    if not args.ledger or step != min(1, args.steps - 1):
+    if not args.ledger or step != min(args.first_step + 1, args.steps - 1):
         yield
         return
     # under a mode torch would give up compiling, for the rest of the run
     eager = torch.compiler.set_stance("force_eager") if args.compile else contextlib.nullcontext()
     with eager, Ledger(mesh) as seen:
         yield
-    if dist.get_rank() == 0:
-        expected = Counter()
-        for group, collective, size in formula(model, mesh, args):
-            expected[seen.name(group), collective] += size
-        print_table(seen, expected)
+    expected = Counter()
+    for group, collective, size in formula(model, mesh, args):
+        expected[seen.name(group), collective] += size
+    print_table(seen, expected)
 
 
 def print_table(seen, expected):
-    print(f"{'dimension':<10}{'collective':<16}{'calls':>7}"
-          f"{'payload bytes':>16}{'formula':>16}{'on the wire':>16}")
+    say(f"{'dimension':<10}{'collective':<16}{'calls':>7}"
+        f"{'payload bytes':>16}{'formula':>16}{'on the wire':>16}")
     for what in sorted(seen.calls.keys() | expected.keys()):
-        print(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}"
-              f"{seen.payload[what]:>16,}{expected[what]:>16,}{seen.wire[what]:>16,.0f}")
+        say(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}"
+            f"{seen.payload[what]:>16,}{expected[what]:>16,}{seen.wire[what]:>16,.0f}")
 
 
 def formula(model, mesh, args):

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from ledger import formulas
+from mesh import data_mesh
+from messages import say
 from moe import Experts, MoE
 from parts import Part
 from tensor_parallel import border_of, enter, leave
@@ -30,9 +31,9 @@ BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
 
 def expert_parallel(model, config, mesh, args):
     """Leaves this rank its experts, of a model on the meta device, and sends tokens to where experts are."""
-    sizes = (args.pp, args.dp * args.cp // args.ep, args.ep, args.tp)
-    expert_mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "expert_dp", "ep", "tp"))
-    group, copies = expert_mesh.get_group("ep"), expert_mesh.get_group("expert_dp")
+    sizes = (args.dp * args.cp // args.ep, args.ep)
+    ep_mesh = data_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
+    group, expert_mesh = ep_mesh.get_group("ep"), ep_mesh["expert_dp"]
     for layer in model.model.layers.values():
         if isinstance(layer.mlp, MoE):
             if args.tp > 1:
@@ -40,7 +41,7 @@ def expert_parallel(model, config, mesh, args):
             experts = layer.mlp.experts
             for linear in experts.children():
                 cut(linear, Part(group, 0, args.ep, group.rank()))
-                linear.weight.placement.copies = copies
+                linear.weight.placement.expert_mesh = expert_mesh
             if args.ep > 1:
                 layer.mlp.experts = ExpertParallel(experts, group)
 
@@ -50,7 +51,7 @@ def cut(linear, part):
     linear.weight = nn.Parameter(whole.chunk(part.parts, part.dim)[0])
     linear.weight.placement = whole.placement
     linear.weight.placement.parts.append(part)
-    linear.weight.placement.replicas //= part.parts
+    linear.weight.placement.times_counted //= part.parts
 
 
 def moe_layers(model):
@@ -119,7 +120,10 @@ class Balance:
 
     def __init__(self, model, config, mesh, args):
         self.args, self.config, self.layers = args, config, moe_layers(model)
-        self.tokens, self.cp = mesh.get_group("dp_cp"), mesh.get_group("cp")
+        self.data, self.cp = data_mesh(mesh).get_group(), mesh.get_group("cp")
+        if self.layers and args.save and args.balance == "bias":
+            say("--balance bias with --save: a Mixtral's checkpoint has no place for the biases; without "
+                "them some tokens get other experts; --balance aux or none train a plain Mixtral")
         size = len(self.layers), config.num_local_experts
         self.counts = torch.zeros(size, dtype=torch.int64, device=args.device)
         self.bias = torch.zeros(size, dtype=torch.float32, device=args.device)
@@ -147,15 +151,15 @@ class Balance:
     def update(self):
         """After every step. Returns the largest over the mean tokens of an expert, the mean of all layers."""
         if not self.layers:
-            return None
-        dist.all_reduce(self.counts, group=self.tokens)
+            return {}
+        dist.all_reduce(self.counts, group=self.data)
         mean = self.counts.double().mean(1, keepdim=True)
         if self.args.balance == "bias":
             self.bias += BIAS_STEP * (mean - self.counts).sign()
         largest = (self.counts.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers
         self.counts.zero_()
         dist.all_reduce(largest)                          # over pp; the others have the same
-        return largest / (dist.get_world_size() / self.args.pp)
+        return {"balance": largest / (dist.get_world_size() / self.args.pp)}
 
 
 def formula(model, mesh, args):
@@ -170,7 +174,7 @@ def formula(model, mesh, args):
     forwards = 1 if args.recompute == "none" else 2
     counts = len(layers) * config.num_local_experts * torch.int64.itemsize
     number = torch.float64.itemsize
-    sent = [(mesh.get_group("dp_cp"), "all_reduce", counts), (dist.group.WORLD, "all_reduce", number)]
+    sent = [(data_mesh(mesh).get_group(), "all_reduce", counts), (dist.group.WORLD, "all_reduce", number)]
     if args.ep > 1:
         group = layers[0].experts.group
         rows = len(layers) * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize

@@ -4,10 +4,14 @@ A router, a small linear, makes a logit of each expert for a token. The top_k la
 softmax says with what share each counts: y = sum of share x expert(x). An expert is a SwiGLU as the MLP is.
 """
 import dataclasses
+import functools
+import itertools
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from mesh import data_mesh
 
 
 class MoE(nn.Module):
@@ -63,16 +67,73 @@ def kernel_takes(weight):                                                       
 
 def grouped_product(x, weight, counts):                            # [rows, in], [experts, out, in], [experts]
     if kernel_takes(weight):
+        if weight.requires_grad:                          # where there are no rows the kernel may write none
+            weight = weight.view_as(weight)
+            weight.register_hook(lambda grad: zero_where_empty(grad, counts))
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])
+
+
+def zero_where_empty(grad, counts):
+    return grad.masked_fill((counts == 0).view(-1, 1, 1), 0)
 
 
 def grouped_gradient(grad, x, weight, counts):
     """Of the weight, for where autograd does not make it (step 6's W)."""
     if kernel_takes(weight):
-        return F.grouped_mm(grad.T, x, offs=counts.cumsum(0, dtype=torch.int32))
+        product = F.grouped_mm(grad.T, x, offs=counts.cumsum(0, dtype=torch.int32))
+        return zero_where_empty(product, counts)
     rows = zip(grad.split(counts.tolist()), x.split(counts.tolist()))
     return torch.stack([grad.T @ x for grad, x in rows])
+
+
+# --------------------------------------------------------------------------- where other files meet experts
+def mesh_of(param, mesh):
+    """The ranks that have the same parameter and other tokens: of an expert they are fewer."""
+    return param.placement.expert_mesh or data_mesh(mesh)
+
+
+def by_mesh(params, mesh):
+    """[(those ranks, the parameters that they share)]"""
+    found = {}
+    for param in params:
+        found.setdefault(mesh_of(param, mesh), []).append(param)
+    return list(found.items())
+
+
+class Block:
+    """ZeRO's units of the same modules, gathered and released together: a layer's experts and the rest."""
+
+    def __init__(self, units):
+        self.units, self.modules, self.keep = units, units[0].modules, units[0].keep
+
+    def gather_if_released(self):
+        for unit in self.units:
+            unit.gather_if_released()
+
+    def wait(self):
+        for unit in self.units:
+            unit.wait()
+
+    def release(self):
+        for unit in self.units:
+            unit.release()
+
+
+def blocks_of(units):
+    return [Block(list(block)) for _, block in itertools.groupby(units, key=lambda unit: unit.modules)]
+
+
+def split_grouped(linear, queue, queue_weight_gradient):
+    """What pipeline_parallel.split is to a linear: the weights' gradients, all experts', are left to W."""
+    def product(x, counts):
+        grads = {}
+        gradient = lambda grad, x: grouped_gradient(grad, x, linear.weight, counts)
+        x = queue_weight_gradient.apply(x, grads, None, gradient, queue)
+        y = grouped_product(x, linear.weight.detach(), counts)
+        y.register_hook(functools.partial(grads.__setitem__, linear))
+        return y
+    return torch.compiler.disable(product)
 
 
 # ------------------------------------------------------------------------------------------- in a checkpoint

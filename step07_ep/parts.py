@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import zero
+from zero import gathered
 
 
 class Part(NamedTuple):
@@ -31,9 +31,9 @@ def whole_shape(param):
     return shape
 
 
-def whole(param):
+def uncut(param):
     """A parameter's value, for saving: the opposite of my_part."""
-    value = zero.whole(param)
+    value = gathered(param)
     for part in param.placement.parts:
         of_ranks = [torch.empty_like(value) for _ in range(part.over.size())]
         dist.all_gather(of_ranks, value.contiguous(), group=part.over)

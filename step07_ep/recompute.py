@@ -9,11 +9,11 @@ def keep_products(hidden, ctx, op, *args, **kwargs):
     """selective: what matrix products and attention made is kept; norms, rotary and SwiGLU are cheap to
     repeat.
 
-    And so is a product that sums over few columns: for as much memory it saves less work.
+    A product with a short inner dimension is recomputed too: it saves little work for its memory.
     """
     product = op.name().removesuffix(".default").endswith("mm") and args[0].shape[-1] >= hidden
-    dear = product or "attention" in op.name() or "flash_attn" in op.name()
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+    expensive = product or "attention" in op.name() or "flash_attn" in op.name()
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # nothing in a layer is random, so no random state is kept for it
@@ -29,13 +29,13 @@ def recompute(layer, mode):
         layer.forward = functools.partial(run_again, layer.forward, context_fn=contexts)
 
 
-def recompute_and_compile(model, args, in_pieces):
+def recompute_and_compile(model, args, breaks_at_collectives):
     for layer in model.model.layers.values():
-        if in_pieces:                                     # compiled is what lies between two collectives
+        if breaks_at_collectives:                         # compiled is what lies between two of them
             layer.self_attn.core = torch.compiler.disable(layer.self_attn.core)    # for selective to see
             layer.forward = torch.compile(layer.forward) if args.compile else layer.forward
         recompute(layer, args.recompute)
-        if args.compile and not in_pieces:                # the layer as a whole, what it does again included
+        if args.compile and not breaks_at_collectives:    # the layer as a whole, what it does again included
             layer.forward = torch.compile(layer.forward)
     if args.compile and model.lm_head:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)

@@ -185,7 +185,7 @@ def tensor_parallel(model, config, mesh, args):
             placement = module.weight.placement
             part = rank * parts // args.tp                # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
             placement.parts.append(Part(group, dim, parts, part))
-            placement.replicas //= parts
+            placement.times_counted //= parts
             if kind in ("k_proj", "v_proj"):
                 placement.sum_over = kv_group             # each rank's queries add to the gradient
             with torch.device("meta"):

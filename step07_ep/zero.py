@@ -1,5 +1,4 @@
-"""ZeRO: of N data-parallel ranks each keeps one Nth of what it need not have whole, and the bucket of step 2
-is cut.
+"""ZeRO: what data-parallel ranks hold alike is sharded over them. Its stage 3 is FSDP.
 
     stage 1   optimizer states   gradients are reduce-scattered instead of all-reduced, a rank updates its
                                  slice of the weights, and the slices all-gathered: an all-reduce in halves
@@ -7,50 +6,48 @@ is cut.
     stage 3   + weights          all-gathered just before use, dropped after, in forward and again in backward
 
 A unit is what travels together: a transformer block, the embedding, or the last norm with the head. Its
-parameters lie side by side in one flat tensor, padded so that N divides it; rank r of N owns elements r/N to
+parameters lie side by side in one flat tensor, padded so that N ranks divide it; rank r owns elements r/N to
 (r+1)/N, its slice.
 """
-import itertools
 import math
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from data_parallel import data_parallel
 from ledger import formulas
+from moe import blocks_of, by_mesh
 from optimizer import accumulate_gradients
-from placement import by_copies
 
 
 class Unit:
     """Stage 1: every rank has all weights and gradients, a flat tensor each; its optimizer gets a slice."""
 
-    def __init__(self, modules, metas, shard, replicate, args):
-        self.modules, self.params, self.count = modules, [], len(metas)
-        self.shard, self.replicate = shard, replicate     # groups: who has the other slices, who has the same
-        self.backwards = args.global_batch_size // (args.micro_batch_size * args.dp)    # until it is reduced
+    def __init__(self, modules, params, mesh, args):
+        self.modules, self.params, self.expected = modules, [], len(params)
+        self.replicate, self.shard = mesh.get_all_groups()           # who has the same slice, who the others
+        self.backwards_per_reduce = args.global_batch_size // (args.micro_batch_size * args.dp)
         self.arrived, self.gathering = 0, None
         self.keep = args.pp > 1      # ZeRO stage 3's weights: from a pipeline's first micro-batch to its last
-        for meta in metas:
-            meta.unit = self
+        for param in params:
+            param.unit = self
 
     def add(self, param):
         """Takes the parameters as they are made, cuts them when it has all: no rank ever has all units."""
         param.unit = self
         self.params.append(param)
-        if len(self.params) == self.count:
+        if len(self.params) == self.expected:
             self.cut()
 
     def cut(self):
         ranks, rank = self.shard.size(), self.shard.rank()
         flat = torch.cat([param.detach().flatten() for param in self.params])
         size = -(-len(flat) // ranks)                                              # of a slice
-        self.mine = slice(rank * size, (rank + 1) * size)
+        self.my_slice = slice(rank * size, (rank + 1) * size)
         self.weights = nn.functional.pad(flat, (0, ranks * size - len(flat)))      # [ranks * size]
-        self.weight_slice = self.weights[self.mine]
+        self.weight_slice = self.weights[self.my_slice]
         for param, view in self.views(self.weights).items():
             param.data = view
         self.make_gradients()
@@ -59,7 +56,7 @@ class Unit:
         wide = torch.promote_types(self.weights.dtype, torch.float32)
         self.grads = torch.zeros_like(self.weights, dtype=wide)
         self.grad_views = self.views(self.grads)
-        self.grad_slice = self.grads[self.mine]
+        self.grad_slice = self.grads[self.my_slice]
 
     def views(self, flat):
         """{parameter: its part of a flat tensor, in its shape}"""
@@ -71,14 +68,15 @@ class Unit:
         """My slice as parameters for the optimizer, cut at the borders of the real ones."""
         pieces, start = [], 0
         for param in self.params:
-            first, last = max(start, self.mine.start), min(start + param.numel(), self.mine.stop)
+            first = max(start, self.my_slice.start)
+            last = min(start + param.numel(), self.my_slice.stop)
             start += param.numel()
             if first < last:
-                here = slice(first - self.mine.start, last - self.mine.start)
+                here = slice(first - self.my_slice.start, last - self.my_slice.start)
                 piece = nn.Parameter(self.weight_slice[here], requires_grad=False)
                 piece.main_grad = self.grad_slice[here]
-                replicas = param.placement.replicas // self.shard.size()
-                piece.placement = replace(param.placement, replicas=replicas)
+                times_counted = param.placement.times_counted // self.shard.size()
+                piece.placement = replace(param.placement, times_counted=times_counted)
                 pieces.append(piece)
         return pieces
 
@@ -89,8 +87,9 @@ class Unit:
         return dist.reduce_scatter_tensor(self.grad_slice, self.grads, group=self.shard, async_op=True), None
 
     def finish_reduce(self, _):
-        self.grads[:self.mine.start].zero_()              # only the slice is a sum now: the rest starts anew
-        self.grads[self.mine.stop:].zero_()
+        """Only the slice is a sum now. The optimizer zeroes that; the rest is zeroed here."""
+        self.grads[:self.my_slice.start].zero_()
+        self.grads[self.my_slice.stop:].zero_()
 
     def gather(self):
         slices = self.weight_slice
@@ -105,21 +104,19 @@ class Unit:
 class Zero:
     """What train.py calls. Without ZeRO it is step 2, and there are no units."""
 
-    def __init__(self, model, args):
-        self.stage, self.units, self.all_reduces, self.under_way = args.zero, [], [], []
+    def __init__(self, model, mesh, args):
+        self.stage, self.units, self.under_way, self.all_reduces = args.zero, units_of(model), [], []
         self.params = list(model.parameters())            # what the optimizer is to update
         if args.zero == 0:
             accumulate_gradients(self.params)
-            groups = by_copies(self.params).items()
-            self.all_reduces = [data_parallel(params, group, args) for group, params in groups]
+            self.all_reduces = [data_parallel(params, ranks.get_group(), args)
+                                for ranks, params in by_mesh(self.params, mesh)]
             return
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.collect)
-        blocks = blocks_of(model)
-        self.units = sum(blocks, [])
         self.params = [piece for unit in self.units for piece in unit.pieces()]
         if args.zero == 3:
-            gather_when_needed(blocks)
+            gather_when_needed(blocks_of(self.units))
         else:
             for unit in self.units:                  # what the last step gathered comes while others compute
                 unit.modules[0].register_forward_pre_hook(lambda module, inputs, unit=unit: unit.wait())
@@ -130,7 +127,7 @@ class Zero:
         unit.add_gradient(param)
         param.grad = None
         unit.arrived += 1
-        if unit.arrived == len(unit.params) * unit.backwards:
+        if unit.arrived == len(unit.params) * unit.backwards_per_reduce:
             unit.arrived = 0
             self.under_way.append((unit, *unit.start_reduce()))
             if len(self.under_way) > 1:                # of the buffers in stages 2 and 3, two exist at a time
@@ -168,7 +165,7 @@ class Unit2(Unit):
     """Gradients are whole only while a micro-batch's backward makes them; what is added up is the slice."""
 
     def make_gradients(self):
-        self.grads, self.backwards = None, 1
+        self.grads, self.backwards_per_reduce = None, 1
         wide = torch.promote_types(self.weights.dtype, torch.float32)
         self.grad_slice = torch.zeros_like(self.weight_slice, dtype=wide)
 
@@ -207,70 +204,63 @@ class Unit3(Unit2):
             self.gather()
 
     def start_reduce(self):
-        if self.keep:
-            return super().start_reduce()
-        self.release()                                    # the unit's backward is over
+        if not self.keep:
+            self.release()                                # the unit's backward is over
         return super().start_reduce()
 
 
-def gather_when_needed(blocks):
-    """Before a block computes, its weights are waited for, and those of the next one are asked for."""
-    def need(block, following):
-        for unit in block:
-            unit.gather_if_released()
-        for unit in block:
-            unit.wait()
-        for unit in following:
-            unit.gather_if_released()
+def gather_when_needed(units):
+    """Before a unit computes, its weights are waited for, and those of the next one are asked for."""
+    def need(i, following):
+        units[i].gather_if_released()
+        units[i].wait()
+        if 0 < following < len(units):                  # unit 0, the embedding, needs no weights in backward
+            units[following].gather_if_released()
 
     def before_forward(i):
-        need(blocks[i], sum(blocks[i + 1:i + 2], []))
+        need(i, i + 1)
 
-    def before_backward(i):                             # block 0, the embedding, needs no weights in backward
-        need(blocks[i], sum(blocks[max(1, i - 1):i], []))
+    def before_backward(i):
+        need(i, i - 1)
 
     def after_forward(i, output):
-        if blocks[i][0].keep:
+        """The output's hook runs when its gradient is there, the last moment before the unit's backward."""
+        if units[i].keep:
             return
         if i > 0:
             output.register_hook(lambda grad: before_backward(i))
-        for unit in blocks[i]:
-            if i < len(blocks) - 2:              # the last block and the head stay: backward begins with them
-                unit.release()
+        if i < len(units) - 2:                   # the last block and the head stay: backward begins with them
+            units[i].release()
 
-    for i, block in enumerate(blocks):
-        modules = block[0].modules
-        modules[0].register_forward_pre_hook(lambda module, inputs, i=i: before_forward(i))
-        modules[-1].register_forward_hook(lambda module, inputs, output, i=i: after_forward(i, output))
+    for i, unit in enumerate(units):
+        unit.modules[0].register_forward_pre_hook(lambda module, inputs, i=i: before_forward(i))
+        unit.modules[-1].register_forward_hook(lambda module, inputs, output, i=i: after_forward(i, output))
 
 
 # ------------------------------------------------------------------------------------- which ranks share what
-def zero_units(model, args):
+def make_units(model, mesh, args):
     """Notes on every parameter, which is still on the meta device, the unit that it will belong to."""
     if args.zero == 0:
         return
-    sizes = (args.pp, args.dp * args.cp // args.zero_shard, args.zero_shard, args.tp)
-    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    groups, decoder = (mesh.get_group("shard"), mesh.get_group("replicate")), model.model
-    slices = args.zero_shard // math.gcd(args.zero_shard, args.ep)         # ep neighbours have other experts
-    sizes = (args.pp, args.dp * args.cp // args.ep // slices, slices, args.ep, args.tp)
-    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "ep_copies", "ep_shard", "ep", "tp"))
-    of_experts = mesh.get_group("ep_shard"), mesh.get_group("ep_copies")
+    decoder, shards = model.model, {}
+    for ranks, params in by_mesh(model.parameters(), mesh):
+        ep = args.ep if params[0].placement.expert_mesh else 1                     # neighbours have others
+        slices = args.zero_shard // math.gcd(args.zero_shard, ep)
+        names = ("ep_copies", "ep_shard") if ep > 1 else ("replicate", "shard")
+        shards[ranks] = ranks._unflatten(0, (ranks.size() // slices, slices), names)
     layers = ([layer] for layer in decoder.layers.values())
     for modules in ([decoder.embed_tokens], *layers, [decoder.norm, model.lm_head]):
         params = [param for module in modules if module for param in module.parameters()]
-        for copies, params in by_copies(params).items():  # experts have fewer, and are a unit of their own
-            groups_here = groups if copies.size() == args.dp * args.cp else of_experts
-            {1: Unit, 2: Unit2, 3: Unit3}[args.zero](modules, params, *groups_here, args)
+        for ranks, params in by_mesh(params, mesh):       # a layer's experts are a unit of their own
+            {1: Unit, 2: Unit2, 3: Unit3}[args.zero](modules, params, shards[ranks], args)
 
 
-def blocks_of(model):
-    """The units, in the order of forward; those that have the same modules are in one list."""
-    units = dict.fromkeys(param.unit for param in model.parameters())
-    return [list(block) for _, block in itertools.groupby(units, key=lambda unit: unit.modules)]
+def units_of(model):
+    """In the order of forward."""
+    return list(dict.fromkeys(param.unit for param in model.parameters() if hasattr(param, "unit")))
 
 
-def whole(param):
+def gathered(param):
     """A parameter's value, for saving."""
     unit = getattr(param, "unit", None)
     if not isinstance(unit, Unit3):
@@ -287,16 +277,15 @@ def formula(model, mesh, args):
     wide = torch.promote_types(args.dtype, torch.float32)
     sent = [(dist.group.WORLD, "all_reduce", wide.itemsize)]                       # the norm
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    blocks = blocks_of(model) if args.zero else []
-    for i, block in enumerate(blocks):
+    blocks = blocks_of(units_of(model))
+    for i, unit in [(i, unit) for i, block in enumerate(blocks) for unit in block.units]:
         again = 0 < i < len(blocks) - 2                   # in backward, of ZeRO stage 3
         gathers = micro_batches * (1 + again) if args.zero == 3 and args.pp == 1 else 1
         reduces = micro_batches if args.zero >= 2 else 1
-        for unit in block:
-            sent.append((unit.shard, "all_gather", gathers * unit.weights.nbytes))
-            sent.append((unit.shard, "reduce_scatter", reduces * unit.grad_slice.nbytes * unit.shard.size()))
-            if unit.replicate.size() > 1:
-                sent.append((unit.replicate, "all_reduce", unit.grad_slice.nbytes))
+        sent.append((unit.shard, "all_gather", gathers * unit.weights.nbytes))
+        sent.append((unit.shard, "reduce_scatter", reduces * unit.grad_slice.nbytes * unit.shard.size()))
+        if unit.replicate.size() > 1:
+            sent.append((unit.replicate, "all_reduce", unit.grad_slice.nbytes))
     return sent
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ledger import formulas
+from moe import mesh_of
 
 
 def data_parallel(params, group, args):
@@ -106,7 +107,7 @@ def bucketed(params, group, micro_batches, bucket_bytes):
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes): every main_grad once."""
     params = [] if args.zero else model.parameters()
-    return [(param.placement.copies, "all_reduce", param.main_grad.nbytes) for param in params]
+    return [(mesh_of(param, mesh).get_group(), "all_reduce", param.main_grad.nbytes) for param in params]
 
 
 formulas.append(formula)

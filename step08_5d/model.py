@@ -16,7 +16,7 @@ from torch import nn
 from loss import LMHead
 from moe import MoE
 
-# a product in bfloat16 is added up in float32 to its end, also where several parts of a GPU make it together
+# split-K matrix products in bfloat16 sum in float32
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
