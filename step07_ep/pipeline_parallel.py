@@ -8,8 +8,6 @@ hidden], forward, and their gradient, of the same size, backward. What is done w
 import copy
 import functools
 import math
-import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -59,20 +57,23 @@ class Pipeline:
     """Runs the lists of any schedule."""
 
     def __init__(self, model, config, mesh, args):
-        self.model, self.args, self.group = model, args, mesh.get_group("pp")
+        self.model = model
+        self.args = args
+        self.group = mesh.get_group("pp")
         self.last = args.pp * args.stages_per_rank - 1
-        first, layers = first_layers(config, self.last + 1), model.model.layers
+        first = first_layers(config, self.last + 1)
+        layers = model.model.layers
         self.stages = {}
         for stage in my_stages(mesh, args):
             names = [str(layer) for layer in range(first[stage], first[stage + 1])]
             self.stages[stage] = self.part(stage, {name: layers[name] for name in names})
-        count = args.global_batch_size // (args.micro_batch_size * args.dp)
-        schedule = schedules.make(args.schedule, args.pp, count, args.stages_per_rank)
-        self.program = schedules.programs(schedule)[self.group.rank()]
+        micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
+        schedule = schedules.make(args.schedule, args.pp, micro_batches, args.stages_per_rank)
+        self.program = schedules.program(schedule, self.group.rank())
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of what travels
-        self.queue, self.events = [], []                 # what the I under way leaves to its W; what ran when
-        if any(action.kind in "IW" for actions in schedule for action in actions):
+        self.queue = []                                   # what the I under way leaves to its W
+        if any(action.kind == "W" for actions in schedule for action in actions):
             split_backward(layers.values(), self.queue)
 
     def part(self, stage, layers):
@@ -80,53 +81,50 @@ class Pipeline:
         decoder = copy.copy(self.model.model)             # with modules of its own, which are the same
         embedding = decoder.embed_tokens if stage == 0 else None
         norm = decoder.norm if stage == self.last else None
-        parts_of_it = dict(embed_tokens=embedding, norm=norm, layers=nn.ModuleDict(layers))
-        decoder._modules = {**decoder._modules, **parts_of_it}
+        decoder._modules = dict(embed_tokens=embedding, layers=nn.ModuleDict(layers), norm=norm)
         return decoder
 
     def run(self, micro_batches):
         """Adds the gradient of the mean loss to every main_grad; returns this rank's share of that loss."""
+        self.micro_batches = micro_batches
         wide = torch.promote_types(self.args.dtype, torch.float32)
-        self.micro_batches, self.loss = micro_batches, torch.zeros((), dtype=wide, device=self.args.device)
-        self.kept, self.delayed, self.ready, self.coming, self.going = {}, {}, {}, {}, []
-        self.events = []
-        for step, what, peer in self.program:
-            if step == "send":
+        self.loss = torch.zeros((), dtype=wide, device=self.args.device)
+        self.kept = {}                                    # from F to I: input and output
+        self.deferred = {}                                # from I to W: what W computes
+        self.ready = {}                                   # of messages: made here
+        self.receiving = {}
+        self.sending = []                                 # with their tensors, which must live as long
+        for kind, what, peer in self.program:
+            if kind == "send":
                 tensor = self.ready.pop(what)
-                self.going = [(work, tensor) for work, tensor in self.going if not work.is_completed()]
-                self.going.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
-            elif step == "receive":
+                self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
+                self.sending.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+            elif kind == "receive":
                 buffer = torch.empty(self.shape, dtype=self.args.dtype, device=self.args.device)
-                self.coming[what] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
+                self.receiving[what] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
             else:
                 self.compute(what)
-        for work, _ in self.going:
+        for work, _ in self.sending:
             work.wait()
-        self.going.clear()
+        self.sending.clear()
         return self.loss / self.args.tp                   # all ranks of tp have the same
 
-    def compute(self, action):
-        wanted, given = schedules.needs(action, self.last), schedules.gives(action, self.last)
-        came = self.take(wanted) if wanted else None
-        start = self.now()
-        run = {"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient, "B": self.backward}
-        out = run[action.kind](action.stage, action.micro_batch, came)
-        if given:
-            self.ready[given] = out
-        self.events.append(schedules.Event(self.group.rank(), action, start, self.now()))
-
-    def now(self):
-        """Where it is to be drawn, when the GPU has come so far, and not only Python."""
-        if self.args.profile and self.args.device == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return time.perf_counter()
-
-    def take(self, message):
+    def wait_for(self, message):
         if message in self.ready:                         # from this rank's other stage
             return self.ready.pop(message)
-        work, tensor = self.coming.pop(message)
+        work, tensor = self.receiving.pop(message)
         work.wait()
         return tensor
+
+    def compute(self, action):
+        received = schedules.receives(action, self.last)
+        sent = schedules.sends(action, self.last)
+        came = self.wait_for(received) if received else None
+        run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
+        with torch.profiler.record_function(f"{action} of stage {action.stage}"):  # for --profile's trace
+            out = run[action.kind](action.stage, action.micro_batch, came)
+        if sent:
+            self.ready[sent] = out
 
     def forward(self, stage, i, x):
         inputs, positions, _ = self.micro_batches[i]
@@ -135,35 +133,35 @@ class Pipeline:
         self.kept[stage, i] = x, y
         return y.detach()
 
+    def head_and_loss(self, i, y):
+        """Of the last stage, at the beginning of its I or B and not in its F: the head computes its gradients
+        with the loss (loss.py), and they would be kept for every micro-batch in flight."""
+        _, _, targets = self.micro_batches[i]
+        loss = self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)
+        self.loss += loss.detach()
+        return loss
+
     def input_gradient(self, stage, i, grad):
         x, y = self.kept.pop((stage, i))
-        if stage == self.last:                   # the head only here: it computes its gradients with the loss
-            _, _, targets = self.micro_batches[i]
-            y = self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)
-            self.loss += y.detach()
+        if stage == self.last:
+            y = self.head_and_loss(i, y)
         torch.autograd.backward(y, grad)
-        self.delayed[stage, i] = self.queue[:]
+        self.deferred[stage, i] = self.queue[:]
         self.queue.clear()
         return x.grad
 
     @torch.no_grad()
     def weight_gradient(self, stage, i, _):
-        queue = self.delayed.pop((stage, i))
+        queue = self.deferred.pop((stage, i))
         while queue:
-            queue.pop(0).work_off()                       # and is freed
+            queue.pop(0)()                                # and what it took is freed
 
     def backward(self, stage, i, grad):
+        """B is I and then W. Where a schedule has no W by itself nothing was split: autograd computes all
+        gradients in the first line, and the second finds an empty queue."""
         grad = self.input_gradient(stage, i, grad)
         self.weight_gradient(stage, i, None)
         return grad
-
-    def draw(self):
-        """--profile: the last step as it was on the ranks of rank 0's pipeline (of one machine's clock)."""
-        every = [None] * self.args.pp
-        dist.all_gather_object(every, self.events, group=self.group)
-        if dist.get_rank() == 0 and self.events:
-            path = os.path.join(self.args.profile, "pipeline.png")
-            schedules.draw(sum(every, []), path, f"{self.args.schedule}, as it ran")
 
 
 # -------------------------------------------------------------------------------------- backward in two parts
@@ -171,47 +169,42 @@ def linear_gradient(grad, x):
     return grad.flatten(0, -2).T @ x.flatten(0, -2)       # [outputs, inputs]
 
 
-class Waiting:
-    """What W takes for linears with the same input: that input, and the gradient of each one's output."""
-
-    def __init__(self, border=None, gradient=linear_gradient):
-        self.border, self.gradient, self.x, self.grads = border, gradient, None, {}
-
-    def work_off(self):
-        x = self.x
-        if self.border:                              # of a region of tp: gathered again, as EnterLinears does
-            gather, _, group = self.border
-            x = gather(x, group)()
-        for linear, grad in self.grads.items():
-            linear.weight.backward(self.gradient(grad, x))        # of a leaf: accumulates, and its hooks fire
+def deferred_weight_gradients(x, grads, border, gradient):
+    """W of linears with the same input, from the gradients of their outputs: {linear: gradient}."""
+    if border:                                       # of a region of tp: gathered again, as EnterLinears does
+        gather, _, group = border
+        x = gather(x, group)()
+    for linear, grad in grads.items():
+        linear.weight.backward(gradient(grad, x))                 # of a leaf: accumulates, and its hooks fire
 
 
-class Input(torch.autograd.Function):
-    """The identity, before the linears. Its backward comes after theirs: then the queue gets what W takes."""
+class QueueWeightGradient(torch.autograd.Function):
+    """The identity, before the linears. Its backward comes after theirs: then all that W takes is there, x
+    included, which autograd kept or recomputed."""
 
     @staticmethod
-    def forward(ctx, x, waiting, queue):
+    def forward(ctx, x, grads, border, gradient, queue):
         ctx.save_for_backward(x)
-        ctx.waiting, ctx.queue = waiting, queue
+        ctx.how = grads, border, gradient
+        ctx.queue = queue
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.waiting.x, = ctx.saved_tensors
-        ctx.queue.append(ctx.waiting)
-        return grad, None, None
+        ctx.queue.append(functools.partial(deferred_weight_gradients, *ctx.saved_tensors, *ctx.how))
+        return grad, None, None, None, None
 
 
 def split(linears, queue, border=None):
     """The linears' products; autograd knows nothing of the weights, whose gradients are left to W."""
     def products(x):
-        waiting = Waiting(border)
-        x = Input.apply(x, waiting, queue)
+        grads = {}
+        x = QueueWeightGradient.apply(x, grads, border, linear_gradient, queue)
         if border:
             x = tensor_parallel.enter(x, border)
         outputs = [F.linear(x, linear.weight.detach()) for linear in linears]
         for linear, y in zip(linears, outputs):
-            y.register_hook(functools.partial(waiting.grads.__setitem__, linear))
+            y.register_hook(functools.partial(grads.__setitem__, linear))
         return outputs
     return torch.compiler.disable(products)       # what a compiled backward takes cannot be seen from outside
 
@@ -219,16 +212,18 @@ def split(linears, queue, border=None):
 def split_grouped(linear, queue):
     """The same for a linear of experts, each of which has its part of the rows."""
     def product(x, counts):
-        waiting = Waiting(gradient=lambda grad, x: grouped_gradient(grad, x, linear.weight, counts))
-        y = grouped_product(Input.apply(x, waiting, queue), linear.weight.detach(), counts)
-        y.register_hook(functools.partial(waiting.grads.__setitem__, linear))
+        grads = {}
+        gradient = lambda grad, x: grouped_gradient(grad, x, linear.weight, counts)
+        x = QueueWeightGradient.apply(x, grads, None, gradient, queue)
+        y = grouped_product(x, linear.weight.detach(), counts)
+        y.register_hook(functools.partial(grads.__setitem__, linear))
         return y
     return torch.compiler.disable(product)
 
 
 def split_last(linear, queue):
     products = split([linear], queue)
-    if isinstance(linear, tensor_parallel.RowParallelLinear):
+    if hasattr(linear, "border"):                         # of tp: the products are partial sums
         linear.forward = lambda x: tensor_parallel.leave(products(x)[0], linear.border)
     else:
         linear.forward = lambda x: products(x)[0]
@@ -249,7 +244,7 @@ def split_backward(layers, queue):
 
 
 # ----------------------------------------------------------------------------------- the seams to other files
-def whole(model, name, shape, mesh, args):
+def from_its_stage(model, name, shape, mesh, args):
     """A parameter's value, for saving: its stage has it, and adds it to the zeros of the others."""
     param = dict(model.named_parameters()).get(name)
     if param is None:
@@ -260,11 +255,15 @@ def whole(model, name, shape, mesh, args):
     return value
 
 
+whole = from_its_stage                                    # as checkpoint.py still calls it
+
+
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes)."""
-    mine, stages = my_stages(mesh, args), args.pp * args.stages_per_rank
+    mine = my_stages(mesh, args)
+    stages = range(args.pp * args.stages_per_rank)
     neighbours = [neighbour for stage in mine for neighbour in (stage - 1, stage + 1)]
-    borders = sum(0 <= neighbour < stages and neighbour not in mine for neighbour in neighbours)
+    borders = sum(neighbour in stages and neighbour not in mine for neighbour in neighbours)
     if not borders:
         return []
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp
