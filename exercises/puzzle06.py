@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from schedule import text
 FILE = ROOT / "exercise/puzzle06.txt"
 RANKS, M = 3, 4
 ONE_F_ONE_B = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3\n"
@@ -30,8 +32,8 @@ def ours():
     return module
 
 
-def read(text, schedules):
-    lines = [line.split() for line in text.splitlines() if line.strip()]
+def read(lists, schedules):
+    lines = [line.split() for line in lists.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         for word in line:
             if word[0] not in "FBIW" or not word[1:].isdigit() or int(word[1:]) >= M:
@@ -45,12 +47,12 @@ def read(text, schedules):
     return [[schedules.Action(word[0], rank, int(word[1:])) for word in line] for rank, line in enumerate(lines)]
 
 
-def judge(text):
+def judge(lists):
     """The timeline, how long each rank idles, and how many micro-batches each keeps."""
     schedules = ours()
-    lists = read(text, schedules)
+    lists = read(lists, schedules)
     events = schedules.simulate(lists)
-    return schedules.text(events), schedules.bubble(events)[0], [schedules.in_flight(actions) for actions in lists]
+    return text(events), schedules.bubble(events)[0], [schedules.in_flight(actions) for actions in lists]
 
 
 def least_idle(kept):

@@ -1,9 +1,11 @@
 """Step 6: every schedule trains as one process does; the lists are complete, meet on the network, and cost what is said."""
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
+from unittest.mock import patch
 
 import cases
 import layouts
@@ -14,7 +16,8 @@ from harness import assert_same_run
 from jobs import assert_refused, compiled_job, ledger_rows
 from layouts import Layout
 from observe import check
-from steps import run, step_dir
+from rendezvous import rendezvous
+from steps import ROOT, run, step_dir
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 SCHEDULES = ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]
@@ -106,6 +109,10 @@ def schedules():
     return module
 
 
+def programs(schedules, lists):
+    return [schedules.program(lists, rank) for rank in range(len(lists))]
+
+
 def every_case():
     for name in SCHEDULES:
         for p in (2, 4, 8):
@@ -121,9 +128,9 @@ def test_lists_are_complete_and_meet(schedules):
         done = sorted((kind, action.stage, action.micro_batch) for actions in lists for action in actions
                       for kind in ("IW" if action.kind == "B" else action.kind))
         assert done == sorted((kind, stage, i) for kind in "FIW" for stage in range(p * v) for i in range(m)), (name, p, m, v)
-        programs = schedules.programs(lists)
-        assert schedules.rendezvous(programs) == [], (name, p, m, v)
-        for actions, program in zip(lists, programs):
+        of_ranks = programs(schedules, lists)
+        assert rendezvous(of_ranks, schedules.receives) == [], (name, p, m, v)
+        for actions, program in zip(lists, of_ranks):
             assert [what for step, what, _ in program if step == "compute"] == actions
 
 
@@ -134,24 +141,24 @@ def test_the_check_finds_what_hangs(schedules):
 
     def naive(rank, actions):
         for action in actions:
-            wanted, given = schedules.needs(action, last), schedules.gives(action, last)
+            wanted, given = schedules.receives(action, last), schedules.sends(action, last)
             if wanted and rank_of[wanted.stage] != rank:
                 yield "receive", wanted, rank_of[wanted.stage]
             yield "compute", action, None
-            receiver = given and rank_of[given.stage + (1 if given.forward else -1)]
+            receiver = given and rank_of[given.receiver]
             if given and receiver != rank:
                 yield "send", given, receiver
-    assert schedules.rendezvous([list(naive(rank, actions)) for rank, actions in enumerate(lists)])
-    programs = schedules.programs(lists)
-    programs[0].remove(next(step for step in programs[0] if step[0] == "receive"))
-    assert schedules.rendezvous(programs)
+    assert rendezvous([list(naive(rank, actions)) for rank, actions in enumerate(lists)], schedules.receives)
+    of_ranks = programs(schedules, lists)
+    of_ranks[0].remove(next(step for step in of_ranks[0] if step[0] == "receive"))
+    assert rendezvous(of_ranks, schedules.receives)
 
 
 def test_no_message_waits_behind_one_that_nobody_needs_yet(schedules):
     """The programs on links that take half an F of a rank's share for a message: as fast as if each left when it was made."""
     for name, p, m, v in [("afab", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 16, 2), ("zerobubble", 4, 16, 1)]:
         lists, message = schedules.make(name, p, m, v), v / 2
-        of_ranks = [notes_of(schedules, rank, program, p * v - 1) for rank, program in enumerate(schedules.programs(lists))]
+        of_ranks = [notes_of(schedules, rank, program, p * v - 1) for rank, program in enumerate(programs(schedules, lists))]
         events = schedules.simulate(lists, message=message)
         assert play(of_ranks, message).time == max(event.end for event in events), name
 
@@ -161,7 +168,7 @@ def notes_of(schedules, rank, program, last):
     notes, operations, number = [], [], {}
     for step, what, peer in program:
         if step == "compute":
-            notes += [("wait", number[needed]) for needed in [schedules.needs(what, last)] if needed in number]
+            notes += [("wait", number[needed]) for needed in [schedules.receives(what, last)] if needed in number]
             notes.append(("compute", 2 if what.kind == "B" else 1))
             continue
         ranks = (rank, peer) if step == "send" else (peer, rank)
@@ -186,7 +193,6 @@ def test_bubbles(schedules, F, I, W):
         share = v if name == "interleaved" else 1
         lists = schedules.make(name, p, m, v)
         idle = {round(time * share, 6) for time in schedules.bubble(schedules.simulate(lists, F, I, W))}
-        paired = {round(time * share, 6) for time in schedules.bubble(schedules.simulate(lists, F, I, W, pairs=True))}
         if name == "interleaved":
             assert idle == {(p - 1) * (F + I + W) * share}, (name, p, m, v)        # of stages that are 1/v of the share
         elif name in ("afab", "1f1b"):
@@ -194,8 +200,29 @@ def test_bubbles(schedules, F, I, W):
         elif name == "zerobubble" and m >= p:
             assert idle == {(p - 1) * max(F, I, F + I - W)}, (name, p, m)
         elif name == "dualpipe" and F >= I >= W:
-            assert paired == {(p - 1) * (F + (I + W) + F - 2 * W)}, (name, p, m)   # a paired F and B being one action
-            assert idle == {(p - 1) * (F + I - W)}, (name, p, m)                   # F's output sent before B, as it is here
+            assert idle == {(p - 1) * (F + I - W)}, (name, p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_four_times_the_micro_batches_are_four_times_the_work(schedules, monkeypatch, name):
+    """Of who makes a rank's program: messages are looked up, and not looked for."""
+    looked = []
+
+    class Counted(schedules.Message):
+        def __eq__(self, other):
+            looked.append(1)
+            return tuple(self) == tuple(other or ())
+
+        def __hash__(self):
+            looked.append(1)
+            return hash(tuple(self))
+
+    def work(m):
+        looked.clear()
+        schedules.program(schedules.make(name, 4, m, 2), 1)
+        return len(looked)
+    monkeypatch.setattr(schedules, "Message", Counted)
+    assert work(256) < 5 * work(64)
 
 
 def test_activations_in_flight(schedules):
@@ -241,7 +268,7 @@ def torch_lists(name, p, m):
 def test_lists_are_those_of_torch(schedules, name):
     for p in (2, 4, 8):
         for m in (2 * p, 3 * p, 4 * p):
-            ours = [[tuple(action[:3]) for action in actions] for actions in schedules.make(name, p, m, 2)]
+            ours = [[tuple(action) for action in actions] for actions in schedules.make(name, p, m, 2)]
             theirs = torch_lists(name, p, m)
             # as torch 2.13 lists it, though not as it runs: the last rank's F one too high
             if name == "1f1b":
@@ -258,6 +285,7 @@ def watched_job(argv):
     from torch.utils.flop_counter import FlopCounterMode
     seen, fired, in_I = {}, {}, set()
     make, step, only_I = train.Pipeline, pipeline_parallel.Pipeline.run, pipeline_parallel.Pipeline.input_gradient
+    one, ran = pipeline_parallel.Pipeline.compute, []
     alive, peak = {}, [0]                                 # {storage: [how often it is saved, bytes]}
 
     class Saved:
@@ -278,9 +306,13 @@ def watched_job(argv):
         with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = step(self, micro_batches)
         listed = [tuple(what) for kind, what, _ in self.program if kind == "compute"]
-        left = len(self.queue) + len(self.kept) + len(self.delayed) + len(self.ready) + len(self.coming)
-        seen.update(ran=[tuple(event.action) for event in self.events], listed=listed, flops=flops.get_total_flops(), left=left)
+        left = len(self.queue) + len(self.kept) + len(self.deferred) + len(self.ready) + len(self.receiving)
+        seen.update(listed=listed, flops=flops.get_total_flops(), left=left)
         return loss
+
+    def noted(self, action):
+        ran.append(tuple(action))
+        one(self, action)
 
     def I_alone(self, *arguments):
         before = dict(fired)
@@ -292,12 +324,10 @@ def watched_job(argv):
         for name, param in model.named_parameters():
             param.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
         return make(model, *rest)
-    pipeline_parallel.Pipeline.run, train.Pipeline, pipeline_parallel.Pipeline.input_gradient = watched, made, I_alone
-    try:
+    with patch.multiple(pipeline_parallel.Pipeline, run=watched, compute=noted, input_gradient=I_alone), \
+            patch.object(train, "Pipeline", made):
         train.main(argv)
-    finally:
-        pipeline_parallel.Pipeline.run, train.Pipeline, pipeline_parallel.Pipeline.input_gradient = step, make, only_I
-    return seen["ran"], seen["listed"], fired, seen["flops"], seen["left"], peak[0], in_I
+    return ran, seen["listed"], fired, seen["flops"], seen["left"], peak[0], in_I
 
 
 @pytest.fixture(scope="module")
@@ -373,17 +403,22 @@ def test_bad_layouts_are_refused(pool, flags, world, more, message):
 
 @slow
 def test_it_shows_a_schedule(tmp_path):
-    command = [sys.executable, step_dir(STEP) / "schedules.py", "--schedule", "zerobubble", "--pp", "3", "--micro_batches", "4"]
-    status, output = run(command, tmp_path, 300)
+    command = [sys.executable, ROOT / "tools/schedule.py", "--step", step_dir(STEP), "--schedule", "zerobubble", "--pp", "3"]
+    status, output = run([*command, "--micro_batches", "4"], tmp_path, 300)
     assert status == 0, output
     assert "rank 2 |           F0   I0   F1   I1   F2   I2   W0   F3   I3   W1   W2   W3" in output
     assert (tmp_path / "schedule.png").stat().st_size > 1000
 
 
 @slow
-def test_profile_draws_what_ran(pool, flags, tmp_path):
-    pool.train(STEP, f"{flags[3]} --steps 5 --micro_batch_size 6 --pp 2 --profile {tmp_path}", world=2, weights=False)
-    assert (tmp_path / "pipeline.png").stat().st_size > 1000
+def test_the_trace_shows_the_actions(pool, flags, tmp_path):
+    """As the list has them: of zerobubble on the first of two ranks, with two micro-batches."""
+    more = "--steps 5 --micro_batch_size 12 --pp 2 --schedule zerobubble"
+    pool.train(STEP, f"{flags[3]} {more} --profile {tmp_path}", world=2, weights=False)
+    events = json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
+    spans = sorted((event["ts"], event["name"]) for event in events
+                   if event.get("cat") == "user_annotation" and " of stage " in event["name"])
+    assert [name for _, name in spans] == [f"{action} of stage 0" for action in ("F0", "F1", "I0", "W0", "I1", "W1")]
 
 
 @slow

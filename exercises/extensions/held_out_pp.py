@@ -9,6 +9,7 @@ from jobs import assert_refused, main_job
 from layouts import Layout
 from observe import assert_sent, observed_job
 from operations import assert_all_meet
+from rendezvous import rendezvous
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 S, WHOLE, HELD_OUT = 16, 70, 48                           # 4 steps of 24 sequences: training goes round in the other 22
@@ -184,9 +185,10 @@ def lists_job(name, p, m, v):
     import schedules
     trained = schedules.make(name, p, m, v)
     lists = schedules.forwards(trained)
-    assert sorted((kind, stage, i) for actions in lists for kind, stage, i, _ in actions) == sorted(
+    assert sorted((kind, stage, i) for actions in lists for kind, stage, i in actions) == sorted(
         ("F", stage, i) for stage in range(p * v) for i in range(m))
-    assert schedules.rendezvous(schedules.programs(lists)) == []
+    programs = [schedules.program(lists, rank) for rank in range(p)]
+    assert rendezvous(programs, schedules.receives) == []
     return schedules.bubble(schedules.simulate(lists))
 
 

@@ -67,7 +67,7 @@ def as_tuples(actions):
     import schedules
     other = [action for action in actions if not isinstance(action, schedules.Action)]
     assert not other, f"the list of a rank has Actions in it, and nothing else; here is {other[0]}"
-    return [tuple(action[:3]) for action in actions]
+    return [tuple(action) for action in actions]
 
 
 @rung({"schedules.py": ["afab"]}, hints="""
@@ -111,29 +111,29 @@ def follows_job():
     for kind in "FBIW":
         for stage in range(3):
             action = Action(kind, stage, 5)
-            both = schedules.needs(action, 2), schedules.gives(action, 2)
+            both = schedules.receives(action, 2), schedules.sends(action, 2)
             messages[kind, stage] = [message and tuple(message) for message in both]
     F, B = Action("F", 0, 0), Action("B", 0, 0)
     by_hand = [Event(0, F, 10, 11), Event(1, F, 11, 16), Event(0, B, 13, 15)]
     return messages, schedules.bubble(by_hand)
 
 
-@rung({"schedules.py": ["needs", "gives", "bubble"]}, hints="""
-    F of a stage needs the output that F of the stage before has sent, but the first stage has the tokens. B and I need the
-    gradient from the stage after, but the last stage has the loss. Who needs W? As for the bubble: a rank idles whenever it
-    is not busy, between the first start of all ranks and the last end of all ranks.
+@rung({"schedules.py": ["receives", "sends", "bubble"]}, hints="""
+    F of a stage receives the output that F of the stage before has sent, but the first stage has the tokens. B and I receive
+    the gradient from the stage after, but the last stage has the loss. Who waits for W? As for the bubble: a rank idles
+    whenever it is not busy, between the first start of all ranks and the last end of all ranks.
 
-    A Message has the stage of its sender. So F of stage 1 needs Message(True, 0, i) and gives Message(True, 1, i); B or I of
-    stage 1 needs Message(False, 2, i) and gives Message(False, 1, i). `last` is the number of the last stage. The bubble is a
-    list with a number for each rank.
+    A Message has the stage of its sender. So F of stage 1 receives Message(True, 0, i) and sends Message(True, 1, i); B or I of
+    stage 1 receives Message(False, 2, i) and sends Message(False, 1, i). `last` is the number of the last stage. The bubble is
+    a list with a number for each rank.
 
-    needs: F with stage > 0: Message(True, action.stage - 1, action.micro_batch); I or B with stage < last: Message(False,
-    action.stage + 1, ...). gives: F with stage < last, Message(True, action.stage, ...); I or B with stage > 0, Message(False,
-    action.stage, ...). Else None. bubble: add end - start to the events' rank in a Counter; whole = largest end - smallest start;
-    [whole - busy[rank] for rank in sorted(busy)].""")
+    receives: F with stage > 0: Message(True, action.stage - 1, action.micro_batch); I or B with stage < last: Message(False,
+    action.stage + 1, ...). sends: F with stage < last, Message(True, action.stage, ...); I or B with stage > 0, Message(False,
+    action.stage, ...). Else None. bubble: add end - start to the events' rank in a Counter; length = largest end - smallest
+    start; [length - busy[rank] for rank in sorted(busy)].""")
 def test_who_waits_for_whom(pool):
-    """`needs(action, last)` is the Message that an action waits for and `gives(action, last)` the one that it makes, or None; a
-    Message has the stage that sends it. `bubble(events)` lists for each rank how long it is idle between the first start and
+    """`receives(action, last)` is the Message that an action waits for and `sends(action, last)` the one that it makes, or None;
+    a Message has the stage that sends it. `bubble(events)` lists for each rank how long it is idle between the first start and
     the last end of all events. Then `simulate` can tell what a schedule costs: 9 units with 1F1B on four ranks."""
     (messages, by_hand), = pool.call(follows_job, STEP)
     there, back = [(True, 0, 5), (True, 1, 5)], [(False, 1, 5), (False, 2, 5)]
@@ -142,7 +142,7 @@ def test_who_waits_for_whom(pool):
     for kind in "BI":
         right |= {(kind, 0): [back[0], None], (kind, 1): [back[1], back[0]], (kind, 2): [None, back[1]]}
     for (kind, stage), came in messages.items():
-        for name, message, wanted in zip(("needs", "gives"), came, right[kind, stage]):
+        for name, message, wanted in zip(("receives", "sends"), came, right[kind, stage]):
             assert message == wanted, \
                 f"{kind} of stage {stage} of 0 to 2, micro-batch 5, {name} (forward, sender, micro-batch) {wanted}, not {message}"
     assert by_hand == [3, 1], ("rank 0 works from 10 to 11 and from 13 to 15, rank 1 from 11 to 16; all begins at 10 and ends at "
@@ -207,7 +207,7 @@ class Put:
     """Work for W, as the queue has it."""
     done = 0
 
-    def work_off(self):
+    def __call__(self):
         Put.done += 1
 
 
@@ -220,7 +220,6 @@ def small_pipeline(weights):
     pipeline = object.__new__(pipeline_parallel.Pipeline)
     weights = [torch.nn.Parameter(torch.tensor(weight)) for weight in weights]
     queue = pipeline.queue = []                           # the linears were given this very list
-    pipeline.events = []
 
     def stage(weight):
         def multiply(x, positions):
@@ -232,7 +231,7 @@ def small_pipeline(weights):
     pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=1, tp=2, dtype=torch.float64, device="cpu", profile="")
     pipeline.model = SimpleNamespace(lm_head=lambda y, targets: (y - targets).square().sum())
     pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
-    pipeline.kept, pipeline.delayed, pipeline.ready, pipeline.coming, pipeline.going = {}, {}, {}, {}, []
+    pipeline.kept, pipeline.deferred, pipeline.ready, pipeline.receiving, pipeline.sending = {}, {}, {}, {}, []
 
     def number(x):
         return torch.full((1, 1, 1), x, dtype=torch.float64)
@@ -258,30 +257,31 @@ def border_job():
             grad = pipeline.input_gradient(stage, i, grad)
             back.append(grad if grad is None else grad.item())
     assert not pipeline.loss.requires_grad, "self.loss is a number: with its history it would keep all that came before alive"
-    kept, queue, delayed = len(pipeline.kept), len(pipeline.queue), {what: len(q) for what, q in pipeline.delayed.items()}
-    return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), kept, queue, delayed
+    kept, queue, deferred = len(pipeline.kept), len(pipeline.queue), {what: len(q) for what, q in pipeline.deferred.items()}
+    return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), kept, queue, deferred
 
 
-@rung({"pipeline_parallel.py": ["Pipeline.forward", "Pipeline.input_gradient"]}, hints="""
+@rung({"pipeline_parallel.py": ["Pipeline.forward", "Pipeline.head_and_loss", "Pipeline.input_gradient"]}, hints="""
     A message has numbers and no history, so autograd stops at a border. On the other side it begins again with the number
     that came. In backward the gradient that came is given to the stage's output, and the gradient of the stage's input goes
     on. So what must be kept of a micro-batch between its F and its I?
 
     `forward`: the first stage gets None for x and takes the micro-batch's inputs; others `x.requires_grad_()`. Keep x and y in
     self.kept[stage, i]; return y.detach(). `input_gradient`: take both out of self.kept; `torch.autograd.backward(y, grad)`;
-    return x.grad. On the last stage y is not the loss yet.
+    return x.grad. On the last stage y is not the loss yet: that is what `head_and_loss(i, y)` makes of it.
 
-    forward: `inputs, positions, _ = self.micro_batches[i]`; `y = self.stages[stage](x, positions)`. input_gradient: if stage ==
-    self.last: `y = self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)` and `self.loss +=
-    y.detach()`. After backward: `self.delayed[stage, i] = self.queue[:]` and `self.queue.clear()`, which leaves W's work to
-    weight_gradient.""")
+    forward: `inputs, positions, _ = self.micro_batches[i]`; `y = self.stages[stage](x, positions)`. head_and_loss: `loss =
+    self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)` and `self.loss += loss.detach()`.
+    input_gradient calls it if stage == self.last. After backward: `self.deferred[stage, i] = self.queue[:]` and
+    `self.queue.clear()`, which leaves W's work to weight_gradient.""")
 def test_over_a_border_and_back(pool):
     """`forward(stage, i, x)` runs micro-batch i through a stage, keeps in self.kept what backward takes, and returns the output
     without its history; the first stage's x is None, for it takes the inputs: self.micro_batches[i] is (inputs, positions,
-    targets), as in step 5's loop. `input_gradient(stage, i, grad)` runs backward from the gradient of the output (on the last
-    stage from the loss, which is that of the head divided by all tokens of the global batch, and which it adds to self.loss),
-    and returns the gradient of the stage's input. What backward has put into self.queue it moves to self.delayed[stage, i]."""
-    (there, back, grads, loss, kept, queue, delayed), = pool.call(border_job, STEP)
+    targets), as in step 5's loop. `input_gradient(stage, i, grad)` runs backward from the gradient of the output, on the last
+    stage from the loss, and returns the gradient of the stage's input. What backward has put into self.queue it moves to
+    self.deferred[stage, i]. `head_and_loss(i, y)` makes that loss, the head's divided by all tokens of the global batch, and
+    adds it to self.loss."""
+    (there, back, grads, loss, kept, queue, deferred), = pool.call(border_job, STEP)
     begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
     assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
     assert loss == 6.5, f"{begin} The loss is (2² + 3²) / 2 tokens = 6.5, not {loss}"
@@ -290,8 +290,8 @@ def test_over_a_border_and_back(pool):
     assert grads == [90, 36, 90], f"{begin} The gradients of the weights are [90, 36, 90], not {grads}"
     assert kept == 0, f"after backward self.kept still has {kept} entries: their memory is not given back"
     right = {(stage, i): 1 for stage in range(3) for i in range(2)}
-    assert (queue, delayed) == (0, right), \
-        f"each backward put one thing into self.queue: self.delayed should hold {right}, and holds {delayed}; the queue has {queue}"
+    assert (queue, deferred) == (0, right), \
+        f"each backward put one thing into self.queue: self.deferred should hold {right}, and holds {deferred}; the queue: {queue}"
 
 
 def run_job():
@@ -311,39 +311,45 @@ def run_job():
     pipeline.group = dist.group.WORLD
     lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]                 # kind, stage, micro-batch
     lists = [[schedules.Action(kind, int(stage), int(i)) for kind, stage, i in text.split()] for text in lists]
-    pipeline.program, Put.done = schedules.programs(lists)[rank], 0
-    pipeline.loss = None
+    pipeline.program, Put.done = schedules.program(lists, rank), 0
+    pipeline.loss, ran, compute = None, [], pipeline.compute
+
+    def noted_compute(action):
+        ran.append(f"{action.kind}{action.stage}{action.micro_batch}")
+        compute(action)
+    pipeline.compute = noted_compute
     with patch.object(dist, "send", refused), patch.object(dist, "recv", refused), unforgiving(), noted(pipeline) as did:
         losses = [pipeline.run(pipeline.micro_batches).item()]
         did.clear()
+        ran.clear()
         losses.append(pipeline.run(pipeline.micro_batches).item())
-    ran = " ".join(f"{event.action.kind}{event.action.stage}{event.action.micro_batch}" for event in pipeline.events)
-    left = [name for name in ("kept", "delayed", "ready", "coming", "going") if getattr(pipeline, name)]
+    left = [name for name in ("kept", "deferred", "ready", "receiving", "sending") if getattr(pipeline, name)]
     program = [kind if kind != "compute" else f"{what.kind}{what.stage}{what.micro_batch}" for kind, what, _ in pipeline.program]
     pipeline.program, pipeline.args.dtype = [], torch.bfloat16
     wide = str(pipeline.run([]).dtype)
-    return losses, [weight.grad and weight.grad.item() for weight in weights], ran, left, Put.done, did, program, wide
+    return losses, [weight.grad and weight.grad.item() for weight in weights], " ".join(ran), left, Put.done, did, program, wide
 
 
-@rung({"pipeline_parallel.py": ["Pipeline.take", "Pipeline.run"]}, hints="""
-    A program is a list of (step, what, peer). "send": the message that an action made lies in self.ready[what]. "receive": its
+@rung({"pipeline_parallel.py": ["Pipeline.wait_for", "Pipeline.run"]}, hints="""
+    A program is a list of (kind, what, peer). "send": the message that an action made lies in self.ready[what]. "receive": its
     memory is made and the transfer started now, and waited for when an action needs it. "compute": self.compute(what) does
     the rest. Which transfer is waited for where?
 
-    receive: `dist.irecv(buffer, group=self.group, group_src=peer)` returns a work; put (work, buffer) into self.coming[what].
-    send: `dist.isend(tensor, group=self.group, group_dst=peer)` returns one too; keep it with its tensor in self.going until
-    it is over. `take(message)` returns what lies in self.ready, if it was made on this rank, or else waits for self.coming.
+    receive: `dist.irecv(buffer, group=self.group, group_src=peer)` returns a work; put (work, buffer) into
+    self.receiving[what]. send: `dist.isend(tensor, group=self.group, group_dst=peer)` returns one too; keep it with its tensor
+    in self.sending until it is over. `wait_for(message)` returns what lies in self.ready, if it was made on this rank, or else
+    waits for self.receiving.
 
-    take: `if message in self.ready: return self.ready.pop(message)`; else `work, tensor = self.coming.pop(message);
-    work.wait(); return tensor`. run: set self.micro_batches, self.loss (a zero, float32 or wider), self.kept, delayed, ready and
-    coming = {}, going and events = []; go through self.program (buffer: torch.empty(self.shape, dtype=self.args.dtype,
-    device=self.args.device)); at the end wait for all works in self.going and clear it; return self.loss / self.args.tp.""")
+    wait_for: `if message in self.ready: return self.ready.pop(message)`; else `work, tensor = self.receiving.pop(message);
+    work.wait(); return tensor`. run: set self.micro_batches, self.loss (a zero, float32 or wider), self.kept, deferred, ready
+    and receiving = {}, sending = []; go through self.program (buffer: torch.empty(self.shape, dtype=self.args.dtype,
+    device=self.args.device)); at the end wait for all works in self.sending and clear it; return self.loss / self.args.tp.""")
 def test_running_a_list(pool):
     """`run(micro_batches)` does what self.program says, step by step, and returns this rank's loss divided by tp. It begins
-    with a loss of zero, in float32 or wider, and an empty self.kept, delayed, ready, coming and events. Nobody waits earlier
-    than he must: for a receive when an action needs it, in `take`, and for sends at the end of run. A send that is over by the
-    next one is dropped with its tensor; after run self.going is empty. `take(message)` is what an action waits for: made on
-    this rank itself (self.ready), or under way (self.coming)."""
+    with a loss of zero, in float32 or wider, and an empty self.kept, deferred, ready and receiving. Nobody waits earlier than he
+    must: for a receive when an action needs it, in `wait_for`, and for sends at the end of run. A send that is over by the next
+    one is dropped with its tensor; after run self.sending is empty. `wait_for(message)` returns what an action waits for: made
+    on this rank itself (self.ready), or under way (self.receiving)."""
     answers = pool.call(run_job, STEP, world=2, timeout=HANGS)
     begin = "Stages multiply by 2 (on rank 0), 5 and 2 (on rank 1); micro-batches 3 and 1 with targets 58 and 17"
     lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]
@@ -425,8 +431,8 @@ def split_job():
         (factor * a.sum() + 2 * factor * b.sum()).backward()
     after_I = [x.grad.flatten().tolist() for x in inputs], [linear.weight.grad for linear in linears], len(queue)
     after_W = []
-    for waiting in queue:
-        waiting.work_off()
+    for compute in queue:
+        compute()
         after_W.append([linear.weight.grad.tolist() for linear in linears])
     kept = []                                             # what F leaves with --recompute full
 
@@ -436,12 +442,16 @@ def split_job():
         return products(x)[0]
     out = torch.utils.checkpoint.checkpoint(layer, inputs[0], use_reentrant=False)
     assert out.requires_grad and kept[0].expired(), \
-        "x is kept from F to I, so --recompute saves nothing: it is for autograd, in Input, to keep, or to make again"
-    with patch.object(pipeline_parallel.tensor_parallel, "enter", lambda x, border: border * x):
-        y, = pipeline_parallel.split(linears[1:], queue, 7)(inputs[0])
+        "x is kept from F to I, so --recompute saves nothing: it is for autograd, in QueueWeightGradient, to keep, or to make again"
+    border = (lambda x, group: lambda: 7 * x), None, None              # which gathers, when it is waited for
+    with patch.object(pipeline_parallel.tensor_parallel, "enter", lambda x, border: 7 * x):
+        y, = pipeline_parallel.split(linears[1:], queue, border)(inputs[0])
     y.sum().backward()
-    assert (y.tolist(), queue[-1].x.tolist(), queue[-1].border) == ([[[7, 70]]], [[[1, 10]]], 7), \
-        "with a border, x is noted first (Input), then goes through tensor_parallel.enter(x, border), then to the linears"
+    linears[1].weight.grad = None
+    queue[-1]()
+    fired.pop()
+    assert (y.tolist(), linears[1].weight.grad.tolist()) == ([[[7, 70]]], [[7, 70]] * 2), \
+        "with a border, x is noted first (QueueWeightGradient), then goes through tensor_parallel.enter(x, border) to the linears"
     return values, after_I, after_W, fired
 
 
@@ -453,20 +463,20 @@ def split_job():
     `zero_bubble`: 1F1B, where rank r does I of micro-batch i and right after it W of micro-batch i - r, if that is there; at the
     end the r W's that are left. For y = x Wᵀ the weight's gradient is the output's gradient, transposed, times x, both flattened
     to [tokens, ...]. In `split`, multiply by `linear.weight.detach()`, and note the gradient of each output when it comes:
-    y.register_hook. `Input.apply` puts the Waiting into the queue.
+    y.register_hook. `QueueWeightGradient.apply` puts what W computes into the queue.
 
     zero_bubble: backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) ...], by_turns with ahead=ranks -
     rank, plus the W of range(max(0, m - rank), m). linear_gradient: grad.flatten(0, -2).T @ x.flatten(0, -2). split returns
-    products(x): waiting = Waiting(border); x = Input.apply(x, waiting, queue); if border: x = tensor_parallel.enter(x, border);
-    outputs = [F.linear(x, linear.weight.detach()) ...]; on each y register_hook(functools.partial(waiting.grads.__setitem__,
-    linear)); return outputs.""")
+    products(x): grads = {}; x = QueueWeightGradient.apply(x, grads, border, linear_gradient, queue); if border: x =
+    tensor_parallel.enter(x, border); outputs = [F.linear(x, linear.weight.detach()) ...]; on each y
+    register_hook(functools.partial(grads.__setitem__, linear)); return outputs.""")
 def test_weights_can_wait(pool):
     """`zero_bubble(rank, ranks, m)` is a list with I and W instead of B. Each rank idles ranks - 1 units, and one more for each
     micro-batch that m is below ranks, where 1F1B idles 3 (ranks - 1); and keeps ranks micro-batches at most.
     `linear_gradient(grad, x)` is the gradient of the weight of a linear, [outputs, inputs], from its output's gradient and its
     input. `split(linears, queue, border)` returns a function of x that lists the linears' outputs. Their backward computes the
-    gradient of x only, and fills the queue: one Waiting(border) for each call, with x and, in grads, the gradient of each
-    linear's output, for its work_off to do W. If there is a border, of tp, x goes through tensor_parallel.enter(x, border)
+    gradient of x only, and fills the queue: a call of deferred_weight_gradients for each call of products, with x and, in
+    grads, the gradient of each linear's output. If there is a border, of tp, x goes through tensor_parallel.enter(x, border)
     before the linears."""
     cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
     for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
@@ -481,7 +491,7 @@ def test_weights_can_wait(pool):
     assert inputs == [[4, 5], [400, 500]], \
         f"{begin} where the outputs' gradients are 1 and 2, and then 100 and 200, those of x are [[4, 5], [400, 500]], not {inputs}"
     assert weights == [None, None], "I has computed the gradients of the weights too: to autograd a weight must be a plain number"
-    assert queued == 2, f"after I of two micro-batches the queue has {queued} entries, not 2: a Waiting for each call of products"
+    assert queued == 2, f"after I of two micro-batches the queue has {queued} entries, not 2: one for each call of products"
     right = [[[[1, 10]], [[2, 20]] * 2], [[[401, 510]], [[802, 1020]] * 2]]
     assert after_W == right, f"the gradients of the weights after the first W and after the second are {after_W}, not {right}"
     assert sorted(fired) == [1, 1, 2, 2], "the hooks of each weight fire once in each W"

@@ -81,7 +81,7 @@ def one_of_many(world, argv):
     import train
     from pipeline_parallel import Pipeline
     init_process_group, reduce_scatter, all_to_all = dist.init_process_group, dist.reduce_scatter_tensor, dist.all_to_all_single
-    hop, take = dist.batch_isend_irecv, Pipeline.take
+    hop, wait_for = dist.batch_isend_irecv, Pipeline.wait_for
 
     def own_part(output, tensor, **how):
         output.copy_(tensor.flatten()[:output.numel()].view_as(output))
@@ -97,15 +97,15 @@ def one_of_many(world, argv):
         return hop(sent_and_received)
 
     def taken(pipeline, message):
-        if message in pipeline.coming:
-            pipeline.coming[message][1].zero_()
-        return take(pipeline, message)
+        if message in pipeline.receiving:
+            pipeline.receiving[message][1].zero_()
+        return wait_for(pipeline, message)
 
     def fake(backend, **_):
         return init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     os.environ.update(WORLD_SIZE=str(world), RANK="0")
     with patch("torch.distributed.init_process_group", fake), patch("mesh.check_started"), \
-            patch("torch.distributed.Work.is_completed", lambda work: True), patch.object(Pipeline, "take", taken), \
+            patch("torch.distributed.Work.is_completed", lambda work: True), patch.object(Pipeline, "wait_for", taken), \
             patch("torch.distributed.batch_isend_irecv", zeros), \
             patch("torch.distributed.reduce_scatter_tensor", own_part), patch("torch.distributed.all_to_all_single", own_rows), \
             patch.dict(dist.Backend.backend_capability, fake=["cpu", "cuda"]):

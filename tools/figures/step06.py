@@ -26,6 +26,7 @@ import ledger
 import metrics
 import pipeline_parallel
 import profiling
+import schedule as shown
 import schedules
 import train
 import zero
@@ -102,6 +103,7 @@ def sleeping(seen, *seconds):
         def __init__(self, model, config, mesh, args):
             super().__init__(model, config, mesh, args)
             self.seconds = [time * UNIT / args.stages_per_rank for time in seconds]
+            self.events = shown.as_it_runs(self)
 
         def forward(self, stage, i, x):
             time.sleep(self.seconds[0])
@@ -116,6 +118,7 @@ def sleeping(seen, *seconds):
 
         def run(self, micro_batches):
             dist.barrier()
+            self.events.clear()
             loss = super().run(micro_batches)
             seen["events"] = [(event.rank, list(event.action), event.start, event.end)
                               for event in self.events]
@@ -153,7 +156,6 @@ def watch(seen):
                     loss = super().run(micro_batches)
                 seen.update(flops=flops.get_total_flops(), fired=sorted(set(fired.values())))
                 return loss
-            self.going.clear()                            # the last step's, which gloo never called completed
             gc.collect()
             marks[:] = [len(live.events)]
             return super().run(micro_batches)
@@ -455,7 +457,7 @@ def mark_phases(axes, events):
 
 @contextlib.contextmanager
 def on_one_scale(units):
-    """schedules.draw, with a time axis that does not end where the schedule does, and with the phases.
+    """tools/schedule.py's draw, with a time axis that does not end where the schedule does, and with the phases.
 
     To be read 800 pixels wide."""
     close = plt.close
@@ -476,7 +478,7 @@ def on_one_scale(units):
         axes.tick_params(labelsize=9)
         handles = axes.get_legend().legend_handles
         names = ["F", "B, or I alone", "W"]
-        if any(len(stages) > 1 for stages in schedules.local_stages(restyled.events).values()):
+        if any(len(stages) > 1 for stages in shown.local_stages(restyled.events).values()):
             handles = [*handles, plt.Rectangle((0, 0), 1, 1, color=handles[0].get_facecolor(), alpha=0.65)]
             names.append("light: second stage")
         solid, dashed = (plt.Line2D([], [], color="black", lw=1.6, ls=style) for style in ("-", "--"))
@@ -490,7 +492,7 @@ def on_one_scale(units):
 
     def draw(events, name, title):
         restyled.path, restyled.events = os.path.join(FIGURES, f"{name}.png"), events
-        schedules.draw(events, restyled.path, title)
+        shown.draw(events, restyled.path, title)
     yield draw
     plt.close = close
 

@@ -1,0 +1,108 @@
+"""Shows a pipeline schedule: a timeline, how long the ranks idle, what they keep, a picture.
+
+    python tools/schedule.py --schedule 1f1b --pp 4 --micro_batches 8
+
+`as_it_runs` notes what a step's Pipeline really does, to be looked at in the same ways.
+"""
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def text(events):
+    """A row per rank, a column per unit of time; ' marks a rank's second stage, '' its third."""
+    local = local_stages(events)
+    rows = {rank: "" for rank in sorted(local)}
+    for event in events:
+        label = f"{event.action}{chr(39) * local[event.rank].index(event.action.stage)}"
+        row, width = rows[event.rank].ljust(round(5 * event.start)), round(5 * (event.end - event.start))
+        rows[event.rank] = row + label.ljust(width)
+    return "\n".join(f"rank {rank} | {row.rstrip()}" for rank, row in rows.items())
+
+
+def local_stages(events):
+    stages = {}
+    for event in events:
+        stages.setdefault(event.rank, set()).add(event.action.stage)
+    return {rank: sorted(of_rank) for rank, of_rank in stages.items()}
+
+
+def draw(events, path, title):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    colours = {"F": "#4878a8", "B": "#d9a441", "I": "#d9a441", "W": "#6aa56e"}
+    local, ranks = local_stages(events), 1 + max(event.rank for event in events)
+    start, end = min(event.start for event in events), max(event.end for event in events)
+    figure, axes = plt.subplots(figsize=(14, 0.8 + 0.45 * ranks))
+    for rank, action, begin, finish in events:
+        nth = local[rank].index(action.stage)
+        alpha = 1 - 0.35 * nth / max(1, len(local[rank]) - 1)
+        axes.barh(rank, finish - begin, left=begin - start, height=0.9, color=colours[action.kind],
+                  alpha=alpha, edgecolor="white", linewidth=0.6)
+        if (finish - begin) / (end - start) > 0.012:      # room for a number
+            axes.text((begin + finish) / 2 - start, rank, action.micro_batch, ha="center", va="center",
+                      fontsize=7, color="white" if nth == 0 else "black")
+    labels = [f"rank {rank}" for rank in range(ranks)]
+    axes.set(yticks=range(ranks), yticklabels=labels, xlim=(0, end - start), title=title)
+    axes.invert_yaxis()
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
+    meanings = ["F forward", "B or I backward, of the input", "W of the weights"]
+    axes.legend(patches, meanings, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def as_it_runs(pipeline):
+    """A list that gets an event whenever this Pipeline has done an action: when it had what it waits for, and
+    when it was done (on CUDA: when the host had launched it)."""
+    from schedules import Event
+    events, compute, wait_for, rank = [], pipeline.compute, pipeline.wait_for, pipeline.group.rank()
+    start = 0.0
+
+    def waited(message):
+        nonlocal start
+        tensor = wait_for(message)
+        start = time.perf_counter()
+        return tensor
+
+    def computed(action):
+        nonlocal start
+        start = time.perf_counter()
+        compute(action)
+        events.append(Event(rank, action, start, time.perf_counter()))
+    pipeline.wait_for, pipeline.compute = waited, computed
+    return events
+
+
+def main():
+    parser = argparse.ArgumentParser(description="shows a schedule: timeline, picture, bubble, what it keeps")
+    parser.add_argument("--step", default="step08_5d", help="the folder whose schedules.py it is")
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--micro_batches", type=int, default=8)
+    parser.add_argument("--stages_per_rank", type=int, default=2, help="of interleaved")
+    parser.add_argument("--picture", default="schedule.png")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT / args.step))
+    import schedules
+    if args.schedule not in schedules.SCHEDULES:
+        parser.error(f"--schedule {args.schedule}: there are {', '.join(schedules.SCHEDULES)}")
+    least = schedules.least(args.schedule, args.pp)
+    if min(args.pp, args.stages_per_rank) < 1 or args.micro_batches < least:
+        parser.error("pp and stages_per_rank must be at least 1, "
+                     f"micro_batches with this schedule at least {least}")
+    schedule = schedules.make(args.schedule, args.pp, args.micro_batches, args.stages_per_rank)
+    events = schedules.simulate(schedule)
+    print(text(events))
+    print(f"idle, of {max(event.end for event in events)} units: {schedules.bubble(events)}")
+    print(f"kept at most, micro-batches of a stage: {[schedules.in_flight(actions) for actions in schedule]}")
+    draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
+    print(f"the picture is in {args.picture}")
+
+
+if __name__ == "__main__":
+    main()
