@@ -71,3 +71,20 @@ def ends_well():
         raise
     dist.destroy_process_group()
     gc.collect()                                          # gloo's threads must not outlive the interpreter
+
+
+def together(work, *inputs):
+    """Does the work on every rank; what one of them refuses in it, all refuse. (A stand-in: the house brings its own.)"""
+    refusal, result = None, None
+    try:
+        result = work(*inputs)
+    except SystemExit as end:
+        refusal = end.message, end.code
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, refusal)
+    for rank, refusal in enumerate(every):
+        if refusal:
+            if rank > 0 and dist.get_rank() == 0:
+                print(f"error: rank {rank}: {refusal[0]}", file=sys.stderr, flush=True)
+            sys.exit(refusal[1])
+    return result

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from config import refuse
-from folders import newest, open_log
+from resume import newest, open_log
 
 # of dense bfloat16
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12, "GH200": 989.5e12, "B200": 2250e12}

@@ -81,7 +81,7 @@ def train(args):
             optimizer.step(lr)
             load = balance.update()
         metrics.log(step, loss, grad_norm, lr, load)
-        if checkpoints.after(step):
+        if checkpoints.save_if_due(step):
             return
     zero.gather_weights()
     zero.wait()

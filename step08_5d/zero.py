@@ -77,7 +77,7 @@ class Unit:
                 here = slice(first - self.mine.start, last - self.mine.start)
                 piece = nn.Parameter(self.weight_slice[here], requires_grad=False)
                 piece.main_grad = self.grad_slice[here]
-                piece.unit = self
+                piece.part_of = param, first - (start - param.numel())     # it begins there in the parameter
                 replicas = param.placement.replicas // self.shard.size()
                 piece.placement = replace(param.placement, replicas=replicas)
                 pieces.append(piece)
