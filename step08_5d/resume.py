@@ -2,7 +2,7 @@
 
     DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes (boxes.py) of weights in full
                                                  precision, of Adam's averages, of the balance biases
-    DIR/step_00000200/index.json                 digests of these files; which run it is, and its log
+    DIR/step_00000200/index.json                 the step, digests of the files, which run it is, its log
 
 There is no random state to keep: initial weights follow from seed and name, step t's data from t, and nothing
 else is drawn. A folder is written as step_00000200.tmp and renamed when all is in it: so it is whole.
@@ -88,7 +88,8 @@ class Checkpoints:
         if dist.get_rank() > 0:
             return
         with written(folder, self.args):
-            index = dict(digests=digests, run=self.run, log=logged(self.args.log_file))
+            index = dict(steps=int(folder.stem[5:]), digests=digests, run=self.run)
+            index["log"] = logged(self.args.log_file)
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")
             folder.rename(folder.with_suffix(""))
@@ -109,7 +110,12 @@ class Checkpoints:
         if chosen[0] is None:
             return 0
         together(self.check, *chosen[0])
-        return together(self.restore, *chosen[0])
+        together(self.restore, *chosen[0])
+        folder, _ = chosen[0]
+        for newer in own(self.args) if dist.get_rank() == 0 else ():
+            if newer > folder:                            # it would be taken for this run's newest
+                newer.rename(f"{newer}.aside_{time.time_ns()}")
+        return int(folder.name[5:])
 
     def choose(self):
         """By rank 0: the checkpoint to go on from, with its index; None if there is none yet."""
@@ -151,12 +157,8 @@ class Checkpoints:
         for param, master in zip(self.optimizer.params, self.optimizer.masters):
             self.optimizer.adamw.state[master]["step"].fill_(steps)
             param.data.copy_(master)
-        for newer in own(self.args) if dist.get_rank() == 0 else ():
-            if newer > folder:                            # it would be taken for this run's newest
-                newer.rename(f"{newer}.aside_{time.time_ns()}")
         if steps >= self.args.steps:
             say(f"{steps} steps are done, of --steps {self.args.steps}: nothing is left to do")
-        return steps
 
 
 def fingerprint(config, tokens, args):
@@ -225,16 +227,18 @@ def digest(path):
 
 
 def index_of(folder):
+    """What index.json says; None if there is none, or if it is damaged."""
     with contextlib.suppress(Exception):                  # a file may hold anything
         index = json.loads((folder / "index.json").read_text()) if (folder / "index.json").is_file() else {}
-        if type(index["digests"]) is type(index["run"]) is dict and type(index["log"]) is list:
+        kinds = [type(index[name]) for name in ("steps", "digests", "run", "log")]
+        if kinds == [int, dict, dict, list] and index["steps"] == int(folder.name[5:]):
             return index
 
 
 def damage(folder, index, rank=0, ranks=1):
     """What is wrong with a checkpoint, of whose files each rank reads its share; None if nothing is."""
     if index is None or index != index_of(folder):
-        return "index.json is missing, damaged, or another one for some ranks"
+        return "index.json is missing or damaged, or some ranks see another one"
     there = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for name in sorted(there ^ index["digests"].keys()):
         return f"{name} is " + ("not in its index" if name in there else "missing")
