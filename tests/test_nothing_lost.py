@@ -191,7 +191,7 @@ def test_weights_that_are_not_finite_are_not_saved(pool, tmp_path, step):
 def test_weights_that_are_not_finite_are_no_checkpoint(pool, tmp_path):
     line = refused(pool, LAST, f"{TINY} --steps 1 --checkpoint {tmp_path}", weights_that_are_none_job, world=2, status=3)
     assert "some weights are not finite any more" in line
-    assert not [name for name in os.listdir(tmp_path) if not name.endswith(".tmp")]
+    assert not [name for name in os.listdir(tmp_path) if not name.endswith(".tmp") and name != ".lock"]
 
 
 class Killed(BaseException):
@@ -269,7 +269,7 @@ def test_a_full_disk_leaves_the_old_model(pool, tmp_path, step):
 
 def test_a_full_disk_ends_a_checkpoint_in_a_line(pool, tmp_path):
     line = refused(pool, LAST, f"{TINY} --checkpoint {tmp_path} --save_every 1", disk_full_job, world=1, bytes=100_000)
-    assert "cannot be written ([Errno" in line and "older checkpoints that are still there: none" in line
+    assert "cannot be written (" in line and "File too large" in line and "still there: none" in line
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
@@ -497,15 +497,21 @@ def goes_on(folder, more=""):
 
 def test_ranks_that_see_other_checkpoints_do_not_go_on(pool, copy, tmp_path):
     argv = goes_on(copy).split()
-    line = refused(pool, LAST, argv, on_one_rank_job, world=2, rank=1, instead=[*argv, "--checkpoint", str(tmp_path / "unmounted")])
-    assert "no checkpoint in" in line and "on another rank" in line
-    index = copy / "step_00000004" / "index.json"
     stale = shutil.copytree(copy, copy.parent / "stale")
-    text = json.loads(index.read_text())
-    text["biases"] = [[1.0]] * 8
-    (stale / "step_00000004" / "index.json").write_text(json.dumps(text))
-    line = refused(pool, LAST, argv, on_one_rank_job, world=2, rank=1, instead=[*argv, "--checkpoint", str(stale)])
-    assert "on another rank" in line
+    index = stale / "step_00000004" / "index.json"
+    index.write_text(index.read_text().replace('"weight_decay": 0.1', '"weight_decay": 0.2'))
+    for other in (tmp_path / "unmounted", stale):
+        with pytest.raises(JobFailed) as failed:
+            pool.call(elsewhere_job, LAST, world=2, argv=argv, rank=1, folder=str(other))
+        assert "index.json is missing or damaged, or some ranks see another one" in str(failed.value)
+
+
+def elsewhere_job(argv, rank, folder):
+    """Rank `rank` sees other files in the same folder."""
+    import resume
+    index_of, at_home = resume.index_of, int(os.environ["RANK"]) != rank
+    with patch.object(resume, "index_of", lambda path: index_of(path if at_home else Path(folder, path.name))):
+        main_job(argv)
 
 
 def test_only_own_names_are_touched(pool, copy):
@@ -515,32 +521,37 @@ def test_only_own_names_are_touched(pool, copy):
         (copy / name / "precious").touch()
     (copy / "step_00000003.tmp").mkdir()                  # left by a run that was killed
     pool.call(main_job, LAST, argv=f"{goes_on(copy)} --save_every 1 --keep 1".split())
-    assert sorted(os.listdir(copy)) == sorted(["step_00000006", *others])
+    assert sorted(os.listdir(copy)) == sorted([".lock", "step_00000006", *others])
     assert all((copy / name / "precious").exists() for name in others)
 
 
-@pytest.mark.parametrize("name", ["step_00000005", "step_00000005.tmp"])
+@pytest.mark.parametrize("name, message", [("step_00000005", "step_00000005 is damaged: index.json is missing"),
+                                           ("step_00000005.tmp", "step_00000005.tmp cannot be written ([Errno 17]")])
 @pytest.mark.parametrize("make", ["touch", "symlink"])
-def test_what_only_has_the_name_of_a_checkpoint_is_refused(pool, copy, name, make):
+def test_what_only_has_the_name_of_a_checkpoint_is_refused(pool, copy, name, message, make):
     (copy / name).touch() if make == "touch" else (copy / name).symlink_to(copy / "nowhere")
-    with pytest.raises(Refused, match=f"{name} has the name of a checkpoint and is no folder"):
+    with pytest.raises(Refused) as refused:
         pool.call(main_job, LAST, argv=goes_on(copy, "--save_every 1").split())
-    assert os.path.lexists(copy / name)
+    assert message in str(refused.value) and os.path.lexists(copy / name)
 
 
 def test_two_runs_do_not_share_a_directory(pool, tmp_path):
     import fcntl
-    tmp_path.joinpath("lock.tmp").write_text("process 7 on another machine")
-    with open(tmp_path / "lock.tmp") as file:
+    tmp_path.joinpath(".lock").write_text("somebody's notes")
+    with open(tmp_path / ".lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "process 7 on another machine is training there" in refused(pool, LAST, f"{TINY} --checkpoint {tmp_path}", world=2)
+        assert "another run is training there" in refused(pool, LAST, f"{TINY} --checkpoint {tmp_path}", world=2)
     pool.call(main_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split())        # its owner is dead
-    assert os.listdir(tmp_path) == ["step_00000004"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000004"]
+    assert (tmp_path / ".lock").read_text() == "somebody's notes"
 
 
 OTHER = {"--seq_len 32": "seq_len 16, this one has 32", "--global_batch_size 8": "global_batch_size 4, this one has 8",
          "--dataset {tokens}": "data 466195 tokens", "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps",
-         "--model {heads}": "num_attention_heads 8, this one has 4"}
+         "--model {heads}": "num_attention_heads 8, this one has 4", "--weight_decay 0": "weight_decay 0.1, this one has 0.0",
+         "--grad_clip 0.5": "grad_clip 1.0, this one has 0.5", "--warmup 0": "warmup 5, this one has 0",
+         "--lr_schedule constant": "lr_schedule cosine, this one has constant", "--seed 3": "seed 42, this one has 3",
+         "--dtype float64": "dtype float32, this one has float64"}
 
 
 def test_another_run_is_not_gone_on_with(pool, copy, tmp_path):
@@ -556,34 +567,54 @@ def test_another_run_is_not_gone_on_with(pool, copy, tmp_path):
             pool.call(main_job, LAST, argv=goes_on(copy, flags.format(**names)).split())
         assert message in str(other.value), other.value
     same = write_config(tmp_path / "same", **tiny)
-    more = f"--model {same} --lr 1e-4 --seed 3 --tp 2 --dtype float64 --recompute full --weight_decay 0"
+    more = f"--model {same} --lr 1e-4 --tp 2 --recompute full"
     pool.call(main_job, LAST, world=2, argv=goes_on(copy, more).split())
 
 
 def damages(folder):
     """{what is done to the newest checkpoint: what is said}"""
-    data, index = folder / "rank_00001.safetensors", folder / "index.json"
+    data, index, wrong = folder / "rank_00001.safetensors", folder / "index.json", "index.json is missing or damaged"
 
     def zeroed():
         with open(data, "r+b") as file:
             file.seek(data.stat().st_size // 2)
             file.write(bytes(64))
 
-    def uncovered():
-        text = json.loads(index.read_text())
-        text["boxes"]["model.norm.weight"] = []
-        index.write_text(json.dumps(text))
+    def changed(change):
+        def in_index():
+            text = json.loads(index.read_text())
+            change(text)
+            index.write_text(json.dumps(text))
+        return in_index
 
-    def elsewhere():
-        text = json.loads(index.read_text())
-        text["boxes"]["model.norm.weight"] = [["../../x.safetensors", [0]]]
-        index.write_text(json.dumps(text))
-    return {"index gone": (index.unlink, "index.json"), "index empty": (lambda: index.write_text(""), "index.json"),
-            "index no object": (lambda: index.write_text("[]"), "index.json"),
-            "index cut": (lambda: os.truncate(index, 1000), "index.json"), "file gone": (data.unlink, "rank_00001"),
-            "file cut": (lambda: os.truncate(data, 1000), ""), "garbage": (lambda: data.write_bytes(b"x" * 5000), ""),
+    def unfilled():
+        """The digests are right, but a box is not there."""
+        import hashlib
+
+        from safetensors.torch import load_file, save_file
+        tensors = load_file(data)
+        tensors.pop(next(key for key in tensors if ".weight[" in key))
+        save_file(tensors, data)
+        changed(lambda text: text["digests"].update({data.name: hashlib.sha256(data.read_bytes()).hexdigest()}))()
+
+    def replaced(path, make):
+        def other():
+            path.unlink()
+            make(path)
+        return other
+    return {"index gone": (index.unlink, wrong), "index empty": (lambda: index.write_text(""), wrong),
+            "index no object": (lambda: index.write_text("[]"), wrong), "index cut": (lambda: os.truncate(index, 1000), wrong),
+            "index a pipe": (replaced(index, os.mkfifo), wrong), "index a folder": (replaced(index, os.mkdir), wrong),
+            "index of another step": (changed(lambda text: text.update(steps=6)), wrong),
+            "index of half a step": (changed(lambda text: text.update(steps=4.0)), wrong),
+            "elsewhere": (changed(lambda text: text["digests"].update({"../../x.safetensors": "0"})), "x.safetensors is missing"),
+            "file gone": (data.unlink, "rank_00001.safetensors is missing"),
+            "file a pipe": (replaced(data, os.mkfifo), "rank_00001.safetensors is missing"),
+            "one too many": (lambda: shutil.copy(data, folder / "rank_00002.safetensors"), "rank_00002.safetensors is not in"),
+            "file cut": (lambda: os.truncate(data, 1000), "rank_00001.safetensors is not as it was written"),
+            "garbage": (lambda: data.write_bytes(b"x" * 5000), "rank_00001.safetensors is not as it was written"),
             "zeroed": (zeroed, "rank_00001.safetensors is not as it was written"),
-            "uncovered": (uncovered, "the boxes do not cover model.norm.weight"), "elsewhere": (elsewhere, "x.safetensors")}
+            "unfilled": (unfilled, "it has not all of model.")}
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -599,7 +630,8 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one(pool, copy, what, world
     if what == "zeroed":
         trained = pool.train(LAST, goes_on(copy, "step_00000002"), world=world)
         assert [line["step"] for line in trained.lines] == [2, 3, 4, 5]
-        assert sorted(os.listdir(copy)) == ["step_00000002", "step_00000004.aside", "step_00000006"]
+        names = sorted(name.partition("_1")[0] for name in os.listdir(copy))
+        assert names == [".lock", "step_00000002", "step_00000004.aside", "step_00000006"]
 
 
 def test_an_older_one_twice_and_after_a_restart(pool, copy, tmp_path):
@@ -607,33 +639,52 @@ def test_an_older_one_twice_and_after_a_restart(pool, copy, tmp_path):
     def train(more):
         return [line["step"] for line in pool.train(LAST, goes_on(copy, more)).lines]
     assert train("step_00000002") == train("step_00000002") == [2, 3, 4, 5]
-    assert sorted(os.listdir(copy)) == ["step_00000002", "step_00000004.aside", "step_00000006", "step_00000006.aside"]
+    names = sorted(name.partition("_1")[0] for name in os.listdir(copy))
+    assert names == [".lock", "step_00000002", "step_00000004.aside", "step_00000006", "step_00000006.aside"]
     process = from_the_shell(LAST, goes_on(copy, "step_00000002").split(), tmp_path, TORCHELASTIC_RESTART_COUNT="1")
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0 and f"resuming from {copy}/step_00000006" in out, error
 
 
-def test_a_log_is_cut_where_it_lies(pool, copy, tmp_path):
+def test_a_log_is_cut_where_it_lies(pool, tmp_path):
     """Not in a copy, for which its disk may be too full; and a link stays a link."""
-    lines = [json.dumps(dict(step=step, loss=1.0)) + "\n" for step in range(6)]
-    (tmp_path / "real.jsonl").write_text("".join(lines) + '{"step": 6, "lo')
     (tmp_path / "log.jsonl").symlink_to(tmp_path / "real.jsonl")
-    pool.call(main_job, LAST, argv=[*goes_on(copy).split(), "--log_file", str(tmp_path / "log.jsonl")])
-    assert (tmp_path / "log.jsonl").is_symlink()
-    steps = [json.loads(line)["step"] for line in (tmp_path / "real.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3, 4, 5] and sorted(os.listdir(tmp_path)) == sorted(["copy", "log.jsonl", "real.jsonl"])
+    base = f"{TINY} --checkpoint {tmp_path / 'run'} --save_every 2 --log_file {tmp_path / 'log.jsonl'}"
+    pool.call(main_job, LAST, argv=base.split())
+    before = (tmp_path / "real.jsonl").read_text().splitlines()
+    with open(tmp_path / "real.jsonl", "a") as log:
+        log.write('{"step": 4, "lo')
+    pool.call(main_job, LAST, argv=f"{base} --steps 6 --resume step_00000002".split())
+    lines = (tmp_path / "real.jsonl").read_text().splitlines()
+    assert lines[:2] == before[:2] and [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "log.jsonl").is_symlink() and sorted(os.listdir(tmp_path)) == ["log.jsonl", "real.jsonl", "run"]
+
+
+def test_the_log_of_another_run_is_not_cut(pool, copy, tmp_path):
+    """Of none that is longer, shorter, or as long; a new one is begun, and says what it has not."""
+    pool.call(main_job, LAST, argv=f"{TINY} --steps 6 --log_file {tmp_path / 'other'}".split())
+    lines = (tmp_path / "other").read_text().splitlines(keepends=True)
+    for count in (6, 4, 1):
+        text = "".join(lines[:count])
+        (tmp_path / "log").write_text(text)
+        assert "is not the log of the run that goes on" in refused(pool, LAST, goes_on(copy, f"--log_file {tmp_path / 'log'}"))
+        assert (tmp_path / "log").read_text() == text
+    pool.call(main_job, LAST, argv=goes_on(copy, f"--log_file {tmp_path / 'new'}").split())
+    assert f"--log_file {tmp_path / 'new'}: has 0 of the 4 steps that are done" in pool.output
+    assert [json.loads(line)["step"] for line in (tmp_path / "new").read_text().splitlines()] == [4, 5]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_a_closed_terminal_save_too(pool, tmp_path, number):
     pool.call(told_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split(), number=number)
-    assert f"told to end ({number.name}) after step 2" in pool.output and os.listdir(tmp_path) == ["step_00000002"]
+    assert f"told to end ({number.name}) after step 2" in pool.output
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000002"]
 
 
 def test_told_to_end_in_the_last_step_it_ends_as_any_run(pool, tmp_path):
     argv = f"{TINY} --steps 2 --checkpoint {tmp_path / 'run'} --save {tmp_path / 'model'}".split()
     pool.call(told_job, LAST, world=2, argv=argv, number=signal.SIGTERM)
-    assert "told to end" not in pool.output and os.listdir(tmp_path / "run") == ["step_00000002"]
+    assert "told to end" not in pool.output and sorted(os.listdir(tmp_path / "run")) == [".lock", "step_00000002"]
     assert (tmp_path / "model/model.safetensors").exists()
 
 
