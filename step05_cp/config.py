@@ -130,7 +130,7 @@ def read_config(flag, name):
         return from_hugging_face(AutoConfig.from_pretrained(name))
     except Exception as error:                            # a file may hold anything
         reason = str(error).partition("\n")[0]
-        refuse(f"{flag} {name}: no config.json of a Llama ({reason}); the presets are {', '.join(PRESETS)}")
+        refuse(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
 
 
 def from_hugging_face(theirs):
@@ -142,16 +142,16 @@ def from_hugging_face(theirs):
     if rope["rope_type"] not in ("default", "llama3"):
         raise ValueError(f"rope scaling of type {rope['rope_type']!r}, only 'llama3' is known here")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
-    values = {field.name: getattr(theirs, field.name, None) for field in fields(ModelConfig)}
+    values = {field.name: getattr(theirs, field.name, field.default) for field in fields(ModelConfig)}
     return ModelConfig(**{**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
 
 
 def to_hugging_face(config, dtype):
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig as Config
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
     values = {name: value for name, value in asdict(config).items() if not name.startswith("rope_")}
-    return LlamaConfig(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
-                       tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+    return Config(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+                  tie_word_embeddings=False, architectures=[Config.__name__.replace("Config", "ForCausalLM")])
 
 
 def check(args, config):

@@ -103,11 +103,11 @@ class Zero:
     """What train.py calls. Without ZeRO it is step 2, and there are no units."""
 
     def __init__(self, model, mesh, args):
-        self.stage, self.units, self.under_way = args.zero, units_of(model), []
+        self.stage, self.units, self.under_way, self.all_reduces = args.zero, units_of(model), [], []
         self.params = list(model.parameters())            # what the optimizer is to update
         if args.zero == 0:
             accumulate_gradients(self.params)
-            self.all_reduce = data_parallel(self.params, data_mesh(mesh).get_group(), args)
+            self.all_reduces = [data_parallel(self.params, data_mesh(mesh).get_group(), args)]
             return
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.collect)
@@ -136,8 +136,8 @@ class Zero:
         unit.finish_reduce(part)
 
     def sum_gradients(self):
-        if self.stage == 0:
-            self.all_reduce()
+        for all_reduce in self.all_reduces:
+            all_reduce()
         while self.under_way:
             self.finish_oldest()
         for unit in self.units:

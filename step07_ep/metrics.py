@@ -18,7 +18,7 @@ PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200":
 
 
 def parameter_count(c):
-    """From the shape of the model: no rank need hold it all. Of experts, those that a token meets."""
+    """From the shape of the model: no rank need hold it all."""
     attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     router, experts = c.hidden_size * c.num_local_experts, c.num_experts_per_tok or 1
     layer = attention + router + experts * 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size

@@ -153,7 +153,7 @@ def read_config(flag, name):
         return from_hugging_face(AutoConfig.from_pretrained(name))
     except Exception as error:                            # a file may hold anything
         reason = str(error).partition("\n")[0]
-        refuse(f"{flag} {name}: no Llama or Mixtral there ({reason}); the presets are {', '.join(PRESETS)}")
+        refuse(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
 
 
 def from_hugging_face(theirs):
@@ -173,11 +173,11 @@ def from_hugging_face(theirs):
 
 def to_hugging_face(config, dtype):
     from transformers import LlamaConfig, MixtralConfig
-    kind = MixtralConfig if config.num_local_experts else LlamaConfig
+    Config = MixtralConfig if config.num_local_experts else LlamaConfig
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
     values = {name: value for name, value in asdict(config).items() if not name.startswith("rope_")}
-    return kind(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
-                tie_word_embeddings=False, architectures=[kind.__name__.replace("Config", "ForCausalLM")])
+    return Config(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+                  tie_word_embeddings=False, architectures=[Config.__name__.replace("Config", "ForCausalLM")])
 
 
 def check(args, config):

@@ -47,9 +47,9 @@ def build_model(config, mesh, args):
         for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    splits_backward = args.schedule in ("zerobubble", "dualpipe")
-    breaks = args.tp * args.cp > 1 or splits_backward or config.num_local_experts > 0
-    recompute_and_compile(model, args, breaks_at_collectives=breaks)
+    breaks = args.tp * args.cp > 1 or args.schedule in ("zerobubble", "dualpipe")
+    breaks = breaks or config.num_local_experts > 0       # their sizes come out of the data
+    recompute_and_compile(model, args, breaks)
     return model
 
 

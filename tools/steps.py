@@ -15,24 +15,29 @@ PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools
                                                 "exercises/extensions")]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
 
-# The files that a step changes or adds, relative to the step before it, in the order to read them. README.md and figures/ are
-# each step's own.
-CHANGES = {
-    "step01_single_gpu": [],
-    "step02_dp": ["train.py", "checkpoint.py", "config.py", "data.py", "metrics.py",
-                  "mesh.py", "data_parallel.py", "ledger.py", "agreement.py"],
-    "step03_zero": ["train.py", "checkpoint.py", "config.py", "data_parallel.py", "optimizer.py", "zero.py", "placement.py"],
-    "step04_tp_sp": ["train.py", "checkpoint.py", "config.py", "mesh.py", "placement.py", "recompute.py", "zero.py",
-                     "tensor_parallel.py", "parts.py"],
-    "step05_cp": ["train.py", "config.py", "data.py", "mesh.py", "placement.py", "tensor_parallel.py", "zero.py",
-                  "context_parallel.py"],
-    "step06_pp": ["train.py", "checkpoint.py", "config.py", "mesh.py", "recompute.py", "zero.py",
-                  "schedules.py", "pipeline_parallel.py"],
-    "step07_ep": ["train.py", "checkpoint.py", "config.py", "metrics.py", "model.py", "pipeline_parallel.py", "zero.py",
-                  "moe.py", "expert_parallel.py"],
-    "step08_5d": ["train.py", "config.py", "data.py", "metrics.py", "zero.py",
-                  "resume.py", "folders.py", "dry_run.py", "slurm.sh"],
+# The files that a step changes or adds, relative to the step before it, in the order to read them: the lesson, and what only supports
+# it, for a second reading. `make diff`, the READMEs' tables of files and the tests all read this list.
+LESSON = {
+    "step01_single_gpu": ["train.py", "model.py", "loss.py", "optimizer.py", "recompute.py"],
+    "step02_dp": ["train.py", "data_parallel.py", "data.py"],
+    "step03_zero": ["train.py", "zero.py", "placement.py", "optimizer.py"],
+    "step04_tp_sp": ["train.py", "tensor_parallel.py", "placement.py", "parts.py", "recompute.py"],
+    "step05_cp": ["train.py", "context_parallel.py", "data.py"],
+    "step06_pp": ["train.py", "pipeline_parallel.py", "schedules.py", "zero.py"],
+    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "zero.py", "pipeline_parallel.py"],
+    "step08_5d": ["train.py", "boxes.py", "resume.py"],
 }
+SUPPORT = {
+    "step01_single_gpu": ["checkpoint.py", "data.py", "config.py", "metrics.py", "profiling.py", "messages.py"],
+    "step02_dp": ["mesh.py", "ledger.py", "config.py", "metrics.py"],
+    "step03_zero": ["checkpoint.py", "config.py", "data_parallel.py"],
+    "step04_tp_sp": ["checkpoint.py", "config.py", "mesh.py"],
+    "step05_cp": ["config.py", "mesh.py", "tensor_parallel.py"],
+    "step06_pp": ["checkpoint.py", "config.py", "mesh.py", "recompute.py"],
+    "step07_ep": ["placement.py", "data_parallel.py", "checkpoint.py", "config.py", "metrics.py"],
+    "step08_5d": ["zero.py", "config.py", "metrics.py", "slurm.sh"],
+}
+CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
 

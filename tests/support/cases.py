@@ -7,7 +7,7 @@ import numpy as np
 MODEL = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512)
 # and sizes that up to eight ranks can cut, though not into units of equal length: the shape of the layouts of layouts.py
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 41, 8, 4, 6, 56, 64
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 40, 8, 4, 6, 56, 64
 SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
 # 40: the grouped products' kernel takes no 41
 EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)

@@ -42,7 +42,9 @@ class Refused(JobFailed):
 
 # ---------------------------------------------------------------------------------------------- inside a worker
 PATIENCE = int(os.environ.get("PATIENCE", 300))           # seconds after which a job hangs: no test is about how long it takes
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter",
+PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuration_llama",
+             "transformers.models.mixtral.configuration_mixtral",
+             "torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter",
              "torch._refs", "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 
 

@@ -19,7 +19,8 @@ def check_job(argv, world_size):
     from unittest.mock import patch
 
     import config
-    with patch.dict(os.environ, WORLD_SIZE=str(world_size), RANK="0"):
+    import messages
+    with patch.dict(os.environ, WORLD_SIZE=str(world_size), RANK="0"), messages.clean_exit():
         args = config.parse_args(argv)
         config.check(args, config.load_config(args))
 
