@@ -28,7 +28,7 @@ CHANGES = {
     "step07_ep": ["train.py", "checkpoint.py", "config.py", "metrics.py", "model.py", "pipeline_parallel.py", "zero.py",
                   "moe.py", "expert_parallel.py"],
     "step08_5d": ["train.py", "config.py", "data.py", "metrics.py", "zero.py",
-                  "resume.py", "folders.py", "dry_run.py", "slurm.sh", "bench.py"],
+                  "boxes.py", "resume.py", "messages.py", "mesh.py", "dry_run.py", "slurm.sh", "bench.py"],
 }
 
 MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", "out"}
