@@ -14,6 +14,7 @@ from collections import Counter
 import torch.distributed as dist
 from safetensors import safe_open
 
+from mesh import from_all_ranks
 from parts import my_part
 
 
@@ -43,8 +44,7 @@ def rectangles(shape, start, stop):
 
 def share_out(state):
     """The keys that this rank writes: of those that have a box, the one does with least to write so far."""
-    every, writer, load = [None] * dist.get_world_size(), {}, Counter()
-    dist.all_gather_object(every, {key: box.nbytes for key, box in state.items()})
+    every, writer, load = from_all_ranks({key: box.nbytes for key, box in state.items()}), {}, Counter()
     for key, size in {key: size for held in every for key, size in held.items()}.items():
         writer[key] = min((rank for rank, held in enumerate(every) if key in held), key=load.__getitem__)
         load[writer[key]] += size

@@ -88,3 +88,9 @@ def together(work, *inputs):
                 print(f"error: rank {rank}: {refusal[0]}", file=sys.stderr, flush=True)
             sys.exit(refusal[1])
     return result
+
+
+def from_all_ranks(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from boxes import boxes, fill, share_out
 from config import NO_MATTER
-from mesh import together
+from mesh import from_all_ranks, together
 from messages import refuse, say
 
 
@@ -70,8 +70,7 @@ class Checkpoints:
     def save(self, steps):
         folder, state = Path(self.args.checkpoint, f"step_{steps:08d}.tmp"), self.state()
         self.mine = share_out(state) if self.mine is None else self.mine
-        digests = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, together(self.write, folder, state))
+        digests = from_all_ranks(together(self.write, folder, state))
         together(self.finish, folder, dict(digests))
 
     def write(self, folder, state):
