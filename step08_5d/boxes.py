@@ -44,8 +44,7 @@ def rectangles(shape, start, stop):
 
 def share_out(state):
     """The keys that this rank writes: of those that have a box, the one does with least to write so far."""
-    every = from_all_ranks({key: box.nbytes for key, box in state.items()})
-    writer, load = {}, Counter()
+    every, writer, load = from_all_ranks({key: box.nbytes for key, box in state.items()}), {}, Counter()
     for key, size in {key: size for held in every for key, size in held.items()}.items():
         writer[key] = min((rank for rank, held in enumerate(every) if key in held), key=load.__getitem__)
         load[writer[key]] += size

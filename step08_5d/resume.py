@@ -40,7 +40,7 @@ class Checkpoints:
         """{key: box} of all that this rank has to save, or to fill."""
         names, state = {param: name for name, param in self.model.named_parameters()}, {}
         for piece, master in zip(self.optimizer.params, self.optimizer.masters):
-            param, first = getattr(piece, "part_of", (piece, 0))           # ZeRO's slice, or all of it
+            param, first = getattr(piece, "part_of", (piece, 0))                   # ZeRO's slice, or all
             adam = self.optimizer.adamw.state[master]
             if not adam:                                  # no step has been taken
                 adam.update(step=torch.zeros((), device=master.device),
@@ -202,11 +202,11 @@ def written(folder, args):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        refuse(f"--checkpoint: {folder} cannot be written ({error}); still there: {names(own(args))}")
+        refuse(f"--checkpoint: {folder} cannot be written ({error}); checkpoints there: {names(own(args))}")
 
 
 def lock(folder):
-    """Of two runs in a directory the second is refused. The system opens a lock when its process ends."""
+    """Of two runs in a directory the second is refused. The system lets go when a run's process ends."""
     file = open(Path(folder, ".lock"), "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -269,7 +269,7 @@ def test_a_full_disk_leaves_the_old_model(pool, tmp_path, step):
 
 def test_a_full_disk_ends_a_checkpoint_in_a_line(pool, tmp_path):
     line = refused(pool, LAST, f"{TINY} --checkpoint {tmp_path} --save_every 1", disk_full_job, world=1, bytes=100_000)
-    assert "cannot be written (" in line and "File too large" in line and "still there: none" in line
+    assert "cannot be written (" in line and "File too large" in line and "checkpoints there: none" in line
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])

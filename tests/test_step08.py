@@ -149,11 +149,12 @@ def test_bfloat16_goes_on_to_the_bit(pool, flags, tmp_path):
 
 
 @slow
-def test_every_element_is_written_once_and_by_all_ranks(pool, flags, saved):
+@pytest.mark.parametrize("world, more", [SAVED[1], (4, "--ep 2 --micro_batch_size 3")], ids=["zero 3", "replicas"])
+def test_every_element_is_written_once_and_by_all_ranks(pool, flags, saved, world, more):
     from safetensors import safe_open
-    folder = saved(*SAVED[1]) / "step_00000002"
+    folder = saved(world, more) / "step_00000002"
     files, stored = sorted(folder.glob("*.safetensors")), {}
-    assert [file.name for file in folder.iterdir() if file not in files] == ["index.json"] and len(files) == 8
+    assert [file.name for file in folder.iterdir() if file not in files] == ["index.json"] and len(files) == world
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():

@@ -29,14 +29,15 @@ import layouts
 
 STEP = "step08_5d"
 FILES = ["data_parallel.py", "zero.py", "tensor_parallel.py", "context_parallel.py", "pipeline_parallel.py", "schedules.py",
-         "expert_parallel.py", "moe.py", "parts.py", "resume.py"]
+         "expert_parallel.py", "moe.py", "parts.py", "boxes.py", "resume.py"]
 ONLY_SHOWS = {"main", "draw", "text", "__str__"}
 RESULTS = ROOT / "out/mutants.csv"
 TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
           ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
 GROUPS = ["tp", "cp", "dp", "dp_cp", "pp", "shard", "replicate", "ep", "ep_shard", "ep_copies"]
 # tests of step 8's files that are not in its own test file
-ELSEWHERE = {"resume.py": ["test_nothing_lost.py"], "zero.py": ["test_step03.py", "-k", "two_blocks"],
+ELSEWHERE = {"boxes.py": ["test_nothing_lost.py"], "resume.py": ["test_nothing_lost.py"],
+             "zero.py": ["test_step03.py", "-k", "two_blocks"],
              "tensor_parallel.py": ["test_step04.py", "-k", "by_itself"],
              "pipeline_parallel.py": ["test_step06.py", "-k", "gradient_in_W"]}
 LISTS = "lists or check_finds or waits_for_itself or bubbles or in_flight or follows_its_list or shows_a_schedule"
@@ -103,7 +104,7 @@ def replaced(source, node, after):
 # ------------------------------------------------------------------------------------------- running the tests
 def tests_for(file):
     """Of step 8's layouts those that use the file, the small ones first: they are tried before all the tests."""
-    if file == "resume.py":                               # no layout does
+    if file in ("boxes.py", "resume.py"):                 # no layout does
         return ["test_step08.py", "-k", "not test_layout"]
     flags = {"zero.py": "--zero ", "tensor_parallel.py": "--tp ", "context_parallel.py": "--cp ", "pipeline_parallel.py": "--pp ",
              "schedules.py": "--pp ", "expert_parallel.py": "--ep ", "data_parallel.py": "--dp_mode "}
