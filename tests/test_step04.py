@@ -206,13 +206,13 @@ def test_a_rank_has_its_part_of_the_weights(pool, flags, tp):
     (2, "--tp 3", "num_attention_heads 8 is not a multiple of tp(3); tp could be 1, 2, 4, 8"),
     (3, "--tp 2", "dp(1) x tp(2) != world size (3); tp could be 1, 3, with --dp left out"),
     (4, "--tp 2 --dp 4", "dp(4) x tp(2) != world size (4)"),
-    (2, "--tp 0", "--tp 0: must be at least 1"),
+    (2, "--tp 0", "--tp: 0 is not a number from 1 on"),
     (2, "--tp 2 --seq_len 15", "seq_len 15 is not a multiple of tp(2); it could be 14 or 16; or --sp off"),
     (4, "--tp 4 --model {folder}/a", "num_key_value_heads 6 is neither a multiple of tp(4) nor a divisor; tp could be 1, 2"),
     (2, "--tp 2 --model {folder}/b", "vocab_size 61 is not a multiple of tp(2); tp could be 1"),
     (4, "--tp 4 --model {folder}/c", "intermediate_size 58 is not a multiple of tp(4); tp could be 1, 2")])
 def test_bad_layouts_are_refused(pool, tmp_path, flags, world, more, message):
-    cases.make(tmp_path / "a", **SHAPE | dict(num_attention_heads=12, num_key_value_heads=6))
+    cases.make(tmp_path / "a", **SHAPE | dict(hidden_size=48, num_attention_heads=12, num_key_value_heads=6))
     cases.make(tmp_path / "b", **SHAPE | dict(vocab_size=61))
     cases.make(tmp_path / "c", **SHAPE | dict(intermediate_size=58))
     assert_refused(pool, STEP, world, f"{flags} {more.format(folder=tmp_path)}", message)

@@ -3,8 +3,8 @@ import cases
 import layouts
 import pytest
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP
-from harness import assert_same_run
-from jobs import assert_refused, attention_job, compiled_job, kept_by_a_layer
+from harness import Refused, assert_same_run
+from jobs import assert_refused, attention_job, check_job, compiled_job, kept_by_a_layer
 from layouts import Layout
 from observe import check
 
@@ -23,7 +23,7 @@ def few_heads(shape, cp, tp):
     # ulysses where key-value heads are fewer than ranks
     pytest.param(few_heads("dense-2-kv1", 4, 1), id="one head", marks=slow),
     pytest.param(few_heads("dense-2-kv2", 2, 2), id="two heads", marks=slow),
-    pytest.param(few_heads("dense-2-heads12-kv6", 4, 1), id="six heads", marks=slow)])
+    pytest.param(few_heads("dense-2-heads20-kv10", 4, 1), id="ten heads", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 
@@ -141,13 +141,33 @@ def test_a_long_sequence(pool):
 @pytest.mark.parametrize("world, more, message", [
     (2, "--cp 3",
      "seq_len 16 is not a multiple of 6, which cp(3) with --cp_mode zigzag and tp(1) with --sp on take; it could be 12 or 18"),
-    (2, "--cp 0", "--cp 0: must be at least 1"),
+    (2, "--cp 0", "--cp: 0 is not a number from 1 on"),
     (3, "--cp 2", "dp(1) x cp(2) x tp(1) != world size (3); cp x tp could be 1, 3, with --dp left out"),
     (8, "--cp 8 --tp 8 --cp_mode ring", "seq_len 16 is not a multiple of 64"),
-    (4, "--cp 4 --zero 3 --zero_shard 3",
-     "4 ranks with other data are not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
+    (4, "--cp 4 --zero 3 --zero_shard 3", "dp(1) x cp(4) is not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
     (16, "--cp 16 --cp_mode ulysses",
      "num_attention_heads 8 / tp(1) = 8 is not a multiple of cp(16); with --cp_mode ulysses cp could be 1, 2, 4, 8"),
     (2, "--cp 2 --cp_mode helix", "invalid choice: 'helix'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags} {more}", message)
+
+
+def flash_job(argv, world_size):
+    """check_job where there are a GPU and flash-attn."""
+    import importlib.util
+    from unittest.mock import patch
+
+    import torch
+    with patch.object(torch.cuda, "is_available", lambda: True), patch.object(importlib.util, "find_spec", lambda name: name):
+        check_job(argv, world_size)
+
+
+@pytest.mark.parametrize("cp, mode", [(2, "zigzag"), (2, "ring"), (2, "allgather"), (2, "ulysses"), (1, "zigzag")])
+def test_the_package_computes_no_blocks(pool, flags, cp, mode):
+    """Where attention is in blocks the kernels are PyTorch's, and --attention flash would change nothing."""
+    argv = f"{flags} --device cuda --dtype bfloat16 --attention flash --model tiny --cp {cp} --cp_mode {mode}".split()
+    if cp == 1 or mode == "ulysses":
+        pool.call(flash_job, STEP, argv=argv, world_size=cp)
+    else:
+        with pytest.raises(Refused, match=f"--attention flash: --cp_mode {mode} has kernels of its own; ulysses takes flash"):
+            pool.call(flash_job, STEP, argv=argv, world_size=cp)
