@@ -36,8 +36,8 @@ def load_tokens(args, vocab_size):
 
 def check_vocabulary(tokens, vocab_size):
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise OSError(f"--dataset has tokens from {tokens.min()} to {tokens.max()}; a --model with a vocabulary "
-                      f"of {vocab_size} takes 0 to {vocab_size - 1}")
+        raise OSError(f"--dataset has tokens from {tokens.min()} to {tokens.max()}; with a vocabulary of "
+                      f"{vocab_size} the --model takes 0 to {vocab_size - 1}")
 
 
 def open_token_file(path):
@@ -68,8 +68,8 @@ def tokenized(args):
     columns, end = documents.column_names, tokenizer.eos_token_id
     column = columns[0] if len(columns) == 1 else "text"
     if column not in columns or len(documents) == 0 or end is None:
-        refuse(f"--dataset {args.dataset}: {len(documents)} documents with columns {columns}, one has to be "
-               f"'text'; the tokenizer's end-of-text token (eos_token) is {tokenizer.eos_token}, it has to be")
+        refuse(f"--dataset {args.dataset}: {len(documents)} documents with columns {columns}; one has to be "
+               f"'text'; the tokenizer's end-of-text token, which it must have: {tokenizer.eos_token}")
 
     def encode(batch):
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
