@@ -73,7 +73,8 @@ def save_checkpoint(model, config, args):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
     split = split_torch_state_dict_into_shards(params)
     if RANK == 0:                                         # one process writes; every one has a part to give
-        new = tempfile.mkdtemp(prefix=".saving-", dir=os.path.dirname(os.path.abspath(args.save)))
+        folder = os.path.realpath(args.save)
+        new = tempfile.mkdtemp(prefix=".saving-", dir=os.path.dirname(folder))
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
@@ -86,7 +87,7 @@ def save_checkpoint(model, config, args):
     if split.is_sharded:
         with open(os.path.join(new, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, file)
-    put_in_place(new, args.save)
+    put_in_place(new, folder)
 
 
 def put_in_place(new, folder):
@@ -98,7 +99,7 @@ def put_in_place(new, folder):
             os.rename(folder, old)
         os.rename(new, folder)
     except OSError as error:                              # another run was faster, or it is a mount point
-        refuse(f"--save {folder}: {error}; the model is in {new}")
+        refuse(f"--save {folder}: {error}; the model is in {new}, what was there in {old}")
     for name in os.listdir(old) if os.path.isdir(old) else []:
         if not OF_A_MODEL.fullmatch(name):
             os.rename(os.path.join(old, name), os.path.join(folder, name))

@@ -26,13 +26,13 @@ def refuse(message, status=2):
 
 @contextlib.contextmanager
 def clean_exit():
-    """Around main: whatever ends a rank, one line says why; and where, if it was no refusal."""
+    """Around main. Rank 0 says what all refuse; a rank that fails says where and why."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)          # Ctrl-C ends it, as it ends any program
     try:
         yield
     except SystemExit as end:
         if getattr(end, "message", None):
-            print(f"error: {end.message}", file=sys.stderr, flush=True)
+            say(f"error: {end.message}", sys.stderr)
         raise
     except Exception as error:
         here = os.path.dirname(os.path.abspath(__file__))

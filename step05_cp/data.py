@@ -25,14 +25,20 @@ def load_tokens(args, vocab_size):
     if len(tokens) <= args.seq_len:
         refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = "
                f"{args.seq_len + 1}, so --seq_len could be at most {len(tokens) - 1}")
-    check_vocabulary(tokens[:args.global_batch_size * args.seq_len + 1], vocab_size)
+    if args.dataset.endswith(".bin") and vocab_size > 2**16:
+        refuse(f"--dataset {args.dataset}: a .bin has tokens below 65,536 (uint16), the model's vocabulary "
+               f"is {vocab_size}; a .npy may have others")
+    try:
+        check_vocabulary(tokens[:args.global_batch_size * args.seq_len + 1], vocab_size)
+    except OSError as error:
+        refuse(str(error))
     return tokens
 
 
 def check_vocabulary(tokens, vocab_size):
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        refuse(f"--dataset has tokens from {tokens.min()} to {tokens.max()}; a --model with a vocabulary of "
-               f"{vocab_size} takes 0 to {vocab_size - 1}")
+        raise OSError(f"--dataset has tokens from {tokens.min()} to {tokens.max()}; with a vocabulary of "
+                      f"{vocab_size} the --model takes 0 to {vocab_size - 1}")
 
 
 def open_token_file(path):
@@ -53,7 +59,7 @@ def tokenized(args):
     from datasets.fingerprint import Hasher
     from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
         kind = KINDS.get(os.path.splitext(args.dataset)[1].lower())
         where = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**where, split="train")
@@ -62,9 +68,9 @@ def tokenized(args):
         refuse(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
     column = columns[0] if len(columns) == 1 else "text"
-    if column not in columns or end is None:
-        refuse(f"--dataset {args.dataset}: its columns are {columns}, one has to be 'text'; the tokenizer's "
-               f"end-of-text token (eos_token) is {tokenizer.eos_token}, it has to have one")
+    if column not in columns or len(documents) == 0 or end is None:
+        refuse(f"--dataset {args.dataset}: {len(documents)} documents with columns {columns}; one has to be "
+               f"'text'; the tokenizer's end-of-text token, which it must have: {tokenizer.eos_token}")
 
     def encode(batch):
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]

@@ -150,7 +150,7 @@ def read_config(flag, name):
     """Of a directory or hub id; transformers knows the older ways to write one."""
     from transformers import AutoConfig
     try:
-        return from_hugging_face(AutoConfig.from_pretrained(name))
+        return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
     except Exception as error:                            # a file may hold anything
         reason = str(error).partition("\n")[0]
         refuse(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
@@ -284,7 +284,7 @@ def check_outputs(args):
         refuse("--resume needs --checkpoint DIR, the directory to resume from")
     if args.profile and args.steps == 0:
         refuse("--profile: with --steps 0 there is nothing to see")
-    beside = args.save and os.path.dirname(os.path.abspath(args.save))    # where it is written, then renamed
+    beside = args.save and os.path.dirname(os.path.realpath(args.save))   # where it is written, then renamed
     try:
         for folder in filter(None, (args.save, beside, args.profile, args.checkpoint)):
             os.makedirs(folder, exist_ok=True)
