@@ -164,8 +164,8 @@ def clock_job(argv):
 
 
 @pytest.mark.parametrize("more, message", [
-    ("--eval_every -1", "--eval_every -1: must not be negative"),
-    ("--eval_every 1 --eval_sequences -3", "--eval_sequences -3: must not be negative")])
+    ("--eval_every -1", "--eval_every: -1 is not a number from 0 on"),
+    ("--eval_every 1 --eval_sequences -3", "--eval_sequences: -3 is not a number from 0 on")])
 def test_refused(pool, flags, more, message):
     assert_refused(pool, STEP, 1, f"{flags} {more}", message)
 

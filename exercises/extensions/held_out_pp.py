@@ -207,7 +207,7 @@ def test_lists_of_forwards(pool, name):
      "--eval_sequences 6 is no multiple of dp(4) x micro_batch_size 3 from 12 on; it could be 12 or 24"),
     (2, "--eval_sequences 9 --micro_batch_size 3 --pp 2 --schedule dualpipe",
      "--eval_sequences 9 is no multiple of dp(1) x micro_batch_size 3 from 12 on; it could be 12 or 15"),
-    (2, "--eval_sequences -2", "--eval_sequences -2: must not be negative")])
+    (2, "--eval_sequences -2", "--eval_sequences: -2 is not a number from 0 on")])
 def test_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags['all', 5]} --eval_every 1 {more}", message)
 
