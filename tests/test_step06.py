@@ -394,7 +394,8 @@ def test_zero_3_gathers_once_a_step(pool, flags):
      "global_batch_size could be 32"),
     (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved with pp(2) takes 2 or more"),
     (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: interleaved takes 2 or more, dualpipe 2, all others 1"),
-    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--stages_per_rank 1: interleaved takes 2 or more, dualpipe 2, all others 1"),
+    (2, "--pp 2 --schedule interleaved --stages_per_rank 1",
+     "--stages_per_rank 1: interleaved takes 2 or more, dualpipe 2, all others 1"),
     (2, "--pp 0", "argument --pp: 0 is not a number from 1 on"),
     (2, "--pp 2 --schedule chimera", "invalid choice: 'chimera'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):

@@ -1,6 +1,7 @@
 """Step 7: experts spread over ep train as one process does and as transformers' Mixtral does, however tokens are routed."""
 import json
 import math
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -227,7 +228,7 @@ def unwritten_job(argv, garbage, folder):
     from unittest.mock import patch
 
     import train
-    found = dict(autograd=0, W=0)
+    found = dict(autograd=0, W=0, products=0)
 
     class Grouped(torch.autograd.Function):
         @staticmethod
@@ -252,7 +253,7 @@ def unwritten_job(argv, garbage, folder):
         return made
 
     def grouped_mm(a, b, offs):
-        sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+        sizes, found["products"] = offs.diff(prepend=offs.new_zeros(1)).tolist(), found["products"] + 1
         return Grouped.apply(a, b, sizes) if b.dim() == 3 else gradients("W", a.T, b, sizes)
     with patch("torch.nn.functional.grouped_mm", grouped_mm):
         train.main([*argv, "--save", folder])
@@ -270,6 +271,8 @@ def test_what_a_kernel_leaves_unwritten_reaches_no_weight(pool, tmp_path, world,
     for garbage in (0.0, math.nan, 1e3):
         folder = tmp_path / str(garbage)
         found = pool.call(unwritten_job, STEP, world=world, argv=argv, garbage=garbage, folder=str(folder))
+        if os.environ.get("EXERCISE") and not any(of_rank["products"] for of_rank in found):
+            pytest.skip("products in a loop, without this kernel")
         assert sum(of_rank[where] for of_rank in found) > 10, "there should be experts without tokens"
         trained[garbage] = load_file(folder / "model.safetensors")
     for garbage in (math.nan, 1e3):
@@ -442,7 +445,8 @@ def test_bytes_of_experts(pool, flags, more, weights, grads, states):
 # ------------------------------------------------------------------------------------- the log
 @pytest.mark.parametrize("shape, has", [("dense-2", False), ("top2-2", True)])
 def test_the_log_has_a_balance_where_there_are_experts(pool, tmp_path, shape, has):
-    trained = pool.train(STEP, f"{cases.make(tmp_path, **cases.shape(shape))} --steps 2 --micro_batch_size 12", world=2, weights=False)
+    flags = f"{cases.make(tmp_path, **cases.shape(shape))} --steps 2 --micro_batch_size 12"
+    trained = pool.train(STEP, flags, world=2, weights=False)
     assert [("balance" in line) for line in trained.lines] == [has] * 2 and ("balance" in trained.output) == has
 
 
