@@ -172,13 +172,14 @@ def test_several_files_have_an_index_of_the_experts(pool, flags, tmp_path):
 
 
 def save_in_pieces_job(argv):
+    import functools
+    from unittest.mock import patch
+
     import checkpoint
     import train
-    size, checkpoint.SHARD_BYTES = checkpoint.SHARD_BYTES, 200_000
-    try:
+    split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=200_000)
+    with patch.object(checkpoint, "split_torch_state_dict_into_shards", split):
         train.main(argv)
-    finally:
-        checkpoint.SHARD_BYTES = size
 
 
 def parameters_job():
