@@ -1,6 +1,7 @@
 """What can be seen of the CUDA path without a GPU: shapes and bytes of a rank's kernels, and code that only CUDA takes."""
 import contextlib
 import os
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import cases
@@ -12,13 +13,15 @@ slow = pytest.mark.slow
 
 
 # ------------------------------------------------------------------------------------------------ a rank's kernels
-def kernels_job(argv):
-    """The products of one training step in a dry run, as (m, n, k): calls; and the bytes that its operations read and write."""
+def kernels_job(ranks, argv):
+    """The products of one training step of rank 0 of so many, as (m, n, k): calls; and the bytes that its operations read and
+    write. The rank is alone, and its tensors have no data (tools/simulate)."""
     import math
     from collections import Counter
 
     import torch
     import train
+    from simulate.stand_ins import one_rank
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     products, moved = Counter(), Counter()
@@ -38,32 +41,38 @@ def kernels_job(argv):
     def watch(*_):
         with Watch():
             yield
-    with patch("train.watch", watch):
+    with one_rank(ranks, 0), patch("profiling.Profiler.step", watch):
         train.main(argv)
     return dict(products), dict(moved)
 
 
-LAYOUTS = {"llama-1b": "--dry_run 1 --seq_len 4096 --global_batch_size 4 --micro_batch_size 4",
-           "llama-8b": "--dry_run 8 --tp 8 --seq_len 4096 --global_batch_size 1 --micro_batch_size 1",
-           "llama-8b, ZeRO-3": "--dry_run 8 --zero 3 --seq_len 4096 --global_batch_size 8 --micro_batch_size 1 --recompute full",
-           "llama-70b": "--dry_run 32 --tp 8 --pp 4 --seq_len 4096 --global_batch_size 4 --micro_batch_size 1 --recompute full"}
+LAYOUTS = {"llama-1b": (1, "--global_batch_size 4 --micro_batch_size 4"),
+           "llama-8b": (8, "--tp 8 --global_batch_size 1 --micro_batch_size 1"),
+           "llama-8b, ZeRO-3": (8, "--zero 3 --global_batch_size 8 --micro_batch_size 1 --recompute full"),
+           "llama-70b": (32, "--tp 8 --pp 4 --global_batch_size 4 --micro_batch_size 1 --recompute full")}
+
+
+def kernels(pool, layout):
+    ranks, flags = LAYOUTS[layout]
+    argv = ["--model", layout.split(",")[0], "--seq_len", "4096", *flags.split()]
+    return pool.call(kernels_job, STEP, ranks=ranks, argv=argv)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_are_of_whole_tiles(pool, layout):
     """A GPU makes a product in tiles of 128 or more: what is left over costs as much as a whole one. Llama 3's vocabulary is
     1,002 tiles, of which eight ranks have 125 and a quarter each."""
-    products, _ = pool.call(kernels_job, STEP, argv=["--model", layout.split(",")[0], *LAYOUTS[layout].split()])[0]
+    products, _ = kernels(pool, layout)
     odd = {n for shape in products for n in shape if n % 128}
-    assert products and odd <= ({128256 // 8} if "--tp 8" in LAYOUTS[layout] else set())
+    assert products and odd <= ({128256 // 8} if "--tp 8" in LAYOUTS[layout][1] else set())
 
 
-BYTES_OF_A_STEP = 526.2
+BYTES_OF_A_STEP = 502.2
 
 
 def test_bytes_of_a_micro_batch(pool):
     """Read and written by the operations of one step of llama-1b, 4 x 4,096 tokens: what memory bounds does not grow unseen."""
-    _, moved = pool.call(kernels_job, STEP, argv=["--model", "llama-1b", *LAYOUTS["llama-1b"].split()])[0]
+    _, moved = kernels(pool, "llama-1b")
     assert sum(moved.values()) / 1e9 == pytest.approx(BYTES_OF_A_STEP, rel=0.01), moved
 
 
@@ -91,33 +100,50 @@ def test_the_flash_kernels_of_cuda_take_what_they_are_given(pool):
                          (kv, "torch.bfloat16", "cuda"), (kv, "torch.bfloat16", "cuda")]
 
 
+def check_on_cuda_job(argv):
+    """As rank 0 of two that see a GPU."""
+    import config
+    from messages import clean_exit
+    with patch.dict(os.environ, WORLD_SIZE="2"), patch("torch.cuda.is_available", lambda: True), clean_exit():
+        args = config.parse_args(argv)
+        config.check(args, config.load_config(args))
+
+
 @pytest.mark.parametrize("mode, refused", [("zigzag", True), ("allgather", True), ("ulysses", False)])
 def test_a_width_that_the_flash_kernels_do_not_take_is_refused(pool, tmp_path, mode, refused):
-    flags = f"{cases.make(tmp_path)} --seq_len 16 --cp 2 --cp_mode {mode} --dry_run 2 --global_batch_size 2 --micro_batch_size 1"
+    flags = f"{cases.make(tmp_path)} --seq_len 16 --cp 2 --cp_mode {mode} --global_batch_size 2 --micro_batch_size 1"
     if refused:
-        assert_refused(pool, STEP, 1, flags, "head_dim 10 is not a multiple of 8")
+        message = "needs --dtype bfloat16 and a head_dim (10) that is a multiple of 8"
+        assert_refused(pool, STEP, 1, flags, message, job=check_on_cuda_job)
     else:
-        pool.call(kernels_job, STEP, argv=flags.split())
+        pool.call(check_on_cuda_job, STEP, argv=flags.split())
+        assert pool.call(kernels_job, STEP, ranks=2, argv=flags.split())[0][0]
 
 
-def environment_job(argv):
-    """What start_mesh sets before it starts NCCL; there is none here, so that is where this ends."""
-    import config
+def environment_job():
+    """What is set before NCCL starts a group; there is none here, so that is where this ends."""
     import mesh
+    import model  # noqa: F401
     import torch
-    args = config.parse_args(argv)
-    args.device, args.pp, args.dp, args.cp, args.tp = "cuda", 1, 1, 1, 1
-    os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
-    with patch("torch.cuda.set_device"), patch("torch.cuda.device_count", lambda: 1), \
-            patch("torch.distributed.init_process_group", side_effect=ZeroDivisionError) as started:
+    seen = []
+    args = SimpleNamespace(device="cuda", pp=1, dp=1, cp=1, tp=1)
+
+    def connect(what, *_, **__):
+        seen.append((what, os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)))
+        raise ZeroDivisionError
+    with patch("torch.cuda.is_available", lambda: True), patch("torch.distributed.init_process_group", connect):
+        with pytest.raises(ZeroDivisionError), mesh.processes():
+            raise AssertionError("the processes have not been connected")
+    with patch.dict(os.environ, LOCAL_RANK="5"), patch("torch.cuda.set_device", seen.append), \
+            patch("mesh.init_device_mesh", connect):
         with pytest.raises(ZeroDivisionError):
             mesh.start_mesh(args)
-    in_float32 = not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    return started.call_args[0], os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT"), in_float32
+    return seen, not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 def test_what_is_set_for_cuda(pool):
-    assert pool.call(environment_job, STEP, argv=[]) == [(("nccl",), "1", True)]
+    """One group serves both devices; a rank's GPU is its own before its first NCCL group, whose kernels run as they are started."""
+    assert pool.call(environment_job, STEP) == [([("cpu:gloo,cuda:nccl", None), 5, ("cuda", "1")], True)]
 
 
 def started_order_job(argv):
@@ -125,10 +151,10 @@ def started_order_job(argv):
     import torch.distributed as dist
     import train
     import zero
-    events, gather, all_reduce, run = [], zero.Unit.gather, dist.all_reduce, train.Pipeline.run
+    events, gather, all_reduce, run = [], zero.Unit.gather, dist.all_reduce, train.Pipeline.forward_backward
     with patch.object(zero.Unit, "gather", lambda unit: events.append("gather") or gather(unit)), \
             patch.object(dist, "all_reduce", lambda *args, **how: events.append("sum") or all_reduce(*args, **how)), \
-            patch.object(train.Pipeline, "run", lambda self, *args: events.append("forward") or run(self, *args)):
+            patch.object(train.Pipeline, "forward_backward", lambda self, *args: events.append("forward") or run(self, *args)):
         train.main(argv)
     return events
 

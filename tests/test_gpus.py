@@ -23,7 +23,7 @@ from fixtures import GPUS, VISIBLE
 from harness import Pool, assert_same_run, relative
 from jobs import blocks_job, grouped_job, looped_job
 from layouts import SCHEDULES, all_of_a_world
-from steps import NAMES, run, step_dir
+from steps import NAMES, ROOT, run
 
 DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -138,17 +138,16 @@ def test_profile_on_a_gpu(pool, flags, tmp_path):
     assert json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
 
 
-@pytest.mark.skipif(DEVICE == "cpu" or not GPUS, reason="there is no GPU, whose memory is to be compared with the dry run's")
+@pytest.mark.skipif(DEVICE == "cpu" or not GPUS, reason="there is no GPU, whose memory is to be compared with the simulated one's")
 @pytest.mark.parametrize("more", ["--recompute none", "--recompute full", "--zero 1"])
-def test_peak_memory_is_the_dry_runs(pool, more):
+def test_peak_memory_is_the_simulated(pool, more):
     """Of a model so large that what kernels take for themselves is little beside it."""
     flags = f"--model llama-1b --seq_len 2048 --global_batch_size 4 --micro_batch_size 1 --lr 1e-4 {more}"
     real = pool.train("step08_5d", f"{flags} --device cuda --steps 3", weights=False, timeout=LIMIT).lines[-1]["peak_memory_gib"]
-    command = [sys.executable, step_dir("step08_5d") / "train.py", "--dry_run", "1", *flags.split()]
-    code, output = run(command, step_dir("step08_5d"), timeout=120)
+    code, output = run([sys.executable, "tools/simulate", "8", "1", *flags.split()], ROOT, timeout=120)
     assert code == 0, output
     said = float(next(line for line in output.splitlines() if line.startswith("all ")).split()[2].replace(",", "")) / 1024
-    assert abs(real / said - 1) < 0.05, f"{real:.2f} GiB, the dry run says {said:.2f}"
+    assert abs(real / said - 1) < 0.05, f"{real:.2f} GiB, tools/simulate says {said:.2f}"
 
 
 # ------------------------------------------------------------------------------------- nccl

@@ -284,8 +284,8 @@ def watched_job(argv):
     import train
     from torch.utils.flop_counter import FlopCounterMode
     seen, fired, in_I = {}, {}, set()
-    make, step, only_I = train.Pipeline, pipeline_parallel.Pipeline.run, pipeline_parallel.Pipeline.input_gradient
-    one, ran = pipeline_parallel.Pipeline.compute, []
+    Pipeline, ran = pipeline_parallel.Pipeline, []
+    step, one, only_I = Pipeline.forward_backward, Pipeline.compute, Pipeline.input_gradient
     alive, peak = {}, [0]                                 # {storage: [how often it is saved, bytes]}
 
     class Saved:
@@ -323,8 +323,8 @@ def watched_job(argv):
     def made(model, *rest):
         for name, param in model.named_parameters():
             param.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
-        return make(model, *rest)
-    with patch.multiple(pipeline_parallel.Pipeline, run=watched, compute=noted, input_gradient=I_alone), \
+        return Pipeline(model, *rest)
+    with patch.multiple(Pipeline, forward_backward=watched, compute=noted, input_gradient=I_alone), \
             patch.object(train, "Pipeline", made):
         train.main(argv)
     return ran, seen["listed"], fired, seen["flops"], seen["left"], peak[0], in_I
@@ -393,9 +393,10 @@ def test_zero_3_gathers_once_a_step(pool, flags):
      "24 / dp(1) / micro_batch_size 8 = 3 micro-batches; --schedule dualpipe with pp(2) takes 4 or more: "
      "global_batch_size could be 32"),
     (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved with pp(2) takes 2 or more"),
-    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b takes 1"),
-    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--schedule interleaved takes 2 or more"),
-    (2, "--pp 0", "--pp 0: must be at least 1"),
+    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: interleaved takes 2 or more, dualpipe 2, all others 1"),
+    (2, "--pp 2 --schedule interleaved --stages_per_rank 1",
+     "--stages_per_rank 1: interleaved takes 2 or more, dualpipe 2, all others 1"),
+    (2, "--pp 0", "argument --pp: 0 is not a number from 1 on"),
     (2, "--pp 2 --schedule chimera", "invalid choice: 'chimera'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags[5]} {more}", message)

@@ -1,5 +1,7 @@
 """Step 7: experts spread over ep train as one process does and as transformers' Mixtral does, however tokens are routed."""
 import json
+import math
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -170,13 +172,14 @@ def test_several_files_have_an_index_of_the_experts(pool, flags, tmp_path):
 
 
 def save_in_pieces_job(argv):
+    import functools
+    from unittest.mock import patch
+
     import checkpoint
     import train
-    size, checkpoint.SHARD_BYTES = checkpoint.SHARD_BYTES, 200_000
-    try:
+    split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=200_000)
+    with patch.object(checkpoint, "split_torch_state_dict_into_shards", split):
         train.main(argv)
-    finally:
-        checkpoint.SHARD_BYTES = size
 
 
 def parameters_job():
@@ -220,6 +223,64 @@ def grouped_job(dtype):
     return worst
 
 
+def unwritten_job(argv, garbage, folder):
+    """Trains with products of a kernel that writes no gradient for experts without rows, as a GPU's may: there is what was in the
+    memory. Returns how many such gradients there were in autograd, and in W."""
+    from unittest.mock import patch
+
+    import train
+    found = dict(autograd=0, W=0, products=0)
+
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, sizes):               # [rows, in], [experts, in, out]
+            ctx.save_for_backward(x, weight)
+            ctx.sizes = sizes
+            return torch.cat([rows @ one for rows, one in zip(x.split(sizes), weight)])
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            of_x = torch.cat([rows @ one.T for rows, one in zip(grad.split(ctx.sizes), weight)])
+            return of_x, gradients("autograd", x, grad, ctx.sizes), None
+
+    def gradients(where, a, b, sizes):                    # [rows, in], [rows, out]
+        made = a.new_full((len(sizes), a.shape[1], b.shape[1]), garbage)
+        for one, rows, grad in zip(made, a.split(sizes), b.split(sizes)):
+            if len(rows):
+                one.copy_(rows.T @ grad)
+            else:
+                found[where] += 1
+        return made
+
+    def grouped_mm(a, b, offs):
+        sizes, found["products"] = offs.diff(prepend=offs.new_zeros(1)).tolist(), found["products"] + 1
+        return Grouped.apply(a, b, sizes) if b.dim() == 3 else gradients("W", a.T, b, sizes)
+    with patch("torch.nn.functional.grouped_mm", grouped_mm):
+        train.main([*argv, "--save", folder])
+    return found
+
+
+@pytest.mark.parametrize("world, more, where", [(1, "", "autograd"), (2, "--pp 2 --schedule zerobubble", "W"), *(
+    pytest.param(*case, marks=slow) for case in [(1, "--recompute full", "autograd"), (2, "--ep 2 --zero 2", "autograd"),
+                                                 (2, "--pp 2 --schedule dualpipe --stages_per_rank 2", "W")])])
+def test_what_a_kernel_leaves_unwritten_reaches_no_weight(pool, tmp_path, world, more, where):
+    """Experts without tokens: NaN would end the run, any other number would go unseen."""
+    flags = cases.make(tmp_path / "case", **cases.shape("top2-4")).replace("--global_batch_size 24", "--global_batch_size 8")
+    argv = f"{flags} --dtype bfloat16 --micro_batch_size 1 --seq_len 4 {more}".split()
+    trained = {}
+    for garbage in (0.0, math.nan, 1e3):
+        folder = tmp_path / str(garbage)
+        found = pool.call(unwritten_job, STEP, world=world, argv=argv, garbage=garbage, folder=str(folder))
+        if os.environ.get("EXERCISE") and not any(of_rank["products"] for of_rank in found):
+            pytest.skip("products in a loop, without this kernel")
+        assert sum(of_rank[where] for of_rank in found) > 10, "there should be experts without tokens"
+        trained[garbage] = load_file(folder / "model.safetensors")
+    for garbage in (math.nan, 1e3):
+        for name, tensor in trained[garbage].items():
+            assert torch.equal(tensor, trained[0.0][name]), f"{garbage} in the place of no gradient has changed {name}"
+
+
 # ------------------------------------------------------------------------------------- balance
 def auxiliary_job(argv):
     """The gradients that --balance aux adds, beside those that autograd takes of the loss as the papers write it."""
@@ -238,7 +299,7 @@ def auxiliary_job(argv):
         expert_parallel.Balance(model, shape, mesh, args)
         for moe in expert_parallel.moe_layers(model):
             moe.gate.register_forward_hook(lambda module, inputs, output: logits.append(output))
-        inputs, positions, targets = next(train.batches(train.load_tokens(args, shape.vocab_size), mesh, args))[0]
+        inputs, positions, targets = next(train.batches(train.load_tokens(args, shape.vocab_size), shape, mesh, args))[1][0]
         loss = model(inputs, positions, targets) / targets.numel()
         for layer in logits if written_out else []:
             scores = layer.softmax(-1)                                             # [batch, seq, experts]
@@ -307,6 +368,41 @@ def test_the_bias_evens_out_the_load_of_a_whole_run(pool):
     assert loss["bias"] < 1.01 * loss["none"], loss
 
 
+# ------------------------------------------------------------------------------------- in a region of tp
+def logits_job(argv):
+    """The bits of all logits of a run, of this rank's routers."""
+    import hashlib
+
+    import expert_parallel
+    import train
+
+    class Listening(expert_parallel.Balance):
+        def __init__(self, model, *arguments):
+            super().__init__(model, *arguments)
+            for layer in self.layers:
+                layer.gate.register_forward_hook(lambda module, inputs, logits: seen.append(
+                    hashlib.sha256(logits.detach().view(torch.uint8).numpy()).hexdigest()))
+    seen, train.Balance = [], Listening
+    try:
+        train.main(argv)
+    finally:
+        train.Balance = expert_parallel.Balance
+    return seen
+
+
+@pytest.mark.parametrize("world, more", [(2, "--tp 2 --sp on"), *(pytest.param(*case, marks=slow) for case in [
+    (2, "--tp 2 --sp off"), (4, "--tp 4 --sp on --recompute full"), (8, "--tp 2 --ep 2 --pp 2 --sp on"),
+    (8, "--tp 4 --dp 2 --zero 3 --sp off")])])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_ranks_of_tp_choose_alike(pool, flags, world, more, dtype):
+    """To the last bit: each adds its part of what an expert makes of a token, so the others must have sent it to the same."""
+    tp = int(more.split("--tp ")[1][0])
+    argv = f"{flags[2, 4]} --micro_batch_size 6 --dtype {dtype} {more}".split()
+    seen = pool.call(logits_job, STEP, world=world, argv=argv)
+    for first in range(0, world, tp):
+        assert len(set(seen[first])) > 4 and seen[first:first + tp] == [seen[first]] * tp, f"ranks {first} to {first + tp - 1}"
+
+
 # ------------------------------------------------------------------------------------- what is sent and what is kept
 def test_all_to_all_bytes(pool, flags):
     """Written out for one layout: there and back, forward and backward, top_k x tokens x hidden; and the counts."""
@@ -347,17 +443,24 @@ def test_bytes_of_experts(pool, flags, more, weights, grads, states):
         assert measured == [whole // weights, whole // grads, 2 * whole // states]
 
 
+# ------------------------------------------------------------------------------------- the log
+@pytest.mark.parametrize("shape, has", [("dense-2", False), ("top2-2", True)])
+def test_the_log_has_a_balance_where_there_are_experts(pool, tmp_path, shape, has):
+    flags = f"{cases.make(tmp_path, **cases.shape(shape))} --steps 2 --micro_batch_size 12"
+    trained = pool.train(STEP, flags, world=2, weights=False)
+    assert [("balance" in line) for line in trained.lines] == [has] * 2 and ("balance" in trained.output) == has
+
+
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("model, world, more, message", [
     ("moe", 4, "--tp 2 --ep 4", "dp(2) x cp(1) = 2 is not a multiple of ep(4); ep could be 1, 2"),
     ("moe", 3, "--ep 3", "num_local_experts 8 is not a multiple of ep(3); ep could be 1"),
-    ("moe", 2, "--ep 0", "dp(2) x cp(1) = 2 is not a multiple of ep(0); ep could be 1, 2"),
+    ("moe", 2, "--ep 0", "argument --ep: 0 is not a number from 1 on"),
     ("moe", 2, "--balance both", "invalid choice: 'both'"),
     ("dense", 2, "--ep 2", "has no experts"),
-    ("greedy", 1, "", "num_experts_per_tok 9 of 8 experts; it could be 1 to 8"),
-    ("sliding", 1, "", "sliding_window=64; only None is known here")])
+    ("sliding", 1, "", "sliding_window is 64, only None is known here")])
 def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
-    shape = dict(moe=MOE, dense=SHAPE, greedy=MOE | dict(num_experts_per_tok=9), sliding=MOE | dict(sliding_window=64))[model]
+    shape = dict(moe=MOE, dense=SHAPE, sliding=MOE | dict(sliding_window=64))[model]
     assert_refused(pool, STEP, world, f"{cases.make(tmp_path, **shape)} --micro_batch_size 1 {more}", message)
 
 

@@ -228,7 +228,7 @@ def small_pipeline(weights):
             return y
         return multiply
     pipeline.stages, pipeline.last = {s: stage(weight) for s, weight in enumerate(weights)}, len(weights) - 1
-    pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=1, tp=2, dtype=torch.float64, device="cpu", profile="")
+    pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=1, tp=2, dtype=torch.float64, device="cpu")
     pipeline.model = SimpleNamespace(lm_head=lambda y, targets: (y - targets).square().sum())
     pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
     pipeline.kept, pipeline.deferred, pipeline.ready, pipeline.receiving, pipeline.sending = {}, {}, {}, {}, []
@@ -295,7 +295,8 @@ def test_over_a_border_and_back(pool):
 
 
 def run_job():
-    """Stage 0 on rank 0, stages 1 and 2 on rank 1: what `run` returns, this rank's gradients of weights, and what is left."""
+    """Stage 0 on rank 0, stages 1 and 2 on rank 1: what `forward_backward` returns, this rank's gradients of weights, and what
+    is left."""
     from unittest.mock import patch
 
     import schedules
@@ -319,18 +320,18 @@ def run_job():
         compute(action)
     pipeline.compute = noted_compute
     with patch.object(dist, "send", refused), patch.object(dist, "recv", refused), unforgiving(), noted(pipeline) as did:
-        losses = [pipeline.run(pipeline.micro_batches).item()]
+        losses = [pipeline.forward_backward(pipeline.micro_batches).item()]
         did.clear()
         ran.clear()
-        losses.append(pipeline.run(pipeline.micro_batches).item())
+        losses.append(pipeline.forward_backward(pipeline.micro_batches).item())
     left = [name for name in ("kept", "deferred", "ready", "receiving", "sending") if getattr(pipeline, name)]
     program = [kind if kind != "compute" else f"{what.kind}{what.stage}{what.micro_batch}" for kind, what, _ in pipeline.program]
     pipeline.program, pipeline.args.dtype = [], torch.bfloat16
-    wide = str(pipeline.run([]).dtype)
+    wide = str(pipeline.forward_backward([]).dtype)
     return losses, [weight.grad and weight.grad.item() for weight in weights], " ".join(ran), left, Put.done, did, program, wide
 
 
-@rung({"pipeline_parallel.py": ["Pipeline.wait_for", "Pipeline.run"]}, hints="""
+@rung({"pipeline_parallel.py": ["Pipeline.wait_for", "Pipeline.forward_backward"]}, hints="""
     A program is a list of (kind, what, peer). "send": the message that an action made lies in self.ready[what]. "receive": its
     memory is made and the transfer started now, and waited for when an action needs it. "compute": self.compute(what) does
     the rest. Which transfer is waited for where?
@@ -341,35 +342,36 @@ def run_job():
     waits for self.receiving.
 
     wait_for: `if message in self.ready: return self.ready.pop(message)`; else `work, tensor = self.receiving.pop(message);
-    work.wait(); return tensor`. run: set self.micro_batches, self.loss (a zero, float32 or wider), self.kept, deferred, ready
-    and receiving = {}, sending = []; go through self.program (buffer: torch.empty(self.shape, dtype=self.args.dtype,
-    device=self.args.device)); at the end wait for all works in self.sending and clear it; return self.loss / self.args.tp.""")
+    work.wait(); return tensor`. forward_backward: set self.micro_batches, self.loss (a zero, float32 or wider), self.kept,
+    deferred, ready and receiving = {}, sending = []; go through self.program (buffer: torch.empty(self.shape,
+    dtype=self.args.dtype, device=self.args.device)); at the end wait for all works in self.sending and clear it; return
+    self.loss / self.args.tp.""")
 def test_running_a_list(pool):
-    """`run(micro_batches)` does what self.program says, step by step, and returns this rank's loss divided by tp. It begins
-    with a loss of zero, in float32 or wider, and an empty self.kept, deferred, ready and receiving. Nobody waits earlier than he
-    must: for a receive when an action needs it, in `wait_for`, and for sends at the end of run. A send that is over by the next
-    one is dropped with its tensor; after run self.sending is empty. `wait_for(message)` returns what an action waits for: made
-    on this rank itself (self.ready), or under way (self.receiving)."""
+    """`forward_backward(micro_batches)` does what self.program says, step by step, and returns this rank's loss divided by tp.
+    It begins with a loss of zero, in float32 or wider, and an empty self.kept, deferred, ready and receiving. Nobody waits earlier
+    than he must: for a receive when an action needs it, in `wait_for`, and for sends at the end of forward_backward. A send that
+    is over by the next one is dropped with its tensor; in the end self.sending is empty. `wait_for(message)` returns what an
+    action waits for: made on this rank itself (self.ready), or under way (self.receiving)."""
     answers = pool.call(run_job, STEP, world=2, timeout=HANGS)
     begin = "Stages multiply by 2 (on rank 0), 5 and 2 (on rank 1); micro-batches 3 and 1 with targets 58 and 17"
     lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]
     for rank, (losses, grads, ran, left, worked_off, did, program, wide) in enumerate(answers):
         right = [0.0, 3.25][rank]
         assert losses == [right] * 2, \
-            f"{begin}: the loss is 6.5, tp is 2; run, called twice, returned {losses} on rank {rank}, not {[right] * 2}"
+            f"{begin}: the loss is 6.5, tp is 2; of two calls came {losses} on rank {rank}, not {[right] * 2}"
         right = [[180, None, None], [None, 72, 180]][rank]
-        assert grads == right, f"{begin}: after two calls of run, rank {rank}'s weights have the gradients {grads}, not {right}"
-        assert ran == lists[rank], f"the last run on rank {rank} did (kind, stage, micro-batch) {ran}, not {lists[rank]}"
-        assert not left, f"after run, on rank {rank}, something is left in self.{', self.'.join(left)}"
+        assert grads == right, f"{begin}: after two calls, rank {rank}'s weights have the gradients {grads}, not {right}"
+        assert ran == lists[rank], f"the last call on rank {rank} did (kind, stage, micro-batch) {ran}, not {lists[rank]}"
+        assert not left, f"after forward_backward, on rank {rank}, something is left in self.{', self.'.join(left)}"
         steps = [what for what in did if not what.startswith("wait")]
         assert steps == program, f"rank {rank} did {steps}, but self.program is {program}"
         waits = " ".join(what.replace("wait for a receive", "<") for what in did if what[0] in "FB" or what.endswith("a receive"))
         right = ["F00 F01 < B00 < B01", "< F10 F20 B20 B10 < F11 F21 B21 B11"][rank]
         assert waits == right, f"a receive is waited for (<) when an action needs it: rank {rank} did {waits}, not {right}"
         early = [following for what, following in zip(did, did[1:]) if what == "wait for a send" and following[0] in "FB"]
-        assert not early, f"sends are waited for at the end of run: one can compute meanwhile; rank {rank} waited before {early[0]}"
+        assert not early, f"sends are waited for at the end: one can compute meanwhile; rank {rank} waited before {early[0]}"
         assert wide == "torch.float32", f"with weights in bfloat16 the loss is added up in float32, not in {wide}"
-        assert worked_off == [4, 8][rank], f"W of rank {rank} had {worked_off} things to do in two runs, not {[4, 8][rank]}"
+        assert worked_off == [4, 8][rank], f"W of rank {rank} had {worked_off} things to do in two calls, not {[4, 8][rank]}"
 
 
 # ------------------------------------------------------------------------------------------------ shorter bubbles

@@ -128,8 +128,8 @@ def product_job():
 
     grouped_product: `torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])`.
     grouped_gradient: `torch.stack([grad.T @ rows for grad, rows in zip(grad.split(counts.tolist()),
-    x.split(counts.tolist()))])`. (Where kernel_takes(weight), ours calls F.grouped_mm, which does the same in one kernel. The
-    loop is enough here.)""")
+    x.split(counts.tolist()))])`. (Where kernel_takes(weight), ours calls F.grouped_mm, which does the same in one kernel, and
+    sees to zeros for experts without rows, which that kernel may leave unwritten. The loop is enough here.)""")
 def test_one_product_per_expert(pool):
     """`grouped_product(x, weight, counts)`: the rows of x, [rows, in], are sorted by expert, and counts says how many each
     expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear does. The result
@@ -291,7 +291,7 @@ def small_model(config, device):
         layers = {"0": SimpleNamespace(mlp=nn.Linear(1, 1)), **{name: SimpleNamespace(mlp=moe.MoE(config)) for name in "12"}}
     for layer in layers.values():
         for param in layer.mlp.parameters():
-            param.placement = Placement(dist.group.WORLD, dist.get_world_size(), decays=True)
+            param.placement = Placement(dist.get_world_size(), decays=True)
     return SimpleNamespace(model=SimpleNamespace(layers=layers)), layers
 
 
@@ -302,6 +302,7 @@ def cut_job(pp, dp, cp, tp, ep):
     from mesh import start_mesh
     from parts import Part, my_part
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp="off")
     config = layer_config(num_local_experts=4, hidden_size=3, intermediate_size=5)
     mesh = start_mesh(args)
@@ -309,16 +310,22 @@ def cut_job(pp, dp, cp, tp, ep):
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
     whole = nn.Linear(1, 1)
     whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = SimpleNamespace(parts=[], replicas=6, copies=None)
+    whole.weight.placement = SimpleNamespace(parts=[], times_counted=6, expert_mesh=None)
     expert_parallel.cut(whole, part := Part(None, 1, 3, 2))
-    came = list(whole.weight.shape), whole.weight.placement.parts, whole.weight.placement.replicas
+    came = list(whole.weight.shape), whole.weight.placement.parts, whole.weight.placement.times_counted
     assert came == ([4, 2, 2], [part], 2), (
         "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers that 6 ranks have become 4 x 2 x 2 that 2 have, with the part "
-        f"noted; came shape, parts, replicas {came}")
+        f"noted; came shape, parts, times_counted {came}")
     with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: layer):                  # of rung 6
         expert_parallel.expert_parallel(model, config, mesh, args)
     dist.barrier()                                        # no rank may end while others still connect
-    assert layers["1"].mlp.experts.w1.weight.placement.copies is layers["2"].mlp.experts.w1.weight.placement.copies, \
+
+    def group_of(weight):
+        expert_mesh = weight.placement.expert_mesh
+        assert isinstance(expert_mesh, DeviceMesh) and expert_mesh.ndim == 1, \
+            f"placement.expert_mesh of w1, w2 and w3 is a mesh of one dimension, the ranks with the same experts, not {expert_mesh}"
+        return expert_mesh.get_group()
+    assert group_of(layers["1"].mlp.experts.w1.weight) is group_of(layers["2"].mlp.experts.w1.weight), \
         "make the groups once, not for each layer: each has connections of its own, and gradients are summed group by group"
     ranks = lambda group: sorted(dist.get_process_group_ranks(group))
     experts, found = layers["1"].mlp.experts, {}
@@ -326,37 +333,37 @@ def cut_job(pp, dp, cp, tp, ep):
         weight = getattr(experts, name).weight
         first = my_part(weight)[0]
         mine = list(range(4))[first]
-        found[name] = dict(shape=list(weight.shape), experts=mine, copies=ranks(weight.placement.copies),
-                           replicas=weight.placement.replicas)
+        found[name] = dict(shape=list(weight.shape), experts=mine, same_experts=ranks(group_of(weight)),
+                           times_counted=weight.placement.times_counted)
     group = ranks(experts.group) if isinstance(experts, expert_parallel.ExpertParallel) else type(experts).__name__
     same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.parts
-    return found, group, same and ranks(gate.weight.placement.copies) == ranks(dist.group.WORLD)
+    return found, group, same and gate.weight.placement.expert_mesh is None
 
 
 @rung({"expert_parallel.py": ["expert_parallel", "cut"]}, hints="""
     All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of
     the experts. Rank 0 of each group has the same experts: to them an expert's gradient is summed, and to nobody else. Draw the
-    ranks as a table: a row for each group of ep, a column for each rank in it. Which ranks are copies?
+    ranks as a table: a row for each group of ep, a column for each rank in it. Which ranks have the same experts?
 
-    `init_device_mesh(args.device, (pp, dp * cp // ep, ep, tp), mesh_dim_names=("pp", "expert_dp", "ep", "tp"))` is this table;
-    its `get_group("ep")` is this rank's row and `get_group("expert_dp")` its column. `cut`: the parameter becomes
-    `nn.Parameter(whole.chunk(part.parts, part.dim)[0])` (there is no memory yet, so every chunk is as good as the first). The
-    new one takes over the old placement, to which the part is added.
+    `data_mesh(mesh)` has the ranks of dp x cp in a row, and `data_mesh(mesh)._unflatten(0, (dp * cp // ep, ep), ("expert_dp",
+    "ep"))` is this table; its `get_group("ep")` is this rank's row, and of the table ["expert_dp"] is its column, a mesh too.
+    `cut`: the parameter becomes `nn.Parameter(whole.chunk(part.parts, part.dim)[0])` (there is no memory yet, so every chunk is
+    as good as the first). The new one takes over the old placement, to which the part is added.
 
-    cut: linear.weight.placement = whole.placement; .placement.parts.append(part); .placement.replicas //= part.parts.
-    expert_parallel, for each layer of model.model.layers.values() whose mlp is an MoE: if args.tp > 1: layer.mlp =
-    TensorParallelMoE(layer.mlp, mesh, args); for linear in layer.mlp.experts.children(): cut(linear, Part(group, 0, args.ep,
-    group.rank())) and linear.weight.placement.copies = copies; if args.ep > 1: layer.mlp.experts = ExpertParallel(experts,
-    group).""")
+    cut: linear.weight.placement = whole.placement; .placement.parts.append(part); .placement.times_counted //= part.parts.
+    expert_parallel: group and expert_mesh are row and column; for each layer of model.model.layers.values() whose mlp is an MoE:
+    if args.tp > 1: layer.mlp = TensorParallelMoE(layer.mlp, mesh, args); for linear in layer.mlp.experts.children(): cut(linear,
+    Part(group, 0, args.ep, group.rank())) and linear.weight.placement.expert_mesh = expert_mesh; if args.ep > 1:
+    layer.mlp.experts = ExpertParallel(experts, group).""")
 def test_who_has_which_experts(pool):
     """`cut(linear, part)` leaves linear.weight the size of one part of `part.parts`, cut along `part.dim`; the new parameter
-    has the placement of the old one, with `part` added to its parts, and with part.parts times fewer replicas.
+    has the placement of the old one, with `part` added to its parts, and times_counted divided by part.parts.
     `expert_parallel(model, config, mesh, args)` does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
-    of ep ranks gets the i-th part of the experts, and placement.copies becomes the group of ranks that have the same experts of
-    the same stage. Neighbours are in one group of ep. The groups are made once, for all layers. If ep > 1 the
-    layer's experts become `ExpertParallel(experts, group)`. If tp > 1 its mlp has become a `TensorParallelMoE(layer.mlp, mesh,
-    args)` before all this (rung 6 looks at that). Nothing else changes."""
-    #         pp, dp, cp, tp, ep: of each rank its experts, who has copies of them, who is in its group of ep
+    of ep ranks gets the i-th part of the experts, and placement.expert_mesh becomes the mesh, of one dimension, of the ranks
+    that have the same experts and other tokens. A group of ep are neighbours in data_mesh(mesh), the ranks of dp x cp. Groups are
+    made once, for all layers. If ep > 1 the layer's experts become `ExpertParallel(experts, group)`. If tp > 1 its mlp has
+    become a `TensorParallelMoE(layer.mlp, mesh, args)` before all this (rung 6 looks at that). Nothing else changes."""
+    #         pp, dp, cp, tp, ep: of each rank its experts, who has the same, who is in its group of ep
     cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
                                ([2, 3], [1, 3], [2, 3])],
              (2, 2, 1, 1, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
@@ -365,11 +372,12 @@ def test_who_has_which_experts(pool):
              (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "Experts")] * 2}
     for (pp, dp, cp, tp, ep), right in cases.items():
         answers = pool.call(cut_job, STEP, world=pp * dp * cp * tp, timeout=HANGS, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
-        for rank, ((found, group, same), (experts, copies, group_of_ep)) in enumerate(zip(answers, right)):
+        for rank, ((found, group, same), (experts, same_experts, group_of_ep)) in enumerate(zip(answers, right)):
             where = f"pp {pp}, dp {dp}, cp {cp}, tp {tp}, ep {ep}, four experts, rank {rank}"
             for name, came in found.items():
                 inner = [3, 5] if name == "w2" else [5, 3]
-                expected = dict(shape=[4 // ep, *inner], experts=experts, copies=copies, replicas=pp * dp * cp * tp // ep)
+                expected = dict(shape=[4 // ep, *inner], experts=experts, same_experts=same_experts,
+                                times_counted=pp * dp * cp * tp // ep)
                 assert came == expected, f"{where}: of {name} expected is {expected}, came {came}"
             assert group == group_of_ep, \
                 f"{where}: the ranks of ExpertParallel's group (without ep: the experts' class) are {group_of_ep}, not {group}"
@@ -621,15 +629,18 @@ def update_job(kind):
     balance = object.__new__(expert_parallel.Balance)
     tokens = torch.tensor(TOKENS[rank])
     balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=3, num_local_experts=4)
-    balance.layers, balance.tokens = ["a layer"] * len(tokens), groups[rank // 2]
+    balance.layers, balance.data = ["a layer"] * len(tokens), groups[rank // 2]
     balance.counts, balance.bias = torch.zeros_like(tokens), torch.zeros(tokens.shape)
     ratios = []
     with watched() as done:
         for _ in range(2):
             balance.counts += tokens
             ratios.append(balance.update())
+    assert all(isinstance(ratio, dict) and list(ratio) == ["balance"] for ratio in ratios), \
+        f"update returns a dict with one entry, balance, not {ratios}"
+    ratios = [ratio["balance"] for ratio in ratios]
     assert all(isinstance(ratio, torch.Tensor) and ratio.dtype == torch.float64 for ratio in ratios), \
-        f"update returns a tensor in float64, not {ratios}"
+        f"what update returns as balance is a tensor in float64, not {ratios}"
     bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).tolist()
     counts, balance.layers = balance.counts.flatten().tolist(), []
     return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balance.update(), done.waits
@@ -640,20 +651,20 @@ def update_job(kind):
     tokens of the global batch, for the same layers? An expert with more tokens than the mean shall be chosen less often: what
     becomes of its bias?
 
-    `dist.all_reduce(self.counts, group=self.tokens)`. The mean is that over a layer's experts. The bias changes by BIAS_STEP up
+    `dist.all_reduce(self.counts, group=self.data)`. The mean is that over a layer's experts. The bias changes by BIAS_STEP up
     or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest count over its mean. A rank
     has the layers of its stage only, so the mean over all layers takes the ranks of the other stages.
 
     mean = self.counts.double().mean(1, keepdim=True); if self.args.balance == "bias": self.bias += BIAS_STEP * (mean -
     self.counts).sign(); largest = (self.counts.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers;
-    self.counts.zero_(); dist.all_reduce(largest); return largest / (dist.get_world_size() / self.args.pp), because so many
-    ranks have each stage. Without layers return None at once.""")
+    self.counts.zero_(); dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because so
+    many ranks have each stage. Without layers return {} at once.""")
 def test_a_bias_against_crowds(pool):
-    """`Balance.update()`, after every step: sums self.counts over the group self.tokens, the ranks that have the other tokens.
+    """`Balance.update()`, after every step: sums self.counts over the group self.data, the ranks that have the other tokens.
     With --balance bias it lowers the bias of each expert that had more tokens than the mean of its layer by BIAS_STEP, raises
     that of each which had fewer, and leaves that of an expert with exactly the mean. Then it sets self.counts to zero. It
-    returns a tensor in float64, the same on all ranks: largest over mean count of a layer, averaged over the layers of all stages
-    (self.config.num_hidden_layers); or None if self.layers is empty. The host does not wait for it."""
+    returns {"balance": a tensor in float64, the same on all ranks}: largest over mean count of a layer, averaged over the layers of
+    all stages (self.config.num_hidden_layers); or {} if self.layers is empty. The host does not wait for it."""
     for kind in ("bias", "none", "aux"):
         for rank, (ratios, bias, counts, nothing, waits) in enumerate(
                 pool.call(update_job, STEP, world=4, timeout=HANGS, kind=kind)):
@@ -665,7 +676,7 @@ def test_a_bias_against_crowds(pool):
             right = right if kind == "bias" else [[0] * 4] * len(right)
             assert bias == right, f"{where}: after two such steps rank {rank}'s bias is {right} times BIAS_STEP, not {bias}"
             assert not any(counts), f"{where}: update sets self.counts to zero for the next step; came {counts}"
-            assert nothing is None, f"without layers that have experts update returns None, not {nothing}"
+            assert nothing == {}, f"without layers that have experts update returns {{}}, so that the log has none, not {nothing}"
             assert not waits, f"update needs no number on the host, which would wait for the device; it did, by {', '.join(waits)}"
 
 
@@ -773,6 +784,19 @@ def test_choosing_and_counting(pool):
                               "so neither ever goes away; the scores are to be made of logits.detach()")
 
 
+class NamedMesh:
+    """A mesh whose groups are names."""
+
+    def get_group(self, name="dp_cp"):
+        return name
+
+    def __getitem__(self, names):
+        return self
+
+    def _flatten(self, name):
+        return self
+
+
 def formula_job(cases):
     """What the formula says of two layers of three experts, hidden 5, for 24 sequences of 16 tokens, float32."""
     import expert_parallel
@@ -791,7 +815,7 @@ def formula_job(cases):
             if args.ep > 1:
                 model.model.layers[str(i)].mlp.experts = expert_parallel.ExpertParallel(moe.Experts(config), "ep")
         sent = {}
-        for group, collective, size in expert_parallel.formula(model, SimpleNamespace(get_group=str), args):
+        for group, collective, size in expert_parallel.formula(model, NamedMesh(), args):
             what = "world" if group is dist.group.WORLD else group, collective
             sent[what] = sent.get(what, 0) + size
         found.append(sent)
@@ -810,10 +834,10 @@ def formula_job(cases):
     With --balance aux the counts of each sequence are summed over cp.
 
     With forwards = 1 if args.recompute == "none" else 2, sequences = args.global_batch_size // args.dp, counts = layers *
-    num_local_experts * 8 bytes, and rows = layers * tokens * top_k * hidden * args.dtype.itemsize: (mesh.get_group("dp_cp"),
-    "all_reduce", counts), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the experts' group: "all_to_all" of 2 * (forwards
-    + 1) * rows, and of forwards * sequences // args.micro_batch_size * counts; if aux, (mesh.get_group("cp"), "all_reduce",
-    forwards * sequences * counts). Without MoE layers the list is empty.""")
+    num_local_experts * 8 bytes, and rows = layers * tokens * top_k * hidden * args.dtype.itemsize:
+    (data_mesh(mesh).get_group(), "all_reduce", counts), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the experts' group:
+    "all_to_all" of 2 * (forwards + 1) * rows, and of forwards * sequences // args.micro_batch_size * counts; if aux,
+    (mesh.get_group("cp"), "all_reduce", forwards * sequences * counts). Without MoE layers the list is empty.""")
 @pytest.mark.parametrize("ranks, shape, flags", [
     (2, "top2-2", "--ep 2 --micro_batch_size 12 --recompute full --balance bias"),
     (4, "top2-2", "--ep 2 --micro_batch_size 12 --tp 2 --recompute none --balance aux"),
