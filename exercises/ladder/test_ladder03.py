@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
         return self.count
 
     def rank(self):
-        return self.my_slice
+        return self.mine
 
 
 def new_unit(kind, modules, params, group, stage=1, micro_batches=1):
@@ -279,14 +279,14 @@ def pieces_job(rank):
     Go through the parameters and keep count of where each begins in the flat tensor. The piece of a parameter is what lies both in
     the parameter and in the slice. If nothing does, there is no piece.
 
-    A parameter lies from `start` to `start + param.numel()`, the slice from `self.my_slice.start` to `self.my_slice.stop`. Both
-    together begin at the larger of the two beginnings, and end at the smaller of the two ends. In `self.weight_slice` the places are
-    smaller by `self.my_slice.start`.
+    A parameter lies from `start` to `start + param.numel()`, the slice from `self.my_slice.start` to `self.my_slice.stop`.
+    Both together begin at the larger of the two beginnings, and end at the smaller of the two ends. In `self.weight_slice`
+    the places are smaller by `self.my_slice.start`.
 
     With `first` and `last` for these two places, and if first < last: `here = slice(first - self.my_slice.start, last -
     self.my_slice.start)`; `piece = nn.Parameter(self.weight_slice[here], requires_grad=False)`; `piece.main_grad =
-    self.grad_slice[here]`; and `piece.placement` is `replace(param.placement, times_counted=...)` with the times_counted of the
-    parameter divided by `self.shard.size()`.""")
+    self.grad_slice[here]`; and `piece.placement` is `replace(param.placement, times_counted=...)` with the times_counted of
+    the parameter divided by `self.shard.size()`.""")
 def test_pieces_for_the_optimizer(pool):
     """`pieces` returns this rank's slice cut at the borders of the parameters: a list of nn.Parameters that are views of
     self.weight_slice. Padding is in none of them. Each has a main_grad, the view of the same elements of self.grad_slice, and the
