@@ -205,8 +205,8 @@ def test_no_rank_ever_has_the_whole_model(pool, flags):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (4, "--zero 3 --zero_shard 3", "4 ranks with other data are not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
-    (2, "--zero 3 --zero_shard 0", "zero_shard could be 1, 2"),
+    (4, "--zero 3 --zero_shard 3", "dp(4) is not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
+    (2, "--zero 3 --zero_shard 0", "argument --zero_shard: 0 is not a number from 1 on"),
     (2, "--zero 4", "invalid choice: 4"),
     (2, "--zero_shard 1", "--zero_shard needs --zero 1, 2 or 3")])
 def test_bad_layouts_are_refused(pool, world, more, message):

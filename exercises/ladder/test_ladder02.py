@@ -320,10 +320,9 @@ WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
     The ledger compares what was sent with what a technique says that it sends. How many bytes of gradients does a rank sum
     in a step?
 
-    A list of (group, collective, bytes). The group of the data-parallel ranks is mesh.get_group("dp").
+    A list of (group, collective, bytes). The group of the data-parallel ranks is `data_mesh(mesh).get_group()`.
 
-    One entry per parameter: `(mesh.get_group("dp"), "all_reduce", param.main_grad.nbytes)`. The buckets have the same bytes
-    in all.""")
+    One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. The buckets have the same bytes in all.""")
 @pytest.mark.parametrize("mode", ["naive", "overlap", "bucket"])
 def test_a_training_run(pool, mode):
     """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the

@@ -37,7 +37,8 @@ def new_unit(kind, modules, params, group, stage=1, micro_batches=1):
     import zero
     ranks = group.size()
     args = SimpleNamespace(zero=stage, global_batch_size=ranks * micro_batches, micro_batch_size=1, dp=ranks)
-    return getattr(zero, kind)(modules, params, group, Ranks(1, 0), args), args
+    mesh = SimpleNamespace(get_all_groups=lambda: [Ranks(1, 0), group])
+    return getattr(zero, kind)(modules, params, mesh, args), args
 
 
 def start(ranks=2):
@@ -61,7 +62,7 @@ def numbered_unit(kind, group, *shapes, dtype=torch.float32):
     params = numbered(*shapes, dtype=dtype)
     unit, _ = new_unit(kind, [], params, group)
     for i, param in enumerate(params):
-        param.placement = Placement(None, replicas=2 * group.size(), decays=i == 0)
+        param.placement = Placement(times_counted=2 * group.size(), decays=i == 0)
         unit.add(param)
     return unit
 
@@ -220,7 +221,7 @@ def cut_job(ranks, rank):
     assert more == 0, (
         f"the unit keeps {more} bytes more than self.weights and, made by make_gradients, self.grads: in stage 3 it must be "
         f"possible to drop the weights, so only self.weights may hold them")
-    found = unit.weights.tolist(), (unit.mine.start, unit.mine.stop), unit.weight_slice.tolist()
+    found = unit.weights.tolist(), (unit.my_slice.start, unit.my_slice.stop), unit.weight_slice.tolist()
     gradients = len(getattr(unit, "grads", ()))
     unit.weights += 10
     return *found, unit.weight_slice.tolist(), values(unit.params), gradients
@@ -235,20 +236,21 @@ def cut_job(ranks, rank):
     `-(-len(flat) // ranks)`. `nn.functional.pad(flat, (0, n))` adds n zeros at the end. A parameter becomes a view of the flat
     tensor by `param.data = view`; the views come from the rung before.
 
-    With `size` for the length of a slice: `self.mine = slice(rank * size, (rank + 1) * size)`;
-    `self.weights = nn.functional.pad(flat, (0, ranks * size - len(flat)))`; `self.weight_slice = self.weights[self.mine]`; then
+    With `size` for the length of a slice: `self.my_slice = slice(rank * size, (rank + 1) * size)`;
+    `self.weights = nn.functional.pad(flat, (0, ranks * size - len(flat)))`; `self.weight_slice = self.weights[self.my_slice]`; then
     `param.data = view` for each item of `self.views(self.weights)`; at last `self.make_gradients()`.""")
 def test_the_slice_of_a_rank(pool):
     """`cut` puts all self.params into one flat tensor, self.weights, with zeros at the end so that all ranks have slices of the
-    same length, the shortest possible. self.mine is the rank's slice as a Python slice; self.weight_slice is the view of
-    self.weights at self.mine; every parameter becomes a view of self.weights. At the end `cut` calls self.make_gradients()."""
+    same length, the shortest possible. self.my_slice is the rank's slice as a Python slice; self.weight_slice is the view of
+    self.weights at self.my_slice; every parameter becomes a view of self.weights. At the end `cut` calls self.make_gradients()."""
     expected = {(3, 0): ([1, 2, 3, 4, 5, 6, 7, 0, 0], (0, 3), [1, 2, 3]), (3, 1): ([1, 2, 3, 4, 5, 6, 7, 0, 0], (3, 6), [4, 5, 6]),
                 (3, 2): ([1, 2, 3, 4, 5, 6, 7, 0, 0], (6, 9), [7, 0, 0]), (7, 6): ([1, 2, 3, 4, 5, 6, 7], (6, 7), [7])}
     for (ranks, rank), (weights, mine, of_mine) in expected.items():
         (found, found_mine, found_slice, changed_slice, params, gradients), = pool.call(cut_job, STEP, ranks=ranks, rank=rank)
         here = f"of parameters with the numbers 1 ... 7, on rank {rank} of {ranks},"
         assert found == weights, f"{here} self.weights is {found}, not {weights}"
-        assert found_mine == mine, f"{here} self.mine goes from {found_mine[0]} to {found_mine[1]}, not from {mine[0]} to {mine[1]}"
+        assert found_mine == mine, (
+            f"{here} self.my_slice goes from {found_mine[0]} to {found_mine[1]}, not from {mine[0]} to {mine[1]}")
         assert found_slice == of_mine, f"{here} self.weight_slice is {found_slice}, not {of_mine}"
         assert params == [[[11, 12], [13, 14]], [15, 16, 17]], (
             f"after self.weights += 10 the parameters are {params}: each must be a view of self.weights, in its shape")
@@ -264,31 +266,31 @@ def pieces_job(rank):
     unit.grads = None
     pieces = unit.pieces()
     found = values(pieces)
-    whole = {param.placement.replicas for param in unit.params}
+    whole = {param.placement.times_counted for param in unit.params}
     assert whole == {10}, (
         f"10 ranks have each parameter; after pieces() the parameters' own records say {whole}: a piece needs a copy of the record")
     unit.weight_slice += 10
     unit.grad_slice += torch.arange(101.0, 104) + 3 * rank
     gradients = [piece.main_grad.tolist() for piece in pieces]
-    return found, values(pieces), gradients, [(piece.placement.decays, piece.placement.replicas) for piece in pieces]
+    return found, values(pieces), gradients, [(piece.placement.decays, piece.placement.times_counted) for piece in pieces]
 
 
 @rung({"zero.py": ["Unit.pieces"]}, hints="""
     Go through the parameters and keep count of where each begins in the flat tensor. The piece of a parameter is what lies both in
     the parameter and in the slice. If nothing does, there is no piece.
 
-    A parameter lies from `start` to `start + param.numel()`, the slice from `self.mine.start` to `self.mine.stop`. Both together
-    begin at the larger of the two beginnings, and end at the smaller of the two ends. In `self.weight_slice` the places are
-    smaller by `self.mine.start`.
+    A parameter lies from `start` to `start + param.numel()`, the slice from `self.my_slice.start` to `self.my_slice.stop`.
+    Both together begin at the larger of the two beginnings, and end at the smaller of the two ends. In `self.weight_slice`
+    the places are smaller by `self.my_slice.start`.
 
-    With `first` and `last` for these two places, and if first < last: `here = slice(first - self.mine.start, last -
-    self.mine.start)`; `piece = nn.Parameter(self.weight_slice[here], requires_grad=False)`; `piece.main_grad =
-    self.grad_slice[here]`; and `piece.placement` is `replace(param.placement, replicas=...)` with the replicas of the parameter
-    divided by `self.shard.size()`.""")
+    With `first` and `last` for these two places, and if first < last: `here = slice(first - self.my_slice.start, last -
+    self.my_slice.start)`; `piece = nn.Parameter(self.weight_slice[here], requires_grad=False)`; `piece.main_grad =
+    self.grad_slice[here]`; and `piece.placement` is `replace(param.placement, times_counted=...)` with the times_counted of
+    the parameter divided by `self.shard.size()`.""")
 def test_pieces_for_the_optimizer(pool):
     """`pieces` returns this rank's slice cut at the borders of the parameters: a list of nn.Parameters that are views of
     self.weight_slice. Padding is in none of them. Each has a main_grad, the view of the same elements of self.grad_slice, and the
-    placement of its parameter, in a copy with `replicas` divided by the number of ranks that the unit is cut over. A rank may
+    placement of its parameter, in a copy with `times_counted` divided by the number of ranks that the unit is cut over. A rank may
     have nothing but padding, and so no pieces. In stages 2 and 3 the two slices are tensors of their own; self.grads and what
     self.weights holds are not there all the time."""
     for rank, expected in enumerate([[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9]], [[10], [11]], []]):
@@ -302,9 +304,10 @@ def test_pieces_for_the_optimizer(pool):
         assert gradients == expected_gradients, (
             f"with gradients 101 ... 111 the main_grads on rank {rank} are {gradients}, not {expected_gradients}: they must be "
             f"views of self.grad_slice, at the places of the pieces")
-        for piece, (decays, replicas) in zip(expected, placements):
+        for piece, (decays, times) in zip(expected, placements):
             assert decays == (piece[0] <= 4), f"the piece {piece} has decays={decays}: that is not of its own parameter"
-            assert replicas == 2, f"10 ranks have each parameter, and 5 ranks share it: a piece has 2 replicas, not {replicas}"
+            assert times == 2, (
+                f"10 ranks have each parameter, and 5 ranks share it: a piece has a times_counted of 2, not {times}")
 
 
 TIMES = (1, 100, 4)                                       # on each rank; bfloat16 has all gradients, but not their sums
@@ -348,8 +351,8 @@ def stage_1_job(ranks):
 
     add_gradient: `self.grad_views[param].add_(param.grad)`. start_reduce: return the work of reduce_scatter_tensor with
     self.grad_slice as output and self.grads as input, and None. finish_reduce: `.zero_()` on self.grads before
-    self.mine.start, and on self.grads from self.mine.stop on. gather: `self.gathering` is the work of all_gather_into_tensor
-    with self.weights as output and self.weight_slice as input.""")
+    self.my_slice.start, and on self.grads from self.my_slice.stop on. gather: `self.gathering` is the work of
+    all_gather_into_tensor with self.weights as output and self.weight_slice as input.""")
 def test_an_update_between_the_two_halves(pool):
     """Stage 1. `add_gradient` adds param.grad to the parameter's part of self.grads. `start_reduce` starts to sum self.grads over
     the ranks of the group self.shard into self.grad_slice, and returns the work and None, without waiting. `finish_reduce` is
@@ -403,16 +406,15 @@ class Product(torch.autograd.Function):
 
 
 class Times(nn.Module):
-    """units: of each the sizes of its weights."""
+    """sizes: of its weights."""
 
-    def __init__(self, number, events, *units):
+    def __init__(self, number, events, sizes):
         super().__init__()
         self.number, self.events = number, events
-        self.units = nn.ModuleList(nn.ParameterList(torch.eye(1, size)[0] for size in sizes) for sizes in units)
+        self.weights = nn.ParameterList(torch.eye(1, size)[0] for size in sizes)
 
     def forward(self, x):
-        weights = list(self.parameters())
-        for weight in weights[1:] + weights[:1]:          # so backward comes to them in no order that one could rely on
+        for weight in [*self.weights[1:], self.weights[0]]:          # so backward comes to them in no order that one could rely on
             x = Product.apply(x, weight, self)
         return x
 
@@ -424,23 +426,22 @@ class Times(nn.Module):
 
 
 def small_model(stage, micro_batches, group, events, *blocks):
-    """Its Zero too."""
+    """Of blocks with weights of these sizes, each a unit; its Zero too."""
     import zero
     from placement import Placement
-    model = nn.Sequential(*(Times(i, events, *units) for i, units in enumerate(blocks)))
+    model = nn.Sequential(*(Times(i, events, sizes) for i, sizes in enumerate(blocks)))
     for block in model:
-        for params in map(list, block.units):
-            unit, args = new_unit({1: "Unit", 3: "Unit3"}[stage], [block], params, group, stage, micro_batches)
-            for param in params:
-                param.placement = Placement(None, replicas=group.size(), decays=True)
-                unit.add(param)
-    return model, zero.Zero(model, args)
+        unit, args = new_unit({1: "Unit", 3: "Unit3"}[stage], [block], list(block.weights), group, stage, micro_batches)
+        for param in block.weights:
+            param.placement = Placement(times_counted=group.size(), decays=True)
+            unit.add(param)
+    return model, zero.Zero(model, None, args)
 
 
 def collect_job():
     group, rank = start()
     with watched(group, {10: "0", 20: "1", 30: "2"}) as events:
-        model, zero = small_model(1, 2, group, events, [(4, 3, 3)], [(20,)], [(30,)])
+        model, zero = small_model(1, 2, group, events, (4, 3, 3), (20,), (30,))
         steps = []
         for _ in range(2):
             reduced = []
@@ -467,9 +468,9 @@ def assert_in_order(came, expected, what):
     `collect` is called by a hook, once for each parameter in each backward. It can count: when has a unit got all gradients of
     the last micro-batch?
 
-    `unit.backwards` says how many micro-batches are added up. So a unit is complete when `unit.arrived` is `len(unit.params) *
-    unit.backwards`; then the count begins again at 0. Append to `self.under_way` all that finish_oldest will need: the unit, the
-    work, and what else start_reduce has returned.
+    `unit.backwards_per_reduce` says how many micro-batches are added up. So a unit is complete when `unit.arrived` is
+    `len(unit.params) * unit.backwards_per_reduce`; then the count begins again at 0. Append to `self.under_way` all that
+    finish_oldest will need: the unit, the work, and what else start_reduce has returned.
 
     collect: `unit = param.unit`; `unit.add_gradient(param)`; `param.grad = None`; add 1 to unit.arrived; if it is complete, set it
     to 0, `self.under_way.append((unit, *unit.start_reduce()))`, and if now `len(self.under_way) > 1` call `self.finish_oldest()`.
@@ -614,8 +615,8 @@ def test_weights_are_dropped_and_come_back(pool):
 
 def needed_job():
     group, rank = start()
-    blocks, steps = [[(10,)], [(20,)], [(30,), (60,)], [(40,)], [(50,)]], []       # block 2 has two units
-    names = {10: "0", 20: "1", 30: "2a", 60: "2b", 40: "3", 50: "4"}
+    blocks, steps = [(10,), (20,), (30,), (40,), (50,)], []
+    names = {sum(sizes): str(i) for i, sizes in enumerate(blocks)}
     with watched(group, names) as events:
         model, zero = small_model(3, 1, group, events, *blocks)
         note, kind = Times.computes, type(zero.units[0])
@@ -623,8 +624,8 @@ def needed_job():
 
         def noted(self, what, unit):
             if f"{what} {self.number}" not in events:
-                there = sorted({names[len(unit.weights)][0] for unit in zero.units if memory(unit.weights) > 0})
-                coming = sorted(names[len(unit.weights)] for unit in zero.units if unit.gathering is not None)
+                there = [names[len(unit.weights)] for unit in zero.units if memory(unit.weights) > 0]
+                coming = [names[len(unit.weights)] for unit in zero.units if unit.gathering is not None]
                 at.append((f"{what} {self.number}", there, coming))
             note(self, what, unit)
 
@@ -647,46 +648,44 @@ def needed_job():
     return steps
 
 
-IN_ORDER = ["gather 0", "gather 1", "forward 0", "gather 2a", "gather 2b", "forward 1", "gather 3", "forward 2", "gather 4",
-            "forward 3", "forward 4", "backward 4", "gather 2a", "gather 2b", "backward 3", "gather 1", "backward 2", "backward 1"]
-COMING = {"forward 0": ["1"], "forward 1": ["2a", "2b"], "forward 2": ["3"], "forward 3": ["4"], "backward 3": ["2a", "2b"],
-          "backward 2": ["1"]}
+IN_ORDER = ["gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "gather 3", "forward 2", "gather 4", "forward 3",
+            "forward 4", "backward 4", "gather 2", "backward 3", "gather 1", "backward 2", "backward 1"]
+COMING = {"forward 0": ["1"], "forward 1": ["2"], "forward 2": ["3"], "forward 3": ["4"], "backward 3": ["2"], "backward 2": ["1"]}
 HOOKS = ["gather_when_needed." + name for name in ("need", "before_forward", "before_backward", "after_forward")]
 
 
 @rung({"zero.py": HOOKS}, hints="""
-    Think of a row of blocks. When block 3 computes in forward, block 4 should be on its way; in backward, block 2. The hooks are
-    registered at the end of `gather_when_needed`; what they do is missing. A block is a list of units.
+    Think of a row of units: the embedding, the blocks, the head. When unit 3 computes in forward, unit 4 should be on its way; in
+    backward, unit 2. The hooks are registered at the end of `gather_when_needed`; what they do is missing.
 
-    `need`: ask for the block's weights (`unit.gather_if_released()`), wait for them (`unit.wait()`), and only then ask for those
-    of the following block. What follows may be nothing: after the last block in forward, and in backward after block 1, since block
-    0, the embedding, needs no weights in backward. `sum(blocks[a:b], [])` is the list of the units of some blocks.
-    `output.register_hook(f)` calls f(gradient of the output), when the backward of the block begins.
+    `need`: ask for the weights of unit i (`units[i].gather_if_released()`), wait for them (`units[i].wait()`), and only then ask
+    for those of unit `following`. There may be none of that number: after the last unit in forward; and in backward after unit 1,
+    since unit 0, the embedding, needs no weights in backward. `output.register_hook(f)` calls f(gradient of the output), when the
+    backward of the unit begins.
 
-    before_forward: `need(blocks[i], sum(blocks[i + 1:i + 2], []))`. before_backward: `need(blocks[i], sum(blocks[max(1, i - 1):i],
-    []))`. after_forward: if i > 0, `output.register_hook(lambda grad: before_backward(i))`; then release every unit of the block
-    if `i < len(blocks) - 2`, because backward begins with the last two.""")
+    need: the two calls for `units[i]`; then, if `0 < following < len(units)`, `units[following].gather_if_released()`.
+    before_forward: `need(i, i + 1)`. before_backward: `need(i, i - 1)`. after_forward: if i > 0, `output.register_hook(lambda grad:
+    before_backward(i))`; then `units[i].release()` if `i < len(units) - 2`, because backward begins with the last two.""")
 def test_weights_come_when_they_are_needed(pool):
-    """`need(block, following)` asks for the weights of the block's units, waits for them, and then asks for those of the following
-    units, which arrive while the block computes. A block is a list of units: here mostly one, in later steps several.
-    `before_forward(i)` and `before_backward(i)` call it with what comes next in forward and in backward; in backward block 0 needs
-    no weights. `after_forward(i, output)` has before_backward(i) called when the backward of the block begins, but not for block
-    0; and it releases the block, but not the last two."""
+    """`need(i, following)` asks for the weights of unit i, waits for them, and then asks for those of unit `following`, which
+    arrive while unit i computes. `before_forward(i)` and `before_backward(i)` call it with what comes next in forward and in
+    backward; in backward unit 0 needs no weights. `after_forward(i, output)` has before_backward(i) called when the backward of
+    the unit begins, but not for unit 0; and it releases the unit, but not the last two."""
     for rank, steps in enumerate(pool.call(needed_job, STEP, world=2)):
         for step, (order, at, loss, slices) in enumerate(steps, 1):
-            for when, blocks, _ in at:
-                assert len(blocks) <= 2, (
-                    f"step {step}, {when}: the weights of blocks {', '.join(blocks)} are whole; expected are two at most")
-            assert_in_order(order, IN_ORDER, f"step {step} (block 2 has two units, 2a and 2b)")
+            for when, there, _ in at:
+                assert len(there) <= 2, (
+                    f"step {step}, {when}: the weights of units {', '.join(there)} are whole; expected are two at most")
+            assert_in_order(order, IN_ORDER, f"step {step}")
             for when, _, coming in at:
                 expected = COMING.get(when, [])
                 assert coming == expected, (
                     f"step {step}, {when}: under way meanwhile should be the units {in_words(expected)}, came {in_words(coming)}; "
                     f"what follows is asked for and not waited for")
-            expected = (1 + 9 * rank) * 64 ** (step - 1)
+            expected = (1 + 9 * rank) * 32 ** (step - 1)
             assert loss == expected, f"step {step}: rank {rank} has the loss {loss}, not {expected}"
-            expected = 11 * 32 ** (step - 1)
-            assert slices == [[expected]] * 6, f"step {step}: all gradients are {expected}; the slices of the units have {slices}"
+            expected = 11 * 16 ** (step - 1)
+            assert slices == [[expected]] * 5, f"step {step}: all gradients are {expected}; the slices of the units have {slices}"
 
 
 @pytest.mark.slow
@@ -696,12 +695,12 @@ def test_weights_come_when_they_are_needed(pool):
 
     A list of (group, collective, bytes); the collectives are called "all_reduce", "all_gather" and "reduce_scatter". Payload is the
     whole tensor that is gathered or scattered. Weights have `unit.weights.nbytes`. Gradients have `unit.grad_slice.nbytes *
-    unit.shard.size()`; they may be wider than the weights. `blocks_of(model)` is the list of the blocks, each a list of units. In
-    stage 3 all blocks are gathered in forward, and in backward all but the first one and the last two.
+    unit.shard.size()`; they may be wider than the weights. `units_of(model)` is the list of the units, in the order of forward.
+    In stage 3 all units are gathered in forward, and in backward all but the first one and the last two.
 
     Begin with `(dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize)`; without ZeRO that is
-    all. The micro-batches are `m = args.global_batch_size // (args.micro_batch_size * args.dp)`. Gathers of block i: 1 in stages 1
-    and 2; in stage 3 it is 2 m if 0 < i < len(blocks) - 2, else m. Reduces: 1 in stage 1, else m. Each unit adds (unit.shard,
+    all. The micro-batches are `m = args.global_batch_size // (args.micro_batch_size * args.dp)`. Gathers of unit i: 1 in stages 1
+    and 2; in stage 3 it is 2 m if 0 < i < len(units) - 2, else m. Reduces: 1 in stage 1, else m. Each unit adds (unit.shard,
     "all_gather", gathers times its bytes) and (unit.shard, "reduce_scatter", reduces times its bytes); and if
     unit.replicate.size() > 1, (unit.replicate, "all_reduce", unit.grad_slice.nbytes).""")
 @pytest.mark.parametrize("world, flags", [
