@@ -279,9 +279,11 @@ def test_saving_takes_no_memory(pool, flags, tmp_path, more):
 # ------------------------------------------------------------------------------------- faults
 def nan_job(argv, at):
     import train
-    own = train.Pipeline.forward_backward
-    calls = itertools.count()
-    train.Pipeline.forward_backward = lambda self, micro_batches: own(self, micro_batches) * (float("nan") if next(calls) == at else 1)
+    own, calls = train.Pipeline.forward_backward, itertools.count()
+
+    def forward_backward(self, micro_batches):
+        return own(self, micro_batches) * (float("nan") if next(calls) == at else 1)
+    train.Pipeline.forward_backward = forward_backward
     try:
         train.main(argv)
     except SystemExit as stopped:
