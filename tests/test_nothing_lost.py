@@ -879,18 +879,18 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(pool, tmp_path):
 
 def told_job(argv, number):
     import train
-    own, calls, before = train.Pipeline.run, itertools.count(), signal.getsignal(number)
+    own, calls, before = train.Pipeline.forward_backward, itertools.count(), signal.getsignal(number)
 
     def run(self, micro_batches):
         if next(calls) == 1 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), number)
         return own(self, micro_batches)
-    train.Pipeline.run = run
+    train.Pipeline.forward_backward = run
     signal.signal(number, signal.SIG_DFL)                 # nohup may have it ignored here, which a trainer leaves as it is
     try:
         train.main(argv)
     finally:
-        train.Pipeline.run = own
+        train.Pipeline.forward_backward = own
         signal.signal(number, before)
 
 

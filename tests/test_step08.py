@@ -279,15 +279,17 @@ def test_saving_takes_no_memory(pool, flags, tmp_path, more):
 # ------------------------------------------------------------------------------------- faults
 def nan_job(argv, at):
     import train
-    own = train.Pipeline.run
-    calls = itertools.count()
-    train.Pipeline.run = lambda self, micro_batches: own(self, micro_batches) * (float("nan") if next(calls) == at else 1)
+    own, calls = train.Pipeline.forward_backward, itertools.count()
+
+    def forward_backward(self, micro_batches):
+        return own(self, micro_batches) * (float("nan") if next(calls) == at else 1)
+    train.Pipeline.forward_backward = forward_backward
     try:
         train.main(argv)
     except SystemExit as stopped:
         return stopped.code
     finally:
-        train.Pipeline.run = own
+        train.Pipeline.forward_backward = own
 
 
 def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_path, capfd):
@@ -302,17 +304,17 @@ def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_pa
 def told_to_end_job(argv, rank, at):
     """One rank hears SIGTERM in the middle of a step."""
     import train
-    own, calls = train.Pipeline.run, itertools.count()
+    own, calls = train.Pipeline.forward_backward, itertools.count()
 
     def run(self, micro_batches):
         if next(calls) == at and int(os.environ["RANK"]) == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return own(self, micro_batches)
-    before, train.Pipeline.run = signal.getsignal(signal.SIGTERM), run
+    before, train.Pipeline.forward_backward = signal.getsignal(signal.SIGTERM), run
     try:
         train.main(argv)
     finally:
-        train.Pipeline.run = own
+        train.Pipeline.forward_backward = own
         signal.signal(signal.SIGTERM, before)
 
 
@@ -440,8 +442,8 @@ def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("more, message", [
     ("--resume", "--resume needs --checkpoint DIR"),
-    ("--checkpoint {here} --save_every 0", "--save_every 0: must be at least 1"),
-    ("--checkpoint {here} --keep 0", "--keep 0: must be at least 1"),
+    ("--checkpoint {here} --save_every 0", "argument --save_every: 0 is not a number from 1 on"),
+    ("--checkpoint {here} --keep 0", "argument --keep: 0 is not a number from 1 on"),
     ("--checkpoint /proc/nowhere", "cannot write there")])
 def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
     assert_refused(pool, STEP, 2, f"{flags['dense']} {more.format(here=tmp_path)}", message)

@@ -28,7 +28,7 @@ from harness import JobFailed, assert_same_tensors, relative
 from jobs import assert_refused, main_job
 from layouts import Layout
 from observe import check
-from safetensors import safe_open
+from safetensors.torch import load_file
 from steps import PYTHONPATH, ROOT, STEPS, run, step_dir
 
 STEP = STEPS[-1]
@@ -54,13 +54,16 @@ def assert_whole(folder):
 
 def states(folder):
     """{name: the whole tensor}, weights and both of Adam's averages, from all boxes."""
-    index, tensors = json.loads((folder / "index.json").read_text()), {}
-    files = {name: safe_open(folder / name, "pt") for name in index["digests"]}
-    for name, end in itertools.product(index["boxes"], ("", ".exp_avg", ".exp_avg_sq")):
-        whole = tensors[name + end] = torch.full(index["shapes"][name], torch.nan, dtype=torch.float64)
-        for file, begin in index["boxes"][name]:
-            box = files[file].get_tensor(name + end)
-            whole[tuple(slice(b, b + n) for b, n in zip(begin, box.shape))] = box
+    boxes, ends, tensors = [], {}, {}
+    for file in folder.glob("*.safetensors"):
+        for key, box in load_file(file).items():
+            name, begin = key.split("[")[0], json.loads(key[key.index("["):])
+            boxes.append((name, begin, box))
+            last = [b + n for b, n in zip(begin, box.shape)]
+            ends[name] = [max(pair) for pair in zip(ends.get(name, last), last)]
+    for name, begin, box in boxes:
+        whole = tensors.setdefault(name, torch.full(ends[name], torch.nan, dtype=torch.float64))
+        whole[tuple(slice(b, b + n) for b, n in zip(begin, box.shape))] = box
     return tensors
 
 
@@ -85,12 +88,12 @@ def late(more=0):
         publish(self)
         now.waited_for = False
 
-    def begun_late(self, folder, name):
-        steps = int(folder[-12:-4])
+    def begun_late(self, file):
+        steps = int(file.parent.stem[5:])
         while now.updates <= steps + more and not now.waited_for:
             time.sleep(0.001)
         late_by.append(now.updates - steps)
-        return write_file(self, folder, name)
+        return write_file(self, file)
     with (patch.object(Optimizer, "step", counted), patch.object(Checkpoints, "publish", announced),
           patch.object(Snapshot, "write_file", begun_late)):
         yield late_by
@@ -99,9 +102,8 @@ def late(more=0):
 def late_job(argv, job=main_job, forget=False, uneven=False, **more):
     import async_save
 
-    def no_copy(self, value):
-        self.tensors[self.filled:] = [value]
-        self.filled += 1
+    def no_copy(self, key, box):
+        self.tensors[key] = box
     with late(uneven * int(os.environ["RANK"])) as late_by:
         with patch.object(async_save.Snapshot, "put", no_copy) if forget else contextlib.nullcontext():
             job(argv, **more)
@@ -122,10 +124,11 @@ def silent_job(argv):
             recorder.note(op, args)
             return op(*args, **(kwargs or {}))
 
-    def watched(self, folder, name):
+    def watched(self, file):
         threads.append(threading.current_thread() is not threading.main_thread())
         with Seen():
-            return write_file(self, folder, name)
+            torch.zeros(1)                                # which is seen
+            return write_file(self, file)
     with patch.object(async_save.Snapshot, "write_file", watched):
         train.main(argv)
     return threads, recorder.operations, len(operations)
@@ -135,56 +138,54 @@ GONE = """
 import os, sys
 import async_save, train
 write_file = async_save.Snapshot.write_file
-async_save.Snapshot.write_file = lambda self, folder, name: write_file(self, folder + "/gone" * (os.environ["RANK"] == "1"), name)
+gone = os.environ["RANK"] == "1"
+async_save.Snapshot.write_file = lambda self, file: write_file(self, file.parent / "gone" / file.name if gone else file)
 train.main(sys.argv[1:])
 """
 
 
 def memory_job(argv):
-    """Of each save: bytes of the copy, whether it lies where the one before lay, the most that saving took besides, a block; and
-    the checkpoints that are there after it."""
+    """Of each save: bytes of the copy, whether it lies where the one before lay, the most that saving took besides, what is saved;
+    and the checkpoints that are there after it."""
     import train
     from profiling import LiveStorages
-    from resume import Checkpoints, params_of
+    from resume import Checkpoints
     seen, save = [], Checkpoints.save
 
     def watched(self, steps):
-        memory = LiveStorages()
-        for i in range(len(self.optimizer.params)):       # what is there already
-            for tensor in self.state(i).values():
-                memory.note(tensor, "optimizer states")
-        for tensor in self.snapshot.tensors:
+        memory, state, copies = LiveStorages(), self.state(), self.snapshot.tensors
+        for box in state.values():                        # what is there already
+            memory.note(box, "optimizer states")
+        for tensor in copies.values():
             memory.note(tensor, "rest")
         there = len(memory.events)
-        before = [copy.data_ptr() for copy in self.snapshot.tensors]
+        before = [copy.data_ptr() for copy in copies.values()]
         with memory:
             save(self, steps)
-        copies = {copy.untyped_storage()._cdata: copy.untyped_storage().nbytes() for copy in self.snapshot.tensors}
+        size = sum(copy.untyped_storage().nbytes() for copy in copies.values())
         alive = most = 0
         for _, _, change in memory.events[there:]:
             alive += change
             most = max(most, alive)
-        block = max(sum(param.numel() for param in params_of(unit)) for unit in self.blocks) * self.optimizer.masters[0].itemsize
-        again = before == [copy.data_ptr() for copy in self.snapshot.tensors]
-        kept = sorted(name for name in os.listdir(self.args.checkpoint) if not name.endswith(".tmp"))
-        seen.append((sum(copies.values()), again, most - (0 if again else sum(copies.values())), block, kept))
+        again = before == [copy.data_ptr() for copy in copies.values()]
+        kept = sorted(path.name for path in Path(self.args.checkpoint).glob("step_????????"))
+        seen.append((size, again, most - (0 if again else size), sum(box.nbytes for box in state.values()), kept))
     with patch.object(Checkpoints, "save", watched):
         train.main(argv)
     return seen
 
 
-MOMENTS = {"train": 8, "copy": 100, "write": 100, "flush": 4, "meet": 3, "rename": 3, "delete": 2, "make": 4}      # and up to which
+MOMENTS = {"train": 8, "copy": 100, "write": 4, "flush": 4, "meet": 40, "rename": 3, "delete": 2, "make": 4}       # and up to which
 
 
 def killed_job(argv, rank, moment, number, after, noted):
     """One rank is killed right before or after so many of the things that it does, in whichever thread."""
     import async_save
-    import folders
     import train
-    calls, create = itertools.count(1), async_save.Snapshot.create
-    owner, name = {"train": (train.Pipeline, "run"), "copy": (async_save.Snapshot, "put"), "write": (folders.Output, "put"),
+    calls, write = itertools.count(1), async_save.Snapshot.write
+    owner, name = {"train": (train.Pipeline, "forward_backward"), "copy": (async_save.Snapshot, "put"), "write": (async_save, "save_file"),
                    "flush": (os, "fsync"), "meet": (torch.distributed, "all_gather_object"), "rename": (os, "rename"),
-                   "delete": (shutil, "rmtree"), "make": (os, "makedirs")}[moment]
+                   "delete": (shutil, "rmtree"), "make": (os, "mkdir")}[moment]
     function = getattr(owner, name)
 
     def counted(*arguments, **named):
@@ -196,11 +197,11 @@ def killed_job(argv, rank, moment, number, after, noted):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    def noting(self, folder, name):
-        with open(noted, "a") as file:
-            file.write(folder[-12:-4] + "\n")
-        return create(self, folder, name)
-    with patch.object(owner, name, counted), patch.object(async_save.Snapshot, "create", noting):
+    def noting(self, state, file):
+        with open(noted, "a") as begun:
+            begun.write(file.parent.stem[5:] + "\n")
+        return write(self, state, file)
+    with patch.object(owner, name, counted), patch.object(async_save.Snapshot, "write", noting):
         train.main(argv)
 
 
@@ -223,7 +224,7 @@ def test_the_thread_sends_nothing(pool, tmp_path):
 def test_ranks_whose_threads_end_in_different_steps_publish_in_the_same(pool, tmp_path):
     argv = flags(pool, "dense-2", f"--zero 1 --steps 8 --checkpoint {tmp_path} --save_every 4 --async_save").split()
     assert pool.call(late_job, STEP, world=2, timeout=60, argv=argv, uneven=True) == [[1, 0], [2, 0]]
-    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000008"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000004", "step_00000008"]
 
 
 # ------------------------------------------------------------------------------------- what is written
@@ -248,7 +249,7 @@ def test_the_files_are_those_of_the_synchronous_save_to_the_byte(pool, at_once, 
     argv = flags(pool, shape, f"{more} --save_every 1 --keep 9 --checkpoint {tmp_path} --async_save").split()
     assert pool.call(late_job, STEP, world=world, argv=argv) == world * [[1, 1, 1, 0]], "training had not gone on"
     written, expected = contents(tmp_path), contents(at_once(world, shape, more))
-    assert written.keys() == expected.keys() and len(written) == 4 * (world + 1)
+    assert written.keys() == expected.keys() and len(written) == 4 * (world + 1) + 1               # and the lock
     assert all(written[name] == expected[name] for name in expected)
 
 
@@ -318,7 +319,7 @@ def test_told_to_end_it_waits_for_what_it_writes(pool, tmp_path):
     argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 1 --async_save").split()
     pool.call(late_job, STEP, world=2, argv=argv, job=told_to_end_job, rank=1, at=1)
     assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
-    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
 
 
 def test_a_loss_that_is_none_does_not_cost_the_checkpoint_under_way(pool, tmp_path):
@@ -326,8 +327,8 @@ def test_a_loss_that_is_none_does_not_cost_the_checkpoint_under_way(pool, tmp_pa
     argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 2 --async_save").split()
     pool.call(late_job, STEP, world=2, argv=argv, job=nan_job, at=2)
     assert "error: step 3: loss nan" in pool.output and pool.output.count("error: ") == 1 and "Traceback" not in pool.output
-    assert f"stopped, nothing saved; the newest checkpoint is {tmp_path}/step_00000002" in pool.output
-    assert os.listdir(tmp_path) == ["step_00000002"]
+    assert f"nothing saved; the newest checkpoint is {tmp_path}/step_00000002" in pool.output
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000002"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -336,7 +337,8 @@ def test_a_full_disk_ends_the_run_in_a_line(pool, tmp_path, world):
     base = flags(pool, "dense-2", f"--checkpoint {tmp_path} --async_save --save_every 1")
     pool.call(main_job, STEP, world=world, argv=f"{base} --steps 2".split())
     line = refused(pool, STEP, f"{base} --resume", disk_full_job, world=world, bytes=100_000)
-    assert "cannot be written ([Errno 27] File too large); older checkpoints are still there" in line
+    assert "cannot be written (" in line and "File too large" in line
+    assert "checkpoints there: step_00000001, step_00000002" in line
     assert [path.name for path in folders(tmp_path)] == ["step_00000001", "step_00000002"]
     assert_whole(tmp_path / "step_00000002")
 
@@ -350,7 +352,7 @@ def test_a_folder_that_is_gone_on_one_rank_ends_all_in_a_line(pool, tmp_path):
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 1 and len(said) == 1 and "failed in" not in output, output
     assert output.count("Traceback (most recent call last)") == 1, output          # torchrun's own, which it always has
-    assert said[0].startswith("error: rank 1: --checkpoint: ") and "cannot be written ([Errno 2]" in said[0]
+    assert said[0].startswith("error: rank 1: --checkpoint: ") and "cannot be written (" in said[0] and "No such file" in said[0]
     assert folders(tmp_path / "c") == []
 
 
@@ -362,10 +364,10 @@ def test_in_the_hosts_memory_is_one_copy_of_what_a_rank_writes(pool, tmp_path):
         tensors = len(file) - 8 - int.from_bytes(file[:8], "little")
         assert [copy for copy, *_ in saves] == 4 * [tensors]
         assert [again for _, again, *_ in saves] == [False, True, True, True]
-        # as in the synchronous save: the block, a slice of it twice, the block before, which gloo lets go of a moment later
-        assert all(most <= 3.1 * block for *_, most, block, _ in saves), saves
+        # as in the synchronous save: a box is looked through at a time, and keys are exchanged
+        assert all(0 < most < state / 8 for *_, most, state, _ in saves), saves
         assert all(len(kept) <= 1 for *_, kept in saves)
-    assert os.listdir(tmp_path) == ["step_00000004"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000004"]
 
 
 def test_without_a_directory_it_is_refused(pool):
@@ -382,7 +384,7 @@ def bench_job(argv):
     """After six steps each the next way of saving: {way: [(seconds that the loop waits for checkpoints, seconds of six steps)]}"""
     import train
     from resume import Checkpoints
-    after, seconds, begun = Checkpoints.after, {way: [] for way in WAYS}, []
+    save_if_due, seconds, begun = Checkpoints.save_if_due, {way: [] for way in WAYS}, []
 
     def timed(self, step):
         turn, at = divmod(step + 1, EVERY)                # a turn begins with the save
@@ -392,10 +394,10 @@ def bench_job(argv):
             self.waited = 0
             begun.append(start)
         self.args.async_save, self.args.save_every = way == "asynchronous", EVERY if way != "none" else 10**6
-        told = after(self, step)
+        told = save_if_due(self, step)
         self.waited += time.perf_counter() - start
         return told
-    with patch.object(Checkpoints, "after", timed):
+    with patch.object(Checkpoints, "save_if_due", timed):
         train.main(argv)
     return seconds
 

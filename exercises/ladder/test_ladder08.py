@@ -1,8 +1,11 @@
 """The ladder of step 8: a run that is stopped, or killed, goes on, also in another layout. Each test is a rung; exercise.py says
 how they are used."""
+import hashlib
 import itertools
+import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -26,434 +29,528 @@ def refused(what):
     return isinstance(what, tuple) and what[:2] == ("refused", 2)
 
 
-def base(paths):
+def names(paths):
     """Names in place of paths, to be compared and to be shown."""
-    return [os.path.basename(path) for path in paths] if isinstance(paths, list) else paths
+    return [path.name if isinstance(path, Path) else repr(path) for path in paths] if isinstance(paths, list) else paths
 
 
-# ------------------------------------------------------------------------------------------------ folders
-def own_job(folder, blocked):
-    import folders
-    return (base(outcome(folders.own, folder)), base(outcome(folders.own, folder, "[.]tmp")),
-            outcome(folders.own, f"{folder}/nowhere"), outcome(folders.own, blocked))
+# ------------------------------------------------------------------------------------------------ names
+def own_job(folder):
+    from resume import own
+    return [names(outcome(own, SimpleNamespace(checkpoint=where), *more))
+            for where, *more in ((folder,), (folder, ".tmp"), (folder, ".aside"), (f"{folder}/nowhere",))]
 
 
-@rung({"folders.py": ["own"]}, hints="""
+@rung({"resume.py": ["own"]}, hints="""
     People keep other things in a checkpoint directory: notes, a log, a copy of a checkpoint. The trainer deletes old
     checkpoints, so it must be sure which names are its own. What does a name look like that the trainer has given?
 
-    `re.fullmatch("step_[0-9]{8}" + ending, name)` is true for own names only. With eight digits the order of the alphabet is
-    the order of the steps. `os.path.isdir(folder)` is false if the directory does not exist.
+    `Path(folder).glob(pattern)` gives the paths whose whole name is like the pattern, in no order; of a folder that does not
+    exist it gives none. In a pattern `[0-9]` is one digit. With eight digits the order of the alphabet is the order of the
+    steps.
 
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []; keep those that match, as os.path.join(folder, name);
-    for each of these, if os.path.islink(path) or not os.path.isdir(path): refuse("...") with a message that has the name.
-    Return the paths.""")
+    return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + ending)).""")
 def test_own_names_only(pool, tmp_path):
-    """`own(folder, ending="")` lists the paths of the checkpoints in a directory, oldest first: `step_` and exactly eight
-    digits, and then the ending, which is a regular expression. All other names are somebody else's, and are left out. If the
-    directory does not exist the list is empty. If something has an own name and is not a folder, or is a link, call
-    `refuse(message)`."""
-    folder, blocked = tmp_path / "run", tmp_path / "blocked"
-    right = ["step_00000002", "step_00000010"], ["step_00000004.tmp", "step_00000012.tmp"]
-    others = ["step_3", "step_000000020", "step_00000005.aside", "my_step_00000001", "step_0000000a", "step_00000002tmp"]
-    for name in (*right[0], *right[1], *others):
-        (folder / name).mkdir(parents=True)
-    (folder / "notes.txt").write_text("mine")
-    blocked.mkdir()
-    (blocked / "step_00000007").write_text("a file")
-    whole, torn, nowhere, in_blocked = pool.call(own_job, STEP, folder=str(folder), blocked=str(blocked))[0]
+    """`own(args, ending="")` returns the list of the checkpoints in the directory args.checkpoint, as Path, the one of the
+    fewest steps first. Their names are `step_`, exactly eight digits, and the ending. All other names are somebody else's, and
+    are left out. If the directory does not exist the list is empty."""
+    folder = tmp_path / "run"
+    right = {"": ["step_00000002", "step_00000010", "step_00000011", "step_00000200"],
+             ".tmp": ["step_00000004.tmp", "step_00000012.tmp"], ".aside": ["step_00000005.aside"]}
+    others = ["step_3", "step_000000020", "step_00000005.aside.d", "my_step_00000001", "step_0000000a", "step_00000002xtmp",
+              "step_00000002_best", "step_newest00", "notes.tmp", "step_00000012.tmp.d"]
+    for i, name in enumerate([*sum(right.values(), []), *others]):
+        (folder / name / "step_00000001").mkdir(parents=True)
+        os.utime(folder / name, (10**9 - i, 10**9 - i))
+    *came, nowhere = pool.call(own_job, STEP, folder=str(folder))[0]
     there = f"a directory has {sorted(os.listdir(folder))}"
-    assert whole == right[0], f"{there}. own(folder) should list {right[0]}, and lists {whole}"
-    assert torn == right[1], f"{there}. own(folder, '[.]tmp') should list {right[1]}, and lists {torn}"
+    for (ending, expected), listed in zip(right.items(), came):
+        assert listed == expected, f"{there}. own with the ending {ending!r} should return the list of {expected}, not {listed}"
     assert nowhere == [], f"of a directory that does not exist own returns an empty list, not {nowhere}"
-    assert refused(in_blocked), f"a file has the name step_00000007: own should call refuse, and returned {in_blocked}"
-    assert "step_00000007" in in_blocked[2], f"the message should have the name step_00000007; it is: {in_blocked[2]}"
-
-
-def choose_job(folder, empty, keep):
-    from resume import Checkpoints
-    checkpoints, removed, remove = object.__new__(Checkpoints), [], shutil.rmtree
-
-    def choose(where, wanted):
-        checkpoints.args = SimpleNamespace(checkpoint=where, resume=wanted, keep=keep)
-        answer = outcome(checkpoints.choose)
-        return answer if refused(answer) else (answer[0] and os.path.basename(answer[0]), base(answer[1]))
-
-    def watched(path, *args, **kwargs):
-        removed.append(os.path.basename(path))
-        remove(path, *args, **kwargs)
-    wanted = [(empty, None), (empty, "newest"), (folder, "newest"), (folder, "step_00000004"), (folder, None),
-              (folder, "step_00000005"), (folder, "notes")]
-    chosen = [choose(*what) for what in wanted]
-    checkpoints.args = SimpleNamespace(checkpoint=folder, resume="newest", keep=keep)
-    with patch.object(shutil, "rmtree", watched):
-        checkpoints.forget_old_ones()
-    return chosen, removed, sorted(os.listdir(folder))
-
-
-@rung({"resume.py": ["Checkpoints.choose", "Checkpoints.forget_old_ones"]}, hints="""
-    `own(self.args.checkpoint)` lists what is there, oldest first. Which of the list is the newest, and which are too many? A
-    run may be killed at any moment, also while it deletes: what would the next run find then?
-
-    forget_old_ones: a slice of the list is all but the last `keep`. Rename each to its name + ".tmp" first: from then on nobody
-    takes it for a whole checkpoint. choose: four cases. Nothing said and something there: refuse. Nothing said, or "newest":
-    the last of the list, if there is one. A name that is not there: refuse. A name that is there: it, and the rest of the list.
-
-    forget_old_ones: for folder in own(...)[:-self.args.keep]: os.rename(folder, folder + ".tmp"); shutil.rmtree(folder +
-    ".tmp"). choose: there, wanted = own(...), self.args.resume; if there and not wanted: refuse("..."); if wanted in (None,
-    "newest"): return (there[-1] if there else None), []; path = os.path.join(self.args.checkpoint, wanted); if path not in
-    there: refuse("..."); return path, there[there.index(path) + 1:].""")
-def test_the_newest_ones(pool, tmp_path):
-    """`Checkpoints.choose()` returns (the path of the checkpoint to go on from, or None; a list of the paths of newer ones).
-    self.args.checkpoint is the directory. self.args.resume is "newest" (then nothing is newer), or the name of a checkpoint, or
-    None. It calls refuse if such a name is not there, and if resume is None but the directory has checkpoints: a new run would
-    mix its own with them. `Checkpoints.forget_old_ones()` deletes all but the newest self.args.keep. Before a folder is deleted
-    it is renamed to its name + ".tmp", so that a half deleted one never looks whole."""
-    folder, empty, names = tmp_path / "run", tmp_path / "empty", [f"step_{steps:08d}" for steps in (2, 4, 6, 10)]
-    empty.mkdir()
-    for name in (*names, "notes"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "file").write_text("x")
-    chosen, removed, left = pool.call(choose_job, STEP, folder=str(folder), empty=str(empty), keep=3)[0]
-    right = [(None, []), (None, []), (names[3], []), (names[1], names[2:])]
-    texts = ["an empty directory and resume None", "an empty directory and resume 'newest'",
-             f"{names} and resume 'newest'", f"{names} and resume 'step_00000004'"]
-    for text, came, expected in zip(texts, chosen, right):
-        assert came == expected, f"with {text} choose should return {expected}, and returned {came}"
-    for text, came in zip(("resume None", "resume 'step_00000005'", "resume 'notes', a folder of somebody else"), chosen[4:]):
-        assert refused(came), f"with {names} and {text} choose should call refuse, and returned {came}"
-    assert left == ["notes", *names[1:]], f"of {names} and notes, --keep 3 should leave {['notes', *names[1:]]}, and left {left}"
-    expected = [names[0] + ".tmp"]
-    assert removed == expected, f"deleted were {removed}, and should be {expected}: renamed first"
-
-
-def digest_job(folder):
-    import folders
-    index, digests = {"digests": {}}, []
-    for i in range(3):
-        with folders.create(folder, folders.file_of(i)) as out:
-            for part in (b"some ", b"weights", bytes([i])):
-                out.write(part)
-        index["digests"][folders.file_of(i)] = out.digest.hexdigest()
-        with open(os.path.join(folder, folders.file_of(i)), "rb") as file:
-            digests.append((file.read(), out.digest.hexdigest()))
-
-    def seen():
-        return [folders.damage(folder, index)] + [folders.damage(folder, index, rank, 2) for rank in range(2)]
-    found = {"whole": seen()}
-    path = os.path.join(folder, folders.file_of(1))
-    with open(path, "wb") as file:
-        file.write(b"some wEights\1")
-    found["changed"] = seen()
-    os.remove(path)
-    found["missing"] = seen()
-    return digests, found
-
-
-@rung({"folders.py": ["Output.write", "damage"]}, hints="""
-    A digest of a file is a short number that is another one if a single byte of the file is. It is taken of what the trainer
-    meant to write, and later compared with that of what the disk gives back. To check all files takes long: how do ranks share
-    the work?
-
-    A sha256 object takes bytes piece by piece: `self.digest.update(data)`. `hashlib.file_digest(file, "sha256").hexdigest()` is
-    the digest of an open file. Rank r of n takes the files number r, r + n, r + 2 n, ... of the sorted names. A file that
-    cannot be opened raises OSError.
-
-    write: self.digest.update(data); self.file.write(data). damage: for name in sorted(index["digests"])[rank::ranks]: try: with
-    open(os.path.join(folder, name), "rb") as file: if hashlib.file_digest(file, "sha256").hexdigest() !=
-    index["digests"][name]: return f"{name} is not as it was written"; except OSError as error: return f"{name}:
-    {error.strerror}".""")
-def test_as_it_was_written(pool, tmp_path):
-    """`Output.write(data)` writes the bytes to self.file, and lets self.digest, a sha256, know them. `damage(folder, index,
-    rank, ranks)` reads files of a checkpoint again: index["digests"] is {file name: digest in hexadecimal}. It returns None if
-    all is well, or else a text that has the name of a file that is missing or has another digest. The ranks share the work: of
-    the sorted names, rank r of n reads the names number r, r + n, r + 2 n and so on, and no others."""
-    import hashlib
-    digests, found = pool.call(digest_job, STEP, folder=str(tmp_path))[0]
-    for i, (written, digest) in enumerate(digests):
-        expected = b"some weights" + bytes([i])
-        assert written == expected, f"of three pieces that were written, the file should have {expected}, and has {written}"
-        assert digest == hashlib.sha256(expected).hexdigest(), "out.digest is not the sha256 of all that was written"
-    for state, (alone, first, second) in found.items():
-        where = f"of rank_00000, rank_00001 and rank_00002.safetensors, rank_00001 is {state}"
-        if state == "whole":
-            assert (alone, first, second) == (None, None, None), f"all files are whole, but damage says {alone}, {first}, {second}"
-            continue
-        for what, text in (("with one rank", alone), ("with two ranks, rank 1", second)):
-            named = isinstance(text, str) and "rank_00001" in text
-            assert named, f"{where}: damage {what} should return a text with this name, and returned {text!r}"
-        assert first is None, f"{where}: rank 0 of two reads the other two, and should return None, not {first!r}"
-
-
-def lock_job(folder, foreign, left):
-    import fcntl
-    import gc
-
-    import folders
-
-    class Owner:
-        pass
-
-    def read(where):
-        path = os.path.join(where, "lock.tmp")
-        if os.path.exists(path):
-            with open(path) as file:
-                return file.read()
-    found, owner, taken_over = {"pid": os.getpid()}, Owner(), Owner()
-    held = outcome(folders.lock, folder, owner)
-    found["first"] = read(folder)
-    found["second"] = outcome(folders.lock, folder, Owner())
-    gc.collect()
-    found["after the second"] = read(folder)
-    found["foreign"] = outcome(folders.lock, foreign, Owner()), read(foreign)
-    file = outcome(folders.lock, left, taken_over)
-    found["left"] = read(left) if not refused(file) else "(lock has refused)"
-    if not refused(held):
-        held.close()
-    del owner
-    gc.collect()
-    found["ended"] = read(folder)
-    flock = fcntl.flock
-
-    def too_late(*args):
-        os.remove(os.path.join(folder, "lock.tmp"))       # the run before ends, between open and flock
-        return flock(*args)
-    third = Owner()
-    with patch.object(fcntl, "flock", too_late):
-        found["too late"] = refused(outcome(folders.lock, folder, third))
-    return found
-
-
-@rung({"folders.py": ["lock"]}, hints="""
-    Two runs in one directory would delete each other's checkpoints. A file that says "taken" is not enough: a run that is
-    killed cannot remove it. But the system can hold a lock on an open file, and lets go of it when the process ends, however it
-    ends.
-
-    `fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)` locks an open file, or raises BlockingIOError if somebody has it locked.
-    Open with "a+": it is made if it is not there, and nothing in it is lost. The run before may have removed the file between
-    our open and our lock: then `os.stat(path)` fails (FileNotFoundError) or is of another file than `os.fstat(file.fileno())`
-    (os.path.samestat). `weakref.finalize(owner, f)` calls f when owner is no more.
-
-    file = open(path, "a+"); try: flock; taken = not os.path.samestat(os.fstat(file.fileno()), os.stat(path)); except
-    (BlockingIOError, FileNotFoundError): taken = True. file.seek(0); whose = file.read(). If taken, or if whose is neither
-    empty nor begins with "process ": refuse("... {whose}"). Then file.truncate(0); file.write(f"process {os.getpid()} on
-    {socket.gethostname()}"); file.flush(); weakref.finalize(owner, Path(path).unlink, missing_ok=True); return file.""")
-def test_only_one_run_in_a_directory(pool, tmp_path):
-    """`lock(folder, owner)` locks the file lock.tmp in the folder with fcntl.flock, without waiting, writes "process NUMBER on
-    HOST" into it and returns the open file. It calls refuse, and leaves the file as it is, if another run has the lock (with a
-    message that has what the file says), and if the file has other text in it: then it is not ours. A file that a killed run
-    has left behind is not locked, and is used again. When `owner` is no more the file is removed (weakref.finalize). So it may
-    happen that the file is removed after we have opened it: to lock it then is worth nothing, and also refused."""
-    folder, foreign, left = tmp_path / "run", tmp_path / "foreign", tmp_path / "left"
-    for path, text in ((folder, None), (foreign, "my notes"), (left, "process 1 on another_host_with_a_long_name")):
-        path.mkdir()
-        if text:
-            (path / "lock.tmp").write_text(text)
-    found = pool.call(lock_job, STEP, folder=str(folder), foreign=str(foreign), left=str(left))[0]
-    mine = f"process {found['pid']} on "
-    assert (found["first"] or "").startswith(mine), f"lock.tmp should begin with {mine!r}, and has {found['first']!r}"
-    assert refused(found["second"]), f"a second lock in the same folder should call refuse, and returned {found['second']}"
-    assert mine in found["second"][2], f"the message should say who has the lock, {mine!r}; it is: {found['second'][2]}"
-    assert found["after the second"] == found["first"], \
-        f"after the second was refused lock.tmp should still have {found['first']!r}, and has {found['after the second']!r}"
-    answer, text = found["foreign"]
-    assert refused(answer) and text == "my notes", \
-        f"where lock.tmp has the text 'my notes', lock should refuse and leave it; it gave {answer}, and the text is {text!r}"
-    last = found["left"] or ""
-    assert last.startswith(mine) and "another" not in last, \
-        f"a lock.tmp that a killed run left is used again: it should begin with {mine!r} and have nothing else, and has {last!r}"
-    assert found["ended"] is None, f"when the owner is no more, lock.tmp is removed; it is there and has {found['ended']!r}"
-    assert found["too late"], "lock.tmp was removed between open and flock: lock should refuse, since the next run makes a new file"
 
 
 # ------------------------------------------------------------------------------------------------ boxes
-def boxes_job():
-    import resume
-    import torch
-    from parts import Part
-    from placement import Placement
-
-    def boxes(name, shape, *parts):
-        param = torch.nn.Parameter(torch.zeros(shape))
-        param.untyped_storage().resize_(0)                # as ZeRO stage 3 does
-        param.placement = Placement(None, 1, True, [Part(None, *part) for part in parts])
-        return [(name, tuple(begin), list(shape), list(whole)) for name, begin, shape, whole in resume.boxes(name, param)]
-    return [boxes("model.norm.weight", (5,)), boxes("lm_head.weight", (2, 6), (0, 2, 1)),
-            boxes("model.layers.0.mlp.down_proj.weight", (6, 2), (1, 3, 2)),
-            boxes("model.layers.1.mlp.experts.w1.weight", (2, 3, 5), (1, 2, 1), (0, 2, 1))]
-
-
-@rung({"resume.py": ["boxes"]}, hints="""
-    A box is a part of a tensor: where it begins in the whole tensor, and its shape. A parameter knows how it is cut:
-    param.placement.parts. Two functions of parts.py say what is wanted here. Of experts several are in one parameter, but a
-    checkpoint has a tensor for each.
-
-    `my_part(param)` is a tuple of slices; slice(None), for a dimension that is not cut, has start None. `whole_shape(param)` is
-    the shape of the whole. `on_disk(name, param)` gives (name, tensor) for each tensor that a parameter is in a checkpoint;
-    each has a placement of its own, and they are views of param. No numbers are needed: the meta device has none.
-
-    meta = torch.empty_like(param, device="meta"); meta.placement = param.placement; return [(name, tuple(part.start or 0 for
-    part in my_part(one)), one.shape, tuple(whole_shape(one))) for name, one in on_disk(name, meta)].""")
-def test_which_box_is_mine(pool):
-    """`boxes(name, param)` lists what a rank has of a parameter, with the names of the checkpoint: (name, where the rank's part
-    begins in the whole tensor, as a tuple, the part's shape, the whole tensor's shape as a tuple). An ordinary parameter is one
-    box. One with several experts is a box for each, as `on_disk` says. Do not touch the parameter's numbers: ZeRO may have
-    taken its memory away."""
-    experts = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
-    right = [[("model.norm.weight", (0,), [5], [5])],
-             [("lm_head.weight", (2, 0), [2, 6], [4, 6])],
-             [("model.layers.0.mlp.down_proj.weight", (0, 4), [6, 2], [6, 6])],
-             [(experts.format(e), (3, 0), [3, 5], [6, 5]) for e in (2, 3)]]
-    texts = ["5 numbers, not cut", "2 x 6, part 1 of 2 along dimension 0", "6 x 2, part 2 of 3 along dimension 1",
-             "2 experts of 3 x 5, part 1 of 2 of each expert's rows, and part 1 of 2 of the experts"]
-    for text, expected, came in zip(texts, right, pool.call(boxes_job, STEP)[0]):
-        assert came == expected, f"a parameter of {text}: the boxes (name, begin, shape, whole) are {expected}, not {came}"
-
-
-WHOLE_NAME = "model.layers.0.self_attn.q_proj.weight"
 STORED = {"rows": [(0, 0, 2, 6), (2, 0, 2, 6)], "columns": [(0, 0, 4, 1), (0, 1, 4, 3), (0, 4, 4, 2)],
           "quarters": [(0, 0, 2, 3), (0, 3, 2, 3), (2, 0, 2, 3), (2, 3, 2, 3)]}      # begin and shape, of a tensor of 4 x 6
-WANTED = [(0, 0, 4, 6), (0, 3, 4, 3), (1, 0, 2, 6), (1, 2, 2, 3), (3, 5, 1, 1)]
+WANTED = [(0, 0, 4, 6), (0, 3, 4, 3), (1, 0, 2, 6), (1, 2, 2, 3), (3, 5, 1, 1), (2, 1, 1, 4)]
 
 
-def read_job(folder):
+def overlap_job():
     import torch
-    from resume import Checkpoints
+    from boxes import copy_overlap
+    whole, found = torch.arange(24.0).view(4, 6), []
+
+    class Stored:
+        """A box in a file, as safetensors gives it; notes how many numbers are read."""
+
+        def __init__(self, numbers):
+            self.numbers, self.read = numbers, 0
+
+        def get_shape(self):
+            return list(self.numbers.shape)
+
+        def __getitem__(self, index):
+            part = self.numbers[index]
+            self.read += part.numel()
+            return part
+    for stored in itertools.chain(*STORED.values()):
+        for wanted in WANTED:
+            mine, theirs = (whole[box[0]:box[0] + box[2], box[1]:box[1] + box[3]] for box in (wanted, stored))
+            memory, saved = torch.full((6, 8), -1.0), Stored(theirs.clone())
+            box = memory[:wanted[2], :wanted[3]]
+            copy_overlap(box, list(wanted[:2]), saved, list(stored[:2]))
+            in_theirs = torch.zeros(4, 6, dtype=bool)
+            in_theirs[stored[0]:stored[0] + stored[2], stored[1]:stored[1] + stored[3]] = True
+            in_theirs = in_theirs[wanted[0]:wanted[0] + wanted[2], wanted[1]:wanted[1] + wanted[3]]
+            right = torch.where(in_theirs, mine, -1.0)
+            found.append((stored, wanted, right.tolist(), box.tolist(), int(in_theirs.sum()), saved.read))
+    line, box, saved = torch.arange(7.0), torch.full((3,), -1.0), Stored(torch.arange(4.0, 7.0))
+    copy_overlap(box, [2], saved, [4])                    # a vector
+    cube, part = torch.arange(24.0).view(2, 3, 4), torch.full((1, 2, 3), -1.0)
+    copy_overlap(part, [1, 1, 0], Stored(cube[:, :2, 1:].clone()), [0, 0, 1])
+    return found, [(box.tolist(), [-1, -1, line[4].item()]), (part.tolist(), [[[-1, *cube[1, 1, 1:3].tolist()], [-1] * 3]])]
+
+
+@rung({"boxes.py": ["copy_overlap"]}, hints="""
+    Draw the whole tensor, the box in the file, and the box in memory. What both have is a box again. Where does it begin, and
+    where does it end? Then write down where this box lies in the one of the file, and where in the one in memory.
+
+    In each dimension the common box goes from the larger of the two begins to the smaller of the two ends. If in some dimension
+    it ends where it begins, or before, they have nothing in common. To get places inside of a box, take its begin away.
+    `saved[index]` with a tuple of slices reads just these numbers.
+
+    low = [max(a, b) for a, b in zip(here, there)]; high = [min(a + n, b + m) for a, n, b, m in zip(here, box.shape, there,
+    saved.get_shape())]; if all(l < h for l, h in zip(low, high)): into, part = (tuple(slice(l - o, h - o) for l, h, o in
+    zip(low, high, origin)) for origin in (here, there)); box[into] = saved[part].""")
+def test_what_overlaps_with_mine(pool):
+    """`copy_overlap(box, here, saved, there)` copies into `box`, a tensor, what `saved` has of it. Both are boxes of one
+    whole tensor, in which `box` begins at `here` and `saved` at `there`: lists of a number for each dimension, of which there
+    may be one, two or three. `saved` is a box in a file: saved.get_shape() is its shape, saved[index] reads from the disk, so
+    read what both have, once, and nothing else. Numbers of `box` that `saved` does not have stay as they are."""
+    found, other = pool.call(overlap_job, STEP)[0]
+    for stored, wanted, right, came, common, read in found:
+        where = (f"of a tensor of 4 x 6 with the numbers 0 to 23 the file has {stored}, wanted is {wanted} (row, column, rows, "
+                 "columns)")
+        assert came == right, f"{where}. The wanted box, which was full of -1, should have {right} now, and has {came}"
+        assert read == common, f"{where}. They have {common} numbers in common, and {read} were read"
+    for came, right in other:
+        assert came == right, f"of one or three dimensions the box should have {right}, and has {came}"
+
+
+def fill_job(folder):
+    import torch
+    from boxes import fill
     from safetensors.torch import save_file
-    whole, found = torch.arange(24.0).view(4, 6), {}
+    whole = torch.arange(24.0).view(4, 6)
+    others = {"w.exp_avg[0, 0]": 100 + whole, "v[0]": torch.arange(5.0), "theirs[0, 0]": torch.ones(4, 6)}
+    found, paths = {}, {}
     for how, stored in STORED.items():
-        os.mkdir(f"{folder}/{how}")
-        index = {"boxes": {WHOLE_NAME: [], "model.experts.0.w": [["rank_00000.safetensors", [0]]],
-                           "model.experts.1.w": [["rank_00001.safetensors", [0]]]}}
-        for rank, (row, column, rows, columns) in enumerate(stored):
-            file, part = f"rank_{rank:05d}.safetensors", whole[row:row + rows, column:column + columns].contiguous()
-            one = {f"model.experts.{rank}.w": torch.full((2,), 7.0 + rank)}
-            save_file({WHOLE_NAME: part, WHOLE_NAME + ".exp_avg": 100 + part} | one, f"{folder}/{how}/{file}")
-            index["boxes"][WHOLE_NAME].append([file, [row, column]])
-        checkpoints, files = object.__new__(Checkpoints), {}
-        checkpoints.optimizer = SimpleNamespace(masters=[torch.zeros(1)])
-        for row, column, rows, columns in WANTED:
-            param = torch.nn.Parameter(torch.zeros(rows, columns))
-            checkpoints.boxes = {param: [(WHOLE_NAME, (row, column), param.shape, (4, 6))]}
-            for end in ("", ".exp_avg"):
-                mine = checkpoints.read(param, end, index, f"{folder}/{how}", files)
-                found[how, (row, column, rows, columns), end] = mine.tolist()
-        param = torch.nn.Parameter(torch.zeros(2, 2))
-        checkpoints.boxes = {param: [(f"model.experts.{e}.w", (0,), param.shape[1:], (2,)) for e in range(2)]}
-        found[how, "experts", ""] = checkpoints.read(param, "", index, f"{folder}/{how}", files).tolist()
-        index["boxes"][WHOLE_NAME].pop()
-        param = torch.nn.Parameter(torch.zeros(4, 6))
-        checkpoints.boxes = {param: [(WHOLE_NAME, (0, 0), param.shape, (4, 6))]}
-        try:
-            found[how, "gap", ""] = checkpoints.read(param, "", index, f"{folder}/{how}", files).tolist()
-        except ValueError as error:
-            found[how, "gap", ""] = "ValueError", str(error)
+        paths[how] = [Path(folder, f"{how}_{i}.safetensors") for i in range(len(stored))]
+        for i, (row, column, rows, columns) in enumerate(stored):
+            part = whole[row:row + rows, column:column + columns].contiguous()
+            save_file({f"w[{row}, {column}]": part} | (others if i == 0 else {}), paths[how][i])
+    memory = torch.zeros(12, 6)                           # all boxes are views of it, as of an optimizer's memory
+
+    def state():
+        memory.fill_(7)
+        return {"w[0, 0]": memory[:4], "w[1, 2]": memory[4:6, :3], "w.exp_avg[2, 0]": memory[6:8], "v[3]": memory[8, :2],
+                "w.exp_avg[0, 5]": memory[9:10, :1]}
+    for how in STORED:
+        left = fill(state(), paths[how])
+        rest = [memory[4:6, 3:], memory[8, 2:], memory[9, 1:], memory[10:]]
+        found[how] = (left, memory[:4].tolist(), memory[4:6, :3].tolist(), memory[6:8].tolist(), memory[8, :2].tolist(),
+                      memory[9, 0].item(), all(bool((part == 7).all()) for part in rest))
+    # the last column is in no file; a box of which there is nothing; nothing that is read is missing
+    gaps = [fill({"w[0, 0]": memory[:4], "w[0, 1]": memory[4:8, :2]}, paths["columns"][:2]),
+            fill({"w[0, 1]": memory[4:8, :2], "w[0, 0]": memory[:4]}, paths["columns"][:2]),
+            fill({"w[0, 0]": memory[:4, :1], "v[0]": memory[8, :5], "u[0]": memory[9]}, paths["columns"]),
+            fill({"w[0, 1]": memory[4:8, :2]}, paths["columns"][:2])]
+    return found, gaps
+
+
+@rung({"boxes.py": ["fill"]}, hints="""
+    The reader does not ask who wrote what. It goes through all boxes of all files, and takes from each what it has of its own.
+    Which of its own boxes may overlap with one of a file? And how can it know in the end that nothing is missing?
+
+    A key is the name and where the box begins: key.split("[")[0] is the name, begin(key) the list. For each key of a file only
+    boxes of the same name matter, of which there may be several. `with safe_open(path, framework="pt") as file:` has
+    file.keys(), and file.get_slice(key), of which copy_overlap reads. Weights that are saved are finite: so nan says that
+    nothing came.
+
+    for box in state.values(): box.fill_(math.nan). Then for path in paths: with safe_open(path, framework="pt") as file: for
+    key in file.keys(): for mine, box in state.items(): if mine.split("[")[0] == key.split("[")[0]: copy_overlap(box,
+    begin(mine), file.get_slice(key), begin(key)). Last, return next((key for key, box in state.items() if
+    box.isnan().any()), None).""")
+def test_from_whatever_files(pool, tmp_path):
+    """`fill(state, paths)` fills the boxes of a rank from files. `state` is {key: box}, and so is a file. A key is the
+    tensor's name and where the box begins in it, like "w[2, 0]"; `begin(key)` is the list, [2, 0]. The boxes are views of
+    memory: they are filled in place. What is in them before does not count. Files have boxes of other tensors, too. Returns
+    None, or the key of a box of which some number is in no file: begin with nan everywhere."""
+    found, gaps = pool.call(fill_job, STEP, folder=str(tmp_path))[0]
+    whole = [[6 * i + j for j in range(6)] for i in range(4)]
+    right = (None, whole, [line[2:5] for line in whole[1:3]], [[100 + a for a in line] for line in whole[2:]], [3, 4], 105, True)
+    texts = ["fill returns", "w[0, 0], 4 x 6", "w[1, 2], 2 x 3", "w.exp_avg[2, 0], 2 x 6 (100 + w)", "v[3], of 0 1 2 3 4",
+             "w.exp_avg[0, 5], 1 x 1", "memory outside of these boxes stays as it is"]
+    for how, parts in found.items():
+        for text, expected, came in zip(texts, right, parts):
+            assert came == expected, f"w, 0 to 23 in 4 x 6, is in files by {how}: {text}: expected is {expected}, came {came}"
+    texts = ["w[0, 0] lacks two columns, w[0, 1] is complete", "w[0, 1] is complete, w[0, 0] lacks two columns", "u is in no file",
+             "nothing is missing"]
+    for text, expected, came in zip(texts, ("w[0, 0]", "w[0, 0]", "u[0]", None), gaps):
+        assert came == expected, f"{text}: fill should return {expected!r}, and returned {came!r}"
+
+
+SHAPES = [(5,), (3, 4), (4, 1), (1, 6), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2)]
+
+
+def fewest(shape, start, stop):
+    """From where one box ends the largest that begins there."""
+    found = []
+    while start < stop:
+        begin, left, sizes = [], start, [1]
+        for size in reversed(shape):
+            begin.insert(0, left % size)
+            left //= size
+        for i in reversed(range(len(shape))):                 # rows, if it begins with a whole one
+            inside, below = sizes[0], begin[i + 1:]
+            count = min((stop - start) // inside, shape[i] - begin[i]) if not any(below) else 0
+            if count:
+                best = (tuple(begin), (*[1] * i, count, *shape[i + 1:]))
+            sizes.insert(0, inside * shape[i])
+        found.append(best)
+        size = 1
+        for n in best[1]:
+            size *= n
+        start += size
     return found
 
 
-@rung({"resume.py": ["Checkpoints.read"]}, hints="""
-    Draw the whole tensor, one box of a file, and the box that this rank wants. What both have is a rectangle again. Where does
-    it begin, and where does it end? Then write down where this rectangle lies in the file's box, and where in the wanted one.
+def rectangles_job():
+    from math import prod
 
-    In each dimension the common rectangle goes from the larger of the two begins to the smaller of the two ends. If in some
-    dimension low >= high they have nothing in common. To get places inside of a box, take its begin away. `stored =
-    safe_open(path, framework="pt").get_slice(name)` reads nothing yet, stored.get_shape() is the box's shape, and
-    stored[slices] reads just these numbers. Keep open files in the dictionary `files`.
-
-    part = torch.full(param.shape, math.nan, dtype=self.optimizer.masters[0].dtype); for (name, begin, shape, _), into in
-    zip(self.boxes[param], in_files(self.boxes[param], part)): for file, box in index["boxes"][name]: get stored of name + end;
-    low = [max(a, b) for a, b in zip(begin, box)]; high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, box,
-    stored.get_shape())]; if all(l < h for l, h in zip(low, high)): to, of = (tuple(slice(l - o, h - o) for l, h, o in zip(low,
-    high, origin)) for origin in (begin, box)); into[to] = stored[of]. If into has a nan then, raise ValueError. Return part.""")
-def test_what_overlaps_with_mine(pool, tmp_path):
-    """`Checkpoints.read(param, end, index, folder, files)` returns this rank's part of a tensor, made of the boxes in a
-    checkpoint's files, however these were cut. self.boxes[param] is what rung 5 lists: the boxes that this rank wants;
-    `in_files(boxes, part)` are the tensors for them, which are views of a tensor like param. index["boxes"][name] lists [file,
-    where its box begins], and the file has the box under the name `name + end`. Read only what is wanted (get_slice), and open
-    each file once: `files` is {file: what safe_open has returned}. The dtype is that of self.optimizer.masters[0]. Raise
-    ValueError if boxes leave a gap: begin with nan everywhere, and see whether one is left."""
-    found, = pool.call(read_job, STEP, folder=str(tmp_path))
-    whole = [[6 * i + j for j in range(6)] for i in range(4)]
-    for (how, wanted, end), came in found.items():
-        where = f"a tensor of 4 x 6 with the numbers 0 to 23 lies in files as {how} (row, column, rows, columns: {STORED[how]})"
-        if wanted == "gap":
-            assert came[0] == "ValueError", f"{where}; without the last of these read should raise ValueError, not return {came}"
-        elif wanted == "experts":
-            assert came == [[7, 7], [8, 8]], f"two experts, 7 7 and 8 8, lie in two files; read should return both, not {came}"
-        else:
-            row, column, rows, columns = wanted
-            expected = [[(100 if end else 0) + a for a in line[column:column + columns]] for line in whole[row:row + rows]]
-            plus = " (.exp_avg: plus 100)" if end else ""
-            assert came == expected, \
-                f"{where}{plus}. Wanted are {rows} x {columns} from row {row}, column {column}: {expected}, not {came}"
+    from boxes import rectangles
+    return {(shape, start, stop): outcome(rectangles, shape, start, stop)
+            for shape in SHAPES for start in range(prod(shape)) for stop in range(start, prod(shape) + 1)}
 
 
-# ------------------------------------------------------------------------------------------------ slices, and the moment to save
-def slices_job():
-    """Three ranks, a unit of 3 + 1 numbers: slices of 2, the last is padding only. And a parameter without ZeRO."""
+@rung({"boxes.py": ["rectangles"]}, hints="""
+    ZeRO cuts the numbers of a tensor in a row, wherever it likes: a slice may begin in the middle of a line. Write 3 x 4 numbers
+    down and mark those from 2 to 9. How many rectangles is that at least, and which? What if they begin or end with a line, and
+    what if they lie inside of one?
+
+    Of a tensor, a row is what one index of its first dimension has: math.prod(shape[1:]) numbers. The whole rows of a run
+    begin with number -(-start // row), which rounds up, and end before number stop // row. Together they are one box. What is
+    left before and after is a part of one row: the same task again, with shape[1:].
+
+    if start >= stop: return []; row = prod(shape[1:]); first, last = -(-start // row), stop // row; if first > last the run is
+    inside of row last. A part of row i: [((i, *begin), (1, *size)) for begin, size in rectangles(shape[1:], start - i * row,
+    stop - i * row)]. Else: that for row first - 1 up to its end, [((first, 0, ...), (last - first, *shape[1:]))] if first <
+    last, and that for row last from its beginning.""")
+def test_a_run_is_a_few_boxes(pool):
+    """`rectangles(shape, start, stop)`: the numbers of a tensor are counted through in the order in which they lie in memory.
+    Which boxes are its numbers from `start` up to but not including `stop`? Returns a list, in this order, of (where the box
+    begins, its shape): tuples with a number for each dimension. Each box is a part of that row of numbers without gaps, and
+    there are as few boxes as possible: first the rest of a row, then whole rows, then the beginning of a row. In more than two
+    dimensions a "row" has rows itself."""
+    for (shape, start, stop), came in pool.call(rectangles_job, STEP)[0].items():
+        expected = fewest(shape, start, stop)
+        assert came == expected, f"numbers {start} to {stop} (without {stop}) of a tensor of {shape} are {expected}, not {came}"
+
+
+def boxes_job():
+    import torch
+    from boxes import boxes
+    from parts import Part
+    from placement import Placement
+    found = []
+    for name, shape, first, count, parts in CUT:
+        param = torch.nn.Parameter(torch.zeros(shape))
+        param.placement = Placement(1, True, [Part(None, *part) for part in parts])
+        param.untyped_storage().resize_(0)                # as ZeRO stage 3 does
+        memory = torch.arange(100.0)
+        run = memory[10:10 + count]
+        run = run.view(shape) if count == param.numel() else run
+        made = boxes(name, param, first, run)
+        values = {key: box.tolist() for key, box in made.items()}
+        for box in made.values():
+            box += 1000
+        found.append((values, (memory >= 1000).nonzero().flatten().tolist()))
+    return found
+
+
+# name, shape of this rank's part, where the run begins in it, how long it is, parts: (dimension, of so many, which)
+CUT = [("norm", (5,), 0, 5, []), ("norm", (5,), 2, 3, []), ("head", (2, 6), 0, 12, [(0, 2, 1)]),
+       ("down", (3, 2), 0, 6, [(1, 3, 2)]), ("down", (3, 2), 3, 3, [(1, 3, 2)]), ("up", (4, 3), 1, 7, [(0, 2, 1)]),
+       ("w1", (2, 3, 2), 1, 8, [(1, 2, 1), (0, 4, 2)])]
+BOXES = [{"norm[0]": [10, 11, 12, 13, 14]}, {"norm[2]": [10, 11, 12]},
+         {"head[2, 0]": [[10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]}, {"down[0, 4]": [[10, 11], [12, 13], [14, 15]]},
+         {"down[1, 5]": [[10]], "down[2, 4]": [[11, 12]]},
+         {"up[4, 1]": [[10, 11]], "up[5, 0]": [[12, 13, 14]], "up[6, 0]": [[15, 16]]},
+         {"w1[4, 3, 1]": [[[10]]], "w1[4, 4, 0]": [[[11, 12], [13, 14]]], "w1[5, 3, 0]": [[[15, 16]]],
+          "w1[5, 4, 0]": [[[17]]]}]
+
+
+@rung({"boxes.py": ["boxes"]}, hints="""
+    Three things come together. tp and ep have left this rank a part of a parameter; ZeRO has left it a run of this part's
+    numbers; and a run is a few rectangles. Where does a rectangle begin in the whole parameter?
+
+    `my_part(param)` is a tuple of slices, one for each dimension; slice(None), of a dimension that is not cut, has start None.
+    `rectangles(param.shape, first, first + run.numel())` says where boxes begin in the part. `tensor.split(sizes)` gives views
+    of as many numbers one after the other, and view(shape) brings each into its shape.
+
+    part = [index.start or 0 for index in my_part(param)]; found = rectangles(...); views =
+    run.view(-1).split([math.prod(shape) for _, shape in found]); return {f"{name}{[a + b for a, b in zip(part, begin)]}":
+    view.view(shape) for (begin, shape), view in zip(found, views)}.""")
+def test_which_boxes_are_mine(pool):
+    """`boxes(name, param, first, run)` says of what boxes a run of numbers is. The parameter is this rank's part of the whole
+    one (`my_part(param)` says which), and the run begins with its number `first`. Returns {key: box}. A key is the name and
+    where the box begins in the whole parameter, like "model.norm.weight[4]" or "lm_head.weight[2, 0]", and the box is a view of
+    the run's memory, in its shape. The parameter's own numbers are not needed: ZeRO may have taken their memory away."""
+    for (name, shape, first, count, parts), right, (came, changed) in zip(CUT, BOXES, pool.call(boxes_job, STEP)[0]):
+        cut = ", ".join(f"part {index} of {of} of dimension {dim}" for dim, of, index in parts) or "not cut"
+        where = f"{name}, of {shape} ({cut}); {count} numbers from number {first} on are 10, 11, 12, ..."
+        assert came == right, f"{where}: the boxes are {right}, not {came}"
+        assert changed == list(range(10, 10 + count)), f"{where}: what is written into the boxes must be in the run's own memory"
+
+
+# of each rank: {key: (numbers, bytes of a number)}
+HAVE = {"alone": [{"a[0]": (5, 4), "b[0]": (3, 4)}],
+        "replicas": [{f"w{i}[0]": (10, 4) for i in range(7)} for _ in range(3)],
+        "some": [{"a[0]": (100, 4), "b[0]": (10, 4), "c[0]": (10, 4)}, {"c[0]": (10, 4), "a[0]": (100, 4), "d[0]": (8, 4)},
+                 {"e[0]": (12, 4), "d[0]": (8, 4), "b[0]": (10, 4), "f[4]": (1, 4), "f[0]": (4, 4)}],
+        "bytes": [{"a[0]": (4, 8), "b[0]": (5, 4), "c[0]": (3, 4), "d[0]": (3, 4)} for _ in range(2)]}
+
+
+def share_out_job(have):
     import torch
     import torch.distributed as dist
-    from placement import Placement
-    from resume import Checkpoints
-    from zero import Unit
+    from boxes import share_out
     dist.init_process_group("gloo")
-    params = [torch.nn.Parameter(torch.tensor(numbers)) for numbers in ([[1.0], [2.0], [3.0]], [4.0])]
-    alone = torch.nn.Parameter(torch.zeros(1, 2))
-    for param in params:
-        param.placement = Placement(dist.group.WORLD, 3, True)
-    unit = Unit([], params, dist.group.WORLD, None, SimpleNamespace(global_batch_size=3, micro_batch_size=1, dp=3, pp=1))
-    for param in params:
-        unit.add(param)
-    pieces = unit.pieces()
-    checkpoints = object.__new__(Checkpoints)
-    masters = [10 * piece.detach() for piece in pieces] + [torch.tensor([[5.0, 6.0]])]
-    states = {master: dict(step=torch.zeros(()), exp_avg=10 * master, exp_avg_sq=100 * master) for master in masters}
-    checkpoints.optimizer = SimpleNamespace(params=[*pieces, alone], masters=masters, adamw=SimpleNamespace(state=states))
-    checkpoints.blocks = {unit: list(range(len(pieces))), alone: [len(pieces)]}
-    gathered = {}
-    for kind in ("weight", "exp_avg"):
-        whole = checkpoints.gather(unit, kind)
-        gathered[kind] = [whole[param].tolist() for param in params], checkpoints.gather(alone, kind)[alone].tolist()
-    checkpoints.scatter(unit, "exp_avg", {params[0]: torch.tensor([[7.0], [8.0], [9.0]]), params[1]: torch.tensor([-1.0])})
-    checkpoints.scatter(alone, "weight", {alone: torch.tensor([[-5.0, -6.0]])})
-    after = [states[master]["exp_avg"].flatten().tolist() for master in masters[:-1]], masters[-1].tolist()
-    return gathered, after, [master.flatten().tolist() for master in masters[:-1]]
+    dtypes = {4: torch.float32, 8: torch.float64}
+    state = {key: torch.zeros(count, dtype=dtypes[size]) for key, (count, size) in have[dist.get_rank()].items()}
+    return share_out(state)
 
 
-@rung({"resume.py": ["Checkpoints.gather", "Checkpoints.scatter"]}, hints="""
-    With ZeRO a rank's optimizer has only pieces: what of its slice of the flat unit belongs to one parameter. To have whole
-    parameters put the pieces in a row, which is the slice, and gather all slices. Is the row always as long as a slice?
-
-    The last ranks' slices end with padding, and the pieces do not have it; a rank may have no piece at all. A slice is
-    len(unit.grad_slice) long: F.pad makes the row so long. `dist.all_gather_into_tensor(flat, row, group=unit.shard)`, and
-    `unit.views(flat)` is {parameter: its part}. Back: every rank has read all its parameters, so it only takes `unit.mine`, a
-    slice of the flat numbers, and cuts it into its pieces.
-
-    gather: pieces = [self.state(i)[kind].flatten() for i in self.blocks[unit]]; if not isinstance(unit, Unit): return {unit:
-    pieces[0].view(unit.shape)}; piece = torch.cat([*pieces, unit.grad_slice.new_zeros(0)]); pad; flat =
-    piece.new_empty(unit.shard.size() * len(piece)); gather; return unit.views(flat). scatter: without a Unit
-    self.state(self.blocks[unit][0])[kind].copy_(parts[unit]); else flat = torch.cat([part.flatten() for part in
-    parts.values()])[unit.mine]; for each i: piece.copy_(flat[:piece.numel()].view(piece.shape)); flat = flat[piece.numel():].""")
-def test_out_of_slices_and_back(pool):
-    """`self.state(i)[kind]` is a tensor of the i-th piece that this rank optimizes: of kind "weight" in full precision, or of
-    Adam's averages. self.blocks[unit] lists the numbers of a unit's pieces, in their order in the slice. `gather(unit, kind)`
-    returns {parameter: its whole tensor of this kind}, of all parameters of the unit. `scatter(unit, kind, parts)` is the
-    opposite: parts is such a dictionary, in the order of unit.params, and what of it is this rank's goes into the tensors of
-    its pieces (copy_). Without ZeRO a "unit" is a parameter, which has one piece, all of it."""
-    for rank, (gathered, (averages, alone), masters) in enumerate(pool.call(slices_job, STEP, world=3, timeout=HANGS)):
-        where = f"Parameters of 3 and 1 numbers in slices of 2, on rank {rank} of 3"
-        for kind, factor in (("weight", 10), ("exp_avg", 100)):
-            expected = [[[factor * a] for a in (1, 2, 3)], [4 * factor]], [[5 * factor / 10, 6 * factor / 10]]
-            assert gathered[kind] == expected, \
-                f"{where}: of the unit, and of a parameter without ZeRO, gather of {kind} is {expected}, not {gathered[kind]}"
-        expected = [[[7, 8]], [[9], [-1]], []][rank]
-        assert averages == expected, f"{where}: after scatter of 7 8 9 and -1 as exp_avg the pieces are {expected}, not {averages}"
-        assert alone == [[-5, -6]], f"{where}: after scatter of -5 -6 the parameter without ZeRO has {alone}"
-        expected = [[[10, 20]], [[30], [40]], []][rank]
-        assert masters == expected, f"{where}: scatter of exp_avg must leave the weights at {expected}; they are {masters}"
+def shared_out(have):
+    writer, load = {}, [0] * len(have)
+    for key, (count, size) in [item for state in have for item in state.items()]:
+        if key not in writer:
+            writer[key] = min((rank for rank, state in enumerate(have) if key in state), key=load.__getitem__)
+            load[writer[key]] += count * size
+    return [[key for key in state if writer[key] == rank] for rank, state in enumerate(have)]
 
 
-def after_job(heard_at, checkpoint):
+@rung({"boxes.py": ["share_out"]}, hints="""
+    Ranks of dp have the same weights, and one of them is enough to write a box. If that were always the first, the others would
+    wait for it. How do ranks agree without a list that somebody sends around?
+
+    All compute the same thing from the same list: `from_all_ranks(value)` is the list of what every rank has given, on all
+    ranks. Keys and sizes are enough, box.nbytes. Then go through the boxes and give each to a rank; keep in mind how much each
+    has to write already.
+
+    every = from_all_ranks({key: box.nbytes for key, box in state.items()}); writer, load = {}, Counter(); for held in every: for
+    key, size in held.items(): if key not in writer: the ranks that have it are those whose every[rank] has key; writer[key] =
+    min(those, key=load.__getitem__); load[writer[key]] += size. Return [key for key in state if writer[key] ==
+    dist.get_rank()].""")
+def test_each_box_is_written_once(pool):
+    """`share_out(state)` is called by all ranks, each with its own {key: box}. It returns the list of the keys that this rank
+    is to write, in the order of its state. Of ranks that have a box with the same key one writes it. Boxes are given out one
+    after the other: those of rank 0 in the order of its state, then those that rank 1 has besides, and so on. Each goes to the
+    rank, of those that have it, that has got the fewest bytes until then; if several have as few, to the first of them. All
+    ranks have to come to the same result."""
+    for have in HAVE.values():
+        came = pool.call(share_out_job, STEP, world=len(have), timeout=HANGS, have=have)
+        shown = [{key: count * size for key, (count, size) in state.items()} for state in have]
+        expected = shared_out(have)
+        assert came == expected, f"ranks have boxes of so many bytes: {shown}. They should write {expected}, and would write {came}"
+
+
+# ------------------------------------------------------------------------------------------------ damaged, and in use
+def damage_job(folder):
+    import resume
+    folder = Path(folder, "step_00000004")
+    folder.mkdir()
+    files = [folder / f"rank_{i:05d}.safetensors" for i in range(3)]
+    for i, file in enumerate(files):
+        file.write_bytes(b"some weights" + bytes([i]) * 70_000)
+    flushed, fsync = [], os.fsync
+    with patch.object(os, "fsync", lambda number: flushed.append(os.fstat(number).st_ino) or fsync(number)):
+        digests = {file.name: resume.digest(file) for file in files}
+    flushed = flushed == [file.stat().st_ino for file in files]
+    index = dict(steps=4, digests=digests, run={}, log=[0, "", 0])
+    (folder / "index.json").write_text(json.dumps(index))
+    read, digest = [], resume.digest
+
+    def noted(path):
+        read.append(Path(path).name)
+        return digest(path)
+
+    def seen(index=index):
+        found = []
+        for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+            read.clear()
+            with patch.object(resume, "digest", noted):
+                found.append((outcome(resume.damage, folder, index, rank, ranks), sorted(read)))
+        return found
+    found = {"whole": seen(), "other": seen({**index, "digests": {**digests, files[1].name: "0"}}), "none": seen(None)}
+    text = files[1].read_bytes()
+    files[1].write_bytes(text[:-1] + b"x")
+    found["changed"] = seen()
+    files[1].unlink()
+    found["missing"] = seen()
+    files[1].write_bytes(text)
+    (folder / "rank_00007.safetensors").write_bytes(text)
+    found["one too many"] = seen()
+    (folder / "index.json").unlink()
+    found["no index"] = seen(None)
+    return digests, [hashlib.sha256(b"some weights" + bytes([i]) * 70_000).hexdigest() for i in range(3)], flushed, found
+
+
+@rung({"resume.py": ["digest", "damage"]}, hints="""
+    A digest of a file is a short number that is another one if a single byte of the file is. It is taken when the file is
+    written, and later compared with that of what the disk gives back. To read all files takes long: how do ranks share the
+    work?
+
+    `hashlib.file_digest(file, "sha256").hexdigest()` is the digest of an open file, and os.fsync(file.fileno()) waits until all
+    of it is on the disk. Of two sets, a ^ b is what only one of them has. Rank r of n takes number r, r + n, r + 2 n, ... of the
+    sorted names: a slice with a step.
+
+    digest: with open(path, "rb") as file: os.fsync(file.fileno()); return hashlib.file_digest(file, "sha256").hexdigest().
+    damage: if index is None or index != index_of(folder): return "..."; there = {path.name for path in
+    folder.glob("*.safetensors") if path.is_file()}; for name in sorted(there ^ index["digests"].keys()): return f"{name} is
+    missing, or too many"; for name in sorted(there)[rank::ranks]: if digest(folder / name) != index["digests"][name]: return
+    f"{name} is not as it was written".""")
+def test_as_it_was_written(pool, tmp_path):
+    """`digest(path)` flushes a file to the disk (os.fsync) and returns its SHA-256, in hexadecimal. `damage(folder, index,
+    rank=0, ranks=1)` says what is wrong with a checkpoint: None, or a text. index is what rank 0 has read in index.json, and
+    index["digests"] is {file name: digest}. It is damaged if index is None, or if this rank reads something else
+    (`index_of(folder)`); if a file *.safetensors is missing, or is there and not in index["digests"]; and if a file has another
+    digest. Of files the text has the name. Names are compared by every rank, but each file is read (digest) by one: rank r of n
+    reads the sorted names number r, r + n, r + 2 n and so on."""
+    came, right, flushed, found = pool.call(damage_job, STEP, folder=str(tmp_path))[0]
+    files = [f"rank_{i:05d}.safetensors" for i in range(3)]
+    assert came == dict(zip(files, right)), f"the digests should be {right}, and are {came}"
+    assert flushed, "digest should call os.fsync of the file, once"
+    share = {(0, 1): files, (0, 2): files[::2], (1, 2): files[1:2]}
+    named = {"changed": files[1], "missing": files[1], "one too many": "rank_00007.safetensors"}
+    for state, answers in found.items():
+        for (rank, ranks), (text, read) in zip(share, answers):
+            where = f"of a checkpoint with {files} (case {state!r}), damage on rank {rank} of {ranks}"
+            healthy = state == "whole" or state == "changed" and (rank, ranks) == (0, 2)
+            if healthy:
+                assert text is None, f"{where} should return None, not {text!r}: what this rank reads is as it was"
+            else:
+                assert isinstance(text, str) and named.get(state, "") in text, \
+                    f"{where} should return a text, with the name {named.get(state, '')!r}, and returned {text!r}"
+            expected = share[rank, ranks]
+            if state == "whole":
+                assert read == expected, f"{where} should read {expected}, and read {read}"
+            if state not in ("whole", "changed"):
+                assert not read, f"{where}: that is to be seen without reading a file, and {read} were read"
+
+
+def choose_job(folder):
+    import fcntl
+
+    import torch.distributed as dist
+    from resume import Checkpoints, lock
+    dist.init_process_group("gloo")
+    rank, found, printed = dist.get_rank(), {}, []
+
+    def choose(where, wanted, restarts="0"):
+        checkpoints = object.__new__(Checkpoints)
+        checkpoints.args = SimpleNamespace(checkpoint=where, resume=wanted)
+        with patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=restarts), patch("resume.say", printed.append):
+            answer = outcome(checkpoints.choose)
+        dist.barrier()
+        again = None
+        if rank == 0 and not refused(answer):             # what has been chosen is locked as long as Checkpoints lives
+            again = refused(outcome(lock, where))
+        if isinstance(answer, tuple) and not refused(answer):
+            answer = names([answer[0]]), answer[1] and answer[1]["steps"]
+        file = getattr(checkpoints, "lock", None)
+        file.close() if hasattr(file, "close") else None
+        return answer, again
+    full, empty = f"{folder}/run", f"{folder}/empty"
+    for case, where in zip(CASES, (empty, empty, full, full, full, full, full, full, full, empty)):
+        printed.clear()
+        found[case] = *choose(where, *CASES[case]), "".join(printed)
+    dist.barrier()
+    if rank == 0:
+        Path(empty, ".lock").write_text("my notes")
+        first = lock(empty)
+        found["second"] = outcome(lock, empty)
+        first.close()
+        third = outcome(lock, empty)
+        found["third"] = refused(third)
+        third.close() if hasattr(third, "close") else None
+        with patch.object(fcntl, "flock", side_effect=OSError("no locks")):
+            found["no locks"] = hasattr(outcome(lock, empty), "close")
+        found["text"] = Path(empty, ".lock").read_text()
+    return found, sorted(os.listdir(full))
+
+
+CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("newest",), "--resume": ("newest",),
+         "--resume step_00000004": ("step_00000004",), "no --resume": (None,), "--resume step_00000005": ("step_00000005",),
+         "--resume notes": ("notes",), "a restart, --resume step_00000004": ("step_00000004", "1"),
+         "a restart, no --resume": (None, "2"), "a restart, nothing there": ("step_00000004", "1")}
+
+
+@rung({"resume.py": ["lock", "Checkpoints.choose"]}, hints="""
+    Two runs in one directory would delete each other's checkpoints. A file that says "taken" is not enough: a run that is
+    killed cannot remove it. But the system can hold a lock on an open file, and lets go of it when the file is closed or its
+    process ends, however it ends.
+
+    `fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)` locks an open file, or raises BlockingIOError if somebody has it locked.
+    Opened with "a" it is made if it is not there, and nothing in it is lost. choose: which checkpoints are there, and what is
+    wanted? A restart turns a name into "newest". What is found is the newest of those with the name that is wanted, or of all.
+
+    lock: file = open(Path(folder, ".lock"), "a"); try: flock; except BlockingIOError: refuse("..."); except OSError: say("...");
+    return file. choose: if dist.get_rank() > 0: return None; self.lock = lock(self.args.checkpoint); for left in own(self.args,
+    ".tmp"): shutil.rmtree(left, ignore_errors=True); there, wanted = own(self.args), self.args.resume; if there and not wanted:
+    refuse("..."); if the restart count is not "0" and wanted: wanted = "newest"; found = [path for path in there if wanted in
+    (path.name, "newest")]; if wanted not in (None, "newest") and not found: refuse("..."); return (found[-1],
+    index_of(found[-1])) if found else None.""")
+def test_where_to_go_on(pool, tmp_path):
+    """`lock(folder)` locks the file .lock in the folder with fcntl.flock, without waiting, leaves its text as it is, and returns
+    the open file. It calls refuse(message) if another run has the lock; where there are no locks (any other OSError) it says
+    so, with `say`, and returns the file all the same. `Checkpoints.choose()` returns None on all ranks but rank 0, which does
+    this: it keeps the lock of the directory self.args.checkpoint in self.lock; deletes what killed runs have left (own names
+    that end in ".tmp"); and returns (path, index_of(path)) of the checkpoint to go on from. That is the newest if
+    self.args.resume is "newest", or else the one of this name, which is refused if there is none. Where nothing is there
+    "newest" gives None, and says so, and so does a self.args.resume of None; but then it is refused if there are checkpoints,
+    which a new run would mix with its own. If torchrun has started the run again (its TORCHELASTIC_RESTART_COUNT, in the
+    environment, is there and not "0"), the newest counts, whichever name was given."""
+    run, empty, steps = tmp_path / "run", tmp_path / "empty", (2, 4, 10)
+    for name in [*(f"step_{step:08d}" for step in steps), "step_00000006.tmp", "step_00000012.tmp", "notes", "notes.tmp"]:
+        (run / name).mkdir(parents=True)
+        index = dict(steps=int(name[5:13]) if name.startswith("step") else 0, digests={}, run={}, log=[])
+        (run / name / "index.json").write_text(json.dumps(index))
+    empty.mkdir()
+    (found, left), (other, _) = pool.call(choose_job, STEP, world=2, timeout=HANGS, folder=str(tmp_path))
+    newest, older = (["step_00000010"], 10), (["step_00000004"], 4)
+    right = dict(zip(CASES, (None, None, newest, older, "refuse", "refuse", "refuse", newest, "refuse", None)))
+    for case, expected in right.items():
+        came, again, said = found[case]
+        where = f"checkpoints after steps {steps}, rank 0 ({case}): choose"
+        if expected == "refuse":
+            assert refused(came), f"{where} should call refuse, and returned {came}"
+            continue
+        assert came == expected, f"{where} should return {expected} (path, steps of its index), and returned {came}"
+        assert again, f"{where}: afterwards the directory should be locked, so that lock refuses another run"
+        assert said or case != "nothing there, --resume", f"{where} should say that it starts at the beginning"
+    for case, (came, *_) in other.items():
+        assert came is None, f"{case}: on rank 1 choose returns None and does nothing, but it returned {came}"
+    assert refused(found["second"]), f"a second lock in the same folder should call refuse, and returned {found['second']}"
+    assert not found["third"], "when the first file is closed, or its process has ended, the folder can be locked again"
+    assert found["no locks"], "where flock raises OSError lock should say so, and return the file"
+    assert found["text"] == "my notes", f".lock had the text 'my notes' and should keep it; it has {found['text']!r}"
+    expected = ["notes", "notes.tmp", *(f"step_{step:08d}" for step in steps)]
+    assert sorted({*left} - {".lock"}) == expected, f"afterwards {expected} should be there (and .lock), and {left} are"
+
+
+# ------------------------------------------------------------------------------------------------ the moment to save
+def save_if_due_job(heard_at, checkpoint):
     """Eight steps, a checkpoint after each third. On rank 1 a signal comes in step heard_at."""
     import signal
 
@@ -466,8 +563,9 @@ def after_job(heard_at, checkpoint):
     for step in range(8):
         if step == heard_at and dist.get_rank() == 1:
             checkpoints.signals.append(signal.SIGTERM)
-        if checkpoints.after(step):
-            ended = step
+        answer = checkpoints.save_if_due(step)
+        if answer or not isinstance(answer, bool):
+            ended = step if answer is True else f"{step}, {answer!r}"
             break
     return saved, ended
 
@@ -489,15 +587,19 @@ def signals_job():
                 continue
             signal.raise_signal(number)
             found.append((number.name, [int(n) for n in heard], signal.getsignal(signal.SIGINT) == signal.SIG_DFL))
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        resume.hear_signals()
-        return found, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        heard = resume.hear_signals()
+        kept = [signal.getsignal(number) == signal.SIG_IGN for number in numbers]
+        if not kept[2]:
+            signal.raise_signal(signal.SIGINT)
+        return found, kept, [int(n) for n in heard]
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
 
 
-@rung({"resume.py": ["hear_signals", "Checkpoints.after"]}, hints="""
+@rung({"resume.py": ["hear_signals", "Checkpoints.save_if_due"]}, hints="""
     Slurm tells a job some time before its end, with a signal, that it is about to be ended. A signal may come at any line of
     the program, and one rank may hear it a step before another. So it is only noted at first. All ranks must save after the
     same step, since saving takes all of them: how do they agree?
@@ -507,96 +609,233 @@ def signals_job():
     Ctrl-C should end the program at once: in f, `signal.signal(signal.SIGINT, signal.SIG_DFL)`.
 
     hear_signals: for number in (SIGTERM, SIGHUP, SIGINT): if number == signal.SIGINT or signal.getsignal(number) !=
-    signal.SIG_IGN: signal.signal(number, hear); return the list. after: without self.args.checkpoint return False; told =
-    torch.tensor(float(max(self.signals, default=0)), device=self.args.device); dist.all_reduce(told, op=dist.ReduceOp.MAX); if
-    told or (step + 1) % self.args.save_every == 0 or step + 1 == self.args.steps: self.save(step + 1); return bool(told).""")
+    signal.SIG_IGN: signal.signal(number, hear); return the list. save_if_due: without self.args.checkpoint return False;
+    stop_signal = torch.tensor(max(self.signals, default=0), device=self.args.device); dist.all_reduce(stop_signal,
+    op=dist.ReduceOp.MAX); last = step + 1 == self.args.steps; if stop_signal or last or (step + 1) % self.args.save_every == 0:
+    self.save(step + 1); return bool(stop_signal) and not last.""")
 def test_when_to_save_and_when_to_end(pool):
     """`hear_signals()` returns an empty list, to which from now on the number of each SIGTERM, SIGHUP and SIGINT (Ctrl-C) is
     appended, and nothing else happens; but once one was heard, the next SIGINT ends the program (SIG_DFL). SIGTERM and SIGHUP
-    that are ignored (SIG_IGN, as nohup does) stay ignored. `Checkpoints.after(step)` comes after every step (the first is 0).
-    It calls self.save(number of steps done) if this number is a multiple of self.args.save_every, if it is self.args.steps, or
-    if a rank has something in its self.signals. It returns True, on all ranks, if one has, and else False. Without
+    that are ignored (SIG_IGN, as nohup does) stay ignored; SIGINT is heard anyway. `Checkpoints.save_if_due(step)` is called by
+    all ranks after every step (the first is 0). It calls self.save(number of steps done), once, if this number is a multiple of
+    self.args.save_every, if it is self.args.steps, or if on some rank there is a number in self.signals. It returns True, on
+    all ranks, if the run has to end here because a rank has heard a signal, and else False: after the last step, too. Without
     self.args.checkpoint it does nothing and returns False."""
-    found, ignored = pool.call(signals_job, STEP)[0]
+    found, kept, heard = pool.call(signals_job, STEP)[0]
     import signal
-    for name, heard, ends in found:
+    for name, came, ends in found:
         expected = [int(getattr(signal, name))]
-        assert heard == expected, f"when {name} came, the list should be {expected}, and was {heard} (None: nobody listens)"
+        assert came == expected, f"when {name} came, the list should be {expected}, and was {came} (None: nobody listens)"
         assert ends, f"after {name} was heard the handler of SIGINT should be SIG_DFL, so that Ctrl-C ends the program"
-    assert ignored, "SIGHUP was ignored (SIG_IGN) before hear_signals, and should be ignored after it"
-    for heard_at, checkpoint, saves, end in ((None, "folder", [3, 6, 8], None), (4, "folder", [3, 5], 4), (4, None, [], None)):
-        for rank, (saved, ended) in enumerate(pool.call(after_job, STEP, world=2, timeout=HANGS, heard_at=heard_at,
+    assert kept[:2] == [True, True], "SIGTERM and SIGHUP were ignored (SIG_IGN) before hear_signals, and should be ignored after it"
+    assert heard == [int(signal.SIGINT)], f"SIGINT was ignored before hear_signals, and should be heard after it; heard was {heard}"
+    for heard_at, checkpoint, saves, end in ((None, "folder", [3, 6, 8], None), (4, "folder", [3, 5], 4), (5, "folder", [3, 6], 5),
+                                             (7, "folder", [3, 6, 8], None), (4, None, [], None)):
+        for rank, (saved, ended) in enumerate(pool.call(save_if_due_job, STEP, world=2, timeout=HANGS, heard_at=heard_at,
                                                         checkpoint=checkpoint)):
             where = f"8 steps, save_every 3, --checkpoint {checkpoint}, on rank 1 a signal in step {heard_at}: rank {rank}"
             assert saved == saves, f"{where} should call save with {saves}, and called it with {saved}"
-            assert ended == end, f"{where} should get True from after in step {end}, and got it in step {ended} (None: never)"
+            assert ended == end, f"{where} should get True from save_if_due in step {end}, and got it in {ended} (None: never)"
+
+
+# ------------------------------------------------------------------------------------------------ what is saved
+def state_job(argv):
+    """What state() gives before the first step and after the last, and whether its boxes are the optimizer's own memory."""
+    import torch
+    import train
+    from resume import Checkpoints
+    found = {}
+
+    def load(self):
+        found["before"] = {key: box.clone() for key, box in self.state().items()}
+        adam = [self.optimizer.adamw.state[master] for master in self.optimizer.masters]
+        found["adam"] = all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in adam)
+        found["masters"] = {str(master.dtype) for master in self.optimizer.masters}
+        return 0
+
+    def save_if_due(self, step):
+        if step + 1 == self.args.steps:
+            state, own = self.state(), []
+            found["after"] = {key: box.clone() for key, box in state.items()}
+            for box in state.values():
+                box.fill_(step)
+            for master in self.optimizer.masters:
+                own += [master, *(self.optimizer.adamw.state[master][name] for name in ("exp_avg", "exp_avg_sq"))]
+            found["views"] = all(bool((tensor == step).all()) for tensor in own) and bool((self.balance.bias == step).all())
+            for key, box in state.items():
+                box.copy_(found["after"][key])
+        return False
+    with torch.no_grad(), patch.multiple(Checkpoints, load=load, save_if_due=save_if_due), torch.enable_grad():
+        train.main(argv)
+    return found
+
+
+def whole(answers, when):
+    """{name: the whole tensor} of all ranks' boxes."""
+    import torch
+    boxes = {}
+    for answer in answers:
+        boxes |= answer[when]
+    sizes = {}
+    for key, box in boxes.items():
+        name, begin = key.split("[")[0], json.loads(key[key.index("["):])
+        ends = [a + n for a, n in zip(begin, box.shape)]
+        sizes[name] = [max(a, b) for a, b in zip(sizes.get(name, ends), ends)]
+    tensors = {name: torch.full(size, torch.nan, dtype=torch.float64) for name, size in sizes.items()}
+    for key, box in boxes.items():
+        name, begin = key.split("[")[0], json.loads(key[key.index("["):])
+        tensors[name][tuple(slice(a, a + n) for a, n in zip(begin, box.shape))] = box.double()
+    return tensors
+
+
+@rung({"resume.py": ["Checkpoints.state"]}, hints="""
+    What is there now that cannot be computed again? The weights, in the precision in which they are updated; what AdamW has
+    averaged; and what evens out the experts. Not the gradients, and nothing random. Who has these, and what do they belong to?
+
+    self.optimizer.params and self.optimizer.masters belong together, and self.optimizer.adamw.state[master] is a dictionary,
+    which is empty before the first step: make its zeros then, so that they can be filled. With ZeRO a param is a piece of a
+    parameter, and piece.part_of says (parameter, number with which it begins there); without, it is the parameter itself, from
+    number 0 on. Names are those of self.model.named_parameters().
+
+    names, state = {param: name for name, param in self.model.named_parameters()}, {}; for piece, master in zip(params,
+    masters): param, first = getattr(piece, "part_of", (piece, 0)); adam = adamw.state[master]; if not adam:
+    adam.update(step=torch.zeros((), device=master.device), exp_avg=torch.zeros_like(master),
+    exp_avg_sq=torch.zeros_like(master)); state |= boxes(names[param], param, first, master), and the same for both averages,
+    with the name f"{names[param]}.{average}". Then for layer, bias in zip(self.model.model.layers, self.balance.bias):
+    state[f"balance.bias[{layer}, 0]"] = bias.unsqueeze(0).""")
+def test_what_must_not_be_lost(pool, tmp_path):
+    """`Checkpoints.state()` returns {key: box} of all that this rank has of the state of the training, as `boxes` gives them: for
+    each of self.optimizer.params the master, under the parameter's name, and Adam's "exp_avg" and "exp_avg_sq", under the name
+    + ".exp_avg" and ".exp_avg_sq". Boxes are views: what is written into them is in the optimizer. Before the first step Adam
+    has no averages; then make them, zeros, and its count "step", a tensor of no dimension. In a model with experts it also
+    has `balance.bias[LAYER, 0]`, for each layer of self.model.model.layers, whose keys are the layers' numbers: the layer's row
+    of self.balance.bias, as a box of 1 x experts."""
+    alone = {}
+
+    def made(shape, dtype="float64"):
+        folder = tmp_path / f"{shape}-{dtype}"
+        return f"{cases.make(tmp_path / shape, **cases.shape(shape))} --dtype {dtype} --checkpoint {folder} --steps 2"
+    for shape, world, more in (("dense-2", 3, "--zero 1 --micro_batch_size 4"), ("dense-2", 2, "--tp 2 --micro_batch_size 12"),
+                               ("top2-2", 4, "--pp 2 --ep 2 --zero 3 --micro_batch_size 6")):
+        if shape not in alone:
+            alone[shape] = pool.call(state_job, STEP, argv=f"{made(shape)} --micro_batch_size 12".split())
+        one, many = alone[shape], pool.call(state_job, STEP, world=world, timeout=60, argv=f"{made(shape)} {more}".split())
+        weights = pool.train(STEP, f"{made(shape).split(' --checkpoint')[0]} --micro_batch_size 12 --steps 2").weights
+        in_file = {name: tensor for name, tensor in whole(one, "after").items() if ".exp_avg" not in name}
+        biases = in_file.pop("balance.bias", None)
+        assert sum(t.numel() for t in in_file.values()) == sum(t.numel() for t in weights.values()), \
+            f"{shape}, one process: state should have all weights, and has {sorted(in_file)}"
+        assert (biases is not None) == (shape != "dense-2"), f"{shape}: balance.bias belongs to models with experts; it is {biases}"
+        ends = {name[name.index(".exp_avg"):] for name in whole(one, "after") if ".exp_avg" in name}
+        assert ends == {".exp_avg", ".exp_avg_sq"}, f"{shape}: averages' names should end in .exp_avg and .exp_avg_sq, not {ends}"
+        for when in ("before", "after"):
+            what = f"{shape}, {world} ranks with {more}, {when} the training: the boxes of all ranks together, and of one process"
+            assert_same_tensors(whole(many, when), whole(one, when), 1e-9, what)
+            for name, tensor in whole(many, when).items():
+                zero = ".exp_avg" in name and when == "before"
+                assert bool(tensor.abs().sum() == 0) == zero or name == "balance.bias", f"{name} {when} the training: {tensor}"
+        for answer in (*one, *many):
+            assert answer["adam"], f"{shape}: before the first step adamw.state[master] should get step, exp_avg and exp_avg_sq"
+            assert answer["views"], f"{shape}: a number written into the boxes should be in masters, averages and balance.bias"
+    low = pool.call(state_job, STEP, argv=f"{made('dense-2', 'bfloat16')} --micro_batch_size 12".split())[0]
+    dtypes = {str(box.dtype) for box in low["after"].values()}
+    assert dtypes == low["masters"] == {"torch.float32"}, f"with --dtype bfloat16 boxes are of the float32 masters, not of {dtypes}"
 
 
 # ------------------------------------------------------------------------------------------------ a run that goes on
 def train_job(argv, optimizer, nan=False):
-    """Trains. Of each rename: the old and the new name, and what is in the folder then. nan: the first step breaks the
-    weights."""
+    """Trains. Of each rename: the old and the new name, and what is in the folder then; what is deleted. nan: the first step
+    breaks the weights."""
     import train
-    renamed, rename, step = [], os.rename, train.Optimizer.step
+    renamed, rename, step, rmtree = [], os.rename, train.Optimizer.step, shutil.rmtree
 
-    def watched(old, new):
+    def watched(old, new, *more, **named):
         files = sorted(os.listdir(old)) if os.path.isdir(old) else []
         renamed.append((os.path.basename(old), os.path.basename(new), files))
-        rename(old, new)
+        rename(old, new, *more, **named)
+
+    def deleted(path, *more, **named):
+        renamed.append((os.path.basename(path), "deleted", []))
+        rmtree(path, *more, **named)
 
     def broken(self, lr):
         step(self, lr)
         self.masters[-1].view(-1)[0] = float("nan")
-    with patch.object(os, "rename", watched), patch.object(train.Optimizer, "step", broken if nan else step):
+    with (patch.object(os, "rename", watched), patch.object(shutil, "rmtree", deleted),
+          patch.object(train.Optimizer, "step", broken if nan else step)):
         try:
             train.main(argv)
         except SystemExit as end:
             if not nan:
                 raise
             return end.code
-    return renamed
+    return [what for what in renamed if what[0].startswith("step_")]
 
 
-@rung({"resume.py": ["Checkpoints.save", "Checkpoints.write"]}, hints="""
+def incomplete_job(argv):
+    """A box is taken out of the newest checkpoint, and its digest is made right."""
+    import train
+    from safetensors.torch import load_file, save_file
+    folder = sorted(Path(argv[argv.index("--checkpoint") + 1]).glob("step_*"))[-1]
+    index = json.loads((folder / "index.json").read_text())
+    file = next(path for path in folder.glob("*.safetensors") if "model.norm.weight[0]" in load_file(path))
+    tensors = load_file(file)
+    tensors.pop("model.norm.weight[0]")
+    save_file(tensors, file)
+    index["digests"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(index))
+    return outcome(train.main, argv)
+
+
+@rung({"resume.py": ["Checkpoints.write", "Checkpoints.finish", "Checkpoints.restore"]}, hints="""
     Whoever finds a folder step_00000200 takes it for whole. So it must get this name when every file is complete, at one
-    moment. Until then it is step_00000200.tmp. Who makes the folder, who has to wait for that, and how does rank 0 know that
-    all have written? Only few numbers may be whole at a time: a block is gathered, written and forgotten before the next.
+    moment. Until then it is step_00000200.tmp. `save`, which is there, has `write` done by all ranks, waits for all of them,
+    and then has `finish` done. When older ones are deleted, a kill may come in the middle as well: what would be found?
 
-    Rank 0 deletes what own(self.args.checkpoint, "[.]tmp") lists and makes the folder; dist.barrier(). self.writer =
-    self.writer or self.share_out() says who writes which box; self.mine(unit) lists (param, number of its box, name, shape) of
-    what this rank writes. A file begins with `header({name + end: shape for all that it has}, dtype)`, in the order in which
-    the numbers follow: for unit in self.blocks, for end in KINDS.values(), for each box of mine. dist.all_gather_object of
-    (digest, finite) tells rank 0 that all are done.
+    safetensors' `save_file({key: tensor on the CPU}, path)`; `digest(path)`. Path.rename(other) renames, path.with_suffix("")
+    takes .tmp away. `own(self.args)[:-keep]` are those that are too many. `fill(self.state(), paths)` returns a key that is not
+    filled, or None. Masters and averages are filled then; what Adam counts, and the weights that compute, are not.
 
-    write: whole = self.gather(unit, kind); for param, expert, *_ in self.mine(unit): value = in_files(self.boxes[param],
-    whole[param])[expert]; out.finite = out.finite and bool(value.isfinite().all());
-    out.write(value.cpu().contiguous().view(torch.uint8).numpy().data). save: with create(folder + ".tmp", file_of(rank)) as
-    out: header, then write of each unit and kind. After the exchange refuse("...", status=3) if something is not finite. Rank
-    0: index = dict(steps=steps, biases=self.all_biases() (a collective, on all ranks), shapes=self.shapes, boxes={name: [(file,
-    begin) ...]}, digests={file: digest}, facts=self.facts), written with create as json, `.encode()`; os.rename;
-    self.forget_old_ones().""")
+    write: if not all(box.isfinite().all() for box in state.values()): refuse("...", 3); folder.mkdir(exist_ok=True);
+    save_file({key: state[key].cpu() for key in self.mine}, file); return file.name, digest(file). finish: on rank 0
+    (folder / "index.json").write_text(json.dumps(dict(steps=int(folder.stem[5:]), digests=digests, run=self.run,
+    log=logged(self.args.log_file)))); folder.rename(folder.with_suffix("")); for old in own(self.args)[:-self.args.keep]:
+    shutil.rmtree(old.rename(old.with_suffix(".tmp"))). restore: if fill(self.state(), [folder / name for name in
+    index["digests"]]): refuse("..."); for param, master in zip(...): adamw.state[master]["step"].fill_(int(folder.name[5:]));
+    param.data.copy_(master).""")
 def test_goes_on_under_another_layout(pool, tmp_path):
-    """`Checkpoints.save(steps)` writes self.args.checkpoint/step_00000200 (steps with eight digits), for now as
-    step_00000200.tmp. Rank 0 removes what a killed run has left (own names with .tmp), and makes the folder. Every rank writes
-    one file, `file_of(rank)`, through `create`: a `header`, then for each unit and kind what `write(unit, kind, out)` writes:
-    of the gathered unit those boxes that are this rank's (`self.mine`), as bytes; if a number is not finite, it sets out.finite
-    to False. If that happened on any rank, all call refuse with status 3. Else rank 0 writes index.json (steps, biases, shapes,
-    boxes, digests and facts; read_index and read say what is in them), renames the folder and forgets old ones. A run of two
-    ranks with --ep 2 and ZeRO-2, resumed after two steps by two ranks with --tp 2, has the losses, norms and weights of one
+    """`Checkpoints.write(folder, state)` is called by all ranks: folder, a Path, is step_00000200.tmp, which whoever comes first
+    makes. If a number of the state is not finite, call refuse(message, 3). Write what is this rank's to write (self.mine, a
+    list of keys) to the file rank_00003.safetensors (of rank 3) and return (file name, its digest). `Checkpoints.finish(folder,
+    digests)` is called when all have written, with {file name: digest} of all ranks, and does nothing but on rank 0: it writes
+    index.json, {"steps": 200, "digests": digests, "run": self.run, "log": logged(self.args.log_file)}, renames the folder to
+    step_00000200, and deletes all checkpoints but the newest self.args.keep; each of these is renamed to its name + ".tmp"
+    first, so that a half deleted one never looks whole. (`with written(folder, self.args):` round all of that turns a full
+    disk into a refusal.) `Checkpoints.restore(folder, index)` fills self.state() from the files of index["digests"], refuses if
+    a box is not filled, sets Adam's "step" to the number of steps that are done, and the parameters to their masters. A run of
+    two ranks with --ep 2 and ZeRO-2, resumed after two steps by two ranks with --tp 2, has the losses, norms and weights of one
     process."""
     case, folder = cases.make(tmp_path / "case", **cases.shape("top2-2")) + " --dtype float64", tmp_path / "run"
-    (folder / "step_00000001.tmp").mkdir(parents=True)
-    (folder / "notes.tmp").mkdir()
     one = pool.train(STEP, f"{case} --micro_batch_size 12")
-    first = pool.train(STEP, f"{case} --micro_batch_size 6 --ep 2 --zero 2 --checkpoint {folder} --save_every 2", world=2,
-                       timeout=HANGS, weights=False, job=train_job)
-    files = ["index.json", "rank_00000.safetensors", "rank_00001.safetensors"]
-    right = [(f"step_{steps:08d}.tmp", f"step_{steps:08d}", files) for steps in (2, 4)]
-    assert [what for what in first.answers[0] if what[1].startswith("step_")] == right, \
-        f"rank 0 should rename (from, to, files in it) {right}, and renamed {first.answers[0]}"
-    expected = ["notes.tmp", "step_00000002", "step_00000004"]
-    left = sorted(set(os.listdir(folder)) - {"lock.tmp"})
-    assert left == expected, f"step_00000001.tmp and notes.tmp were there: after the run {expected} should be, and {left} are"
+    base = f"{case} --micro_batch_size 6 --ep 2 --zero 2 --checkpoint {folder} --save_every 1 --keep 2"
+    first = pool.train(STEP, base, world=2, timeout=HANGS, weights=False, job=train_job)
+    files, right = ["index.json", "rank_00000.safetensors", "rank_00001.safetensors"], []
+    for step in range(1, 5):
+        right.append((f"step_{step:08d}.tmp", f"step_{step:08d}", files))
+        if step > 2:
+            right += [(f"step_{step - 2:08d}", f"step_{step - 2:08d}.tmp", files), (f"step_{step - 2:08d}.tmp", "deleted", [])]
+    assert first.answers[0] == right, \
+        f"with --save_every 1 --keep 2 rank 0 should rename and delete (from, to, files in it) {right}, and did {first.answers[0]}"
+    assert first.answers[1] == [], f"rank 1 renames and deletes nothing; it did {first.answers[1]}"
+    expected, left = [".lock", "step_00000003", "step_00000004"], sorted(os.listdir(folder))
+    assert left == expected, f"after the run {expected} should be there, and {left} are"
+    for name in expected[1:]:
+        index = json.loads((folder / name / "index.json").read_text())
+        digests = {file: hashlib.sha256((folder / name / file).read_bytes()).hexdigest() for file in files[1:]}
+        said = index["steps"], index["digests"]
+        assert said == (int(name[5:]), digests), f"{name}: index.json should have {int(name[5:])} steps and {digests}, not {said}"
+    shutil.rmtree(folder)
+    pool.train(STEP, base.replace("--save_every 1", "--save_every 2"), world=2, timeout=HANGS, weights=False, job=train_job)
     shutil.rmtree(folder / "step_00000004")
     second = pool.train(STEP, f"{case} --micro_batch_size 12 --tp 2 --checkpoint {folder} --resume", world=2, timeout=HANGS,
                         job=train_job)
@@ -605,11 +844,19 @@ def test_goes_on_under_another_layout(pool, tmp_path):
         for step, ours, theirs in zip(itertools.count(2), getattr(second, name), getattr(one, name)[2:]):
             assert relative(ours, theirs) < 1e-9, f"{name} of step {step}, resumed: expected is {theirs}, came {ours}"
     assert_same_tensors(second.weights, one.weights, 1e-9, "the weights at the end of the resumed run")
+    low = f"{case.replace('float64', 'bfloat16')} --micro_batch_size 12 --checkpoint {tmp_path / 'low'}"
+    whole_run = pool.train(STEP, f"{low} --save_every 2", weights=False)
+    shutil.rmtree(tmp_path / "low" / "step_00000004")
+    losses = pool.train(STEP, f"{low} --resume", weights=False).losses
+    assert losses == whole_run.losses[2:], f"bfloat16: a resumed run should have the losses {whole_run.losses[2:]}, not {losses}"
     argv = f"{case} --micro_batch_size 12 --ep 2 --save_every 1 --checkpoint {tmp_path / 'broken'}".split()
     broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", nan=True)
     assert broken == [3, 3], f"where a weight is nan all ranks should end with status 3, by refuse; they ended with {broken}"
-    names = [name for name in os.listdir(tmp_path / "broken") if not name.endswith(".tmp")]
-    assert not names, f"where a weight is nan nothing may look like a whole checkpoint; there is {names}"
+    there = [name for name in os.listdir(tmp_path / "broken") if name != ".lock" and not name.endswith(".tmp")]
+    assert not there, f"where a weight is nan nothing may look like a whole checkpoint; there is {there}"
+    argv = f"{case} --micro_batch_size 12 --checkpoint {folder} --resume --steps 6".split()
+    came = pool.call(incomplete_job, STEP, timeout=HANGS, argv=argv)[0]
+    assert refused(came), f"where a box is in no file the checkpoint should be refused, with refuse; the run gave {came}"
 
 
 # ------------------------------------------------------------------------------------------------ no rung: puzzle08.py
