@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from layouts import every_other
 
-from readme import (DOCS, PAGES, PLANNER, READMES, block_problems, blocks, break_table, broken_anchors, broken_links, diff_problems,
-                    diffs_of, to_run, diff_size, main_path_words, with_diff_sizes, with_line_counts)
-from steps import ROOT, STEPS, copy_repository, pairs, run
+from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, block_problems, blocks, break_table, broken_anchors, broken_links,
+                    diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, pairs, run
 
 
 def test_the_repository_and_every_step_have_a_readme():
@@ -48,14 +48,20 @@ def test_links_and_pictures_exist(readme):
 
 
 @pytest.mark.parametrize("readme", PAGES)
-def test_line_counts(readme):
+def test_line_counts_and_sizes_of_diffs(readme):
     text = (ROOT / readme).read_text()
-    assert with_line_counts(text, (ROOT / readme).parent) == text, "python tools/readme.py writes the real ones"
+    assert with_tables(text, readme) == text, "python tools/readme.py writes the real ones"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_table_of_files_is_what_make_diff_shows(step):
+    rows = [row.strip("| ").split(" | ") for row in TABLE.search((ROOT / step / "README.md").read_text())[1].splitlines()]
+    assert [row[0].strip("[`").partition("`")[0] for row in rows] == [*LESSON[step], f"*{BORDER}*", *SUPPORT[step]]
+    assert all(len(row) == 3 and len(row[2]) > 5 for row in rows if BORDER not in row[0]), "what does each of them hold?"
 
 
 def test_diff_sizes():
     text = (ROOT / "README.md").read_text()
-    assert with_diff_sizes(text) == text, "python tools/readme.py writes the real ones"
     for _, new in pairs():
         size = diff_size(*next(pair for pair in pairs() if pair[1] == new))[1]
         assert size in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
@@ -238,6 +244,18 @@ def test_line_counts_are_written(tmp_path):
     table = "| file | lines | what |\n|---|--:|---|\n| [`model.py`](model.py) | {} | 17 heads |\n| `model.py` | {} | |\n"
     other = "| model.py | 99 |\n"
     assert with_line_counts(table.format(17, "?") + "\n" + other, tmp_path) == table.format(3, 3) + "\n" + other
+
+
+def test_files_are_put_in_order():
+    head = "# Code\n\n| file | lines | what it holds |\n|---|---|---|\n"
+    rows = {name: f"| {shown} | 7 | of {name} |\n" for name, shown in
+            {"b.py": "b.py", "a.py": "[`a.py`](a.py)", "job.sh": "`job.sh`"}.items()}
+    gone, text = "| gone.py | 9 | was there |\n", head + "".join([rows["b.py"], "{}", rows["job.sh"], rows["a.py"]]) + "\n| job.sh | x |\n"
+    border = f"| *{BORDER}* | | |\n"
+    wanted = head + rows["a.py"] + rows["b.py"] + border + "| new.py | ? | ? |\n" + rows["job.sh"] + "\n| job.sh | x |\n"
+    for before in (text.format(gone), text.format(border), wanted):
+        assert with_files(before, ["a.py", "b.py"], ["new.py", "job.sh"]) == wanted
+    assert border not in with_files(text.format(""), ["a.py", "b.py", "job.sh"], []) and with_files("none\n", ["a.py"], []) == "none\n"
 
 
 def test_words_of_the_main_path():
