@@ -11,7 +11,7 @@ from layouts import every_other
 
 from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, block_problems, blocks, break_table, broken_anchors, broken_links,
                     diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
-from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, pairs, run
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run
 
 
 def test_the_repository_and_every_step_have_a_readme():
@@ -86,9 +86,9 @@ for step, world, flags in json.load(sys.stdin):
     sys.path[0] = f"{root}/{step}"
     import config
     config.check_outputs = lambda args: None
+    os.environ["WORLD_SIZE"] = str(world)
     try:
         args = config.parse_args(flags)
-        os.environ["WORLD_SIZE"] = str(getattr(args, "dry_run", None) or world)
         config.check(args, config.load_config(args))
     except SystemExit as end:
         refused.append(f"{step} on {world}: {' '.join(flags)}: {end.message}")
@@ -108,9 +108,14 @@ def called(texts, folder):
 
 
 def trainings(calls):
-    """(step, number of ranks, flags) of each call of a train.py."""
+    """(step, number of ranks, flags) of each call of a train.py, and of each that is simulated."""
     found = []
     for words in calls:
+        if "tools/simulate" in words:
+            step, world, *flags = words[words.index("tools/simulate") + 1:]
+            for own in {"--rank", "--json"} & set(flags):
+                del flags[flags.index(own):flags.index(own) + 2]
+            found.append((full_name(step), int(world), flags))
         script = next((word for word in words if word.endswith("/train.py")), None)
         if script:
             before = [*words[:words.index(script)], "--nnodes", "1", "--nproc_per_node", "1"]
@@ -139,12 +144,13 @@ def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
 def test_commands_that_would_be_refused_are_seen(tmp_path):
     text = ('run() { torchrun --standalone --nproc_per_node "$1" "$2/train.py" "${@:3}"; }\nB="--model llama-1b"\n'
             "run 8 step04_tp_sp $B --tp 8\nrun 8 step04_tp_sp $B --tp 3\npython step01_single_gpu/train.py --tp 2\n"
-            "torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8\nls")
+            "torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8\nls\n"
+            "python tools/simulate 8 16 --rank 3 --tp 8\npython tools/simulate 8 16 --pp 5 --rank 3")
     commands = trainings(called([text], tmp_path))
     assert [command[:2] for command in commands] == [("step04_tp_sp", 8), ("step04_tp_sp", 8), ("step01_single_gpu", 1),
-                                                     ("step02_dp", 16)]
-    first, second, third = refused(commands)
-    assert "--tp 3" in first and "--tp 2" in second and "dp(8)" in third and "world size (16)" in third
+                                                     ("step02_dp", 16), ("step08_5d", 16), ("step08_5d", 16)]
+    first, second, third, fourth = refused(commands)
+    assert "--tp 3" in first and "--tp 2" in second and "dp(8)" in third and "world size (16)" in third and "pp(5)" in fourth
 
 
 def run_readme(tmp_path, text):
