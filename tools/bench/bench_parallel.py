@@ -215,6 +215,12 @@ def pipelined(schedule, args, shape, mesh):
 
     def loss_of(hidden, targets):
         return model.lm_head(hidden, targets) / (args.global_batch_size * args.seq_len)
+
+    def loss_of_I_and_W(hidden, targets):
+        loss = gone_through_twice().apply(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten(), model.lm_head.cross_entropy)
+        return loss / (args.global_batch_size * args.seq_len)
+    if "Zero" in schedule.__name__ or "DualPipe" in schedule.__name__:
+        loss_of = loss_of_I_and_W
     one = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
     schedule = schedule(stages[0] if one else stages, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
     adamw = fused_adamw(model, args)
@@ -227,6 +233,18 @@ def pipelined(schedule, args, shape, mesh):
             adamw.zero_grad()
         return sum((loss.detach() for loss in losses), torch.zeros(()))
     return turn
+
+
+def gone_through_twice():
+    """The trainer's loss scales its gradients where they are. Torch goes backward through it for I, and again for W."""
+    import loss
+
+    class Twice(loss.ChunkedLoss):
+        @staticmethod
+        def backward(ctx, grad_loss):
+            grad_hidden, grad_weight = ctx.saved_tensors
+            return grad_hidden * grad_loss, (grad_weight * grad_loss).type_as(grad_hidden), None, None
+    return Twice
 
 
 def asleep(args, shape, mesh):
