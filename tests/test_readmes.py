@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from layouts import every_other
 
-from readme import (DOCS, PAGES, PLANNER, READMES, block_problems, blocks, break_table, broken_anchors, broken_links, diff_problems,
-                    diffs_of, to_run, diff_size, main_path_words, with_diff_sizes, with_line_counts)
-from steps import ROOT, STEPS, copy_repository, pairs, run
+from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, block_problems, blocks, break_table, broken_anchors, broken_links,
+                    diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run
 
 
 def test_the_repository_and_every_step_have_a_readme():
@@ -48,14 +48,20 @@ def test_links_and_pictures_exist(readme):
 
 
 @pytest.mark.parametrize("readme", PAGES)
-def test_line_counts(readme):
+def test_line_counts_and_sizes_of_diffs(readme):
     text = (ROOT / readme).read_text()
-    assert with_line_counts(text, (ROOT / readme).parent) == text, "python tools/readme.py writes the real ones"
+    assert with_tables(text, readme) == text, "python tools/readme.py writes the real ones"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_table_of_files_is_what_make_diff_shows(step):
+    rows = [row.strip("| ").split(" | ") for row in TABLE.search((ROOT / step / "README.md").read_text())[1].splitlines()]
+    assert [row[0].strip("[`").partition("`")[0] for row in rows] == [*LESSON[step], f"*{BORDER}*", *SUPPORT[step]]
+    assert all(len(row) == 3 and len(row[2]) > 5 for row in rows if BORDER not in row[0]), "what does each of them hold?"
 
 
 def test_diff_sizes():
     text = (ROOT / "README.md").read_text()
-    assert with_diff_sizes(text) == text, "python tools/readme.py writes the real ones"
     for _, new in pairs():
         size = diff_size(*next(pair for pair in pairs() if pair[1] == new))[1]
         assert size in text.split(f"[{new.name}]({new.name})")[1].split("\n")[0]
@@ -80,9 +86,9 @@ for step, world, flags in json.load(sys.stdin):
     sys.path[0] = f"{root}/{step}"
     import config
     config.check_outputs = lambda args: None
+    os.environ["WORLD_SIZE"] = str(world)
     try:
         args = config.parse_args(flags)
-        os.environ["WORLD_SIZE"] = str(getattr(args, "dry_run", None) or world)
         config.check(args, config.load_config(args))
     except SystemExit as end:
         refused.append(f"{step} on {world}: {' '.join(flags)}: {end.message}")
@@ -102,9 +108,14 @@ def called(texts, folder):
 
 
 def trainings(calls):
-    """(step, number of ranks, flags) of each call of a train.py."""
+    """(step, number of ranks, flags) of each call of a train.py, and of each that is simulated."""
     found = []
     for words in calls:
+        if "tools/simulate" in words:
+            step, world, *flags = words[words.index("tools/simulate") + 1:]
+            for own in {"--rank", "--json"} & set(flags):
+                del flags[flags.index(own):flags.index(own) + 2]
+            found.append((full_name(step), int(world), flags))
         script = next((word for word in words if word.endswith("/train.py")), None)
         if script:
             before = [*words[:words.index(script)], "--nnodes", "1", "--nproc_per_node", "1"]
@@ -133,12 +144,13 @@ def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
 def test_commands_that_would_be_refused_are_seen(tmp_path):
     text = ('run() { torchrun --standalone --nproc_per_node "$1" "$2/train.py" "${@:3}"; }\nB="--model llama-1b"\n'
             "run 8 step04_tp_sp $B --tp 8\nrun 8 step04_tp_sp $B --tp 3\npython step01_single_gpu/train.py --tp 2\n"
-            "torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8\nls")
+            "torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8\nls\n"
+            "python tools/simulate 8 16 --rank 3 --tp 8\npython tools/simulate 8 16 --pp 5 --rank 3")
     commands = trainings(called([text], tmp_path))
     assert [command[:2] for command in commands] == [("step04_tp_sp", 8), ("step04_tp_sp", 8), ("step01_single_gpu", 1),
-                                                     ("step02_dp", 16)]
-    first, second, third = refused(commands)
-    assert "--tp 3" in first and "--tp 2" in second and "dp(8)" in third and "world size (16)" in third
+                                                     ("step02_dp", 16), ("step08_5d", 16), ("step08_5d", 16)]
+    first, second, third, fourth = refused(commands)
+    assert "--tp 3" in first and "--tp 2" in second and "dp(8)" in third and "world size (16)" in third and "pp(5)" in fourth
 
 
 def run_readme(tmp_path, text):
@@ -238,6 +250,18 @@ def test_line_counts_are_written(tmp_path):
     table = "| file | lines | what |\n|---|--:|---|\n| [`model.py`](model.py) | {} | 17 heads |\n| `model.py` | {} | |\n"
     other = "| model.py | 99 |\n"
     assert with_line_counts(table.format(17, "?") + "\n" + other, tmp_path) == table.format(3, 3) + "\n" + other
+
+
+def test_files_are_put_in_order():
+    head = "# Code\n\n| file | lines | what it holds |\n|---|---|---|\n"
+    rows = {name: f"| {shown} | 7 | of {name} |\n" for name, shown in
+            {"b.py": "b.py", "a.py": "[`a.py`](a.py)", "job.sh": "`job.sh`"}.items()}
+    gone, text = "| gone.py | 9 | was there |\n", head + "".join([rows["b.py"], "{}", rows["job.sh"], rows["a.py"]]) + "\n| job.sh | x |\n"
+    border = f"| *{BORDER}* | | |\n"
+    wanted = head + rows["a.py"] + rows["b.py"] + border + "| new.py | ? | ? |\n" + rows["job.sh"] + "\n| job.sh | x |\n"
+    for before in (text.format(gone), text.format(border), wanted):
+        assert with_files(before, ["a.py", "b.py"], ["new.py", "job.sh"]) == wanted
+    assert border not in with_files(text.format(""), ["a.py", "b.py", "job.sh"], []) and with_files("none\n", ["a.py"], []) == "none\n"
 
 
 def test_words_of_the_main_path():

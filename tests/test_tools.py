@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import diff
 import layouts
 import plot
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from harness import JobFailed
 from operations import assert_none_waits_for_ever
 from readme import diff_size, real_diff
-from steps import CHANGES, NAMES, ROOT, clean_environment, copy_repository, pairs, run
+from steps import CHANGES, LESSON, NAMES, ROOT, SUPPORT, clean_environment, copy_repository, pairs, run
 from unforgiving import unforgiving
 
 
@@ -60,14 +61,17 @@ def two_steps(small_repository):
         (step / "figures").mkdir()
         (step / "figures/fits.png").write_text(f"of {step.name}\n")
     (new / "ledger.py").write_text("calls = 0\nbytes = 0\n")
+    (new / "extra.py").write_text("in_no = True\nlist = True\n")
     return small_repository
 
 
 DIFF = """\
-step01_single_gpu -> step02_dp
+step01_single_gpu -> step02_dp: 4 changed lines of the lesson, 4 of support
   train.py                +1 -1
   data.py                 +1 -1
+== support, for a second reading ==
   ledger.py               new, 2 lines
+  extra.py                new, 2 lines
 
 --- step01_single_gpu/train.py
 +++ step02_dp/train.py
@@ -82,11 +86,19 @@ step01_single_gpu -> step02_dp
 +first = True
  second = 2
 
+== support, for a second reading ==
+
 --- step01_single_gpu/ledger.py
 +++ step02_dp/ledger.py
 @@ -0,0 +1,2 @@
 +calls = 0
 +bytes = 0
+
+--- step01_single_gpu/extra.py
++++ step02_dp/extra.py
+@@ -0,0 +1,2 @@
++in_no = True
++list = True
 """
 
 
@@ -95,10 +107,17 @@ def test_make_diff(two_steps):
     assert make(two_steps, "diff", "STEP=2", "FILE=data.py") == (0, DIFF.split("\n\n")[2] + "\n")
 
 
+def test_make_diff_of_a_lesson_without_support(two_steps):
+    for name in ("ledger.py", "extra.py"):
+        (two_steps / NAMES[1] / name).unlink()
+    status, output = make(two_steps, "diff", "STEP=2")
+    assert status == 0 and "4 changed lines of the lesson, 0 of support\n" in output and "second reading" not in output
+
+
 @pytest.mark.parametrize("words, message", [
     *((words, "needs steps N-1 and N; there are step01_single_gpu step02_dp")
       for words in ("STEP=0", "STEP=1", "STEP=3", "STEP=", "STEP=x")),
-    *((f"STEP=2 FILE={name}", f"FILE={name}: step 2 changes train.py, data.py, ledger.py")
+    *((f"STEP=2 FILE={name}", f"FILE={name}: step 2 changes train.py, data.py, ledger.py, extra.py")
       for name in ("model.py", "gone.py", "figures/fits.png"))])
 def test_make_diff_refuses(two_steps, words, message):
     status, output = make(two_steps, "diff", *words.split())
@@ -114,7 +133,7 @@ def test_make_diff_is_coloured_on_a_terminal_alone(two_steps):
     with open(terminal, "rb", buffering=0) as file:
         shown = file.read(10_000).decode().replace("\r\n", "\n")
     assert "\033[31m-answer = 41\033[0m\n\033[32m+answer = 42\033[0m\n" in shown
-    assert re.sub(r"\033\[\d+m", "", shown) == DIFF
+    assert f"\033[1m{diff.LINE}\033[0m\n" in shown and re.sub(r"\033\[\d+m", "", shown) == DIFF
 
 
 def test_make_diff_of_every_step_is_what_diff_says():
@@ -124,16 +143,28 @@ def test_make_diff_of_every_step_is_what_diff_says():
         status, output = run([sys.executable, ROOT / "tools/diff.py", new.name[4:6]], ROOT, timeout=60)
         assert status == 0 and hunks(output.splitlines()) == hunks(real_diff(old, new))
         shown = re.findall(r"^\+\+\+ \S+?/(\S+)$", output, re.M)
-        assert shown == CHANGES[new.name] and shown[0] == "train.py"
-        assert shown == re.findall(r"^  (\S+) ", output.split("\n\n")[0], re.M)
-        added, removed = (sum(map(int, re.findall(rf"^  .* \{sign}(\d+)\b", output.split("\n\n")[0], re.M))) for sign in "+-")
+        assert shown == CHANGES[new.name] == [*LESSON[new.name], *SUPPORT[new.name]] and shown[0] == "train.py"
+        head, *halves = output.split("\n\n", 1)[0], *output.split(f"\n\n{diff.LINE}\n\n")
+        assert len(halves) == 2 and re.findall(r"^\+\+\+ \S+?/(\S+)$", halves[0], re.M) == LESSON[new.name]
+        assert shown == re.findall(r"^  (\S+) ", head, re.M)
+        added, removed = (sum(map(int, re.findall(rf"^  .* \{sign}(\d+)\b", head, re.M))) for sign in "+-")
         assert f"+{added} -{removed}" == diff_size(old, new)[1]
+        parts = [sum(map(int, re.findall(r"[-+, ](\d+)\b", part))) for part in head.split("\n", 1)[1].split(diff.LINE)]
+        assert head.startswith("{} -> {}: {} changed lines of the lesson, {} of support\n".format(old.name, new.name, *parts))
 
 
 def test_make_diff_that_nobody_reads_to_the_end():
     words = "make -s diff STEP=6 | head -1"
     done = subprocess.run(words, shell=True, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("step05_cp -> step06_pp\n", "")
+    assert re.fullmatch(r"step05_cp -> step06_pp: \d+ changed lines of the lesson, \d+ of support\n", done.stdout)
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_make_diff_into_a_full_disk():
+    words = f"{sys.executable} tools/diff.py 6 > /dev/full"
+    done = subprocess.run(words, shell=True, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "make diff: [Errno 28] No space left on device\n"
 
 
 def test_make_exercise(small_repository):
@@ -150,10 +181,39 @@ def test_make_exercise(small_repository):
     assert status == 0 and "stays as it is" in output and "mine" in (exercise / "train.py").read_text()
 
 
-@pytest.mark.parametrize("step, message", [("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("4", "step 4 is not there")])
+@pytest.mark.parametrize("step, message", [("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("²", "N from 2 to 8"),
+                                           ("4", "step 4 is not there")])
 def test_make_exercise_refuses(small_repository, step, message):
     status, output = make(small_repository, "exercise", f"STEP={step}")
-    assert status == 2 and message in output and not (small_repository / "exercise").exists()
+    assert status == 2 and message in output and not (small_repository / "exercise").exists() and "Traceback" not in output
+
+
+def test_make_exercise_leaves_the_readers_own_files(small_repository):
+    make(small_repository, "exercise", "STEP=2")
+    note = small_repository / "exercise/step02/AGENTS.md"
+    note.write_text("help me\n")
+    assert make(small_repository, "exercise", "STEP=2")[0] == 0 and note.read_text() == "help me\n"
+    assert sorted(os.listdir(small_repository / "exercise")) == ["step02"]
+
+
+def test_make_exercise_where_nothing_can_be_written(small_repository):
+    (small_repository / "exercise").write_text("a file in the place of the folder\n")
+    status, output = make(small_repository, "exercise", "STEP=2")
+    said = [line for line in output.splitlines() if not line.startswith("make: ***")]
+    assert status == 2 and len(said) == 1 and said[0].startswith("error: [Errno ") and "/exercise" in said[0], output
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rung": 1}', '{"rung": "two", "hints": {}}', '{"rung": 0, "hints": {}}',
+                                     '{"rung": 1, "hints": {"1": null}}'])
+def test_a_broken_memory_of_the_rungs_is_refused(small_repository, content):
+    (small_repository / "exercises/ladder/test_ladder02.py").write_text("")
+    (small_repository / "exercise/step02").mkdir(parents=True)
+    (small_repository / "exercise/step02/.rung.json").write_text(content)
+    for what in ("check", "hint", "solution"):
+        status, output = make(small_repository, what, "STEP=2")
+        said = [line for line in output.splitlines() if not line.startswith("make: ***")]
+        assert status == 2 and said == ["error: exercise/step02/.rung.json is not as make check and make hint leave it; "
+                                        "without it they begin anew"], output
 
 
 COLLECT = """
@@ -272,6 +332,28 @@ def test_plot_refuses_what_is_not_there(tmp_path):
     for name, message in (("gone.jsonl", "no such file"), ("empty.jsonl", "no step in it")):
         status, output = draw(tmp_path, name)
         assert status == 2 and message in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("text", ["torn", '{"step": 0, "loss": 1.0', '{"step": 0, "loss": 1.0}', "[1]"])
+def test_plot_refuses_what_is_no_log(tmp_path, text):
+    (tmp_path / "some.jsonl").write_text(text + "\n")
+    assert draw(tmp_path, "some.jsonl") == (2, "error: some.jsonl: not what --log_file writes\n")
+
+
+def test_plot_does_not_replace_a_log(tmp_path):
+    logs = [write_log(tmp_path / name, [5, 4]) for name in ("a.jsonl", "b.png")]
+    before = logs[1].read_text()
+    (tmp_path / "link.png").symlink_to("b.png")
+    for out in ("b.png", "./b.png", "link.png"):
+        status, output = run([sys.executable, ROOT / "tools/plot.py", *logs, "--out", out], tmp_path, timeout=120)
+        assert status == 2 and f"error: --out {out}: is one of the logs" in output and logs[1].read_text() == before
+
+
+@pytest.mark.parametrize("out", ["gone/curves.png", "curves.jsonl"])
+def test_plot_refuses_an_out_that_cannot_be_drawn(tmp_path, out):
+    log = write_log(tmp_path / "a.jsonl", [5, 4])
+    status, output = run([sys.executable, ROOT / "tools/plot.py", log, "--out", out], tmp_path, timeout=120)
+    assert status == 2 and output.startswith(f"error: --out {out}: ") and "Traceback" not in output
 
 
 # ------------------------------------------------------------------------------------------------ shared functions

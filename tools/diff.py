@@ -1,16 +1,18 @@
 """What step N changes, in the order to read it: python tools/diff.py 4 [zero.py]
 
-First the files, with how much of them changes. Then the diff: of train.py, of the other files that were there before, of
-new ones last. README.md and figures/ are no part of it (steps.in_diff). On a terminal it is coloured.
+First the files, with how much of them changes: those of the lesson, and under a line those that only support it (steps.LESSON and
+steps.SUPPORT, as in the READMEs' tables). Then their diffs, in the same order and with the same line between them. README.md and
+figures/ are no part of it (steps.in_diff). On a terminal it is coloured.
 """
 import os
 import subprocess
 import sys
 
-from steps import CHANGES, NAMES, ROOT, STEPS, step_files
+from steps import BORDER, LESSON, NAMES, ROOT, STEPS, SUPPORT, step_files
 
 COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 BOLD, PLAIN = "\033[1m", "\033[0m"
+LINE = f"== {BORDER} =="
 
 
 def refuse(message):
@@ -27,12 +29,12 @@ def steps_of(number):
 
 
 def changed_files(old, new):
-    """{name: lines of its diff}, in the order to read them."""
-    before, after = set(step_files(ROOT / old)), set(step_files(ROOT / new))
-    diffs = {name: file_diff(old, new, name) for name in before | after}
-    def place(name):
-        return CHANGES[new].index(name) if name in CHANGES[new] else len(CHANGES[new]), name not in before, name
-    return {name: diffs[name] for name in sorted(diffs, key=place) if diffs[name]}
+    """{name: lines of its diff} of the lesson and of the rest, each in the order to read them; what is in no list comes last."""
+    names = set(step_files(ROOT / old)) | set(step_files(ROOT / new))
+    order = [*LESSON[new], *SUPPORT[new], *sorted(names - {*LESSON[new], *SUPPORT[new]})]
+    diffs = {name: lines for name in order if name in names and (lines := file_diff(old, new, name))}
+    lesson = {name: diffs.pop(name) for name in LESSON[new] if name in diffs}
+    return lesson, diffs
 
 
 def file_diff(old, new, name):
@@ -43,16 +45,19 @@ def file_diff(old, new, name):
     return done.stdout.splitlines()
 
 
-def size(lines, is_new):
-    """The first two lines name the files."""
-    added, removed = (sum(line[0] == sign for line in lines[2:]) for sign in "+-")
-    return f"new, {added} lines" if is_new else f"+{added} -{removed}"
+def changed(lines):
+    """How many lines are added and how many removed; the first two lines of a diff name the files."""
+    return [sum(line[0] == sign for line in lines[2:]) for sign in "+-"]
 
 
-def head(old, new, diffs):
-    """A line for each file."""
-    sizes = {name: size(lines, is_new=not (ROOT / old / name).exists()) for name, lines in diffs.items()}
-    return [f"{old} -> {new}", *(f"  {name:<24}{said}" for name, said in sizes.items())]
+def head(old, new, lesson, support):
+    """How much there is to read, and a line for each file."""
+    def sizes(diffs):
+        for name, (added, removed) in zip(diffs, map(changed, diffs.values())):
+            yield f"  {name:<24}" + (f"+{added} -{removed}" if (ROOT / old / name).exists() else f"new, {added} lines")
+    of_lesson, of_support = (sum(sum(changed(lines)) for lines in diffs.values()) for diffs in (lesson, support))
+    return [f"{old} -> {new}: {of_lesson} changed lines of the lesson, {of_support} of support",
+            *sizes(lesson), *([LINE] if support else []), *sizes(support)]
 
 
 def coloured(lines):
@@ -64,13 +69,15 @@ def coloured(lines):
 
 def main(number="", *wanted):
     old, new = steps_of(number)
-    diffs = changed_files(old, new)
+    lesson, support = changed_files(old, new)
+    diffs = lesson | support
     unknown = [name for name in wanted if name not in diffs]
     if unknown:
         refuse(f"make diff STEP={number} FILE={unknown[0]}: step {number} changes {', '.join(diffs)}")
     parts = [coloured(diffs[name]) for name in wanted or diffs]
     if not wanted:
-        parts.insert(0, head(old, new, diffs))
+        parts.insert(len(lesson), [f"{BOLD}{LINE}{PLAIN}" if sys.stdout.isatty() else LINE] if support else [])
+        parts = [head(old, new, lesson, support), *filter(None, parts)]
     print("\n\n".join("\n".join(lines) for lines in parts))
 
 
@@ -80,3 +87,6 @@ if __name__ == "__main__":
         sys.stdout.flush()
     except BrokenPipeError:                               # make diff STEP=3 | head has read enough, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:                              # a full disk; what is not written yet is not tried again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        refuse(f"make diff: {error}")

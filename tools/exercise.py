@@ -18,7 +18,9 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from steps import NAMES, PYTHONPATH, ROOT, STEPS
 
@@ -99,7 +101,7 @@ def refuse(message):
 
 
 def number_of(text):
-    if not text.isdigit() or not 2 <= int(text) <= len(NAMES):
+    if not text.isdecimal() or not 2 <= int(text) <= len(NAMES):
         refuse(f"which step? STEP=N, N from 2 to {len(NAMES)}; step 1 has no technique to take out")
     if int(text) > len(STEPS):
         refuse(f"step {text} is not there; there are {len(STEPS)}")
@@ -111,16 +113,27 @@ def start(number, blank):
     shown = folder.relative_to(ROOT)
     if folder.exists():
         print(f"{shown} is there already and stays as it is")
-    elif blank or not (LADDER / f"test_ladder{number:02d}.py").exists():
-        shutil.copytree(ROOT / NAMES[number - 2], folder, ignore=NO_LESSON)
-        print(f"{shown} is a copy of {NAMES[number - 2]}")
     else:
-        copy(number, folder)
-        print(f"{shown} is a copy of {NAMES[number - 1]}, without the bodies of {sum(map(count, rungs(number)))} functions")
-    (folder / "AGENTS.md").write_text(NOTE.format(number=number))
+        print(f"{shown} is {make(number, folder, blank)}")
     print(f"Edit {shown}/*.py; then see how far it is:\n"
           f"    make check STEP={number}       rung by rung; make hint STEP={number} if you are stuck\n"
           f"    EXERCISE={number}={shown} make test STEP={number}        all tests of step {number}")
+
+
+def make(number, folder, blank):
+    """The folder all at once, or none; says what it is."""
+    folder.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as temporary:
+        new = Path(temporary) / folder.name
+        if blank or not (LADDER / f"test_ladder{number:02d}.py").exists():
+            shutil.copytree(ROOT / NAMES[number - 2], new, ignore=NO_LESSON)
+            said = f"a copy of {NAMES[number - 2]}"
+        else:
+            copy(number, new)
+            said = f"a copy of {NAMES[number - 1]}, without the bodies of {sum(map(count, rungs(number)))} functions"
+        (new / "AGENTS.md").write_text(NOTE.format(number=number))
+        new.rename(folder)
+    return said
 
 
 def count(test):
@@ -173,7 +186,16 @@ def wanted(test):
 
 def memory(folder):
     path = folder / ".rung.json"
-    return json.loads(path.read_text()) if path.exists() else {"rung": 1, "hints": {}}
+    if not path.exists():
+        return {"rung": 1, "hints": {}}
+    try:
+        known = json.loads(path.read_text())
+        numbers = [known["rung"], *known["hints"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        numbers = [None]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        refuse(f"{path.relative_to(ROOT)} is not as make check and make hint leave it; without it they begin anew")
+    return known
 
 
 def remember(folder, **changes):
@@ -219,8 +241,12 @@ def main():
     elif not folder.exists():
         refuse(f"no exercise/step{number:02d}: make exercise STEP={number} makes it")
     else:
+        memory(folder)                                    # a broken one is refused before anything runs
         {"check": check, "hint": hint, "solution": solution}[what](number, folder)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:                              # a folder that cannot be written
+        refuse(error)

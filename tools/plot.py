@@ -26,7 +26,12 @@ def refuse(message):
 def read(path):
     if not Path(path).is_file():
         refuse(f"{path}: no such file; a run writes one with --log_file {path}")
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    except (OSError, ValueError):
+        lines = [None]
+    if not all(isinstance(line, dict) and {"step", *PANELS} <= line.keys() for line in lines):
+        refuse(f"{path}: not what --log_file writes")
     return lines or refuse(f"{path}: no step in it")
 
 
@@ -88,7 +93,12 @@ def main():
     args = parser.parse_args()
     runs = dict(zip(names(args.logs), map(read, args.logs)))
     report(runs)
-    draw(runs, args.out)
+    if Path(args.out).resolve() in [Path(log).resolve() for log in args.logs]:
+        refuse(f"--out {args.out}: is one of the logs")
+    try:
+        draw(runs, args.out)
+    except (OSError, ValueError) as error:                # no place to write to, or no kind of picture
+        refuse(f"--out {args.out}: {error}")
     print(f"{args.out}: {len(runs)} run{'s' * (len(runs) > 1)}")
 
 

@@ -1,6 +1,6 @@
 """What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, line counts, the tables of breaks.
 
-    python tools/readme.py                             # writes the real line counts and diff sizes into the tables
+    python tools/readme.py                             # writes the tables' order of files, line counts and sizes of diffs
     python tools/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
     python tools/readme.py --words                     # how many words the main path of each step has
 
@@ -16,7 +16,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-from steps import ROOT, STEPS, pairs, step_files
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs, step_files
 
 PLANNER = "planner/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
@@ -159,6 +159,30 @@ def with_line_counts(text, folder):
     return "".join(lines)
 
 
+TABLE = re.compile(r"^\| file \| lines \|.*\n\|[-|: ]*\n((?:\|.*\n)*)", re.MULTILINE)
+
+
+def with_files(text, lesson, support):
+    """The text with the rows of its table of files in the order to read them, the line BORDER before those that only support the lesson.
+    A file without a row gets one that says '?'; the row of a file that the step does not change goes."""
+    found = TABLE.search(text)
+    if not found:
+        return text
+    rows = {name[1]: name.string for name in map(re.compile(r"\|\s*[\[`]*([\w./-]+\.\w+)").match, found[1].splitlines()) if name}
+    def of(names):
+        return [rows.get(name, f"| {name} | ? | ? |") for name in names]
+    border = [f"| *{BORDER}* | | |"] if support else []
+    return "".join([text[:found.start(1)], *(f"{row}\n" for row in [*of(lesson), *border, *of(support)]), text[found.end(1):]])
+
+
+def with_tables(text, name):
+    """A page with all that is counted in its tables, and a step's with its files in order."""
+    step = Path(name).parts[0]
+    if name == f"{step}/README.md" and step in LESSON:
+        text = with_files(text, LESSON[step], SUPPORT[step])
+    return with_diff_sizes(with_line_counts(text, (ROOT / name).parent))
+
+
 def diff_size(old, new):
     """A step's new files with their lines, and the lines added to and removed from the files that were there before."""
     there, here = set(step_files(old)), set(step_files(new))
@@ -190,13 +214,13 @@ def main_path_words(text):
     return len(text.split())
 
 
-def write_line_counts():
+def write_tables():
     for name in PAGES:
         old = (ROOT / name).read_text()
-        new = with_diff_sizes(with_line_counts(old, (ROOT / name).parent))
+        new = with_tables(old, name)
         if new != old:
             (ROOT / name).write_text(new)
-            print(f"{name}: line counts written")
+            print(f"{name}: tables written")
 
 
 if __name__ == "__main__":
@@ -206,4 +230,4 @@ if __name__ == "__main__":
         for name in STEPS:
             print(f"{main_path_words((ROOT / name / 'README.md').read_text()):6,} {name}")
     else:
-        write_line_counts()
+        write_tables()

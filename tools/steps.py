@@ -17,6 +17,7 @@ STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())    
 
 # The files that a step changes or adds, relative to the step before it, in the order to read them: the lesson, and what only supports
 # it, for a second reading. `make diff`, the READMEs' tables of files and the tests all read this list.
+BORDER = "support, for a second reading"                  # what stands between the two
 LESSON = {
     "step01_single_gpu": ["train.py", "model.py", "loss.py", "optimizer.py", "recompute.py"],
     "step02_dp": ["train.py", "data_parallel.py", "data.py"],
@@ -44,7 +45,7 @@ MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", 
 
 def full_name(step):
     """'step04_tp_sp' from 4, '4', 'step04' or itself."""
-    prefix = f"step{int(step):02d}_" if str(step).isdigit() else str(step)
+    prefix = f"step{int(step):02d}_" if str(step).isdecimal() else str(step)
     return next(name for name in NAMES if name.startswith(prefix))
 
 

@@ -36,6 +36,11 @@ OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|Cannot allocate memo
 MARK = "TRAINER_SWEEP"                                    # in the environment of all that a sweep starts
 
 
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 # ----------------------------------------------------------------------------------------- what is to be run
 def combinations(args):
     """(row, flags) of every combination that the trainer would take."""
@@ -97,7 +102,7 @@ def judge(code, output, lines, args):
         return dict(status="hang", reason=f"no end after {args.time_limit} s, {len(lines)} steps done")
     status = "oom" if OUT_OF_MEMORY.search(output) else "crash"
     said = output.splitlines()
-    telling = [line for line in said if "failed in" in line or "Error" in line or line.startswith("error:")]
+    telling = [line for line in said if "Error" in line or line.startswith("error:")]
     return dict(status=status, reason=(telling or said[-1:] or [f"exit status {code}"])[0][:300])
 
 
@@ -143,7 +148,7 @@ def sweep(args):
     kill_all(args.out)                                    # left by one that was killed
     rows, wanted = read_rows(args.out), list(combinations(args))
     if not wanted:
-        config.refuse("the trainer takes none of these combinations")
+        refuse("the trainer takes none of these combinations")
     done = {key(row) for row in rows}
     todo = [(row, flags) for row, flags in wanted if key(row) not in done]
     print(f"{len(wanted)} layouts, {len(wanted) - len(todo)} of them done before", flush=True)
@@ -215,7 +220,7 @@ def draw(rows, path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = config.refuse
+    parser.error = refuse
     parser.add_argument("--out", required=True, help="the CSV file; the heat map is put beside it")
     for name, default in SWEPT.items():
         parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=default,
@@ -228,7 +233,7 @@ def main(argv=None):
     args = parser.parse_args(own)
     args.trainer_flags = argv[len(own) + 1:]
     if args.steps < 3:
-        config.refuse(f"--steps {args.steps}: at least 3, of which the first two do not count")
+        refuse(f"--steps {args.steps}: at least 3, of which the first two do not count")
     rows = sweep(args)
     print_best(rows)
     draw(rows, os.path.splitext(args.out)[0] + ".png")

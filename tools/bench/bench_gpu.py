@@ -1,7 +1,7 @@
 """One GPU: step 1 and step 8 beside transformers' LlamaForCausalLM in step 1's own loop: python tools/bench/bench_gpu.py
 
 Each row is a process of its own, the same batches, AdamW and precision in all: of the steps after the third, the median.
-"dry run" is what --dry_run says of the memory, where the process itself looked at its allocator. MFU counts 6N + 12 L h s
+"simulated" is what tools/simulate says of the memory, where the process itself looked at its allocator. MFU counts 6N + 12 L h s
 FLOPs per token. 8B does not fit, its states alone are 135 GiB: 12 of its 32 layers do, with recomputation.
 
     python tools/bench/bench_gpu.py --models llama-1b --contestants step01_single_gpu --compile yes         # pieces of ten minutes
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from steps import clean_environment, step_dir
+from steps import ROOT, clean_environment, step_dir
 
 KINDS = {"attention": "flash|fmha|attention", "fused": "triton_", "products": "gemm|cutlass|cublas|nvjet|_mm_", "nccl": "nccl",
          "copies": "mem(cpy|set)"}                        # the first that a name matches: some flash kernels have cutlass in theirs
@@ -38,8 +38,9 @@ def theirs(argv):
     """Step 1's train.py, but for the model."""
     sys.path.insert(0, str(step_dir("step01_single_gpu")))
     import train
-    from checkpoint import initial_weight, to_hugging_face
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from checkpoint import initial_weight
+    from config import to_hugging_face
+    from transformers import LlamaForCausalLM
 
     class Theirs(torch.nn.Module):
         model = property(lambda self: self.llama.model)   # whose layers are counted
@@ -48,7 +49,7 @@ def theirs(argv):
             super().__init__()
             shape = to_hugging_face(config, args.dtype)
             with torch.device(args.device):
-                self.llama = LlamaForCausalLM._from_config(LlamaConfig(**shape), attn_implementation="sdpa", dtype=args.dtype)
+                self.llama = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa", dtype=args.dtype)
             with torch.no_grad():
                 for name, param in self.llama.named_parameters():
                     param.copy_(initial_weight(name, param, config, args))
@@ -104,7 +105,7 @@ def one_of_many(world, argv):
     def fake(backend, **_):
         return init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     os.environ.update(WORLD_SIZE=str(world), RANK="0")
-    with patch("torch.distributed.init_process_group", fake), patch("mesh.check_started"), \
+    with patch("torch.distributed.init_process_group", fake), patch("mesh.from_all_ranks", lambda value: [value] * world), \
             patch("torch.distributed.Work.is_completed", lambda work: True), patch.object(Pipeline, "wait_for", taken), \
             patch("torch.distributed.batch_isend_irecv", zeros), \
             patch("torch.distributed.reduce_scatter_tensor", own_part), patch("torch.distributed.all_to_all_single", own_rows), \
@@ -145,10 +146,12 @@ def measure(command, folder):
     return speed, mfu, lines[-1]["peak_memory_gib"], lines[-1]["loss"]
 
 
-def dry_run(flags, device):
-    flags = [*flags[:flags.index("--device")], *flags[flags.index("--device") + 2:]]
-    output = start([step_dir("step08_5d") / "train.py", "--dry_run", 1, "--device", "cpu" if device == "cpu" else "auto", *flags])
-    return float(next(line for line in output.splitlines() if line.startswith("all ")).split()[2].replace(",", "")) / 1024
+def simulated(flags, folder):
+    """GiB at the peak."""
+    seen = os.path.join(folder, "seen.json")
+    start([ROOT / "tools/simulate", 8, 1, "--json", seen, *flags])
+    with open(seen) as file:
+        return json.load(file)["peak_bytes"] / 2**30
 
 
 def model_folder(model, layers, folder):
@@ -159,9 +162,8 @@ def model_folder(model, layers, folder):
     import config
     shape = config.to_hugging_face(config.PRESETS[model], torch.bfloat16)
     path = os.path.join(folder, f"{model}-{layers}")
-    os.makedirs(path, exist_ok=True)
-    with open(os.path.join(path, "config.json"), "w") as file:
-        json.dump(shape | dict(num_hidden_layers=layers), file)
+    shape.num_hidden_layers = layers
+    shape.save_pretrained(path)
     return path
 
 
@@ -209,7 +211,7 @@ def main():
     if args.device == "cuda":
         print(f"a product of 8,192 cubed: {float(start([__file__, 'ceiling'])):,.0f} TFLOP/s")    # this process must hold no memory
     print(f"{name}, torch {torch.__version__}; sequences of {args.seq_len:,}, {args.batch} a step\n")
-    print(f"{'model':<14}{'recompute':<11}{'':<19}{'compiled':<10}{'tokens/s':>10}{'MFU':>8}{'GiB':>8}{'dry run':>9}{'loss':>8}")
+    print(f"{'model':<14}{'recompute':<11}{'':<19}{'compiled':<10}{'tokens/s':>10}{'MFU':>8}{'GiB':>8}{'simulated':>11}{'loss':>8}")
     contestants = {name: [step_dir(name) / "train.py"] for name in ("step01_single_gpu", "step08_5d")}
     contestants["transformers"] = [__file__, "theirs"]
     if args.rank_of:
@@ -232,9 +234,8 @@ def main():
                             print_kernels(os.path.join(folder, "trace_rank0.json"))
                         elif not args.kernels:
                             speed, mfu, memory, loss = measure([*command, *flags, *compile], folder)
-                            has_dry_run = name == "step08_5d" and not compile
-                            said = f"{dry_run(list(map(str, flags)), args.device):.2f}" if has_dry_run else ""
-                            print(f"{row}{speed:>10,.0f}{mfu:>8.1%}{memory:>8.2f}{said:>9}{loss:>8.3f}", flush=True)
+                            said = f"{simulated(flags, folder):.2f}" if name == "step08_5d" and not compile else ""
+                            print(f"{row}{speed:>10,.0f}{mfu:>8.1%}{memory:>8.2f}{said:>11}{loss:>8.3f}", flush=True)
                     except RuntimeError as error:
                         print(f"{row}{error}", flush=True)
 

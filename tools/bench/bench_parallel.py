@@ -59,7 +59,7 @@ SHORT = dict(vocab_size=256, hidden_size=32, intermediate_size=64, head_dim=4)  
 
 def build_model(args, shape, mesh):
     import train
-    return train.build_model(shape, *([mesh] if hasattr(train, "Zero") else []), args)
+    return train.build_model(shape, mesh, args)
 
 
 def whole_model():
@@ -68,16 +68,14 @@ def whole_model():
 
 def no_parts():
     """A mesh in which every rank has the whole model."""
-    mesh = init_device_mesh("cpu", (1, RANKS, 1, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
-    mesh["dp", "cp"]._flatten("dp_cp")
-    return mesh
+    return init_device_mesh("cpu", (1, RANKS, 1, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
 def forward_and_backward(model, shape, mesh, args):
     """What a step begins with: train.py's loop over the micro-batches, or that of the pipeline."""
     import train
     if hasattr(train, "Pipeline"):
-        return train.Pipeline(model, shape, mesh, args).run
+        return train.Pipeline(model, shape, mesh, args).forward_backward
     return lambda micro_batches: train.forward_backward(model, micro_batches, args)
 
 
@@ -102,7 +100,7 @@ def ours(args, shape, mesh):
     import train
     model = build_model(args, shape, mesh)
     forward_backward = forward_and_backward(model, shape, mesh, args)
-    zero = train.Zero(model, args)
+    zero = train.Zero(model, mesh, args)
     adamw = optimizer.Optimizer(zero.params, args)
     sum_partial_gradients = getattr(train, "sum_partial_gradients", lambda params: None)       # from step 4 on
 
@@ -217,6 +215,12 @@ def pipelined(schedule, args, shape, mesh):
 
     def loss_of(hidden, targets):
         return model.lm_head(hidden, targets) / (args.global_batch_size * args.seq_len)
+
+    def loss_of_I_and_W(hidden, targets):
+        loss = gone_through_twice().apply(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten(), model.lm_head.cross_entropy)
+        return loss / (args.global_batch_size * args.seq_len)
+    if "Zero" in schedule.__name__ or "DualPipe" in schedule.__name__:
+        loss_of = loss_of_I_and_W
     one = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
     schedule = schedule(stages[0] if one else stages, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
     adamw = fused_adamw(model, args)
@@ -231,6 +235,18 @@ def pipelined(schedule, args, shape, mesh):
     return turn
 
 
+def gone_through_twice():
+    """The trainer's loss scales its gradients where they are. Torch goes backward through it for I, and again for W."""
+    import loss
+
+    class Twice(loss.ChunkedLoss):
+        @staticmethod
+        def backward(ctx, grad_loss):
+            grad_hidden, grad_weight = ctx.saved_tensors
+            return grad_hidden * grad_loss, (grad_weight * grad_loss).type_as(grad_hidden), None, None
+    return Twice
+
+
 def asleep(args, shape, mesh):
     """The executor, with nothing to compute."""
     pipeline = forward_and_backward(build_model(args, shape, mesh), shape, mesh, args).__self__
@@ -243,7 +259,7 @@ def asleep(args, shape, mesh):
 
     def turn(batches):
         for _ in batches:
-            pipeline.run(None)
+            pipeline.forward_backward(None)
             dist.barrier()
         return torch.ones(())
     return turn
@@ -519,8 +535,11 @@ def main():
     folder = step_dir(args.step or step)
     sys.path.insert(0, str(folder))
     import mesh
-    device_mesh = mesh.start_mesh(parse(flags)[0])
-    names = [name for name in contestants if name in args.only]
+    with mesh.processes():
+        measure(args, folder, [name for name in contestants if name in args.only], rows, mesh.start_mesh(parse(flags)[0]))
+
+
+def measure(args, folder, names, rows, device_mesh):
     if args.rounds:
         message = seconds_of_message() if args.table == "sleep" else None
         seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
@@ -536,7 +555,6 @@ def main():
     for name, peak in measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps).items():
         if dist.get_rank() == 0:
             print(f"{name:>33}: {peak / 2**20:8.1f} MiB at the peak of rank 0")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -107,10 +107,10 @@ def accumulation_table():
         shape = config.load_config(args)
         model = train.build_model(shape, args)
         train.accumulate_gradients(model.parameters())
-        train.forward_backward(model, train.micro_batches_of(args, shape), args)
+        train.forward_backward(model, micro_batches_of(args, shape), args)
         return torch.cat([p.main_grad.flatten() for p in model.parameters()])
-    train.micro_batches_of = lambda args, shape: next(
-        train.batches(train.load_tokens(args, shape.vocab_size), args))
+    def micro_batches_of(args, shape):
+        return next(train.batches(train.load_tokens(args, shape.vocab_size), shape, args))[1]
     whole = gradient(8)
     rows = ["| micro-batches | gradient norm | difference to one batch of 8, relative |", "|---|---|---|"]
     for micro_batch in (8, 4, 2, 1):
@@ -281,8 +281,8 @@ def noise_table():
 
     def noise_over_gradient():
         probe = config.parse_args(f"--global_batch_size {sequences} --micro_batch_size 1".split())
-        probe.vocab_size, gradients = shape.vocab_size, []
-        for inputs, positions, targets in data.micro_batches(tokens, probe, 8):
+        gradients = []
+        for inputs, positions, targets in data.micro_batches(tokens, shape, probe, 8):
             (model(inputs, positions, targets) / targets.numel()).backward()
             gradients.append(torch.cat(torch._foreach_mul([g.flatten() for g in optimizer.grads], 1.0)))
             torch._foreach_zero_(optimizer.grads)
@@ -294,7 +294,7 @@ def noise_table():
     sizes = (1, 4, 16, 64, 256)
     rows = ["| after | noise / gradient: 1 sequence | " + " | ".join(map(str, sizes[1:])) + " |",
             "|---|" + "---|" * len(sizes)]
-    for step, micro_batches in enumerate(train.batches(tokens, args)):
+    for step, micro_batches in train.batches(tokens, shape, args):
         if step in (10, 30, 120):
             ratio = noise_over_gradient()
             ratios = " | ".join(f"{ratio / size ** 0.5:.2f}" for size in sizes)

@@ -90,7 +90,7 @@ def shares_of(ranks):
         model = train.build_model(shape, args)
         optimizer.accumulate_gradients(model.parameters())
         here = types.SimpleNamespace(get_local_rank=lambda name, rank=rank: rank)
-        loss = train.forward_backward(model, data.micro_batches(tokens, here, args, 0), args)
+        loss = train.forward_backward(model, data.micro_batches(tokens, shape, here, args, 0), args)
         shares.append((float(loss), float(model.model.norm.weight.main_grad[0])))
     return shares
 
@@ -299,6 +299,7 @@ def buckets_worker(rank, port, folder, results):
     args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 "
                              "--global_batch_size 8 --bucket_mb 4".split())
     args.dp = 2
+    dist.init_process_group("gloo")
     the_mesh = mesh.start_mesh(args)
     model = train.build_model(config.load_config(args), args)
     optimizer.accumulate_gradients(model.parameters())
@@ -532,6 +533,7 @@ def timing_worker(rank, port, folder, results):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     the_mesh, contestants, seconds = None, {}, {}
     for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap",
                         **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
@@ -617,13 +619,12 @@ def bfloat16_table():
     shape = config.load_config(args)
     model = train.build_model(shape, args)
     grads = []
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
-    one = next(train.batches(train.load_tokens(args, shape.vocab_size), mesh.start_mesh(args), args))
+    with mesh.processes():
+        _, one = next(train.batches(train.load_tokens(args, shape.vocab_size), shape, mesh.start_mesh(args), args))
     for inputs, positions, targets in one:
         model(inputs, positions, targets).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         model.zero_grad()
-    dist.destroy_process_group()
     rows = ["| ranks | error of the sum in float32 | in bfloat16 |", "|---|---|---|"]
     for ranks in (2, 8, 64):
         exact = sum(g.double() for g in grads[:ranks])

@@ -67,13 +67,9 @@ class Watch(profiling.LiveStorages):
         return super().__exit__(*exception)
 
 
-def units_of(model):
-    return list(dict.fromkeys(param.unit for param in model.parameters() if hasattr(param, "unit")))
-
-
 def tensors_of(model, optimizer):
     """What persists, by kind."""
-    params, units = list(model.parameters()), units_of(model)
+    params, units = list(model.parameters()), zero.units_of(model)
     masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
     grads = [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None]
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
@@ -82,9 +78,9 @@ def tensors_of(model, optimizer):
             "optimizer states": masters + states}
 
 
-def cut_into_units(group, model, args):
-    """zero.zero_units with other units, for stage 3: half a block, so many blocks, or the whole model."""
-    mesh = zero.init_device_mesh(args.device, (1, args.dp), mesh_dim_names=("replicate", "shard"))
+def cut_into_units(group, model, mesh, args):
+    """zero.make_units with other units, for stage 3: half a block, so many blocks, or the whole model."""
+    shards = zero.data_mesh(mesh)._unflatten(0, (1, args.dp), ("replicate", "shard"))
     decoder = model.model
     layers = list(decoder.layers.values())
     if group == "all":
@@ -97,7 +93,7 @@ def cut_into_units(group, model, args):
         units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
     for modules in units:
         params = [param for module in modules for param in module.parameters()]
-        zero.Unit3(modules, params, mesh.get_group("shard"), mesh.get_group("replicate"), args)
+        zero.Unit3(modules, params, shards, args)
 
 
 def watch(argv, group):
@@ -116,7 +112,7 @@ def watch(argv, group):
             yield
             kept["last"] = len(live.events)
     add, gather = zero.Unit2.add_gradient, zero.Unit3.gather_if_released
-    cut, profiler = zero.zero_units, train.Profiler
+    cut, profiler = zero.make_units, train.Profiler
 
     def noted_add(unit, param):
         add(unit, param)
@@ -127,20 +123,20 @@ def watch(argv, group):
         gather(unit)
         seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in unit.all))
 
-    def noted_units(model, args):
-        cut_into_units(group, model, args) if group != "1" else cut(model, args)
-        zero.Unit.all = units_of(model)
+    def noted_units(model, mesh, args):
+        cut_into_units(group, model, mesh, args) if group != "1" else cut(model, mesh, args)
+        zero.Unit.all = zero.units_of(model)
     zero.Unit2.add_gradient, zero.Unit3.gather_if_released = noted_add, noted_gather
     ledger.print_table = lambda sent, formula: seen.update(
         calls={" ".join(key): n for key, n in sent.calls.items()},
         wire={" ".join(key): n for key, n in sent.wire.items()},
         payload={" ".join(key): n for key, n in sent.payload.items()},
         formula={" ".join(key): n for key, n in formula.items()})
-    train.Profiler, train.zero_units = Keeping, noted_units
+    train.Profiler, train.make_units = Keeping, noted_units
     with live:
         train.main([*argv.split(), "--steps", "3", "--ledger"])
     zero.Unit2.add_gradient, zero.Unit3.gather_if_released = add, gather
-    train.zero_units, train.Profiler = cut, profiler
+    train.make_units, train.Profiler = cut, profiler
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
     seen["grads"] = max(alive)                            # those under way among them
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
@@ -189,7 +185,7 @@ def trace(out, argv):
 
     def noted_build(*args):
         model = build(*args)
-        number.update((unit, i) for i, unit in enumerate(units_of(model)))
+        number.update((unit, i) for i, unit in enumerate(zero.units_of(model)))
         for unit in number:
             for module in unit.modules:
                 module.forward = noted_forward(unit, module.forward)

@@ -81,8 +81,8 @@ def set_up(flags, layers=TINY.num_hidden_layers):
     config.check(args, shape)
     mesh = init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     model = train.build_model(shape, mesh, args)
-    zero = Zero(model, args)
-    micro_batches = next(iter(data.batches(data.load_tokens(args, shape.vocab_size), mesh, args)))
+    zero = Zero(model, mesh, args)
+    _, micro_batches = next(data.batches(data.load_tokens(args, shape.vocab_size), shape, mesh, args))
     return args, mesh, model, zero, micro_batches
 
 

@@ -73,7 +73,7 @@ def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks = {}, []
     kept = dict(Pipeline=train.Pipeline, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero,
-                Metrics=train.Metrics, zero_units=train.zero_units)
+                Metrics=train.Metrics, make_units=train.make_units)
 
     class Finishing(zero.Zero):
         def wait(self):                                   # the last thing before the processes part
@@ -82,7 +82,7 @@ def one_run(kind, argv):
             dist.all_gather_object(ranks, seen)
 
     class Quiet(metrics.Metrics):
-        def log(self, step, loss, grad_norm, lr):
+        def log(self, step, loss, grad_norm, lr, **load):
             seen.update(loss=float(loss), grad_norm=float(grad_norm))
     train.Zero, train.Metrics = Finishing, Quiet
     gather = zero.Unit3.gather_if_released
@@ -116,23 +116,19 @@ def sleeping(seen, *seconds):
         def weight_gradient(self, stage, i, grad):
             time.sleep(self.seconds[2])
 
-        def run(self, micro_batches):
+        def forward_backward(self, micro_batches):
             dist.barrier()
             self.events.clear()
-            loss = super().run(micro_batches)
+            loss = super().forward_backward(micro_batches)
             seen["events"] = [(event.rank, list(event.action), event.start, event.end)
                               for event in self.events]
             return loss
     return Sleeping
 
 
-def units_of(model):
-    return list(dict.fromkeys(param.unit for param in model.parameters() if hasattr(param, "unit")))
-
-
 def tensors_of(model, optimizer):
     """What persists."""
-    params, units = list(model.parameters()), units_of(model)
+    params, units = list(model.parameters()), zero.units_of(model)
     return [*params, *optimizer.params, *optimizer.grads, *optimizer.masters,
             *(unit.grads for unit in units if unit.grads is not None),
             *(t for state in optimizer.adamw.state.values() for t in state.values() if t.dim())]
@@ -150,15 +146,15 @@ def watch(seen):
                 param.register_post_accumulate_grad_hook(
                     lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
 
-        def run(self, micro_batches):
+        def forward_backward(self, micro_batches):
             if not fired:                                 # the first step: counting keeps tensors alive
                 with FlopCounterMode(display=False) as flops:
-                    loss = super().run(micro_batches)
+                    loss = super().forward_backward(micro_batches)
                 seen.update(flops=flops.get_total_flops(), fired=sorted(set(fired.values())))
                 return loss
             gc.collect()
             marks[:] = [len(live.events)]
-            return super().run(micro_batches)
+            return super().forward_backward(micro_batches)
 
         def compute(self, action):
             super().compute(action)
@@ -198,13 +194,13 @@ def watch(seen):
         seen["whole"] = max(seen.get("whole", 0),
                             sum(u.weights.untyped_storage().nbytes() for u in Watched.units))
 
-    def noted_units(model, args):
-        cut(model, args)
-        Watched.units = units_of(model)
-    cut = zero.zero_units
+    def noted_units(model, mesh, args):
+        cut(model, mesh, args)
+        Watched.units = zero.units_of(model)
+    cut = zero.make_units
     zero.Unit3.gather_if_released = noted_gather
     train.Pipeline, train.Profiler = Watched, Keeping
-    train.ledger, train.zero_units = noted_ledger, noted_units
+    train.ledger, train.make_units = noted_ledger, noted_units
 
 
 # ------------------------------------------------------------------------------------------------ the runs

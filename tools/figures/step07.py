@@ -79,8 +79,8 @@ def one_run(kind, argv):
     compute = moe.Experts.forward
 
     class Finishing(train.Zero):
-        def __init__(self, of, args):
-            super().__init__(of, args)
+        def __init__(self, of, mesh, args):
+            super().__init__(of, mesh, args)
             self.of = of
 
         def wait(self):                                   # the last thing before the processes part
@@ -107,13 +107,13 @@ def one_run(kind, argv):
             if kind != "balance":
                 return super().update()
             counts = self.counts.clone()
-            dist.all_reduce(counts, group=self.tokens)
+            dist.all_reduce(counts, group=self.data)
             seen.setdefault("counts", []).append(counts.tolist())
             return super().update()
     def noted_batches(*arguments):
-        for micro_batches in kept["batches"](*arguments):
+        for step, micro_batches in kept["batches"](*arguments):
             batches.append(micro_batches)
-            yield micro_batches
+            yield step, micro_batches
     train.Zero, train.Metrics, train.Balance, train.batches = Finishing, Quiet, Noting, noted_batches
     if kind in ("watch", "forced"):
         watch(seen)

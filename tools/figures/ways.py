@@ -1,14 +1,12 @@
 """Draws ways.png of the README: six ways to cut one training run over two ranks.    python tools/figures/ways.py
 
-Nothing in it is made up: each rank of each layout is asked, in a dry run of step 8, which tokens, weights and states it has.
+Nothing in it is made up: each rank of each layout, of step 8, is simulated and asked which tokens, weights and states it has.
 """
-import contextlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 
@@ -16,9 +14,9 @@ from common import PICTURES, paths_of
 
 paths_of(8)
 import data
-import train
 from parts import my_part, whole_shape
 from plot import plt
+from simulate.observe import dry_run
 
 LAYERS, EXPERTS, SEQUENCES, TOKENS, RANKS = 4, 4, 4, 8, 2
 MODEL = dict(model_type="mixtral", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS,
@@ -41,23 +39,20 @@ def ask(model, flags, rank):
     has = SimpleNamespace(tokens=np.zeros((SEQUENCES, TOKENS), bool), weights=np.zeros((LAYERS, FINE), bool),
                           states=np.zeros((LAYERS, FINE), bool))
 
-    @contextlib.contextmanager
-    def watch(llama, optimizer, pipeline, mesh, args):
-        yield
-        args.vocab_size = SEQUENCES * TOKENS + 1
-        for inputs, _, _ in data.micro_batches(np.arange(args.vocab_size), mesh, args, step=0):
+    def note(seen, llama, optimizer, mesh):
+        shape = SimpleNamespace(vocab_size=SEQUENCES * TOKENS + 1)
+        for inputs, _, _ in data.micro_batches(np.arange(shape.vocab_size), shape, mesh, seen.args, step=0):
             has.tokens.flat[inputs.flatten()] = True
         for index, layer in llama.model.layers.items():
             q, experts = layer.self_attn.q_proj.weight, layer.mlp.experts.w1.weight
             own = np.concatenate([columns(q, FINE // 4).any(0), columns(experts, 3 * FINE // 4)])
             has.weights[int(index)] = has.states[int(index)] = own
-            if args.zero:
+            if seen.args.zero:
                 unit, at = q.unit, np.arange(FINE) / FINE
                 assert unit is experts.unit               # a block is one unit: the slice is one of its weights in a row
-                has.states[int(index)] = (at >= unit.mine.start / len(unit.weights)) & (at < unit.mine.stop / len(unit.weights))
-    flags = f"--dry_run {RANKS} --dry_run_rank {rank} --device cpu --model {model} --seq_len {TOKENS} {flags}"
-    with patch("train.watch", watch):
-        train.main([*flags.split(), "--global_batch_size", str(SEQUENCES), "--micro_batch_size", "1"])
+                has.states[int(index)] = (at >= unit.my_slice.start / len(unit.weights)) & (at < unit.my_slice.stop / len(unit.weights))
+    flags = f"--device cpu --model {model} --seq_len {TOKENS} --global_batch_size {SEQUENCES} --micro_batch_size 1 {flags}"
+    dry_run(flags.split(), RANKS, rank, note)
     return has
 
 
