@@ -257,7 +257,7 @@ def one_in_detail(question, one):
     why = hindrance(c, one.layout)
     yield from ["", *[f"# refused as it stands: {why}"] * bool(why)]
     yield "# " * bool(why) + command(question.model, one.layout, cluster, question.steps, question.lr)
-    yield "# " * bool(c.untrained) + simulation(c, question.model, one.layout, question.steps, question.lr)
+    yield "# " * bool(c.untrained) + dry_run(c, question.model, one.layout, question.steps, question.lr)
 
 
 def hindrance(c, l):
@@ -317,7 +317,7 @@ def script(model, l, cluster, steps=1000, lr=3e-4):
             f"{on_nodes(model, l, cluster, steps, lr)}\n")
 
 
-def simulation(c, model, l, steps=1000, lr=3e-4):
+def dry_run(c, model, l, steps=1000, lr=3e-4):
     """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
     rank = fullest(c, l)[0] * (l.gpus // l.pp) + (l.cp - 1) * l.tp
     flags = train_flags(model, l, steps, lr)
@@ -338,4 +338,4 @@ def as_json(question, one):
         unmeasured=trust.unmeasured(c, l), interval=[round(low, 1), round(high, 1)],
         ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
         global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
-        command=command(*to_run), simulation=simulation(c, question.model, l, question.steps, question.lr))
+        command=command(*to_run), dry_run=dry_run(c, question.model, l, question.steps, question.lr))

@@ -112,7 +112,7 @@ def report(question, one):
         turns=turns, sent=sent, nearest=measured.nearest_run(c, l, cluster), timeline=timeline(question, one),
         stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation,
         command=explain.command(*to_run), script=explain.script(*to_run), by_hand=by_hand(*to_run),
-        simulation=explain.simulation(c, model, l, question.steps, question.lr))
+        dry_run=explain.dry_run(c, model, l, question.steps, question.lr))
 
 
 def by_hand(model, l, cluster, steps, lr):

@@ -1,41 +1,36 @@
 """What is seen in a training step: memory, products, collectives. The step may be simulated, or a real one.
 
-The modules of the trainer are imported where they are used: which step's they are is not known before.
+The trainer's modules are imported where they are used: before that nobody knows of which step they are.
 """
 import contextlib
-import functools
 import time
+from collections import namedtuple
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulate.stand_ins import one_rank
 
+Action = namedtuple("Action", "kind stage micro_batch start end")                # F, B, I or W, and when it was
+#                                        products of [seq, seq]; which argument is q, which says whether it is causal
+ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
+             "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7)}   # the first of the two once more
 
-def simulate(argv, ranks, rank=0, note=None):
-    """What that rank sees, with these flags of the trainer whose folder is on the path."""
+
+def dry_run(argv, ranks, rank=0, note=lambda *_: None):
+    """What that rank sees in a training step."""
     import train
     with one_rank(ranks, rank), observed(note) as steps:
         train.main(argv)
     return steps[0]
 
 
-class Action(NamedTuple):
-    """Something that was done: F, B, I or W of a micro-batch through a stage."""
-    kind: str
-    stage: int
-    micro_batch: int
-    start: float
-    end: float
-
-
 @contextlib.contextmanager
-def observed(note=None):
-    """Around the trainer's main. Yields a list, which gets what was seen in each training step; note(seen, model,
-    optimizer, mesh) may add to it."""
-    import profiling
+def observed(note=lambda *_: None):
+    """Around the trainer's main. Yields a list, which gets what was seen in each training step; to that
+    note(seen, model, optimizer, mesh) may add."""
     steps, actions, meshes = [], [], [None]
 
     @contextlib.contextmanager
@@ -44,64 +39,53 @@ def observed(note=None):
         with observe(profiler.model, profiler.optimizer, meshes[-1], actions) as seen:
             yield
         seen.args = profiler.args
-        if note:
-            note(seen, profiler.model, profiler.optimizer, meshes[-1])
+        note(seen, profiler.model, profiler.optimizer, meshes[-1])
         steps.append(seen)
     with contextlib.ExitStack() as replaced:
-        replaced.enter_context(patch.object(profiling.Profiler, "step", step))
-        for owner, name, noted in seams(actions, meshes):
-            replaced.enter_context(patch.object(owner, name, noted))
+        for name, function in [("profiling.Profiler.step", step), *noted(actions, meshes)]:
+            replaced.enter_context(patch(name, function))
         yield steps
 
 
-def seams(actions, meshes):
-    """Where the trainer is watched: (whose function, its name, one that does the same and is noted). Where there
-    is no pipeline, the one stage's actions are the calls of forward and backward; the head is part of B (step 6
-    has it there)."""
-    import torch
+def noted(actions, meshes):
+    """The trainer's functions that tell what is done. Where there is no pipeline the calls of forward and
+    backward are a stage's actions, and the head is part of B, as it is from step 6 on."""
+    import model
     import train
+
+    def around(function, note):
+        def call(*inputs):
+            start = time.perf_counter()
+            result = function(*inputs)
+            note(result, start, *inputs)
+            return result
+        return call
 
     def keep(kind, stage, micro_batch, start):
         actions.append(Action(kind, stage, micro_batch, start, time.perf_counter()))
-
-    def compute(pipeline, action, original):
-        start = time.perf_counter()
-        original(pipeline, action)
-        keep(*action, start)
-
-    def forward(decoder, x, positions, original):
-        start = time.perf_counter()
-        y = original(decoder, x, positions)
-        keep("F", 0, len(actions) // 2, start)
-        return y
-
-    def backward(loss, original):
-        original(loss)
-        keep("B", 0, len(actions) // 2, actions[-1].end)
-
-    def start_mesh(args, original):
-        meshes.append(original(args))
-        return meshes[-1]
-
-    def noted(owner, name, by):
-        return owner, name, functools.partialmethod(by, original=getattr(owner, name))
-    if hasattr(train, "start_mesh"):
-        yield train, "start_mesh", functools.partial(start_mesh, original=train.start_mesh)
+    if hasattr(train, "start_mesh"):                      # not in step 1
+        yield "train.start_mesh", around(train.start_mesh, lambda mesh, *_: meshes.append(mesh))
     if hasattr(train, "Pipeline"):
-        yield noted(train.Pipeline, "compute", compute)
+        yield "pipeline_parallel.Pipeline.compute", around(
+            train.Pipeline.compute, lambda _, start, pipeline, action: keep(*action, start))
     else:
-        import model
-        yield noted(model.Decoder, "forward", forward)
-        yield noted(torch.Tensor, "backward", backward)
+        yield "model.Decoder.forward", around(
+            model.Decoder.forward, lambda _, start, *__: keep("F", 0, len(actions) // 2, start))
+        yield "torch.Tensor.backward", around(
+            torch.Tensor.backward, lambda *_: keep("B", 0, len(actions) // 2, actions[-1].end))
 
 
 @contextlib.contextmanager
 def observe(model, optimizer, mesh, actions):
     """Yields what will, after a training step, have been seen."""
     from profiling import KINDS, LiveStorages, note_state
-    memory, flops, sent, seen = LiveStorages(), Flops(), ledger_of(mesh), SimpleNamespace()
+    memory, flops, ledger, seen = LiveStorages(), Flops(), contextlib.nullcontext(), SimpleNamespace(mesh={}, sent={})
+    if mesh:                                              # step 1 has none, and sends nothing
+        from ledger import Ledger
+        ledger = Ledger(mesh)
+        seen.mesh = {name: (mesh.get_local_rank(name), mesh[name].size()) for name in mesh.mesh_dim_names}
     note_state(memory, model, optimizer)
-    with sent, flops, memory:
+    with ledger, flops, memory:
         yield seen
     note_state(memory, model, optimizer)
     made_in_forward(memory, actions)
@@ -110,19 +94,10 @@ def observe(model, optimizer, mesh, actions):
     peak = totals.index(max(totals))
     seen.peak, seen.between = (dict(zip(KINDS, [column[row] for column in columns])) for row in (peak, -1))
     seen.most = {kind: max(column) for kind, column in zip(KINDS, columns)}
-    seen.place, seen.flops, seen.sent = place(memory.events[peak][0], actions), flops.total, sent
-    seen.actions = list(actions)
-    seen.mesh = {name: (mesh.get_local_rank(name), mesh[name].size()) for name in mesh.mesh_dim_names} if mesh else {}
-
-
-def ledger_of(mesh):
-    """A step of one process has none, and sends nothing."""
-    if mesh:
-        from ledger import Ledger
-        return Ledger(mesh)
-    nothing = contextlib.nullcontext()
-    nothing.calls = nothing.payload = nothing.wire = {}
-    return nothing
+    seen.place, seen.flops, seen.actions = place(memory.events[peak][0], actions), flops.total, list(actions)
+    if mesh:                                              # {(dimension, collective): calls, payload, on the wire}
+        seen.sent = {what: (calls, ledger.payload[what], ledger.wire[what])
+                     for what, calls in sorted(ledger.calls.items())}
 
 
 class Flops(TorchDispatchMode):
@@ -135,17 +110,11 @@ class Flops(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname in ("mm", "bmm", "_grouped_mm"):
             self.total += 2 * args[0].numel() * args[1].shape[-1]
-        elif op._opname == "_scaled_dot_product_flash_attention_for_cpu":
-            # two products of [seq, seq]
-            self.total += attention_flops(2, *args[:2], causal=True in args[4:5])
-        elif op._opname == "_scaled_dot_product_flash_attention_for_cpu_backward":
-            # the first once more, and four
-            self.total += attention_flops(5, *args[1:3], causal=True in args[7:8])
+        elif op._opname in ATTENTION:                     # of [batch, heads, seq, head_dim]
+            products, q, causal = ATTENTION[op._opname]
+            whole = products * 2 * args[q].numel() * args[q + 1].shape[2]
+            self.total += whole // (2 if True in args[causal:causal + 1] else 1)
         return op(*args, **(kwargs or {}))
-
-
-def attention_flops(products, q, k, causal):              # [batch, heads, seq, head_dim]
-    return products * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
 
 
 def made_in_forward(memory, actions):

@@ -2,57 +2,40 @@
 
 
 def report(seen, ranks, rank):
-    args, degree = seen.args, {name: size for name, (_, size) in seen.mesh.items()}
-    where = ", ".join(f"{name} {index} of {size}" for name, (index, size) in seen.mesh.items())
-    dp, cp = degree.get("dp", 1), degree.get("cp", 1)
-    micro_batches = args.global_batch_size // (args.micro_batch_size * dp)
-    print(f"rank {rank:,} of {ranks:,}{': ' * bool(where)}{where}\n"
+    args, size = seen.args, {name: size for name, (_, size) in seen.mesh.items()}
+    where = ", ".join(f"{name} {index} of {size[name]}" for name, (index, _) in seen.mesh.items())
+    micro_batches = args.global_batch_size // (args.micro_batch_size * size.get("dp", 1))
+    print(f"rank {rank} of {ranks:,}{': ' * bool(where)}{where}\n"
           f"{args.model}, {str(args.dtype).removeprefix('torch.')}, a training step of {micro_batches} "
           f"micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
-    print_memory(seen)
-    tokens = args.global_batch_size // dp * args.seq_len // cp
+    print(f"{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
+    columns = seen.between, seen.peak, seen.most
+    rows = {kind: [column[kind] for column in columns] for kind in seen.peak}
+    rows["all"] = [sum(column.values()) for column in columns[:2]]
+    for kind, sizes in rows.items():
+        print(f"{kind:<18}" + "".join(f"{size / 2**20:>15,.2f}" for size in sizes))
+    print(f"the peak is {seen.place}\n")
+    tokens = args.global_batch_size // size.get("dp", 1) * args.seq_len // size.get("cp", 1)
     print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens "
           "that this rank works on")
-    if "pp" in degree:
-        print_bubble(seen, degree["pp"], micro_batches)
-    print_sent(seen.sent)
-
-
-def print_memory(seen):
-    print(f"{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
-    for kind in seen.peak:
-        print_row(kind, [column[kind] for column in (seen.between, seen.peak, seen.most)])
-    print_row("all", [sum(column.values()) for column in (seen.between, seen.peak)])
-    print(f"the peak is {seen.place}\n")
-
-
-def print_row(kind, sizes):
-    print(f"{kind:<18}" + "".join(f"{size / 2**20:>15,.2f}" for size in sizes))
+    if "pp" in size:
+        print_bubble(seen, size["pp"], micro_batches)
+    if seen.sent:
+        print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
+    for (dimension, collective), (calls, payload, wire) in seen.sent.items():
+        print(f"{dimension:<16}{collective:<16}{calls:>9,}{payload:>20,}{wire:>20,.0f}")
 
 
 def print_bubble(seen, pp, micro_batches):
-    import schedules
-    args = seen.args
-    events = schedules.simulate(schedules.make(args.schedule, pp, micro_batches, args.stages_per_rank))
+    import schedules                                      # the step's, from step 6 on
+    schedule = schedules.make(seen.args.schedule, pp, micro_batches, seen.args.stages_per_rank)
+    events = schedules.simulate(schedule)
     idle, whole = schedules.bubble(events)[seen.mesh["pp"][0]], max(event.end for event in events)
-    print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
+    print(f"bubble: {seen.args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
           f"the step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")
 
 
-def print_sent(sent):
-    if not sent.calls:
-        return
-    print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
-    for what in sorted(sent.calls):
-        print(f"{what[0]:<16}{what[1]:<16}{sent.calls[what]:>9,}{sent.payload[what]:>20,}"
-              f"{sent.wire[what]:>20,.0f}")
-
-
 def as_json(seen):
-    """Bytes of all at the peak and between steps, and of each kind; the FLOPs; what was sent."""
-    sent = [dict(dimension=what[0], collective=what[1], calls=seen.sent.calls[what],
-                 payload_bytes=seen.sent.payload[what], wire_bytes=seen.sent.wire[what])
-            for what in sorted(seen.sent.calls)]
-    return dict(peak_bytes=sum(seen.peak.values()), between_bytes=sum(seen.between.values()),
-                peak_by_kind=seen.peak, between_by_kind=seen.between, most_by_kind=seen.most,
-                flops=seen.flops, sent=sent)
+    names = "dimension", "collective", "calls", "payload_bytes", "wire_bytes"
+    return dict(peak_bytes=sum(seen.peak.values()), between_bytes=sum(seen.between.values()), flops=seen.flops,
+                sent=[dict(zip(names, (*what, *sizes))) for what, sizes in seen.sent.items()])

@@ -20,31 +20,31 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def one_rank(ranks, rank):
-    """Around the step's main: this process is that rank, and all there is of the others."""
-    import train
+    """Around the step's main: this process is that rank, and all that there is of the others."""
+    import train                                          # of the step whose folder is on the path
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
     def parse(argv):
-        with patch("torch.cuda.is_available", lambda: True):               # on that other machine
+        with patch("torch.cuda.is_available", lambda: True):                       # there
             args = parse_args(argv)
         check(args)
-        for name, instead in no_data(args).items():
+        for name, instead in of_data_and_device(args).items():
             replaced.enter_context(patch(name, instead))
-        args.device, args.steps, args.dataset = "meta", 1, "none.npy"
         replaced.enter_context(NoData())
+        args.device, args.steps, args.dataset = "meta", 1, "none.npy"
         return args
-    replacements = {
+    stand_ins = {
         "train.parse_args": parse,
-        "messages.RANK": 0,                               # it says what any would say
+        "messages.RANK": 0,                               # it speaks for all
+        "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's never is
         "torch.distributed.init_process_group": lambda *_, **__: init_process_group(
-            "fake", rank=rank, world_size=ranks, store=FakeStore()),
-        "torch.distributed.Work.is_completed": lambda work: True}                  # the fake group's never is
-    if hasattr(train, "together"):                        # steps of several ranks
-        replacements["mesh.from_all_ranks"] = lambda value: [value] * ranks
+            "fake", rank=rank, world_size=ranks, store=FakeStore())}
+    if hasattr(train, "together"):                        # not in step 1
+        stand_ins["mesh.from_all_ranks"] = lambda value: [value] * ranks
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
         replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
-        for name, instead in replacements.items():
+        for name, instead in stand_ins.items():
             replaced.enter_context(patch(name, instead))
         yield
 
@@ -53,33 +53,33 @@ def check(args):
     from messages import refuse
     for name in ("init_from", "save", "log_file", "profile", "compile", "checkpoint", "resume"):
         if getattr(args, name, None):
-            refuse(f"a simulation reads, writes and compiles nothing: leave out --{name}")
+            refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
     if args.attention == "flash":
-        refuse("a simulation takes --attention sdpa, which keeps and computes the same")
+        refuse("a dry run takes --attention sdpa, which keeps and computes the same")
 
 
-def no_data(args):
-    """What is not done to meta tensors, or not as it is on a device."""
+def of_data_and_device(args):
+    """{what a meta tensor cannot be given to, or not as on a device: what stands in for it}"""
     from optimizer import Optimizer
     init = Optimizer.__init__
 
     def with_states(optimizer, *inputs):                  # the training step is not to be the first
         init(optimizer, *inputs)
         optimizer.adamw.step()
-    replacements = {
+    stand_ins = {
         "data.open_token_file": lambda path: np.broadcast_to(
             np.uint16(0), args.seq_len * args.global_batch_size + 1),
-        "checkpoint.initial_weight": lambda name, meta, config, args: torch.empty(meta.shape, device="meta"),
+        "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
         "metrics.Metrics.log": lambda *_, **__: None,
         "metrics.print_start": lambda *_: None,
         "model.sdpa": flash_attention,
         "optimizer.Optimizer.__init__": with_states,
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # to AdamW meta is unknown
     if args.device == "cuda":
-        replacements |= {
+        stand_ins |= {
             "torch.nn.functional.rms_norm": lambda x, shape, weight, eps: FusedNorm.apply(x, weight),
             "torch.distributed.reduce_scatter_tensor": keeping_its_input(dist.reduce_scatter_tensor)}
-    return replacements
+    return stand_ins
 
 
 def keeping_its_input(reduce_scatter):
