@@ -1,13 +1,11 @@
 """A dry run: what one rank of many would hold, compute and send in a training step of any of the eight steps.
 
     python tools/simulate 3 8 --rank 7 --zero 3 --json seen.json
-    python tools/simulate 8 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --seq_len 8192 \\
-        --global_batch_size 2048 --micro_batch_size 1
+    python tools/simulate 8 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --seq_len 8192 --global_batch_size 2048
 
-It is the step's own trainer that runs, with the flags that it would be given, but with no memory, GPU or other
-process (stand_ins.py). None of what is printed is worked out: storages are seen to come and go, collectives to
-be called, matrices to be multiplied (observe.py). What a kernel takes for itself, and what NCCL and the
-allocator take, is not seen.
+It is the step's own trainer that runs, with the flags that it would be given, but with no memory, GPU or other process
+(stand_ins.py). None of what is printed is worked out: storages are seen to come and go, collectives to be called, matrices to
+be multiplied (observe.py). What a kernel takes for itself, and what NCCL and the allocator take, is not seen.
 """
 import argparse
 import json
@@ -27,8 +25,8 @@ def refuse(message):
 
 def parse_args():
     """What the tool itself takes; all else is the trainer's."""
-    parser = argparse.ArgumentParser(prog="python tools/simulate", description=__doc__.partition("\n")[0],
-                                     epilog="All other flags are the trainer's.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
+                                     allow_abbrev=False)
     parser.error = refuse
     parser.add_argument("step", metavar="STEP", help="1 to 8")
     parser.add_argument("ranks", metavar="RANKS", type=int, help="how many processes torchrun would start")

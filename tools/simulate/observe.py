@@ -29,8 +29,7 @@ def dry_run(argv, ranks, rank=0, note=lambda *_: None):
 
 @contextlib.contextmanager
 def observed(note=lambda *_: None):
-    """Around the trainer's main. Yields a list, which gets what was seen in each training step; to that
-    note(seen, model, optimizer, mesh) may add."""
+    """Around main. Yields a list, which gets what was seen in each training step; note(seen, model, optimizer, mesh) may add."""
     steps, actions, meshes = [], [], [None]
 
     @contextlib.contextmanager
@@ -48,15 +47,14 @@ def observed(note=lambda *_: None):
 
 
 def noted(actions, meshes):
-    """The trainer's functions that tell what is done. Where there is no pipeline the calls of forward and
-    backward are a stage's actions, and the head is part of B, as it is from step 6 on."""
+    """The functions that tell what is done. Without a pipeline forward and backward are a stage's actions; the head is part of
+    B, as it is from step 6 on."""
     import model
     import train
 
     def around(function, note):
         def call(*inputs):
-            start = time.perf_counter()
-            result = function(*inputs)
+            start, result = time.perf_counter(), function(*inputs)
             note(result, start, *inputs)
             return result
         return call
@@ -66,13 +64,12 @@ def noted(actions, meshes):
     if hasattr(train, "start_mesh"):                      # not in step 1
         yield "train.start_mesh", around(train.start_mesh, lambda mesh, *_: meshes.append(mesh))
     if hasattr(train, "Pipeline"):
-        yield "pipeline_parallel.Pipeline.compute", around(
-            train.Pipeline.compute, lambda _, start, pipeline, action: keep(*action, start))
+        compute = train.Pipeline.compute
+        yield "pipeline_parallel.Pipeline.compute", around(compute, lambda _, start, pipeline, action: keep(*action, start))
     else:
-        yield "model.Decoder.forward", around(
-            model.Decoder.forward, lambda _, start, *__: keep("F", 0, len(actions) // 2, start))
-        yield "torch.Tensor.backward", around(
-            torch.Tensor.backward, lambda *_: keep("B", 0, len(actions) // 2, actions[-1].end))
+        forward, backward = model.Decoder.forward, torch.Tensor.backward
+        yield "model.Decoder.forward", around(forward, lambda _, start, *__: keep("F", 0, len(actions) // 2, start))
+        yield "torch.Tensor.backward", around(backward, lambda *_: keep("B", 0, len(actions) // 2, actions[-1].end))
 
 
 @contextlib.contextmanager
@@ -96,8 +93,7 @@ def observe(model, optimizer, mesh, actions):
     seen.most = {kind: max(column) for kind, column in zip(KINDS, columns)}
     seen.place, seen.flops, seen.actions = place(memory.events[peak][0], actions), flops.total, list(actions)
     if mesh:                                              # {(dimension, collective): calls, payload, on the wire}
-        seen.sent = {what: (calls, ledger.payload[what], ledger.wire[what])
-                     for what, calls in sorted(ledger.calls.items())}
+        seen.sent = {what: (calls, ledger.payload[what], ledger.wire[what]) for what, calls in sorted(ledger.calls.items())}
 
 
 class Flops(TorchDispatchMode):

@@ -5,19 +5,16 @@ def report(seen, ranks, rank):
     args, size = seen.args, {name: size for name, (_, size) in seen.mesh.items()}
     where = ", ".join(f"{name} {index} of {size[name]}" for name, (index, _) in seen.mesh.items())
     micro_batches = args.global_batch_size // (args.micro_batch_size * size.get("dp", 1))
-    print(f"rank {rank} of {ranks:,}{': ' * bool(where)}{where}\n"
-          f"{args.model}, {str(args.dtype).removeprefix('torch.')}, a training step of {micro_batches} "
-          f"micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
+    print(f"rank {rank} of {ranks:,}{': ' * bool(where)}{where}\n{args.model}, {str(args.dtype).removeprefix('torch.')}, a training "
+          f"step of {micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
     print(f"{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
     columns = seen.between, seen.peak, seen.most
-    rows = {kind: [column[kind] for column in columns] for kind in seen.peak}
-    rows["all"] = [sum(column.values()) for column in columns[:2]]
-    for kind, sizes in rows.items():
-        print(f"{kind:<18}" + "".join(f"{size / 2**20:>15,.2f}" for size in sizes))
+    for kind in seen.peak:
+        print(f"{kind:<18}" + "".join(f"{column[kind] / 2**20:>15,.2f}" for column in columns))
+    print(f"{'all':<18}" + "".join(f"{sum(column.values()) / 2**20:>15,.2f}" for column in columns[:2]))
     print(f"the peak is {seen.place}\n")
     tokens = args.global_batch_size // size.get("dp", 1) * args.seq_len // size.get("cp", 1)
-    print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens "
-          "that this rank works on")
+    print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
     if "pp" in size:
         print_bubble(seen, size["pp"], micro_batches)
     if seen.sent:

@@ -1,8 +1,8 @@
 """What takes data, other processes or a device is replaced by what does not.
 
-Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process
-group is its `fake` one, in which a collective is over at once. The kernels are CUDA's, with --device cpu the
-CPU's; they differ in what the norms keep, and collectives in whether they hold on to their input.
+Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process group is its
+`fake` one, in which a collective is over at once. The kernels are CUDA's, with --device cpu the CPU's; they differ in what the
+norms keep, and collectives in whether they hold on to their input.
 """
 import contextlib
 import os
@@ -24,12 +24,15 @@ def one_rank(ranks, rank):
     import train                                          # of the step whose folder is on the path
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
+    def replace(stand_ins):
+        for name, instead in stand_ins.items():
+            replaced.enter_context(patch(name, instead))
+
     def parse(argv):
         with patch("torch.cuda.is_available", lambda: True):                       # there
             args = parse_args(argv)
         check(args)
-        for name, instead in of_data_and_device(args).items():
-            replaced.enter_context(patch(name, instead))
+        replace(of_data_and_device(args))
         replaced.enter_context(NoData())
         args.device, args.steps, args.dataset = "meta", 1, "none.npy"
         return args
@@ -37,15 +40,14 @@ def one_rank(ranks, rank):
         "train.parse_args": parse,
         "messages.RANK": 0,                               # it speaks for all
         "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's never is
-        "torch.distributed.init_process_group": lambda *_, **__: init_process_group(
-            "fake", rank=rank, world_size=ranks, store=FakeStore())}
+        "torch.distributed.init_process_group":
+            lambda *_, **__: init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())}
     if hasattr(train, "together"):                        # not in step 1
         stand_ins["mesh.from_all_ranks"] = lambda value: [value] * ranks
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
         replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
-        for name, instead in stand_ins.items():
-            replaced.enter_context(patch(name, instead))
+        replace(stand_ins)
         yield
 
 
@@ -54,8 +56,7 @@ def check(args):
     for name in ("init_from", "save", "log_file", "profile", "compile", "checkpoint", "resume"):
         if getattr(args, name, None):
             refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
-    if args.attention == "flash":
-        refuse("a dry run takes --attention sdpa, which keeps and computes the same")
+    args.attention == "sdpa" or refuse("a dry run takes --attention sdpa, which keeps and computes the same")
 
 
 def of_data_and_device(args):
@@ -67,8 +68,7 @@ def of_data_and_device(args):
         init(optimizer, *inputs)
         optimizer.adamw.step()
     stand_ins = {
-        "data.open_token_file": lambda path: np.broadcast_to(
-            np.uint16(0), args.seq_len * args.global_batch_size + 1),
+        "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
         "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
         "metrics.Metrics.log": lambda *_, **__: None,
         "metrics.print_start": lambda *_: None,
@@ -76,9 +76,8 @@ def of_data_and_device(args):
         "optimizer.Optimizer.__init__": with_states,
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # to AdamW meta is unknown
     if args.device == "cuda":
-        stand_ins |= {
-            "torch.nn.functional.rms_norm": lambda x, shape, weight, eps: FusedNorm.apply(x, weight),
-            "torch.distributed.reduce_scatter_tensor": keeping_its_input(dist.reduce_scatter_tensor)}
+        stand_ins["torch.nn.functional.rms_norm"] = lambda x, shape, weight, eps: FusedNorm.apply(x, weight)
+        stand_ins["torch.distributed.reduce_scatter_tensor"] = keeping_its_input(dist.reduce_scatter_tensor)
     return stand_ins
 
 
@@ -118,12 +117,6 @@ class NoData(TorchDispatchMode):
         if op == aten.sort.stable:                        # puts rows in the order of their experts
             self.rows = x.numel()
         if op == aten._to_copy.default and x.is_meta and kwargs.get("device") == torch.device("cpu"):
-            return balanced(self.rows, x.shape[-1]).expand(x.shape)
-        if op == aten._local_scalar_dense.default and x.is_meta:
-            return 0
-        return op(*args, **(kwargs or {}))
-
-
-def balanced(rows, parts):
-    """Counts of rows, the same for every expert, or rank; or nearly so, and experts add up to their rank."""
-    return (torch.arange(parts + 1) * rows // parts).diff()
+            # as many for every expert, or rank; or nearly so, and experts add up to their rank
+            return (torch.arange(x.shape[-1] + 1) * self.rows // x.shape[-1]).diff().expand(x.shape)
+        return 0 if op == aten._local_scalar_dense.default and x.is_meta else op(*args, **(kwargs or {}))
