@@ -321,7 +321,7 @@ def dry_run(c, model, l, steps=1000, lr=3e-4):
     """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
     rank = fullest(c, l)[0] * (l.gpus // l.pp) + (l.cp - 1) * l.tp
     flags = train_flags(model, l, steps, lr)
-    return f"python step08_5d/train.py --dry_run {l.gpus} --dry_run_rank {rank} {flags}"
+    return f"python tools/simulate 8 {l.gpus} --rank {rank} {flags}"
 
 
 # ---------------------------------------------------------------------- for programs

@@ -9,7 +9,7 @@ import os
 from typing import NamedTuple
 
 import trainer
-from trainer import MOST, Refused, refuse
+from trainer import MOST, refuse
 
 
 class Model(NamedTuple):
@@ -53,7 +53,14 @@ def load(name):
 def folder_of(name):
     if os.path.isfile(name):
         refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
-    return trainer.local_folder("--model", name)
+    if os.path.isdir(name):
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+        return snapshot_download(name, allow_patterns=["config.json"])
+    except Exception as error:
+        refuse(f"--model {name}: no such directory, and the hub gave none ({type(error).__name__}); "
+               f"the presets are {', '.join(PRESETS)}")
 
 
 def one_line(error):
@@ -97,9 +104,9 @@ def read(raw, where):
 def trainers_refusal(raw):
     """In its own words; empty if it takes the model."""
     try:
-        trainer.check_config(trainer.from_hugging_face(raw, ""), "")
-    except Refused as refused:
-        return one_line(refused).removeprefix("--model : ")
+        trainer.from_hugging_face(trainer.as_transformers_reads(raw))
+    except ValueError as error:
+        return one_line(error)
     except Exception as error:                            # a file may hold anything
         return f"not a config.json of a Llama ({type(error).__name__}: {one_line(error)})"
     return ""

@@ -46,11 +46,11 @@ def impossible(c, l):
     batch = l.dp * l.micro_batch * l.accumulation
     if batch >= trainer.MOST:
         return f"a batch of {batch:,} sequences; the trainer takes fewer than {trainer.MOST:,}"
+    filled_in = l if l.pp > 1 else l._replace(schedule="1f1b")             # as the trainer's parse_args does
     args = SimpleNamespace(
-        **l._asdict(), global_batch_size=batch,
-        micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag", device="cuda", dtype="bfloat16",
-        balance=None, init_from=None, save=None)
-    args.stages_per_rank = l.virtual if l.schedule == "interleaved" and l.pp > 1 else None
+        **filled_in._asdict(), global_batch_size=batch, stages_per_rank=filled_in.stages_per_rank,
+        micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag" if l.cp > 1 else "ring", device="cuda",
+        dtype="bfloat16", attention="sdpa")
     try:
         trainer.check_tensor_parallel(args, c)
         trainer.check_context_parallel(args, c)

@@ -1,13 +1,11 @@
-"""Step 8's --dry_run: what it says of a run without running it is what is seen when it runs."""
-import contextlib
+"""tools/simulate: what it says of a run without running it is what is seen when it runs."""
+import json
 import re
-from types import SimpleNamespace
-from unittest.mock import patch
+import sys
 
 import pytest
 from harness import Refused
-from jobs import main_job
-from steps import clean_environment, run, step_dir
+from steps import NAMES, ROOT, clean_environment, run
 
 STEP = "step08_5d"
 SHAPE = "--device cpu --seq_len 64 --global_batch_size 16 --steps 2"
@@ -31,35 +29,32 @@ def storage_bytes(tensors):
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def plain(seen):
-    return SimpleNamespace(between=seen.between, peak=seen.peak, most=seen.most, place=seen.place, flops=seen.flops,
-                           calls=dict(seen.sent.calls), payload=dict(seen.sent.payload))
-
-
 def real_job(argv):
     """The second training step as it is, but for a router that gives every expert as many tokens."""
-    import dry_run
+    import contextlib
+    from unittest.mock import patch
+
     import torch
     import train
-    from expert_parallel import Balance
-    choose, steps = Balance.choose, []
+    from simulate.observe import observed
 
-    def choose_evenly(self, i, scores):
-        expert = choose(self, i, scores)
-        return expert.copy_((torch.arange(expert.numel()) % scores.shape[-1]).view_as(expert))
-
-    @contextlib.contextmanager
-    def watch(model, optimizer, pipeline, mesh, args):
-        with dry_run.observe(model, optimizer, pipeline, mesh) as seen:
-            yield
-        steps.append(plain(seen))
+    def state(seen, model, optimizer, mesh):
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        steps[-1].state = {"parameters": storage_bytes([*model.parameters(), *optimizer.params]),
-                           "gradients": storage_bytes(optimizer.grads),
-                           "optimizer states": storage_bytes(states + optimizer.masters * (args.dtype is torch.bfloat16))}
+        seen.state = {"parameters": storage_bytes([*model.parameters(), *optimizer.params]),
+                      "gradients": storage_bytes(optimizer.grads),
+                      "optimizer states": storage_bytes(states + optimizer.masters * (seen.args.dtype is torch.bfloat16))}
     finished = lambda work: work.wait() or True           # of a send gloo says so only when it has been waited for
-    with (patch("train.watch", watch), patch("torch.distributed.Work.is_completed", finished),
-          patch("expert_parallel.Balance.choose", choose_evenly)):
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(patch("torch.distributed.Work.is_completed", finished))
+        if hasattr(train, "expert_parallel"):
+            from expert_parallel import Balance
+            choose = Balance.choose
+
+            def choose_evenly(self, i, scores):
+                expert = choose(self, i, scores)
+                return expert.copy_((torch.arange(expert.numel()) % scores.shape[-1]).view_as(expert))
+            replaced.enter_context(patch("expert_parallel.Balance.choose", choose_evenly))
+        steps = replaced.enter_context(observed(state))
         train.main(argv)
     return steps[1]
 
@@ -68,36 +63,82 @@ def dry_job(argv):
     """Each worker plays the rank that it is."""
     import os
 
-    import train
-    kept = []
-    with patch("dry_run.report", lambda seen, *_: kept.append(plain(seen))):
-        train.main([*argv, "--dry_run", os.environ["WORLD_SIZE"], "--dry_run_rank", os.environ["RANK"]])
-    return kept[0]
+    from simulate.observe import dry_run
+    return dry_run(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
 
 
 # ---------------------------------------------------------------------------------------------- against reality
 @pytest.mark.parametrize("layout", [
     pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 8) else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
 def test_says_what_is_seen_in_a_real_run(pool, layout):
-    dry = pool.call(dry_job, STEP, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
+    assert_what_is_seen(pool, STEP, layout)
+
+
+@pytest.mark.parametrize("step, layout", [
+    pytest.param("step02_dp", "--model tiny --dtype float32 --dp_mode overlap --micro_batch_size 1", marks=pytest.mark.slow),
+    pytest.param("step03_zero", "--model tiny --dtype bfloat16 --zero 3 --zero_shard 4 --micro_batch_size 2",
+                 marks=pytest.mark.slow),
+    pytest.param("step05_cp", "--model tiny --dtype float32 --cp 2 --tp 2 --zero 2 --recompute selective --micro_batch_size 4",
+                 marks=pytest.mark.slow)])
+def test_says_it_of_steps_without_a_pipeline(pool, step, layout):
+    assert_what_is_seen(pool, step, layout)
+
+
+def assert_what_is_seen(pool, step, layout):
+    dry = pool.call(dry_job, step, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
     # gloo's threads may let go of a tensor late, so that more is seen than there is
     for last_try in (False, False, True):
-        real = pool.call(real_job, STEP, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
+        real = pool.call(real_job, step, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
         if last_try or all(map(same_memory, dry, real)):
             break
     for rank, (said, seen) in enumerate(zip(dry, real)):
         for kind in ("parameters", "gradients", "optimizer states"):
             assert said.between[kind] == seen.between[kind] == seen.state[kind] > 0, f"{kind}, rank {rank}"
             assert said.most[kind] == seen.most[kind], f"{kind}, rank {rank}"
-        assert said.calls == seen.calls and said.payload == seen.payload, f"rank {rank}"
+        assert calls_and_payload(said) == calls_and_payload(seen) != {}, f"rank {rank}"
         assert said.flops == seen.flops, f"rank {rank}"
+        assert [action[:3] for action in said.actions] == [action[:3] for action in seen.actions]
         assert same_memory(said, seen), f"rank {rank}: said {said.most}, {said.peak}; seen {seen.most}, {seen.peak}"
+
+
+def calls_and_payload(seen):
+    return {what: sizes[:2] for what, sizes in seen.sent.items()}
 
 
 def same_memory(said, seen):
     """Activations within 2%; of all at the peak 5%, since gradients on their way are among those that gloo lets go late."""
     return (said.most["activations"] == pytest.approx(seen.most["activations"], rel=0.02) and
             sum(said.peak.values()) == pytest.approx(sum(seen.peak.values()), rel=0.05))
+
+
+# of one layout all steps that have it hold, compute and send the same
+ALIKE = {1: ["", "--dtype float32 --device cpu --recompute full"],
+         2: ["--dp 2", "--dp 2 --dp_mode overlap --device cpu"],
+         3: ["--zero 1", "--zero 3 --zero_shard 2 --recompute selective"],
+         4: ["--tp 2 --zero 1 --micro_batch_size 4", "--tp 2 --sp off --device cpu"],
+         5: ["--cp 2 --tp 2 --zero 2", "--cp 2 --cp_mode allgather --recompute full --zero 3"],
+         6: ["--pp 2 --schedule zerobubble --tp 2"],
+         7: ["--model tiny-moe --ep 2 --pp 2 --zero 1"]}
+
+
+@pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow] * (step not in (3, 5))) for step in ALIKE])
+def test_a_step_has_what_step_8_has(pool, step):
+    for flags in ALIKE[step]:
+        world = 1 if step == 1 else 4 if "dp 2" not in flags else 2
+        argv = f"--seq_len 64 --global_batch_size 16 {flags}".split()
+        early, late = (pool.call(dry_job, folder, world=world, argv=argv) for folder in (NAMES[step - 1], STEP))
+        for one, other in zip(early, late):
+            assert (one.flops, one.place, sizes_of(one)) == (other.flops, other.place, sizes_of(other)), flags
+            kept_loss = 4 if step < 6 else 0              # float32: the pipeline has the last step's, from step 6 on
+            for ours, theirs in ((one.between, other.between), (one.most, other.most), (one.peak, other.peak)):
+                assert {**ours, "activations": 0, "rest": 0} == {**theirs, "activations": 0, "rest": 0}, flags
+                for kind in ("activations", "rest"):
+                    assert 0 <= theirs[kind] - ours[kind] <= kept_loss, (flags, kind)
+
+
+def sizes_of(seen):
+    """Of one process step 8's collectives go nowhere; step 1 has none."""
+    return [sizes for sizes in seen.sent.values() if sizes[2]]
 
 
 @pytest.mark.slow
@@ -120,13 +161,15 @@ def test_norms_keep_less_with_the_kernels_of_cuda(pool):
 
 
 # ---------------------------------------------------------------------------------------------- nobody waits for the device
-def waits_job(argv):
+def waits_job(argv, ranks):
     """The operations of a training step for whose result the host would have to wait, were the device a GPU."""
-    import dry_run
+    import contextlib
+    from unittest.mock import patch
+
     import torch
-    import train
+    from simulate.observe import dry_run
     from torch.utils._python_dispatch import TorchDispatchMode
-    aten, asked, watch = torch.ops.aten, [], dry_run.watch
+    aten, asked = torch.ops.aten, []
     waits = {aten.bincount.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default,
              aten._local_scalar_dense.default}
 
@@ -141,11 +184,11 @@ def waits_job(argv):
             return op(*args, **kwargs)
 
     @contextlib.contextmanager
-    def watch_step(*args):
-        with watch(*args), Waits():
+    def ledger_and_waits(*args):                          # what is last in the loop's `with`: it sees the step alone
+        with Waits():
             yield
-    with patch("train.watch", watch_step), patch("dry_run.report", lambda *_: None):
-        train.main(argv)
+    with patch("train.ledger", ledger_and_waits):
+        dry_run(argv, ranks, ranks // 2)
     return set(map(str, asked))
 
 
@@ -154,14 +197,14 @@ def test_the_host_waits_only_for_the_counts_of_rows(pool, layout):
     """The log comes after the step. In it a GPU has always something to do, but for all-to-alls, whose buffers the host has to
     make."""
     ranks = 1 if layout in ALONE else 8
-    argv = f"--seq_len 64 --global_batch_size 16 {layout} --dry_run {ranks} --dry_run_rank {ranks // 2}".split()
-    assert pool.call(waits_job, STEP, argv=argv) == [{"aten._to_copy.default"} if "--ep" in layout else set()]
+    argv = f"--seq_len 64 --global_batch_size 16 {layout}".split()
+    assert pool.call(waits_job, STEP, argv=argv, ranks=ranks) == [{"aten._to_copy.default"} if "--ep" in layout else set()]
 
 
 # ---------------------------------------------------------------------------------------------- what it prints
-def dry_run(flags, timeout=300):
+def printed(words, timeout=300):
     """What the command prints, and its table of memory: {kind: MiB between steps, at the peak, at most}."""
-    status, output = run([clean_environment()["PYTHON"], "train.py", *flags.split()], cwd=step_dir(STEP), timeout=timeout)
+    status, output = run([clean_environment()["PYTHON"], "tools/simulate", *words.split()], cwd=ROOT, timeout=timeout)
     assert status == 0, output
     number = r" +([\d,]+\.\d\d)"
     rows = re.findall(f"^([a-z][a-z ]*?){number}{number}(?:{number})?$", output, re.MULTILINE)
@@ -170,8 +213,8 @@ def dry_run(flags, timeout=300):
 
 @pytest.mark.slow
 def test_prints_what_a_rank_would_take():
-    output, memory = dry_run("--dry_run 8 --dry_run_rank 7 --tp 2 --pp 2 --micro_batch_size 2 --zero 1")
-    assert "dry run of rank 7 of 8: pp 1 of 2, dp 1 of 2, cp 0 of 1, tp 1 of 2" in output
+    output, memory = printed("8 8 --rank 7 --tp 2 --pp 2 --micro_batch_size 2 --zero 1")
+    assert output.startswith("rank 7 of 8: pp 1 of 2, dp 1 of 2, cp 0 of 1, tp 1 of 2\n")
     assert "tiny, bfloat16, a training step of 4 micro-batches of 2 x 128 tokens" in output
     assert list(memory) == ["parameters", "optimizer states", "gradients", "activations", "rest", "all"]
     for column in (0, 1):
@@ -186,23 +229,58 @@ def test_prints_what_a_rank_would_take():
     assert "step 1/1" not in output                       # no loss, since there is none
 
 
-@pytest.mark.parametrize("more, message", [
-    ("--dry_run 12 --tp 8", r"pp\(1\) x dp\(1\) x cp\(1\) x tp\(8\) != world size \(12\)"),
-    ("--dry_run 0", "--dry_run 0: the number of ranks must be at least 1"),
-    ("--dry_run many", "--dry_run: invalid int value: 'many'"),
-    ("--dry_run 8 --dry_run_rank 8", "--dry_run_rank 8: of 8 ranks the last is 7"),
-    ("--dry_run 8 --save out", "leave out --save"),
-    ("--dry_run 8 --attention flash", "takes --attention sdpa")])
-def test_refused_in_one_line(pool, more, message):
-    with pytest.raises(Refused, match=message) as refused:
-        pool.call(main_job, STEP, argv=more.split())
-    assert len(str(refused.value).strip().splitlines()) == 1
+@pytest.mark.slow
+def test_of_step_1_there_is_one_process_and_no_bytes(tmp_path):
+    output, memory = printed(f"1 1 --json {tmp_path}/seen.json")
+    assert output.startswith("rank 0 of 1\ntiny, bfloat16") and "dimension" not in output and "bubble" not in output
+    assert re.search(r"the peak is in [FB]\d of stage 0, action \d+ of 16", output)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen.keys() == {"peak_bytes", "between_bytes", "flops", "sent"} and seen["sent"] == []
+    assert f"{seen['flops']:.4e} FLOPs" in output
+    assert memory["all"] == [round(seen[name] / 2**20, 2) for name in ("between_bytes", "peak_bytes")]
+
+
+@pytest.mark.slow
+def test_numbers_for_programs(tmp_path):
+    output, _ = printed(f"8 4 --tp 2 --zero 1 --json {tmp_path}/seen.json")
+    sent = {(one.pop("dimension"), one.pop("collective")): one for one in json.loads((tmp_path / "seen.json").read_text())["sent"]}
+    assert ("tp", "all_gather") in sent
+    for (dimension, collective), one in sent.items():
+        row = f"{one['calls']:,} {one['payload_bytes']:,} {one['wire_bytes']:,.0f}".replace(" ", " +")
+        assert re.search(f"^{dimension} +{collective} +{row}$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words, message", [
+    ("8 12 --tp 8", "pp(1) x dp(1) x cp(1) x tp(8) != world size (12)"),
+    ("9 1", "STEP 9: the steps are 1 to 8"),
+    ("1 2", "RANKS 2: there must be at least 1, and step 1 has no more"), ("8 0", "RANKS 0: there must be at least 1"),
+    ("8 many", "argument RANKS: invalid int value: 'many'"), ("8", "the following arguments are required: RANKS"),
+    ("8 8 --rank 8", "--rank 8: of 8 ranks the last is 7"), ("8 8 --rank -1", "--rank -1: of 8 ranks"),
+    ("3 8 --rank 3 --tp 2", "unrecognized arguments: --tp 2"),
+    ("8 8 --rank 5 --attention flash", "takes --attention sdpa"),
+    ("8 8 --json nowhere/seen.json", "--json nowhere/seen.json: cannot be written (No such file or directory)"),
+    *((f"8 8 --rank 2 {flag}", f"leave out {flag.split()[0]}") for flag in (
+        "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out", "--compile"))])
+def test_refused_in_one_line(pool, words, message):
+    """As in a process of its own, which takes longer to start."""
+    with pytest.raises(Refused) as refused:
+        pool.call(command_job, STEP if words[0] == "9" else NAMES[int(words[0]) - 1], words=words.split())
+    said = str(refused.value).strip()
+    assert said.splitlines()[-1].startswith("error: ") and message in said and said.count("error: ") == 1
+    assert "Traceback" not in said
+
+
+def command_job(words):
+    import runpy
+    from unittest.mock import patch
+    with patch.object(sys, "argv", ["simulate", *words]), patch.object(sys, "path", ["", *sys.path]):
+        runpy.run_path(str(ROOT / "tools/simulate"), run_name="__main__")
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("more", ["--seq_len 8192 --global_batch_size 2048", "--cp 16 --seq_len 131072 --global_batch_size 128"])
 def test_a_large_model_on_16384_ranks(more):
-    output, memory = dry_run(f"--dry_run 16384 --model llama-405b --tp 8 --pp 16 --zero 1 --micro_batch_size 1 {more}", timeout=900)
+    output, memory = printed(f"8 16384 --model llama-405b --tp 8 --pp 16 --zero 1 --micro_batch_size 1 {more}", timeout=900)
     hidden, mlp, kv, vocabulary = 16384, 53248, 1024, 128256
     layer = (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * mlp) // 8 + 2 * hidden
     weights = vocabulary * hidden // 8 + 7 * layer        # the first stage: the embedding counts as one of its eight

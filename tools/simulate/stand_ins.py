@@ -1,0 +1,122 @@
+"""What takes data, other processes or a device is replaced by what does not.
+
+Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process group is its
+`fake` one, in which a collective is over at once. The kernels are CUDA's, with --device cpu the CPU's; they differ in what the
+norms keep, and collectives in whether they hold on to their input.
+"""
+import contextlib
+import os
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def one_rank(ranks, rank):
+    """Around the step's main: this process is that rank, and all that there is of the others."""
+    import train                                          # of the step whose folder is on the path
+    parse_args, init_process_group = train.parse_args, dist.init_process_group
+
+    def replace(stand_ins):
+        for name, instead in stand_ins.items():
+            replaced.enter_context(patch(name, instead))
+
+    def parse(argv):
+        with patch("torch.cuda.is_available", lambda: True):                       # there
+            args = parse_args(argv)
+        check(args)
+        replace(of_data_and_device(args))
+        replaced.enter_context(NoData())
+        args.device, args.steps, args.dataset = "meta", 1, "none.npy"
+        return args
+    stand_ins = {
+        "train.parse_args": parse,
+        "messages.RANK": 0,                               # it speaks for all
+        "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's never is
+        "torch.distributed.init_process_group":
+            lambda *_, **__: init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())}
+    if hasattr(train, "together"):                        # not in step 1
+        stand_ins["mesh.from_all_ranks"] = lambda value: [value] * ranks
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
+        replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
+        replace(stand_ins)
+        yield
+
+
+def check(args):
+    from messages import refuse
+    for name in ("init_from", "save", "log_file", "profile", "compile", "checkpoint", "resume"):
+        if getattr(args, name, None):
+            refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
+    args.attention == "sdpa" or refuse("a dry run takes --attention sdpa, which keeps and computes the same")
+
+
+def of_data_and_device(args):
+    """{what a meta tensor cannot be given to, or not as on a device: what stands in for it}"""
+    from optimizer import Optimizer
+    init = Optimizer.__init__
+
+    def with_states(optimizer, *inputs):                  # the training step is not to be the first
+        init(optimizer, *inputs)
+        optimizer.adamw.step()
+    stand_ins = {
+        "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
+        "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
+        "metrics.Metrics.log": lambda *_, **__: None,
+        "metrics.print_start": lambda *_: None,
+        "model.sdpa": flash_attention,
+        "optimizer.Optimizer.__init__": with_states,
+        "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # to AdamW meta is unknown
+    if args.device == "cuda":
+        stand_ins["torch.nn.functional.rms_norm"] = lambda x, shape, weight, eps: FusedNorm.apply(x, weight)
+        stand_ins["torch.distributed.reduce_scatter_tensor"] = keeping_its_input(dist.reduce_scatter_tensor)
+    return stand_ins
+
+
+def keeping_its_input(reduce_scatter):
+    """nccl's has its input until it is waited for. gloo's copies it, the fake group lets it go at once."""
+    def start(output, input, group, async_op=False):
+        work = reduce_scatter(output, input, group=group, async_op=async_op)
+        return work and SimpleNamespace(wait=work.wait, input=input)
+    return start
+
+
+def flash_attention(q, k, v):                             # [batch, seq, heads, head_dim]
+    """The kernel that sdpa takes on a real device. On meta it would take one that makes all the scores."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0].transpose(1, 2)
+
+
+class FusedNorm(torch.autograd.Function):
+    """What CUDA's kernel keeps: the input, and a float32 per token. On the CPU, and on meta, more is kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=dtype))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
+
+
+class NoData(TorchDispatchMode):
+    """Answers the operations whose result depends on data: those of a router of experts, and of the log."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        x = args[0] if args else None
+        if op == aten.sort.stable:                        # puts rows in the order of their experts
+            self.rows = x.numel()
+        if op == aten._to_copy.default and x.is_meta and kwargs.get("device") == torch.device("cpu"):
+            # as many for every expert, or rank; or nearly so, and experts add up to their rank
+            return (torch.arange(x.shape[-1] + 1) * self.rows // x.shape[-1]).diff().expand(x.shape)
+        return 0 if op == aten._local_scalar_dense.default and x.is_meta else op(*args, **(kwargs or {}))
