@@ -246,8 +246,9 @@ def make_units(model, mesh, args):
     layers = ([layer] for layer in decoder.layers.values())
     for modules in ([decoder.embed_tokens], *layers, [decoder.norm, model.lm_head]):
         params = [param for module in modules if module for param in module.parameters()]
-        if params:                                        # else another stage has them
-            {1: Unit, 2: Unit2, 3: Unit3}[args.zero](modules, params, shards, args)
+        if not params:                                    # another stage has them
+            continue
+        {1: Unit, 2: Unit2, 3: Unit3}[args.zero](modules, params, shards, args)
 
 
 def units_of(model):

@@ -84,7 +84,7 @@ def parse_args(argv=None):
     args.zero_shard = args.zero_shard or args.dp * args.cp
     args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                  # one part has no halves
     args.balance = args.balance or ("none" if args.init_from else "bias")
-    args.first_step = 0                                   # checkpoints.load may go on from a later one
+    args.first_step = 0                                   # step 8 goes on from a later one
     return args
 
 
