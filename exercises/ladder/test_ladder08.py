@@ -726,6 +726,10 @@ def test_what_must_not_be_lost(pool, tmp_path):
         assert sum(t.numel() for t in in_file.values()) == sum(t.numel() for t in weights.values()), \
             f"{shape}, one process: state should have all weights, and has {sorted(in_file)}"
         assert (biases is not None) == (shape != "dense-2"), f"{shape}: balance.bias belongs to models with experts; it is {biases}"
+        if biases is not None:
+            keys = {key: list(box.shape) for key, box in one[0]["after"].items() if key.startswith("balance")}
+            expected = {f"balance.bias[{layer}, 0]": [1, biases.shape[-1]] for layer in range(2)}
+            assert keys == expected, f"{shape}, one process: of balance.bias the boxes and their shapes are {expected}, not {keys}"
         ends = {name[name.index(".exp_avg"):] for name in whole(one, "after") if ".exp_avg" in name}
         assert ends == {".exp_avg", ".exp_avg_sq"}, f"{shape}: averages' names should end in .exp_avg and .exp_avg_sq, not {ends}"
         for when in ("before", "after"):
