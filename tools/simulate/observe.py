@@ -22,19 +22,21 @@ ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
 def dry_run(argv, ranks, rank=0, note=lambda *_: None):
     """What that rank sees in a training step."""
     import train
-    with one_rank(ranks, rank), observed(note) as steps:
+    states = lambda optimizer: optimizer.adamw.step()     # makes them: the training step is not to be the first
+    with one_rank(ranks, rank), observed(note, states) as steps:
         train.main(argv)
     return steps[0]
 
 
 @contextlib.contextmanager
-def observed(note=lambda *_: None):
+def observed(note=lambda *_: None, before=lambda optimizer: None):
     """Around main. Yields a list, which gets what was seen in each training step; note(seen, model, optimizer, mesh) may add."""
     steps, actions, meshes = [], [], [None]
 
     @contextlib.contextmanager
     def step(profiler, _):
         actions.clear()
+        before(profiler.optimizer)
         with observe(profiler.model, profiler.optimizer, meshes[-1], actions) as seen:
             yield
         seen.args = profiler.args
@@ -92,16 +94,13 @@ def observe(model, optimizer, mesh, actions):
     seen.peak, seen.between = (dict(zip(KINDS, [column[row] for column in columns])) for row in (peak, -1))
     seen.most = {kind: max(column) for kind, column in zip(KINDS, columns)}
     seen.place, seen.flops, seen.actions = place(memory.events[peak][0], actions), flops.total, list(actions)
-    if mesh:                                              # {(dimension, collective): calls, payload, on the wire}
-        seen.sent = {what: (calls, ledger.payload[what], ledger.wire[what]) for what, calls in sorted(ledger.calls.items())}
+    for what in sorted(getattr(ledger, "calls", ())):     # dimension and collective
+        seen.sent[what] = ledger.calls[what], ledger.payload[what], ledger.wire[what]
 
 
 class Flops(TorchDispatchMode):
     """Two for every multiplication of a matrix product; a causal attention kernel leaves out half."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
+    total = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname in ("mm", "bmm", "_grouped_mm"):
@@ -127,6 +126,5 @@ def made_in_forward(memory, actions):
 def place(seconds, actions):
     for i, (kind, stage, micro_batch, start, end) in enumerate(actions, 1):
         if seconds <= end:
-            when = "in" if seconds >= start else "before"
-            return f"{when} {kind}{micro_batch} of stage {stage}, action {i} of {len(actions)}"
+            return f"{'in' if seconds >= start else 'before'} {kind}{micro_batch} of stage {stage}, action {i} of {len(actions)}"
     return "after the last backward, in the sums of gradients or the optimizer"

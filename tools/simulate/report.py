@@ -5,8 +5,8 @@ def report(seen, ranks, rank):
     args, size = seen.args, {name: size for name, (_, size) in seen.mesh.items()}
     where = ", ".join(f"{name} {index} of {size[name]}" for name, (index, _) in seen.mesh.items())
     micro_batches = args.global_batch_size // (args.micro_batch_size * size.get("dp", 1))
-    print(f"rank {rank} of {ranks:,}{': ' * bool(where)}{where}\n{args.model}, {str(args.dtype).removeprefix('torch.')}, a training "
-          f"step of {micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
+    print(f"rank {rank} of {ranks:,}{': ' * bool(where)}{where}\n{args.model}, {str(args.dtype).removeprefix('torch.')}, "
+          f"a training step of {micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
     print(f"{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
     columns = seen.between, seen.peak, seen.most
     for kind in seen.peak:
@@ -25,8 +25,7 @@ def report(seen, ranks, rank):
 
 def print_bubble(seen, pp, micro_batches):
     import schedules                                      # the step's, from step 6 on
-    schedule = schedules.make(seen.args.schedule, pp, micro_batches, seen.args.stages_per_rank)
-    events = schedules.simulate(schedule)
+    events = schedules.simulate(schedules.make(seen.args.schedule, pp, micro_batches, seen.args.stages_per_rank))
     idle, whole = schedules.bubble(events)[seen.mesh["pp"][0]], max(event.end for event in events)
     print(f"bubble: {seen.args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
           f"the step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LEFT_OUT = "init_from", "save", "log_file", "profile", "compile", "checkpoint", "resume"
 aten = torch.ops.aten
 
 
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 def one_rank(ranks, rank):
     """Around the step's main: this process is that rank, and all that there is of the others."""
     import train                                          # of the step whose folder is on the path
+    from messages import refuse
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
     def replace(stand_ins):
@@ -31,7 +33,9 @@ def one_rank(ranks, rank):
     def parse(argv):
         with patch("torch.cuda.is_available", lambda: True):                       # there
             args = parse_args(argv)
-        check(args)
+        for name in LEFT_OUT:
+            getattr(args, name, None) and refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
+        args.attention == "sdpa" or refuse("a dry run takes --attention sdpa, which keeps and computes the same")
         replace(of_data_and_device(args))
         replaced.enter_context(NoData())
         args.device, args.steps, args.dataset = "meta", 1, "none.npy"
@@ -51,29 +55,14 @@ def one_rank(ranks, rank):
         yield
 
 
-def check(args):
-    from messages import refuse
-    for name in ("init_from", "save", "log_file", "profile", "compile", "checkpoint", "resume"):
-        if getattr(args, name, None):
-            refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
-    args.attention == "sdpa" or refuse("a dry run takes --attention sdpa, which keeps and computes the same")
-
-
 def of_data_and_device(args):
     """{what a meta tensor cannot be given to, or not as on a device: what stands in for it}"""
-    from optimizer import Optimizer
-    init = Optimizer.__init__
-
-    def with_states(optimizer, *inputs):                  # the training step is not to be the first
-        init(optimizer, *inputs)
-        optimizer.adamw.step()
     stand_ins = {
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
         "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
         "metrics.Metrics.log": lambda *_, **__: None,
         "metrics.print_start": lambda *_: None,
         "model.sdpa": flash_attention,
-        "optimizer.Optimizer.__init__": with_states,
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # to AdamW meta is unknown
     if args.device == "cuda":
         stand_ins["torch.nn.functional.rms_norm"] = lambda x, shape, weight, eps: FusedNorm.apply(x, weight)
@@ -100,8 +89,8 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=dtype))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=wide))
         return torch.empty_like(x)
 
     @staticmethod
