@@ -204,8 +204,9 @@ class Unit3(Unit2):
             self.gather()
 
     def start_reduce(self):
-        if not self.keep:
-            self.release()                                # the unit's backward is over
+        if self.keep:
+            return super().start_reduce()
+        self.release()                                    # the unit's backward is over
         return super().start_reduce()
 
 
