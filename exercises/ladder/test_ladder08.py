@@ -819,6 +819,7 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     a box is not filled, sets Adam's "step" to the number of steps that are done, and the parameters to their masters. A run of
     two ranks with --ep 2 and ZeRO-2, resumed after two steps by two ranks with --tp 2, has the losses, norms and weights of one
     process."""
+    from safetensors.torch import load_file
     case, folder = cases.make(tmp_path / "case", **cases.shape("top2-2")) + " --dtype float64", tmp_path / "run"
     one = pool.train(STEP, f"{case} --micro_batch_size 12")
     base = f"{case} --micro_batch_size 6 --ep 2 --zero 2 --checkpoint {folder} --save_every 1 --keep 2"
@@ -836,6 +837,8 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     for name in expected[1:]:
         index = json.loads((folder / name / "index.json").read_text())
         digests = {file: hashlib.sha256((folder / name / file).read_bytes()).hexdigest() for file in files[1:]}
+        keys = [key for file in files[1:] for key in load_file(folder / name / file)]
+        assert len(keys) == len({*keys}), f"{name}: a rank writes the boxes of self.mine, and no box is in both files: {sorted(keys)}"
         said = index["steps"], index["digests"]
         assert said == (int(name[5:]), digests), f"{name}: index.json should have {int(name[5:])} steps and {digests}, not {said}"
     shutil.rmtree(folder)
