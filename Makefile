@@ -1,6 +1,7 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
 # make exercise STEP=4 [LEVEL=blank] | make check STEP=4 | make hint STEP=4 | make solution STEP=4
 # make extend [NAME=muon]
+# make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or older than requirements.txt.
@@ -12,7 +13,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise check hint solution extend break mutate plot carry figures bench
+.PHONY: run test lint rest sweep diff exercise check hint solution extend break mutate plot carry figures bench simulate
 .DEFAULT_GOAL := run
 
 .venv/requirements.txt: requirements.txt
@@ -61,6 +62,9 @@ mutate: $(VENV)
 plot: $(VENV)
 	@test -n "$(LOGS)" || { echo 'make plot LOGS="a.jsonl b.jsonl"' >&2; exit 2; }
 	$(PYTHON) tools/plot.py $(LOGS)
+
+simulate: $(VENV)
+	@$(PYTHON) tools/simulate "$(STEP)" "$(RANKS)" $(FLAGS)
 
 carry:
 	@python3 tools/carry.py

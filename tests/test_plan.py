@@ -223,22 +223,16 @@ def drawn(c, count, draw):
 
 def dry_runs_job(model, layouts):
     """What a rank of each layout sees; the worker's own share of the layouts."""
-    import dry_run
-    import train
+    from simulate.observe import dry_run
     found = {}
+
+    def note(seen, model, optimizer, mesh):
+        seen.tensors = sum(len(group["params"]) for group in optimizer.adamw.param_groups)
     for i in range(int(os.environ["RANK"]), len(layouts), int(os.environ["WORLD_SIZE"])):
         l, _, _, rank = layouts[i]
-        words = shlex.split(explain.train_flags(model, l, 1, 1e-3))
-
-        @contextlib.contextmanager
-        def watch(model, optimizer, pipeline, mesh, args):
-            optimizer.adamw.step()
-            with dry_run.observe(model, optimizer, pipeline, mesh) as seen:
-                yield
-            tensors = sum(len(group["params"]) for group in optimizer.adamw.param_groups)
-            found[i] = seen.between, sum(seen.peak.values()), seen.flops, dict(seen.sent.payload), tensors
-        with patch("train.watch", watch):
-            train.main([*words, "--dry_run", str(l.gpus), "--dry_run_rank", str(rank)])
+        seen = dry_run(shlex.split(explain.train_flags(model, l, 1, 1e-3)), l.gpus, rank, note)
+        payload = {what: sizes[1] for what, sizes in seen.sent.items()}
+        found[i] = seen.between, sum(seen.peak.values()), seen.flops, payload, seen.tensors
     return found
 
 
@@ -532,7 +526,7 @@ def test_what_is_printed_as_fitting_fits_in_a_dry_run(pool, tmp_path):
         full = sorted(fit, key=lambda l: -sum(plan.memory(c, l).values()))
         l = draw.choice(full[:max(1, len(full) // 10)])
         words = shlex.split(explain.dry_run(c, str(tmp_path), l))
-        layouts.append((l, 0, 0, int(words[words.index("--dry_run_rank") + 1])))
+        layouts.append((l, 0, 0, int(words[words.index("--rank") + 1])))
     answers = pool.call(dry_runs_job, "step08_5d", world=2, timeout=900, model=str(tmp_path), layouts=layouts)
     seen = {i: one for answer in answers for i, one in answer.items()}
     assert len(seen) == 20
@@ -545,7 +539,7 @@ def test_what_is_printed():
     assert found.returncode == 0, found.stderr
     for part in ("layouts that were timed", "GPUs are the fewest that hold it", "all layouts have the same batch: 256 sequences",
                  "The second, ", "The playbook, its recipe", "one notch", "MFU ", "(causal half, embedding not counted)",
-                 "The nearest measured run: ", "sbatch --nodes 2 ", "--dry_run 16 "):
+                 "The nearest measured run: ", "sbatch --nodes 2 ", "python tools/simulate 8 16 --rank "):
         assert part in found.stdout, part
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full")
     assert said.returncode == 0 and "physics only" not in said.stdout
@@ -847,9 +841,10 @@ YARN = dict(rope_type="yarn", factor=4.0)
     ("llama", dict(rope_scaling=YARN), "of type 'yarn'"), ("llama", dict(rope_scaling=dict(type="dynamic")), "of type 'dynamic'"),
     ("llama", dict(rope_scaling="abc"), "not a config.json of a Llama"), ("llama", dict(rope_scaling=[1]), "not a config.json"),
     ("llama", dict(rope_theta="x"), "rope_theta is 'x'"), ("mixtral", dict(rope_parameters=3), "not a config.json of a Llama"),
-    ("llama", dict(rms_norm_eps="x"), "rms_norm_eps"), ("llama", dict(max_position_embeddings=0), "max_position_embeddings is 0"),
+    ("llama", dict(rms_norm_eps="x"), "rms_norm_eps is 'x', and not"), ("llama", dict(rms_norm_eps=1), "is 1, and not"),
     ("llama", dict(max_position_embeddings="x"), "max_position"), ("llama", dict(initializer_range=None), "initializer_range is"),
-    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"), ("llama", dict(vocab_size=10**8), "below 100,000,000"),
+    ("llama", dict(hidden_size=1028, head_dim=128), "hidden_size 1028 is not a multiple of num_attention_heads"),
+    ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise is"), ("llama", dict(vocab_size=10**8), "below 100,000,000"),
     ("qwen2", dict(use_sliding_window="no"), 'use_sliding_window "no"'), ("qwen2", dict(use_sliding_window=[]), "window [] is")])
 def test_a_config_that_the_trainer_would_refuse(kind, change, message):
     moe = dict(num_local_experts=8, num_experts_per_tok=2) if kind == "mixtral" else {}
@@ -861,18 +856,19 @@ def test_a_config_that_the_trainer_would_refuse(kind, change, message):
 
 
 @pytest.mark.parametrize("change, why", [
-    (dict(attention_bias=True), "attention_bias=True; only False is known here"),
-    (dict(sliding_window=4096), "sliding_window=4096; only None is known here"),
-    (dict(model_type="qwen2"), "model_type 'qwen2'; known here: 'llama' and 'mixtral'")])
+    (dict(attention_bias=True), "attention_bias is True, only False is known here"),
+    (dict(sliding_window=4096), "sliding_window is 4096, only None is known here"),
+    (dict(model_type="qwen2"), "model_type is 'qwen2', only 'llama' is known here")])
 def test_a_shape_that_is_planned_and_not_trained(tmp_path, change, why):
     """The model says why, in the trainer's own words."""
     raw = {**LLAMA, **change}
     model = models.read(raw, "it")
     assert model.untrained == why and models.read(LLAMA, "it").untrained == ""
     assert any(why in note for note in model.notes) == (raw["model_type"] == "llama")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(SystemExit) as end:
-        config.from_hugging_face(raw, "it")
-    assert end.value.message == f"--model it: {why}"
+        config.read_config("--model", str(tmp_path))
+    assert f"({why})" in end.value.message
 
 
 def test_of_a_hub_id_the_config_alone_is_downloaded(monkeypatch, tmp_path):

@@ -6,7 +6,6 @@
 
 Nearly all of it are dry runs, one after the other in this process; the checkpoints are of real, small runs.
 """
-import contextlib
 import os
 import re
 import subprocess
@@ -15,7 +14,6 @@ import tempfile
 import textwrap
 import time
 from collections import Counter
-from types import SimpleNamespace
 from unittest.mock import patch
 
 from common import ROOT, paths_of, put_into_page, torchrun
@@ -25,15 +23,14 @@ STEP, FIGURES = paths_of(8)
 import matplotlib.pyplot as plt
 
 import config
-import dry_run
 import fit_plan
 import ledger
 import metrics
 import model
 import torch
-import train
 from pipeline_parallel import first_layers
 from profiling import KINDS
+from simulate.observe import dry_run
 
 GIB, GB = 2**30, 1e9
 LLAMA, MIXTRAL = config.PRESETS["llama-8b"], config.PRESETS["mixtral-8x7b"]
@@ -58,28 +55,25 @@ class Timed(ledger.Ledger):
         return result
 
 
-def seen_in(argv):
+def seen_in(flags, ranks, rank):
     """What a rank of a dry run sees, and where in the step it sent what."""
-    kept = []
+    ledgers = []
 
-    @contextlib.contextmanager
-    def watch(model, optimizer, pipeline, mesh, args):
-        optimizer.adamw.step()
-        with dry_run.observe(model, optimizer, pipeline, mesh) as seen:
-            yield
-        expected = Counter()
-        for group, collective, size in ledger.formula(model, mesh, args):
-            expected[seen.sent.name(group), collective] += size
-        experts = [my_experts(layer.mlp) for layer in model.model.layers.values()
-                   if hasattr(layer.mlp, "experts")]
-        kept.append(SimpleNamespace(
-            **vars(seen), expected=expected, by_phase=by_phase(seen.sent.sends, pipeline.events),
-            layers=[int(i) for i in model.model.layers], experts=experts[0] if experts else None,
-            ends=[model.model.embed_tokens is not None, model.lm_head is not None], mesh=mesh.mesh.tolist(),
-            place_in_mesh={name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}))
-    with patch("train.watch", watch), patch("dry_run.Ledger", Timed):
-        train.main(argv.split())
-    return kept[0]
+    def timed(mesh):
+        ledgers.append(Timed(mesh))
+        return ledgers[-1]
+
+    def note(seen, model, optimizer, mesh):
+        seen.ledger, seen.expected = ledgers[-1], Counter()
+        for group, collective, size in formula(model, mesh, seen.args):
+            seen.expected[seen.ledger.name(group), collective] += size
+        experts = [my_experts(layer.mlp) for layer in model.model.layers.values() if hasattr(layer.mlp, "experts")]
+        seen.experts, seen.layers = experts[0] if experts else None, [int(i) for i in model.model.layers]
+        seen.ends = [model.model.embed_tokens is not None, model.lm_head is not None]
+        seen.by_phase, seen.all_ranks = by_phase(seen.ledger.sends, seen.actions), mesh.mesh.tolist()
+    formula = ledger.formula
+    with patch("ledger.Ledger", timed):
+        return dry_run(flags.split(), ranks, rank, note)
 
 
 def my_experts(moe):
@@ -88,25 +82,24 @@ def my_experts(moe):
     return list(range(first, first + len(weight)))
 
 
-def by_phase(sends, events):
+def by_phase(sends, actions):
     """Bytes on the wire in forward, in backward, and in neither; a message to another stage belongs to what
     came before it."""
     phases = Counter()
     for seconds, dimension, collective, size in sends:
-        inside = [event for event in events if event.start <= seconds <= event.end]
-        before = [event for event in events if event.end <= seconds]
-        event = inside[0] if inside else before[-1] if dimension == "pp" and before else None
-        phases["step" if event is None else "forward" if event.action.kind == "F" else "backward"] += size
+        inside = [action for action in actions if action.start <= seconds <= action.end]
+        before = [action for action in actions if action.end <= seconds]
+        action = inside[0] if inside else before[-1] if dimension == "pp" and before else None
+        phases["step" if action is None else "forward" if action.kind == "F" else "backward"] += size
     return phases
 
 
 def dry(flags, ranks=RANKS, rank=0, name="llama-8b", seq=SEQ, batch=BATCH):
-    return seen_in(f"--dry_run {ranks} --dry_run_rank {rank} --model {name} --seq_len {seq} "
-                   f"--global_batch_size {batch} --micro_batch_size 1 {flags}")
+    return seen_in(f"--model {name} --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}", ranks, rank)
 
 
 def printed(flags):
-    done = subprocess.run([sys.executable, os.path.join(STEP, "train.py"), *flags.split()], check=True,
+    done = subprocess.run([sys.executable, ROOT / "tools/simulate", "8", *flags.split()], check=True,
                           capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return done.stdout.rstrip().splitlines()
 
@@ -164,21 +157,21 @@ def nutshell_tables():
         between = [seen.between[kind] for kind in ("parameters", "gradients", "optimizer states")]
         for measured, (count, _), size in zip(between, parameters, (2, 4, 12)):
             assert abs(measured - size * count) <= 1e-6 * measured, (name, measured, size * count)
-        for what in {*seen.sent.payload, *seen.expected}:
-            if seen.sent.wire[what] > 1e8:
-                payload, expected = seen.sent.payload[what], seen.expected[what]
+        for what in {*seen.ledger.payload, *seen.expected}:
+            if seen.ledger.wire[what] > 1e8:
+                payload, expected = seen.ledger.payload[what], seen.expected[what]
                 assert payload == expected, (name, what, payload, expected)
         phases = [seen.by_phase[phase] for phase in ("forward", "backward", "step")]
         shown = [[f"{n / GB:.3f}" for n in some] for some in (phases, sent or [])]
-        print(name, *shown, dict(seen.sent.wire))
+        print(name, *shown, dict(seen.ledger.wire))
         if sent:
             assert abs(sum(phases) - sum(sent)) < 2e-3 * sum(sent), (name, phases, sent)
         memory.append(f"| {name} | `{flags}` | {' | '.join(text for _, text in parameters)} "
                       f"| {', '.join(f'{n / GIB:.1f}' for n in between)} "
                       f"| {seen.most['activations'] / GIB:.1f} | {sum(seen.peak.values()) / GIB:.1f} "
                       f"| {seen.flops:.2e} |")
-        large = [what for what in sorted(seen.sent.calls) if seen.sent.wire[what] > 1e8]
-        calls = ", ".join(f"{seen.sent.calls[what]} {what[1]} ({what[0]})" for what in large)
+        large = [what for what in sorted(seen.ledger.calls) if seen.ledger.wire[what] > 1e8]
+        calls = ", ".join(f"{seen.ledger.calls[what]} {what[1]} ({what[0]})" for what in large)
         cells = " | ".join(f"{n / GB:.2f}" if n > 1e6 else "0" for n in phases)
         wire.append(f"| {name} | {cells} | {calls} |")
     return dict(memory=memory, wire=wire)
@@ -233,11 +226,11 @@ def mesh_picture():
     """Drawn from what each of the 16 ranks has in a dry run."""
     flags = "--model tiny-moe --seq_len 64 --global_batch_size 8 --micro_batch_size 2"
     layout = "--dp 2 --tp 2 --cp 2 --pp 2 --ep 4"
-    ranks = [seen_in(f"--dry_run 16 --dry_run_rank {rank} {flags} {layout}") for rank in range(16)]
+    ranks = [seen_in(f"{flags} {layout}", 16, rank) for rank in range(16)]
     figure, axes = plt.subplots(figsize=(9.4, 7.0))
     for rank, seen in enumerate(ranks):
-        at = seen.place_in_mesh
-        assert seen.mesh[at["pp"]][at["dp"]][at["cp"]][at["tp"]] == rank
+        at = {name: index for name, (index, _) in seen.mesh.items()}
+        assert seen.all_ranks[at["pp"]][at["dp"]][at["cp"]][at["tp"]] == rank
         x, y = at["pp"] * 7.4 + at["tp"] * 3.1, -(at["dp"] * 4.4 + at["cp"] * 1.9)
         axes.add_patch(plt.Rectangle((x, y), 2.9, 1.6, facecolor=STAGE_COLORS[at["pp"]],
                                      edgecolor="#444444", lw=1))
@@ -271,7 +264,7 @@ def mesh_picture():
 
 
 # ------------------------------------------------------------------------------------------------ 405B
-LARGE = "--dry_run 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --micro_batch_size 1"
+LARGE = "16384 --model llama-405b --pp 16 --tp 8 --zero 1 --micro_batch_size 1"
 
 
 def large_tables():

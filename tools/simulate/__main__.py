@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])    # tools, where this is a package
 from simulate.report import as_json, report
-from steps import NAMES, step_dir
+from steps import step_dir
 
 
 def refuse(message):
@@ -33,8 +33,7 @@ def parse_args():
     parser.add_argument("--rank", type=int, default=0, help="which of them is played")
     parser.add_argument("--json", metavar="FILE", help="write what was seen there, too")
     args, flags = parser.parse_known_args()
-    if args.step not in list("12345678"):
-        refuse(f"STEP {args.step}: the steps are 1 to {len(NAMES)}")
+    args.step in list("12345678") or refuse(f"STEP {args.step}: the steps are 1 to 8")
     if args.ranks < 1 or args.ranks > 1 and args.step == "1":
         refuse(f"RANKS {args.ranks}: there must be at least 1, and step 1 has no more")
     if not 0 <= args.rank < args.ranks:
@@ -47,8 +46,7 @@ def main():
     os.environ.pop("RANK", None)                          # of the process that starts this one, if it is one of many
     sys.path.insert(0, str(step_dir(args.step)))
     from simulate.observe import dry_run                  # torch takes seconds
-    seen = dry_run(flags, args.ranks, args.rank)
-    report(seen, args.ranks, args.rank)
+    report(seen := dry_run(flags, args.ranks, args.rank), args.ranks, args.rank)
     try:
         args.json and Path(args.json).write_text(json.dumps(as_json(seen), indent=1))
     except OSError as error:

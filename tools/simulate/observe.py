@@ -20,10 +20,9 @@ ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
 
 
 def dry_run(argv, ranks, rank=0, note=lambda *_: None):
-    """What that rank sees in a training step."""
+    """What that rank sees in a training step that is not the first: AdamW has made its states."""
     import train
-    states = lambda optimizer: optimizer.adamw.step()     # makes them: the training step is not to be the first
-    with one_rank(ranks, rank), observed(note, states) as steps:
+    with one_rank(ranks, rank), observed(note, lambda optimizer: optimizer.adamw.step()) as steps:
         train.main(argv)
     return steps[0]
 

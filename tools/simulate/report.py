@@ -16,19 +16,15 @@ def report(seen, ranks, rank):
     tokens = args.global_batch_size // size.get("dp", 1) * args.seq_len // size.get("cp", 1)
     print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
     if "pp" in size:
-        print_bubble(seen, size["pp"], micro_batches)
+        import schedules                                  # the step's
+        events = schedules.simulate(schedules.make(args.schedule, size["pp"], micro_batches, args.stages_per_rank))
+        idle, whole = schedules.bubble(events)[seen.mesh["pp"][0]], max(event.end for event in events)
+        print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
+              f"the step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")
     if seen.sent:
         print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
     for (dimension, collective), (calls, payload, wire) in seen.sent.items():
         print(f"{dimension:<16}{collective:<16}{calls:>9,}{payload:>20,}{wire:>20,.0f}")
-
-
-def print_bubble(seen, pp, micro_batches):
-    import schedules                                      # the step's, from step 6 on
-    events = schedules.simulate(schedules.make(seen.args.schedule, pp, micro_batches, seen.args.stages_per_rank))
-    idle, whole = schedules.bubble(events)[seen.mesh["pp"][0]], max(event.end for event in events)
-    print(f"bubble: {seen.args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
-          f"the step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")
 
 
 def as_json(seen):
