@@ -37,7 +37,7 @@ class Refused(Exception):
 for path in FILES:
     exec(compile(definitions(path), path, "exec"))
 
-MOST = LARGEST_NUMBER                           # config.py's
+MOST = LARGEST_NUMBER  # noqa: F821             # config.py's
 
 
 def refuse(message):
