@@ -115,7 +115,7 @@ def read_config(flag, name):
     try:
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
     except Exception as error:                            # a file may hold anything
-        reason = str(error).partition("\n")[0]
+        reason = " ".join(str(error).split())
         refuse(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
 
 

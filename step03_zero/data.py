@@ -63,7 +63,7 @@ def tokenized(args):
         where = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**where, split="train")
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = " ".join(str(error).split())
         refuse(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
     column = columns[0] if len(columns) == 1 else "text"
