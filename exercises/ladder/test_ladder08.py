@@ -838,7 +838,7 @@ def test_goes_on_under_another_layout(pool, tmp_path):
         index = json.loads((folder / name / "index.json").read_text())
         digests = {file: hashlib.sha256((folder / name / file).read_bytes()).hexdigest() for file in files[1:]}
         keys = [key for file in files[1:] for key in load_file(folder / name / file)]
-        assert len(keys) == len({*keys}), f"{name}: a rank writes the boxes of self.mine, no box is in both files: {sorted(keys)}"
+        assert len(keys) == len({*keys}), f"{name}: a rank writes self.mine, and no box is in both files: {sorted(keys)}"
         said = index["steps"], index["digests"]
         assert said == (int(name[5:]), digests), f"{name}: index.json should have {int(name[5:])} steps and {digests}, not {said}"
     shutil.rmtree(folder)
