@@ -256,12 +256,13 @@ def test_files_are_put_in_order():
     head = "# Code\n\n| file | lines | what it holds |\n|---|---|---|\n"
     rows = {name: f"| {shown} | 7 | of {name} |\n" for name, shown in
             {"b.py": "b.py", "a.py": "[`a.py`](a.py)", "job.sh": "`job.sh`"}.items()}
-    gone, text = "| gone.py | 9 | was there |\n", head + "".join([rows["b.py"], "{}", rows["job.sh"], rows["a.py"]]) + "\n| job.sh | x |\n"
+    gone, text = "| gone.py | 9 | was there |\n", head + rows["b.py"] + "{}" + rows["job.sh"] + rows["a.py"] + "\n| job.sh | x |\n"
     border = f"| *{BORDER}* | | |\n"
     wanted = head + rows["a.py"] + rows["b.py"] + border + "| new.py | ? | ? |\n" + rows["job.sh"] + "\n| job.sh | x |\n"
     for before in (text.format(gone), text.format(border), wanted):
         assert with_files(before, ["a.py", "b.py"], ["new.py", "job.sh"]) == wanted
-    assert border not in with_files(text.format(""), ["a.py", "b.py", "job.sh"], []) and with_files("none\n", ["a.py"], []) == "none\n"
+    assert border not in with_files(text.format(""), ["a.py", "b.py", "job.sh"], [])
+    assert with_files("none\n", ["a.py"], []) == "none\n"
 
 
 def test_words_of_the_main_path():

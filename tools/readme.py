@@ -163,7 +163,7 @@ TABLE = re.compile(r"^\| file \| lines \|.*\n\|[-|: ]*\n((?:\|.*\n)*)", re.MULTI
 
 
 def with_files(text, lesson, support):
-    """The text with the rows of its table of files in the order to read them, the line BORDER before those that only support the lesson.
+    """The text with the rows of its table of files in the order to read them, BORDER before those that only support the lesson.
     A file without a row gets one that says '?'; the row of a file that the step does not change goes."""
     found = TABLE.search(text)
     if not found:

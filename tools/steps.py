@@ -15,8 +15,8 @@ PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools
                                                 "exercises/extensions")]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
 
-# The files that a step changes or adds, relative to the step before it, in the order to read them: the lesson, and what only supports
-# it, for a second reading. `make diff`, the READMEs' tables of files and the tests all read this list.
+# The files that a step changes or adds, relative to the step before it, in the order to read them: the lesson, and what only
+# supports it, for a second reading. `make diff`, the READMEs' tables of files and the tests all read this list.
 BORDER = "support, for a second reading"                  # what stands between the two
 LESSON = {
     "step01_single_gpu": ["train.py", "model.py", "loss.py", "optimizer.py", "recompute.py"],

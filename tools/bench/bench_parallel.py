@@ -217,7 +217,8 @@ def pipelined(schedule, args, shape, mesh):
         return model.lm_head(hidden, targets) / (args.global_batch_size * args.seq_len)
 
     def loss_of_I_and_W(hidden, targets):
-        loss = gone_through_twice().apply(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten(), model.lm_head.cross_entropy)
+        head = model.lm_head
+        loss = gone_through_twice().apply(hidden.flatten(0, 1), head.weight, targets.flatten(), head.cross_entropy)
         return loss / (args.global_batch_size * args.seq_len)
     if "Zero" in schedule.__name__ or "DualPipe" in schedule.__name__:
         loss_of = loss_of_I_and_W
