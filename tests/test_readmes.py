@@ -256,8 +256,7 @@ def test_files_are_put_in_order():
     head = "# Code\n\n| file | lines | what it holds |\n|---|---|---|\n"
     rows = {name: f"| {shown} | 7 | of {name} |\n" for name, shown in
             {"b.py": "b.py", "a.py": "[`a.py`](a.py)", "job.sh": "`job.sh`"}.items()}
-    gone = "| gone.py | 9 | was there |\n"
-    text = head + "".join([rows["b.py"], "{}", rows["job.sh"], rows["a.py"]]) + "\n| job.sh | x |\n"
+    gone, text = "| gone.py | 9 | was there |\n", head + rows["b.py"] + "{}" + rows["job.sh"] + rows["a.py"] + "\n| job.sh | x |\n"
     border = f"| *{BORDER}* | | |\n"
     wanted = head + rows["a.py"] + rows["b.py"] + border + "| new.py | ? | ? |\n" + rows["job.sh"] + "\n| job.sh | x |\n"
     for before in (text.format(gone), text.format(border), wanted):

@@ -53,8 +53,7 @@ def sites(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
             yield "arguments", node, ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
         if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("get_group", "get_local_rank")
-                and node.args and node.args[0].value in GROUPS):
+                and node.func.attr in ("get_group", "get_local_rank") and node.args and node.args[0].value in GROUPS):
             for other in sorted({*GROUPS} - {node.args[0].value}):
                 yield "group", node.args[0], ast.Constant(other)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "data_mesh":

@@ -50,8 +50,8 @@ def ask(model, flags, rank):
             if seen.args.zero:
                 unit, at = q.unit, np.arange(FINE) / FINE
                 assert unit is experts.unit               # a block is one unit: the slice is one of its weights in a row
-                first, end = (place / len(unit.weights) for place in (unit.my_slice.start, unit.my_slice.stop))
-                has.states[int(index)] = (at >= first) & (at < end)
+                first, last = (place / len(unit.weights) for place in (unit.my_slice.start, unit.my_slice.stop))
+                has.states[int(index)] = (at >= first) & (at < last)
     flags = f"--device cpu --model {model} --seq_len {TOKENS} --global_batch_size {SEQUENCES} --micro_batch_size 1 {flags}"
     dry_run(flags.split(), RANKS, rank, note)
     return has
