@@ -37,9 +37,6 @@ class Refused(Exception):
 for path in FILES:
     exec(compile(definitions(path), path, "exec"))
 
-MOST = LARGEST_NUMBER                           # config.py's
-
-
 def refuse(message):
     """In place of the trainer's, which ends the program: the planner's server goes on."""
     raise Refused(message)

@@ -1,5 +1,4 @@
 """The planner: its constants against the runs they were fitted to, its exact part against what the trainer's own files say."""
-import contextlib
 import csv
 import json
 import os
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 
