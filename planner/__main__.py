@@ -22,7 +22,8 @@ import plan
 import serve
 from plan import Search, evaluate, parse_config
 from speed import GPUS, NETWORKS, Cluster, at_power
-from trainer import MOST, Refused, refuse
+from trainer import LARGEST_NUMBER as MOST
+from trainer import Refused, refuse
 
 OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
                 nvlink="bytes per second inside a node")

@@ -9,7 +9,8 @@ import os
 from typing import NamedTuple
 
 import trainer
-from trainer import MOST, refuse
+from trainer import LARGEST_NUMBER as MOST
+from trainer import refuse
 
 
 class Model(NamedTuple):

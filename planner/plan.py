@@ -44,8 +44,8 @@ def impossible(c, l):
         return (f"zerobubble with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
                 "not know what it keeps, and 1f1b is as fast")
     batch = l.dp * l.micro_batch * l.accumulation
-    if batch >= trainer.MOST:
-        return f"a batch of {batch:,} sequences; the trainer takes fewer than {trainer.MOST:,}"
+    if batch >= trainer.LARGEST_NUMBER:
+        return f"a batch of {batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
     filled_in = l if l.pp > 1 else l._replace(schedule="1f1b")             # as the trainer's parse_args does
     args = SimpleNamespace(
         **filled_in._asdict(), global_batch_size=batch, stages_per_rank=filled_in.stages_per_rank,

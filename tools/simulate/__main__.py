@@ -13,10 +13,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])    # tools, where this is a package
-from simulate.report import as_json, report
-from steps import step_dir
-
 
 def refuse(message):
     print(f"error: {message}", file=sys.stderr)
@@ -44,8 +40,11 @@ def parse_args():
 def main():
     args, flags = parse_args()
     os.environ.pop("RANK", None)                          # of the process that starts this one, if it is one of many
+    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools, where this is a package
+    from steps import step_dir
     sys.path.insert(0, str(step_dir(args.step)))
-    from simulate.observe import dry_run                  # torch takes seconds
+    from simulate.observe import dry_run
+    from simulate.report import as_json, report
     report(seen := dry_run(flags, args.ranks, args.rank), args.ranks, args.rank)
     try:
         args.json and Path(args.json).write_text(json.dumps(as_json(seen), indent=1))
