@@ -1,14 +1,8 @@
 """What a layout holds and sends in this trainer, by arithmetic: parameters, memory, FLOPs, bytes on the wire.
 
-<<<<<<< HEAD
-What persists, what is multiplied and what is sent is exact: tests compare it with tools/simulate, number by
-number. So is what a layer keeps for backward; what comes and goes beside it is followed at the few moments at
-which it may be most.
-=======
 What persists, what is multiplied and what is sent is exact: tests compare it with a dry run (tools/simulate),
 number by number. So is what a layer keeps for backward; what comes and goes beside it is followed at the few
 moments at which it may be most.
->>>>>>> sim
 Speed is in speed.py, another trainer in nanotron.py.
 """
 import math

@@ -37,12 +37,6 @@ class Refused(Exception):
 for path in FILES:
     exec(compile(definitions(path), path, "exec"))
 
-<<<<<<< HEAD
-MOST = LARGEST_NUMBER  # noqa: F821             # config.py's
-
-
-=======
->>>>>>> sim
 def refuse(message):
     """In place of the trainer's, which ends the program: the planner's server goes on."""
     raise Refused(message)
