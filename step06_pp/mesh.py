@@ -21,12 +21,16 @@ warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_sc
 @contextlib.contextmanager
 def processes():
     """Around main: joins the processes that torchrun started, or makes a world of this one."""
-    alone, end = {}, None
-    if "RANK" not in os.environ:
-        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+    store, rank, ranks = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # torchrun's store still has the addresses of before a restart: each attempt has a part of its own
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    else:                                                 # gloo listens to this machine only
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=ranks)
+    end = None
     try:
         yield
     except SystemExit as refusal:

@@ -268,11 +268,12 @@ def kept_of_log(name, args):
     """How many bytes of a log stay when its run goes on, since later steps are done again. No other run's is
     cut."""
     first = args.first_step
-    if not args.resume or os.path.getsize(name) == 0:
+    if not args.resume:
         return 0
-    then = index_of(Path(args.checkpoint, f"step_{first:08d}"))["log"] if first else logged(name)
+    begun = first and os.path.getsize(name) > 0
+    then = index_of(Path(args.checkpoint, f"step_{first:08d}"))["log"] if begun else logged(name)
     size, _, lines = then
-    if logged(name, size) != then:
+    if logged(name, size or None) != then:
         refuse(f"--log_file {name}: is not the log of the run that goes on; take another name")
     if lines < first:
         say(f"--log_file {name}: has {lines} of the {first} steps that are done")
