@@ -523,7 +523,8 @@ def test_a_rank_without_the_data_ends_all(pool, tmp_path, step, rank):
 
 @pytest.mark.parametrize("step", STEPS[1:3])
 @pytest.mark.parametrize("instead, message", [
-    ("--no_such_flag", "unrecognized arguments: --no_such_flag"), ("--steps 1 --profile /proc", "--save or --profile: cannot write there (")])
+    ("--no_such_flag", "unrecognized arguments: --no_such_flag"),
+    ("--steps 1 --profile /proc", "--save or --profile: cannot write there (")])
 def test_what_the_last_rank_alone_refuses_ends_all(pool, step, instead, message):
     argv = f"{TINY} --micro_batch_size 1"
     line = refused(pool, step, argv, on_one_rank_job, world=4, rank=3, instead=f"{argv} {instead}".split())
