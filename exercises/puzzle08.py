@@ -10,7 +10,7 @@ or 0; dp and acc follow). Of all layouts that fit, which one sends least, all ra
     GiB on the wire in a step          100.9    484.9  1,748.9  6,209.8
 
 All layouts that the planner knows have been tried, by `least`. The best need not be fast: a pipeline sends little and waits much.
-What a layout holds and sends is what --dry_run sees (the command is printed). ZeRO's hybrid and the other modes of cp are left out.
+What a layout holds and sends is what tools/simulate sees (its command is printed). ZeRO's hybrid and cp's other modes are left out.
 """
 import sys
 from pathlib import Path

@@ -1,5 +1,4 @@
 """Weights in and out: drawn from (seed, name), or read from a Hugging Face checkpoint, or written as one."""
-import glob
 import hashlib
 import json
 import os
@@ -52,12 +51,13 @@ def open_checkpoint(name):
     """{tensor name: the open file that has it}"""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=["model*.safe*"])
-        paths = glob.glob("model*.safetensors", root_dir=folder)
-        files = [safe_open(os.path.join(folder, path), framework="pt") for path in sorted(paths)]
+        index, names = os.path.join(folder, "model.safetensors.index.json"), ["model.safetensors"]
+        if os.path.isfile(index):
+            with open(index) as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+        files = [safe_open(os.path.join(folder, name), framework="pt") for name in names]
     except Exception as error:
         refuse(f"--init_from {name}: not to be had, or damaged ({error})")
-    if not files:
-        refuse(f"--init_from {name}: no model.safetensors there")
     saved = {key: file for file in files for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
         say(f"{name} ties the head to the embedding; they start equal here and are trained apart")
@@ -106,7 +106,9 @@ def save_checkpoint(model, config, mesh, args):
 def put_in_place(new, folder):
     """Until here the model that was there is whole. Files that are no model's stay."""
     old = new + "-before"
-    os.chmod(new, 0o755)                                  # a temporary folder is for its owner alone
+    os.chmod(new, 0o755)                                  # what is temporary is for its owner alone
+    for name in os.listdir(new):
+        os.chmod(os.path.join(new, name), 0o644)
     try:
         if os.path.isdir(folder):
             os.rename(folder, old)

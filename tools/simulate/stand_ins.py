@@ -50,6 +50,7 @@ def one_rank(ranks, rank):
         stand_ins["mesh.from_all_ranks"] = lambda value: [value] * ranks
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
+        os.environ.pop("RANK", None)                      # no other process is met (patch.dict puts it back)
         replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
         replace(stand_ins)
         yield
