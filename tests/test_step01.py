@@ -532,7 +532,7 @@ def bad_inputs(folder):
         f"--model {folder}/bias": "attention_bias is True, only False is known here",
         f"--model {folder}/heads": "num_attention_heads 8 is not a multiple of num_key_value_heads 3",
         f"--model {folder}/broken": "is not a valid JSON file",
-        f"--init_from {folder}/empty": "no model.safetensors there",
+        f"--init_from {folder}/empty": "not to be had, or damaged (",
         f"--init_from {folder}/damaged": "not to be had, or damaged (",
         f"--init_from {folder}/nowhere": "not to be had, or damaged (",
         "--dataset nowhere.npy": "No such file",
@@ -543,7 +543,7 @@ def bad_inputs(folder):
         f"--dataset {folder}/floats.npy": "float64",
         f"--dataset {folder}/no.npy": "not a file of tokens",
         f"--dataset {folder}/nothing.npy": "not a file of tokens",
-        f"--dataset {folder}/large.npy": "tokens from 256 to 256; a --model with a vocabulary of 256 takes 0 to 255",
+        f"--dataset {folder}/large.npy": "tokens from 256 to 256; with a vocabulary of 256 the --model takes 0 to 255",
         "--attention flash": "--attention flash needs --device cuda",
         f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
         f"--save {folder}/short.npy": "--save",
@@ -568,7 +568,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer
     (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps(without))
     (tmp_path / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text("a b c")
-    with pytest.raises(Refused, match=r"the tokenizer's end-of-text token \(eos_token\) is None"):
+    with pytest.raises(Refused, match=r"the tokenizer's end-of-text token, which it must have: None"):
         pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
 
 
@@ -577,7 +577,7 @@ def test_a_token_outside_the_vocabulary_ends_the_run_in_any_step(pool, tmp_path,
     tokens = np.zeros(16 * 8 * 4, dtype=np.int32)
     tokens[16 * 8 * 2 + 5] = wrong                        # of the third step
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(Refused, match=f"tokens from {min(0, wrong)} to {max(0, wrong)}; a --model with a vocabulary of 256"):
+    with pytest.raises(Refused, match=f"tokens from {min(0, wrong)} to {max(0, wrong)}; with a vocabulary of 256"):
         pool.call(main_job, STEP, argv=f"--dataset {tmp_path / 'tokens.npy'} --steps 3 --seq_len 16 --global_batch_size 8".split())
 
 
