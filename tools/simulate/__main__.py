@@ -9,7 +9,6 @@ be multiplied (observe.py). What a kernel takes for itself, and what NCCL and th
 """
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -39,7 +38,6 @@ def parse_args():
 
 def main():
     args, flags = parse_args()
-    os.environ.pop("RANK", None)                          # of the process that starts this one, if it is one of many
     sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools, where this is a package
     from steps import step_dir
     sys.path.insert(0, str(step_dir(args.step)))
