@@ -45,7 +45,7 @@ def test_as_a_reader_goes_up(tmp_path):
     assert make()[0] == 0 and "NotImplementedError" in mine.read_text() and "do not write the answer" not in make("hint")[1]
     status, output = make("check")
     assert status == 1 and "1 of 7  a sum after backward: not yet" in output
-    assert "data_parallel.py:34: NotImplementedError: rung 1" in output
+    assert re.search(r"data_parallel.py:\d+: NotImplementedError: rung 1", output)
     assert [make("hint")[1].count("\nhint ") for _ in range(4)] == [2, 3, 3, 3]    # the first was given above
     status, output = make("solution")
     assert '-    raise NotImplementedError("rung 1: naive")\n+    def sum_gradients():' in output
