@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from layouts import every_other
 
-from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, block_problems, blocks, break_table, broken_anchors, broken_links,
-                    diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
+from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, all_words, block_problems, blocks, break_table, broken_anchors,
+                    broken_links, diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run
 
 
@@ -68,10 +68,16 @@ def test_diff_sizes():
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_main_path_is_read_in_three_quarters_of_an_hour(step):
+def test_the_words_of_a_step(step):
     text = (ROOT / step / "README.md").read_text()
-    assert 1000 < main_path_words(text) <= 3000
+    assert 1000 < main_path_words(text) <= 2600
+    assert all_words(text) <= 6000
     assert all(f"\n## {name}\n" in text for name in ("Break it", "Exercises", "Check yourself", "Second reading"))
+
+
+def test_the_words_of_all_pages():
+    assert all_words((ROOT / "README.md").read_text()) <= 1200
+    assert sum(all_words((ROOT / page).read_text()) for page in PAGES) < 75_000
 
 
 # ------------------------------------------------------------------------------- commands that need GPUs
@@ -272,6 +278,6 @@ def test_words_of_the_main_path():
 
 
 def test_break_table():
-    text = ("# x\n## Break it\n\n| break | test |\n|---|---|\n| `step01_a`: no decay | `t` |\n| bare | t |\n\n"
-            "## Next\n| a |\n|---|\n| `b` |\n")
-    assert break_table(text) == ["step01_a", "bare"] and break_table("# none\n") == []
+    text = ("# x\n## Break it\n\n| break | test |\n|---|---|\n| `step01_a` | no decay |\n| bare | t |\n\n"
+            "## Next\n| a |\n|---|\n| `step01_b` | t |\n")
+    assert break_table(text) == ["step01_a"] and break_table("# none\n") == []

@@ -25,7 +25,7 @@ from pathlib import Path
 from steps import NAMES, PYTHONPATH, ROOT, STEPS
 
 LADDER = ROOT / "exercises/ladder"
-NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md")
+NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md", "by_hand.py")
 NOTE = """# A note to coding assistants
 
 This folder is an exercise. Whoever works here wants to learn how the technique works by writing it.

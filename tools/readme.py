@@ -2,7 +2,7 @@
 
     python tools/readme.py                             # writes the tables' order of files, line counts and sizes of diffs
     python tools/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
-    python tools/readme.py --words                     # how many words the main path of each step has
+    python tools/readme.py --words                     # how many words each step's README has, and of these its main path
 
 A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
 diff to the step before; text, or none, is only read. A comment line right before a block changes that:
@@ -88,7 +88,7 @@ def run_blocks(readme):
 
 
 def real_diff(old, new):
-    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", old, new]
+    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", "-x", "by_hand.py", old, new]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -202,8 +202,12 @@ def with_diff_sizes(text):
 def break_table(text):
     """The breaks named in the first column of the table under 'Break it'."""
     section = re.search(r"^## Break it\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(r"^\|([^|]*)\|", section[1], re.MULTILINE)[2:] if section else []
-    return [re.search(r"`([^`]*)`", row)[1] if "`" in row else row.strip() for row in rows]
+    return breaks_named(section[1]) if section else []
+
+
+def breaks_named(text):
+    """The patches that begin a row of a table."""
+    return re.findall(r"^\| *`(step0\d_\w+)` *\|", text, re.MULTILINE)
 
 
 def main_path_words(text):
@@ -211,6 +215,11 @@ def main_path_words(text):
     text = re.split(r"^## Break it$", text, flags=re.MULTILINE)[0]
     for left_out in (r"^\s*```.*?^\s*```$", r"<details>.*?</details>", r"<!--.*?-->"):
         text = re.sub(left_out, " ", text, flags=re.MULTILINE | re.DOTALL)
+    return len(text.split())
+
+
+def all_words(text):
+    """What `wc -w` counts."""
     return len(text.split())
 
 
@@ -228,6 +237,8 @@ if __name__ == "__main__":
         run_blocks(sys.argv[2])
     elif sys.argv[1:] == ["--words"]:
         for name in STEPS:
-            print(f"{main_path_words((ROOT / name / 'README.md').read_text()):6,} {name}")
+            text = (ROOT / name / "README.md").read_text()
+            print(f"{main_path_words(text):6,} of {all_words(text):6,} {name}")
+        print(f"{sum(all_words((ROOT / page).read_text()) for page in PAGES):15,} in all")
     else:
         write_tables()

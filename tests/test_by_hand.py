@@ -1,0 +1,27 @@
+"""stepNN/by_hand.py: the technique alone, on real ranks, in one short file that ends in a comparison with one process."""
+import ast
+import shutil
+import sys
+
+import pytest
+from steps import ROOT, STEPS, run
+
+LIBRARY = sys.stdlib_module_names | {"torch"}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_is_short_and_uses_no_file_of_the_trainer(step):
+    text = (ROOT / step / "by_hand.py").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 110 and "argv" not in text
+    imported = {name.partition(".")[0] for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))
+                for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])}
+    assert "torch" in imported and imported <= LIBRARY
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(text))) or "assert_close" in text
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_runs_alone(step, tmp_path):
+    shutil.copy(ROOT / step / "by_hand.py", tmp_path)
+    status, output = run([sys.executable, "by_hand.py"], tmp_path, timeout=120)
+    assert status == 0 and output.strip(), output
