@@ -1,5 +1,4 @@
 """Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t alone."""
-import fcntl
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +54,7 @@ def tokenized(args):
     """A text's tokens, documents parted by the end-of-text token; the cache of `datasets` keeps them."""
     if not args.tokenizer:
         refuse(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
-    from datasets import config, load_dataset
+    from datasets import load_dataset
     from datasets.fingerprint import Hasher
     from transformers import AutoTokenizer
     try:
@@ -63,7 +62,7 @@ def tokenized(args):
         kind = KINDS.get(os.path.splitext(args.dataset)[1].lower())
         where = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**where, split="train")
-    except Exception as error:
+    except Exception as error:                            # of whichever library
         reason = " ".join(str(error).split())
         refuse(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
@@ -76,10 +75,7 @@ def tokenized(args):
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
         return {"tokens": np.concatenate([np.array([*row, end], dtype=np.uint32) for row in rows])}
     key = Hasher.hash((documents._fingerprint, column, tokenizer.backend_tokenizer.to_str(), end))
-    os.makedirs(config.HF_DATASETS_CACHE, exist_ok=True)
-    with open(os.path.join(config.HF_DATASETS_CACHE, "tokenized.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)                  # one process tokenizes, others wait, and read that
-        rows = documents.map(encode, batched=True, remove_columns=columns, new_fingerprint=key)
+    rows = documents.map(encode, batched=True, remove_columns=columns, new_fingerprint=key)
     return rows.with_format("numpy")["tokens"]
 
 

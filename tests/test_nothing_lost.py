@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -198,7 +197,7 @@ def killed_while_saving_job(new, folder, at, shard_bytes):
     split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
     with (patch.multiple(os, **{name: counted(getattr(os, name)) for name in ("rename", "chmod", "makedirs")}),
           patch.multiple(checkpoint, save_file=counted(checkpoint.save_file), split_torch_state_dict_into_shards=split),
-          patch("tempfile.mkdtemp", counted(tempfile.mkdtemp)), patch("shutil.rmtree", counted(shutil.rmtree))):
+          patch("os.mkdir", counted(os.mkdir)), patch("shutil.rmtree", counted(shutil.rmtree))):
         try:
             train.main(["--steps", "0", "--init_from", new, "--save", folder])
         except Killed:
@@ -268,7 +267,7 @@ def meanwhile_job(folder, at):
                 train.main(["--steps", "0", "--seed", "3", "--save", folder])
             return function(*arguments, **named)
         return call
-    with (patch("os.rename", interrupted(os.rename)), patch("tempfile.mkdtemp", interrupted(tempfile.mkdtemp)),
+    with (patch("os.rename", interrupted(os.rename)), patch("os.mkdir", interrupted(os.mkdir)),
           patch("shutil.rmtree", interrupted(shutil.rmtree))):
         try:
             train.main(["--steps", "0", "--seed", "2", "--save", folder])
@@ -319,7 +318,7 @@ def test_files_that_are_no_models_stay_beside_it(pool, models, tmp_path):
     assert seed_of(tmp_path, models) == 1 and (tmp_path / "notes/precious").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".hidden", "README.md", "config.json", "model.pt", "model.safetensors",
                                             "model.safetensors.bak", "notes", "tokenizer.json"]
-    assert not list(tmp_path.parent.glob(".saving-*"))
+    assert not list(tmp_path.parent.glob("*.saving-*"))
 
 
 def disk_full_job(argv, bytes):
@@ -361,9 +360,11 @@ def test_a_log_file_of_others_is_not_overwritten(pool, tmp_path, step):
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
-def test_a_full_log_disk_does_not_end_the_training(pool, tmp_path, step):
-    pool.call(disk_full_job, step, argv=f"{TINY} --log_file {tmp_path / 'log'}".split(), bytes=300)
-    assert f"--log_file {tmp_path / 'log'} ends here: [Errno 27]" in pool.output and "step 4/4" in pool.output
+def test_a_full_log_disk_ends_the_training_in_a_line(pool, tmp_path, step):
+    with pytest.raises(JobFailed) as full:
+        pool.call(disk_full_job, step, argv=f"{TINY} --log_file {tmp_path / 'log'}".split(), bytes=300)
+    said = re.findall("error: rank.*", str(full.value))
+    assert len(said) == 1 and "rank 0, metrics.py:" in said[0] and "File too large" in said[0], said
     assert json.loads((tmp_path / "log").read_text().splitlines()[0])["step"] == 0
 
 

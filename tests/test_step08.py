@@ -243,7 +243,7 @@ def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp
 def saving_job(argv):
     """The most memory that saving takes, of storages made in it; the bytes of what this rank saves."""
     import train
-    from profiling import LiveStorages
+    from live_storages import LiveStorages
     from resume import Checkpoints
     peaks, save = [], Checkpoints.save
 

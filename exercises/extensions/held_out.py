@@ -82,7 +82,7 @@ def head_job(vocab, tokens, chunk):
     """The loss alone in chunks, with the gradients, and what torch makes of all logits; the storages it takes, in numbers."""
     import loss
     import torch.nn.functional as F
-    from profiling import LiveStorages
+    from live_storages import LiveStorages
     torch.manual_seed(0)
     loss.CHUNK = chunk
     head = loss.LMHead(8, vocab).double()

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import config
 import ledger
+import live_storages
 import metrics
 import pipeline_parallel
 import profiling
@@ -137,7 +138,7 @@ def tensors_of(model, optimizer):
 def watch(seen):
     """Sees of the first training step products multiplied and hooks that fire; of the second bytes sent, and
     alive between actions."""
-    live, marks, fired = profiling.LiveStorages(), [], {}
+    live, marks, fired = live_storages.LiveStorages(), [], {}
 
     class Watched(pipeline_parallel.Pipeline):
         def __init__(self, model, config, mesh, args):
@@ -163,11 +164,11 @@ def watch(seen):
     class Keeping(profiling.Profiler):
         @contextlib.contextmanager
         def step(self, step):
-            profiling.note_state(live, self.model, self.optimizer)
+            live_storages.note_state(live, self.model, self.optimizer)
             seen["persistent"], first = bytes_of(tensors_of(self.model, self.optimizer)), len(live.events)
             with live:
                 yield
-            profiling.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
+            live_storages.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
             if step == 0:
                 return
             alive = [0]
