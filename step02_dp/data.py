@@ -1,7 +1,5 @@
 """Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t alone."""
-import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -85,19 +83,13 @@ def micro_batches(tokens, config, mesh, args, step):
     start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
     check_vocabulary(batch, config.vocab_size)
-    batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
-    positions = torch.arange(args.seq_len)
-    pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # which the device can read
-    return [(pin(rows[:, positions]), pin(positions), pin(rows[:, positions + 1]))
+    batch = torch.from_numpy(batch).to(args.device)                                # [sequences, seq + 1]
+    positions = torch.arange(args.seq_len).to(args.device)
+    return [(rows[:, positions], positions, rows[:, positions + 1])
             for rows in batch.split(args.micro_batch_size)]
 
 
 def batches(tokens, config, mesh, args):
-    """(step, its micro-batches); a thread reads those of step t + 1 while step t is computed."""
-    read = functools.partial(micro_batches, tokens, config, mesh, args)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = pool.submit(read, args.first_step)
-        for step in range(args.first_step, args.steps):
-            batch, ahead = ahead.result(), pool.submit(read, step + 1)
-            # not in that thread, whose CUDA device is the first one, whichever this process has chosen
-            yield step, [[t.to(args.device, non_blocking=True) for t in micro_batch] for micro_batch in batch]
+    """(step, its micro-batches) of all steps."""
+    for step in range(args.first_step, args.steps):
+        yield step, micro_batches(tokens, config, mesh, args, step)

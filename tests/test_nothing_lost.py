@@ -368,14 +368,6 @@ def test_a_full_log_disk_ends_the_training_in_a_line(pool, tmp_path, step):
     assert json.loads((tmp_path / "log").read_text().splitlines()[0])["step"] == 0
 
 
-def test_a_log_stays_when_no_checkpoint_is_found(pool, tmp_path):
-    base = f"{TINY} --steps 2 --log_file {tmp_path / 'log'} --checkpoint {tmp_path}"
-    pool.call(main_job, LAST, argv=f"{base}/a".split())
-    before = (tmp_path / "log").read_text()
-    pool.call(main_job, LAST, argv=f"{base}/gone --resume".split())
-    assert (tmp_path / "log").read_text().startswith(before) and len(before.splitlines()) == 2
-
-
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
 def test_two_runs_do_not_share_a_log(pool, tmp_path, step):
     text = '{"step": 0}\n'
@@ -836,20 +828,6 @@ def test_a_log_is_cut_where_it_lies(pool, tmp_path):
     lines = (tmp_path / "real.jsonl").read_text().splitlines()
     assert lines[:2] == before[:2] and [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert (tmp_path / "log.jsonl").is_symlink() and sorted(os.listdir(tmp_path)) == ["log.jsonl", "real.jsonl", "run"]
-
-
-def test_the_log_of_another_run_is_not_cut(pool, copy, tmp_path):
-    """Of none that is longer, shorter, or as long; a new one is begun, and says what it has not."""
-    pool.call(main_job, LAST, argv=f"{TINY} --steps 6 --log_file {tmp_path / 'other'}".split())
-    lines = (tmp_path / "other").read_text().splitlines(keepends=True)
-    for count in (6, 4, 1):
-        text = "".join(lines[:count])
-        (tmp_path / "log").write_text(text)
-        assert "is not the log of the run that goes on" in refused(pool, LAST, goes_on(copy, f"--log_file {tmp_path / 'log'}"))
-        assert (tmp_path / "log").read_text() == text
-    pool.call(main_job, LAST, argv=goes_on(copy, f"--log_file {tmp_path / 'new'}").split())
-    assert f"--log_file {tmp_path / 'new'}: has 0 of the 4 steps that are done" in pool.output
-    assert [json.loads(line)["step"] for line in (tmp_path / "new").read_text().splitlines()] == [4, 5]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

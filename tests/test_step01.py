@@ -333,25 +333,6 @@ def batches_job(argv, steps, vocab=1 << 16):
     return [[tuple(t.clone() for t in micro) for micro in data.micro_batches(tokens, shape, args, step)] for step in range(steps)]
 
 
-def copies_job(argv):
-    """The threads in which a step's tokens are moved to the device."""
-    import threading
-    import config
-    import data
-    args, threads, to = config.parse_args(argv), set(), torch.Tensor.to
-    def seen(tensor, *more, **named):
-        threads.add(threading.current_thread() is threading.main_thread())
-        return to(tensor, *more, **named)
-    with patch.object(torch.Tensor, "to", seen):
-        assert len(list(data.batches(data.load_tokens(args, 256), config.PRESETS["tiny"], args))) == args.steps
-    return threads
-
-
-def test_tokens_go_to_this_process_own_device(pool):
-    """A thread has a CUDA device of its own, the first one, so on a node of eight what it moves ends up on the wrong one."""
-    assert pool.call(copies_job, STEP, argv=["--steps", "3"]) == [{True}]
-
-
 @pytest.mark.parametrize("ending", ["npy", "bin"])
 def test_token_files_are_read_in_order_and_wrap(pool, tmp_path, ending):
     stream = np.arange(1000, 1000 + 7 * 10 + 5, dtype=np.uint16)                   # 7 whole sequences of 10
@@ -411,25 +392,6 @@ def tokenize_twice_job(argv, cache):
           patch.object(PreTrainedTokenizerBase, "__call__", counted)):
         first, second = (data.load_tokens(config.parse_args(argv), 100)[:].tolist() for _ in range(2))
     return first, second, len(calls)
-
-
-def test_the_next_batch_is_read_ahead(pool):
-    assert pool.call(read_ahead_job, STEP)[0] == [(0, [0, 1]), (1, [0, 1, 2]), (2, [0, 1, 2, 3])]
-
-
-def read_ahead_job():
-    import time
-
-    import config
-    import data
-    asked, micro_batches = [], data.micro_batches
-    data.micro_batches = lambda tokens, config, args, step: asked.append(step) or []
-    seen = []
-    for step, _ in data.batches(None, None, config.parse_args(["--steps", "3"])):
-        time.sleep(0.2)                                   # a training step
-        seen.append((step, list(asked)))
-    data.micro_batches = micro_batches
-    return seen
 
 
 # ------------------------------------------------------------------------------------- checkpoints, configs
