@@ -499,42 +499,57 @@ def layer_picture():
 
 
 def dispatch_picture():
-    """Two ranks with two experts each, three tokens each, top_k 2."""
+    """Two ranks with two experts each, three tokens each, top_k 2; by_hand.py has the same choices."""
     chosen = [[(0, 2), (3, 0), (2, 1)], [(1, 2), (2, 3), (2, 0)]]
     rows = [[(f"{'abc' if rank == 0 else 'xyz'}"[t], e) for t, pair in enumerate(tokens) for e in pair]
             for rank, tokens in enumerate(chosen)]
     by_expert = [sorted(some, key=lambda row: row[1]) for some in rows]
     received = [[row for some in by_expert for row in some if row[1] // 2 == rank] for rank in (0, 1)]
     sorted_again = [sorted(some, key=lambda row: row[1]) for some in received]
-    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert),
-              ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
-              ("put back:\nby rank", received), ("received back:\nby expert", by_expert),
-              ("put back:\nby token, summed", rows)]
-    figure, axes = plt.subplots(figsize=(14, 5.6))
-    place = {}
+    stages = [("1  route: top_k\ncopies of a token", rows), ("2  sort\nby expert", by_expert),
+              ("4  received: by\nrank, by expert", received), ("5  by expert:\ncomputed", sorted_again),
+              ("put back:\nby rank", received), ("6  received back:\nby expert", by_expert)]
+    figure, axes = plt.subplots(figsize=(14, 6.1))
+    place, low = {}, -6.9                                 # where rank 1 begins
+
+    def box(column, y, height, name, expert=None):
+        color, edge = (EXPERT_COLORS[expert], "#444444") if expert is not None else ("#f4f4f4", "#222222")
+        axes.add_patch(plt.Rectangle((column * 2, y), 0.8, height, facecolor=color, edgecolor=edge, lw=0.8))
+        axes.text(column * 2 + 0.4, y + height / 2, name, ha="center", va="center", fontsize=14,
+                  color="white" if expert in (0, 2) else "black")
     for column, (title, ranks) in enumerate(stages):
         axes.text(column * 2 + 0.4, 0.75, title, ha="center", va="bottom", fontsize=14)
         for rank, some in enumerate(ranks):
             for i, (token, expert) in enumerate(some):
-                y = -i * 0.72 - rank * 6.4
-                place[column, token, expert] = y
-                axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert],
-                                             edgecolor="#444444", lw=0.8))
-                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token,
-                          ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
-    for column in range(len(stages) - 1):
+                place[column, token, expert] = -i * 0.72 + rank * low
+                box(column, place[column, token, expert], 0.6, f"{token}{expert}", expert)
+    axes.text(len(stages) * 2 + 0.4, 0.75, "weighed\nand added", ha="center", va="bottom", fontsize=14)
+    for rank, some in enumerate(rows):                    # one box for each token
+        for i, token in enumerate(dict.fromkeys(token for token, _ in some)):
+            y = -i * 1.44 - 0.72 + rank * low
+            box(len(stages), y, 1.32, token)
+            for _, expert in (row for row in some if row[0] == token):
+                place[len(stages), token, expert] = y + 0.36
+    for column in range(len(stages)):
         for some in rows:
             for token, expert in some:
                 a, b = place[column, token, expert], place[column + 1, token, expert]
                 wire = column in (1, 4)
                 axes.plot([column * 2 + 0.83, column * 2 + 1.97], [a + 0.3, b + 0.3],
                           color="#444444" if wire else "#bbbbbb", lw=1.4 if wire else 0.9, zorder=0)
-    for column, words in ((1, "all-to-all"), (4, "all-to-all")):
-        axes.text(column * 2 + 1.4, -11.75, words, ha="center", va="center", fontsize=15, weight="bold")
+    for column in (1, 4):
+        axes.text(column * 2 + 1.4, -12.3, "all-to-all", ha="center", va="center", fontsize=15, weight="bold")
+    style = dict(arrowstyle="-|>", color="#c8605a", lw=1.6)         # the counts, before the first of them
+    axes.annotate("", (2.55, -6.3), (2.55, -4.0), arrowprops=style)
+    axes.annotate("", (2.25, -4.0), (2.25, -6.3), arrowprops=style)
+    axes.text(2.1, -5.0, "3  counts", ha="right", va="center", fontsize=14, color="#c8605a")
+    axes.text(2.7, -4.65, "2 1", ha="left", va="center", fontsize=13, color="#c8605a")
+    axes.text(2.12, -5.95, "1 1", ha="right", va="center", fontsize=13, color="#c8605a")
     for rank in (0, 1):
         name = f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}"
-        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, name, ha="right", va="center", fontsize=14)
-    axes.set(xlim=(-1.8, 13.3), ylim=(-12.1, 2.2))
+        axes.text(-0.25, -1.5 + rank * low, name, ha="right", va="center", fontsize=14)
+    axes.text(-1.75, -12.3, "a2: token a, for expert 2", ha="left", va="center", fontsize=14)
+    axes.set(xlim=(-1.8, 13.3), ylim=(-12.7, 2.2))
     axes.axis("off")
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "dispatch.png"), dpi=110)
