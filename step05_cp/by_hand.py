@@ -14,7 +14,7 @@ def tokens_of(rank, mode):                                # places in the sequen
     return torch.cat((chunks[rank], chunks[-1 - rank]) if mode == "zigzag" else chunks[2 * rank:2 * rank + 2])
 
 
-def scores(q, k, rows, columns):                          # a block; -inf where the key is later than the query
+def scores(q, k, rows, columns):                          # a block; -inf where the key is the later one
     return (q @ k.T / dim ** 0.5).masked_fill(columns > rows[:, None], -torch.inf)
 
 
