@@ -53,7 +53,7 @@ def one_f_one_b(rank, batch, weight):
 
 def main(rank, port):
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=p, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=p, timeout=timedelta(seconds=60))
     torch.manual_seed(0)                                  # the same numbers on every rank
     batch = torch.randn(m, 2, 16)
     weights = torch.randn(p, 16, 16).div(4).requires_grad_()
