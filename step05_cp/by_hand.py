@@ -23,8 +23,7 @@ def pass_on(tensor, rank):
     coming = torch.empty_like(tensor)
     under_way = [dist.isend(tensor, (rank + 1) % cp), dist.irecv(coming, (rank - 1) % cp)]
     def receive():
-        for work in under_way:
-            work.wait()
+        [work.wait() for work in under_way]
         return coming
     return receive
 
@@ -73,6 +72,7 @@ def main(rank, port):
         dist.all_gather_object(said, f"rank {rank} has tokens {mine.tolist()}; pairs at its hops: {seen}")
         if rank == 0:
             print(mode, *said, "outputs and gradients are those of one process", sep="\n")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def main(rank, port):
     dist.all_gather_object(said, f"rank {rank}, {max(in_flight)} in flight at most:  {' '.join(actions)}")
     if rank == 0:
         print(*said, "the gradients are those of one process", sep="\n")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
