@@ -320,6 +320,9 @@ BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
          ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"),
          ("down_\nproj", "partial"), ("g", "down_proj's product", "MLP's output"),
          ("residual\nstream", "stream")]
+# what the README's four letters say of a border: of the tensors, left to right; of their gradients, right to left
+LETTERS = {("off", "f"): ("I → R", "I ← P"), ("off", "g"): ("P → I", "R ← I"),
+           ("on", "f"): ("V → R", "V ← P"), ("on", "g"): ("P → V", "R ← V")}
 
 
 def border_words(before, after, sp):
@@ -344,8 +347,9 @@ def block_picture():
                           color="#c8605a")
                 forward, backward = border_words(*stop[1:], sp)
                 small = dict(ha="center", va="top", fontsize=10, linespacing=1.2)
-                axes.text(x, -2.4, f"forward →\n{forward[0]}", **small)
-                axes.text(x, -3.15, f"← backward\n{backward[-1]}", **small)
+                there, back = LETTERS[sp, stop[0]]
+                axes.text(x, -2.4, f"forward: {there}\n{forward[0]}", **small)
+                axes.text(x, -3.15, f"backward: {back}\n{backward[-1]}", **small)
                 if len(backward) > 1:                     # what the idea does not need
                     axes.text(x, -3.85, f"({backward[0]} again,\nto save memory)", color="#a0a0a0", **small)
                 continue
