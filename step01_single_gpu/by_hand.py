@@ -62,7 +62,7 @@ def train(dtype, size, bytes_that_stay):
             w[name].copy_(master[name])                                    # rounded, if w is bfloat16
             grad.zero_()
     stays = live_bytes() / sum(weight.numel() for weight in FIRST.values())
-    print(f"{dtype}, {size} at a time: loss {sum(shares):.3f}; {stays:.0f} P bytes stay, {max(kept):,} go again")
+    print(f"{dtype}, {size} at a time: loss {sum(shares):.3f}; {stays:.0f} P bytes stay, {max(kept):,} go")
     assert stays == bytes_that_stay and max(kept) == size * dtype.itemsize * (2 * HIDDEN + 2 * INNER)
     return master
 
