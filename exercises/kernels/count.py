@@ -78,7 +78,7 @@ def cases():
     random = lambda *shape: torch.randn(shape, device=kernels.DEVICE)
     tokens, hidden, seq, heads, dim, tile = 64, 256, 128, 4, 32, 32
     n, table = tokens * hidden, seq * dim
-    blocks = seq // tile
+    blocks, qkv = seq // tile, tuple(random(heads, seq, dim) for _ in range(3))
     yield "copy", kernels.copy, torch.clone, (random(tokens, hidden),), 4 * n, 4 * n
     yield ("copy, strided", lambda x: kernels.copy(x, strided=True), torch.clone, (random(tokens, hidden),), 4 * n, 4 * n)
     yield "softmax", kernels.softmax, kernels.softmax_twin, (random(tokens, hidden),), 4 * n, 4 * n
@@ -92,8 +92,13 @@ def cases():
            (random(seq, heads, dim), *tables(seq, dim)), 4 * 2 * seq * heads * dim, 4 * seq * heads * dim)
     # q once, k and v in the blocks up to the diagonal; out, and a log-sum-exp for each query
     yield ("flash attention", lambda q, k, v: kernels.flash(q, k, v, tile=tile), kernels.attention_twin,
-           tuple(random(heads, seq, dim) for _ in range(3)),
-           4 * heads * table * (1 + blocks + 1), 4 * heads * (table + seq))
+           qkv, 4 * heads * table * (1 + blocks + 1), 4 * heads * (table + seq))
+    # twice: two tensors once, two in the blocks up to the diagonal; two numbers for each query that is there
+    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+    whole, grad = kernels.attention_twin(*leaves)[0], random(heads, seq, dim)
+    yield ("its backward", lambda *inputs: kernels.flash_backward(*inputs, tile=tile),
+           lambda *_: torch.autograd.grad(whole, leaves, grad, retain_graph=True), (*qkv, *kernels.flash(*qkv), grad),
+           4 * heads * (2 * table * (2 + blocks + 1) + seq * (2 + blocks + 1)), 4 * heads * 3 * table)
 
 
 def tables(seq, dim):

@@ -186,6 +186,62 @@ def flash(q, k, v, causal=True, tile=32):                                     # 
     return out, lse
 
 
+@triton.jit
+def flash_backward_keys_kernel(q, k, v, grad, lse, delta, grad_k, grad_v, seq, scale, HEAD: tl.constexpr, TILE: tl.constexpr):
+    # TILE keys of one head per program; the queries that see them come by. Nothing of other keys is needed, for lse
+    # holds what all of them have to say. (That is why a ring of ranks can go backward block by block.)
+    keys, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, HEAD)
+    head = tl.program_id(1)
+    mine, there = (head * seq + keys[:, None]) * HEAD + column, keys[:, None] < seq
+    my_k, my_v = tl.load(k + mine, mask=there, other=0.0), tl.load(v + mine, mask=there, other=0.0)
+    sum_k, sum_v = tl.zeros((TILE, HEAD), tl.float32), tl.zeros((TILE, HEAD), tl.float32)
+    for start in range(tl.program_id(0) * TILE, seq, TILE):                   # from the diagonal on
+        query = start + tl.arange(0, TILE)
+        theirs, here = (head * seq + query[:, None]) * HEAD + column, query[:, None] < seq
+        their_q, their_grad = tl.load(q + theirs, mask=here, other=0.0), tl.load(grad + theirs, mask=here, other=0.0)
+        row = head * seq + query
+        scores = tl.dot(their_q, tl.trans(my_k), input_precision="ieee") * scale
+        seen = here & (query[:, None] >= keys)
+        share = tl.where(seen, tl.exp(scores - tl.load(lse + row, mask=query < seq, other=0.0)[:, None]), 0.0)
+        sum_v += tl.dot(tl.trans(share), their_grad, input_precision="ieee")
+        of_share = tl.dot(their_grad, tl.trans(my_v), input_precision="ieee")
+        of_score = share * (of_share - tl.load(delta + row, mask=query < seq, other=0.0)[:, None]) * scale
+        sum_k += tl.dot(tl.trans(of_score), their_q, input_precision="ieee")
+    tl.store(grad_k + mine, sum_k, mask=there)
+    tl.store(grad_v + mine, sum_v, mask=there)
+
+
+@triton.jit
+def flash_backward_queries_kernel(q, k, v, grad, lse, delta, grad_q, seq, scale, HEAD: tl.constexpr, TILE: tl.constexpr):
+    # The same shares once more, the other way round: TILE queries stay, and their keys come by.
+    queries, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, HEAD)
+    head = tl.program_id(1)
+    mine, there = (head * seq + queries[:, None]) * HEAD + column, queries[:, None] < seq
+    my_q, my_grad = tl.load(q + mine, mask=there, other=0.0), tl.load(grad + mine, mask=there, other=0.0)
+    my_lse = tl.load(lse + head * seq + queries, mask=queries < seq, other=0.0)
+    my_delta = tl.load(delta + head * seq + queries, mask=queries < seq, other=0.0)
+    sum_q = tl.zeros((TILE, HEAD), tl.float32)
+    for start in range(0, tl.minimum((tl.program_id(0) + 1) * TILE, seq), TILE):
+        key = start + tl.arange(0, TILE)
+        theirs, here = (head * seq + key[:, None]) * HEAD + column, key[:, None] < seq
+        their_k, their_v = tl.load(k + theirs, mask=here, other=0.0), tl.load(v + theirs, mask=here, other=0.0)
+        scores = tl.dot(my_q, tl.trans(their_k), input_precision="ieee") * scale
+        share = tl.where(queries[:, None] >= key, tl.exp(scores - my_lse[:, None]), 0.0)
+        of_share = tl.dot(my_grad, tl.trans(their_v), input_precision="ieee")
+        sum_q += tl.dot(share * (of_share - my_delta[:, None]) * scale, their_k, input_precision="ieee")
+    tl.store(grad_q + mine, sum_q, mask=there)
+
+
+def flash_backward(q, k, v, out, lse, grad, tile=32):
+    """The gradients of q, k and v; causal."""
+    (heads, seq, head_dim), grads = q.shape, [torch.empty_like(q) for _ in range(3)]
+    delta = (out * grad).sum(-1)                                              # softmax's y (g - sum(g y)), summed over keys
+    grid, scale = (triton.cdiv(seq, tile), heads), head_dim**-0.5
+    flash_backward_queries_kernel[grid](q, k, v, grad, lse, delta, grads[0], seq, scale, head_dim, tile)
+    flash_backward_keys_kernel[grid](q, k, v, grad, lse, delta, grads[1], grads[2], seq, scale, head_dim, tile)
+    return grads
+
+
 def attention_twin(q, k, v):
     scores = q @ k.mT * q.shape[-1]**-0.5
     future = torch.ones_like(scores, dtype=torch.bool).triu(1)

@@ -14,6 +14,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "step05_cp")]
 import kernels
 from context_parallel import merge
 from model import rotary_tables, rotate
+from readme import broken_links
 
 counts = None if kernels.DEVICE == "cuda" else __import__("count")
 in_the_interpreter = pytest.mark.skipif(kernels.DEVICE == "cuda", reason="a GPU has no interpreter to count in")
@@ -70,6 +71,17 @@ def test_flash(seq):
     torch.testing.assert_close(lse, kernels.attention_twin(q, k, v)[1])
 
 
+@pytest.mark.parametrize("seq", [32, 45, 96])
+def test_flash_backward(seq):
+    q, k, v, grad = random(4, 2, seq, 16)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    for found, wanted in zip(kernels.flash_backward(q, k, v, *kernels.flash(q, k, v), grad), expected):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
 def test_what_the_ring_of_step_5_merges():
     """Each half of the keys by itself, then merge: what the kernel does from tile to tile."""
     q, k, v = random(3, 2, 64, 16)
@@ -113,7 +125,7 @@ def test_what_torch_compile_writes():
 
 
 def test_the_readme_is_short_and_shows_lines_that_are_there():
-    assert len(README.split()) <= 2500
+    assert len(README.split()) <= 2500 and broken_links(README, HERE) == []
     source = (HERE / "kernels.py").read_text()
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         assert all(line in source for line in block.splitlines() if line.strip() != "..."), block
