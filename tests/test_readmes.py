@@ -10,7 +10,8 @@ import pytest
 from layouts import every_other
 
 from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, all_words, block_problems, blocks, break_table, broken_anchors,
-                    broken_links, diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
+                    broken_links, diff_problems, diff_size, diffs_of, main_path_words, to_run, with_files, with_line_counts,
+                    with_tables)
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run
 
 
