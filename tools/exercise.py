@@ -265,7 +265,6 @@ def check(number, folder, only):
 
 def climb(number, folder, first, last):
     """From one rung to another, to the first that is not green; whether all are."""
-    os.environ.setdefault("PATIENCE", "30")               # seconds after which ranks that wait for each other are ended
     from break_it import run_tests
     import fixtures
     ladder = rungs(number)
@@ -360,12 +359,12 @@ def of_ranks(last, folder, mine):
 
 
 def where_each_stood(last, folder, mine):
-    stood = {rank: f"waits {place(frames(stack)[::-1], folder, mine, code=True)}" for rank, stack in last.stood.items()}
+    stood = {rank: f"waits: {place(frames(stack)[::-1], folder, mine, code=True)}" for rank, stack in last.stood.items()}
     for rank, (kind, result, _) in last.answers.items():
         if kind == "error" and "Traceback" in result:
-            stood[rank] = f"waited {place(frames(result), folder, mine, code=True)}, until the others had gone"
+            stood[rank] = f"waited, until another was gone: {place(frames(result), folder, mine, code=True)}"
         else:
-            stood[rank] = "had ended" if kind == "ok" else f"ended: {result}"
+            stood[rank] = "had ended" if kind == "ok" else f"ended: {died(result, folder, mine)}"
     return stood
 
 
@@ -376,10 +375,20 @@ def frames(text):
 
 def of_traceback(text, folder, mine):
     """The last exception and its message, behind the place that it came from."""
+    if text.startswith("the process died"):
+        return died(text, folder, mine)
     text = re.split(r"^Traceback \(most recent call last\):\n", text, flags=re.M)[-1]
     message = re.search(r"^\S.*", text, re.M | re.S)
     where = place(frames(text), folder, mine)
     return f"{where}: " * bool(where) + (message[0].strip() if message else text.strip())
+
+
+def died(text, folder, mine):
+    """Of a process that ended without a word, or with an exit status."""
+    first, _, stack = str(text).partition("\n")
+    where = place(frames(stack)[::-1], folder, mine, code=True)
+    why = " (abort: gloo does so where the tensors of two ranks differ in size)" if "exit code -6" in first else ""
+    return f"{first}{why}{', at ' * bool(where)}{where}"
 
 
 def place(calls, folder, mine, code=False):
@@ -478,6 +487,7 @@ def solution(number, folder):
 
 
 def main():
+    os.environ.setdefault("PATIENCE", "30")               # seconds after which ranks that wait for each other are ended
     number = number_of(sys.argv[1] if sys.argv[1:] else "")
     given = dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
     given = {key: value for key, value in given.items() if value}              # as make gives what nobody has set

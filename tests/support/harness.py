@@ -51,7 +51,9 @@ PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuratio
 
 def worker(rank, pipe, environment, notes):
     import torch
-    faulthandler.register(signal.SIGUSR1, file=open(f"{notes}.stack", "w"), all_threads=False)
+    stack = open(f"{notes}.stack", "w")
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     os.environ.update(environment)
     gc.freeze()
     torch.set_num_threads(1)
@@ -195,7 +197,7 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = ("error", "the process died", "")
+                    answers[rank] = ("error", self.death(rank), self.printed(rank))
                 if answers[rank][0] == "error":           # the others may wait for this one for ever
                     deadline = min(deadline, time.monotonic() + 3)
             if not ready:
@@ -226,6 +228,11 @@ class Pool:
             time.sleep(0.05)
             before, text = text, path.read_text() if path.exists() else ""
         return text
+
+    def death(self, rank):
+        process, path = self.workers[rank][0], Path(self.notes.name, f"{rank}.stack")
+        process.join(10)
+        return f"the process died, exit code {process.exitcode}\n{path.read_text() if path.exists() else ''}"
 
     def printed(self, rank):
         path = Path(self.notes.name, f"{rank}.out")
