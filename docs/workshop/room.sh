@@ -35,9 +35,9 @@ gpu_sizes() {
         echo "error: nvidia-smi shows no GPU here; on a laptop, source docs/workshop/laptop.sh" >&2
         return 1
     elif [ "$mib" -gt 100000 ]; then
-        long_sequence 73728
+        long_sequence 90112
     elif [ "$mib" -lt 50000 ]; then
-        long_sequence 24576
+        long_sequence 12288
     fi
     SIZE=("${LLAMA[@]}" --steps 10)
     LONG=("${LLAMA_LONG[@]}" --steps 5)
