@@ -195,6 +195,7 @@ def test_a_blank_level_has_what_the_rungs_want(number, tmp_path):
 # ------------------------------------------------------------------------------------------------ what a red rung says
 MINE = """import os
 import signal
+import torch.distributed as dist
 
 def meet(case):
     dist.init_process_group("gloo")
@@ -260,9 +261,10 @@ def test_another_way_through(tmp_path):
         return run(["make", *words], tmp_path / where, timeout=240)
     copy_repository(tmp_path)
     status, output = make("exercise", "STEP=2", "FROM=3")
-    assert status == 0 and "without the bodies of 5 functions" in output
+    assert status == 0 and "without the bodies of 6 functions" in output
     status, output = make("check", "RUNG=3", where="exercise/step02")
-    assert status == 0 and "3 of 7  sending while backward goes on: not yet" in output and "make" not in output.split("make hint")[0]
+    assert status == 0 and "3 of 7  sending while backward goes on: not yet" in output
+    assert "make" not in output.split("make hint")[0] + output.split("make solution")[1]
     assert "rung 3 of 7" in make("hint", "STEP=2")[1]
     status, output = make("check", "STEP=2", "RUNG=2")
     assert status == 0 and re.fullmatch(r" *2 of 7  knowing when a gradient is final: green, [\d.]+ s\n", output)
@@ -276,9 +278,11 @@ def test_another_way_through(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    ("exercise STEP=2 LEVEL=black", "LEVEL=black: there is LEVEL=blank"), ("check STEP=2 FROM=2", "FROM= is nothing that make check"),
+    ("exercise STEP=2 LEVEL=black", "LEVEL=black: there is LEVEL=blank"),
+    ("check STEP=2 FROM=2", "FROM= is nothing that make check"),
     ("exercise STEP=2 FROM=8", "FROM=8: the rungs of step 2 are 1 to 7"), ("exercise STEP=2 FROM=x", "FROM=x: the rungs"),
-    ("exercise STEP=2 FROM=2 LEVEL=blank", "LEVEL=blank begins at the first rung"), ("restart STEP=2", "make exercise STEP=2 makes it")])
+    ("exercise STEP=2 FROM=2 LEVEL=blank", "LEVEL=blank begins at the first rung"),
+    ("restart STEP=2", "make exercise STEP=2 makes it")])
 def test_what_is_refused(tmp_path, words, message):
     copy_repository(tmp_path)
     status, output = run(["make", *words.split()], tmp_path, timeout=120)
@@ -291,20 +295,21 @@ def test_watching(tmp_path):
     run([sys.executable, "tools/exercise.py", "2"], tmp_path, timeout=120)
     mine, said = tmp_path / "exercise/step02/data_parallel.py", tmp_path / "said"
     with said.open("w") as file:
-        child = subprocess.Popen([sys.executable, "tools/exercise.py", "2", "watch"], cwd=tmp_path, env=clean_environment(), stdout=file)
+        command = [sys.executable, "tools/exercise.py", "2", "watch"]
+        child = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=file)
     try:
-        wait_for(said, "rung 1: naive")
+        wait_for(child, said, "rung 1: naive")
         right = "return lambda: [dist.all_reduce(param.main_grad) for param in params]"
         mine.write_text(mine.read_text().replace('raise NotImplementedError("rung 1: naive")', right))
-        wait_for(said, "1 of 7  a sum after backward: green")
-        wait_for(said, "rung 2: when_final")
+        wait_for(child, said, "1 of 7  a sum after backward: green")
+        wait_for(child, said, "rung 2: when_final")
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130
 
 
-def wait_for(path, text):
+def wait_for(child, path, text):
     deadline = time.monotonic() + 240
     while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()
+        assert child.poll() is None and time.monotonic() < deadline, path.read_text()
         time.sleep(0.2)

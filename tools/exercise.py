@@ -124,7 +124,7 @@ def copy_blank(number, folder):
 
 
 def skeleton(source, wanted):
-    """Of a file: the functions {name: rung} without their bodies, __init__ of their classes, and what these use at the top level."""
+    """Of a file: the functions {name: rung} without their bodies, __init__ of their classes, and what these use of the rest."""
     for name, i in wanted.items():
         source = take_out(source, [name], i)
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
@@ -143,7 +143,8 @@ def skeleton(source, wanted):
     for node in tree.body:
         if node in kept or node is tree.body[0] and isinstance(node, ast.Expr):    # the docstring
             space = 2 if isinstance(node, ast.FunctionDef | ast.ClassDef) else not isinstance(node, ast.Import | ast.ImportFrom)
-            text += "\n" * (space * bool(text)) + "".join(lines[i] for i in range(*span(node, lines)) if i not in drop).rstrip() + "\n"
+            body = "".join(lines[i] for i in range(*span(node, lines)) if i not in drop)
+            text += "\n" * (space * bool(text)) + body.rstrip() + "\n"
     return re.sub(r"\n{3,}(?= )", "\n\n", text)        # where methods were left out
 
 
@@ -207,8 +208,8 @@ def start(number, folder, blank, first):
     else:
         print(f"{shown} is {make(number, folder, blank, first)}")
     print(f"Edit {shown}/*.py; then see how far it is, here or in {shown}:\n"
-          f"    make check STEP={number}       rung by rung; make watch STEP={number} does it whenever you save; make hint STEP={number} if "
-          f"you are stuck\n"
+          f"    make check STEP={number}       rung by rung; make watch STEP={number} does that whenever you save\n"
+          f"    make hint STEP={number}        if you are stuck\n"
           f"    EXERCISE={number}={shown} make test STEP={number}        all tests of step {number}")
 
 
@@ -265,9 +266,9 @@ def check(number, folder, only):
 
 def climb(number, folder, first, last):
     """From one rung to another, to the first that is not green; whether all are."""
-    from break_it import run_tests
-    import fixtures
     ladder = rungs(number)
+    import fixtures
+    from break_it import run_tests
     os.chdir(ROOT / "tests")
     signal.signal(signal.SIGINT, lambda *_: (fixtures.shared_pool().stop(), os._exit(130)))     # pytest would call it a failure
     for i in range(first, last + 1):
@@ -294,8 +295,8 @@ def all_tests(number, folder):
 
 def watch(number, folder):
     """Goes on from the present rung whenever a file was saved. The process that workers are forked from stays, with torch in it."""
-    from harness import shared_pool
     ladder, seen = rungs(number), None
+    from harness import shared_pool
     print(f"Checks whenever you save a file in {folder.relative_to(ROOT)}; Ctrl-C ends it.", flush=True)
     while True:
         now = saved(folder)
@@ -353,8 +354,10 @@ def of_ranks(last, folder, mine):
     real = {text: ranks for text, ranks in errors.items() if not re.search("by peer|Connection reset|Broken pipe", text)}
     if real:
         world = len(last.answers) + len(last.stood)
-        return "\n".join(text if len(ranks) == world else f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in real.items())
-    return "\n".join([f"ranks wait for what does not come{f', {last.timeout} s long' if last.stood else ''}:",
+        return "\n".join((f"rank {', '.join(map(str, ranks))}: " if len(ranks) < world else "") + text
+                         for text, ranks in real.items())
+    patience = f", {last.timeout} s long" if last.stood else ""
+    return "\n".join([f"ranks wait for what does not come{patience}:",
                       *(f"rank {rank} {text}" for rank, text in sorted(where_each_stood(last, folder, mine).items()))])
 
 

@@ -1,7 +1,7 @@
 """Is this machine ready for the workshop? Prints READY, or what is missing and its cure.
 
     python docs/workshop/preflight.py                # a laptop
-    python docs/workshop/preflight.py --gpus 2       # a node, in the terminal in which you have sourced pair.sh or slurm.sh
+    python docs/workshop/preflight.py --gpus 2       # a node, where you have sourced pair.sh or slurm.sh
 
 Nothing is installed or changed. It runs in an old Python too, to say that it is old.
 """
@@ -20,7 +20,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 def output(*command):
     """What a command prints; nothing if there is no such command or it fails."""
     try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, universal_newlines=True, timeout=60).strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=60).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -28,7 +28,7 @@ def output(*command):
 # Each check returns the cure, or None.
 def system(gpus):
     if sys.platform not in ("linux", "darwin"):
-        return "this is %s: install WSL2 (wsl --install, as an administrator, a week before) and begin anew in there" % sys.platform
+        return "this is %s: install WSL2 (wsl --install, as administrator) and begin in there" % sys.platform
 
 
 def shell(gpus):
@@ -39,7 +39,8 @@ def shell(gpus):
 
 def python(gpus):
     if sys.version_info < (3, 11):
-        return "Python 3.11 or newer is needed, this is %d.%d: install one, then make .venv/requirements.txt" % sys.version_info[:2]
+        return ("Python 3.11 or newer is needed, this is %d.%d: install one, then make .venv/requirements.txt"
+                % sys.version_info[:2])
 
 
 def torch(gpus):
@@ -57,7 +58,8 @@ def driver(gpus):
     if not gpus:
         return None
     import torch
-    found, known = torch.cuda.device_count(), output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    known = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = torch.cuda.device_count()
     if not known:
         return "nvidia-smi shows no GPU: is this the login node?"
     if torch.version.cuda is None:
@@ -66,8 +68,10 @@ def driver(gpus):
         return ("the driver, %s, is too old for torch's CUDA %s: take a torch of an older CUDA (nodes.md)"
                 % (known.split()[0], torch.version.cuda))
     if found < gpus:
-        return "%d GPUs are seen, not %d: CUDA_VISIBLE_DEVICES is %r" % (found, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    taken = [i for i in range(gpus) for free, total in [torch.cuda.mem_get_info(i)] if total - free > 3 * 2**30]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return "%d GPUs are seen, not %d: CUDA_VISIBLE_DEVICES is %r" % (found, gpus, visible)
+    free = [torch.cuda.mem_get_info(i) for i in range(gpus)]
+    taken = [i for i in range(gpus) if free[i][1] - free[i][0] > 3 * 2**30]
     if taken:
         return "somebody uses GPU %s: nvidia-smi shows which process, and whose" % taken
 
@@ -96,7 +100,8 @@ def two_ranks(gpus):
     if all(loss in said for loss in LOSSES):
         return None
     if all(loss in train(GLOO_SOCKET_IFNAME=LOOPBACK) for loss in LOSSES):
-        return "two processes do not find each other (a VPN, a firewall?); with this they do: export GLOO_SOCKET_IFNAME=" + LOOPBACK
+        return ("two processes do not find each other (a VPN, a firewall?); with this they do: "
+                "export GLOO_SOCKET_IFNAME=" + LOOPBACK)
     return "two ranks do not train: " + (said.strip().splitlines() or ["no output"])[-1]
 
 
@@ -105,7 +110,8 @@ def train(**environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                os.path.join(ROOT, "step02_dp", "train.py"), "--steps", "2", "--device", "cpu"]
     with tempfile.TemporaryFile("w+") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=file, env=dict(os.environ, OMP_NUM_THREADS="1", **environment))
+        environment = dict(os.environ, OMP_NUM_THREADS="1", **environment)
+        child = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         try:
             child.wait(SECONDS)
         except subprocess.TimeoutExpired:
