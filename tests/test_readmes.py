@@ -1,6 +1,7 @@
 """The READMEs and docs/ do what they say: blocks run, hunks are in the diff, links lead somewhere, counts are counts."""
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -74,6 +75,13 @@ def test_the_words_of_a_step(step):
     assert 1000 < main_path_words(text) <= 2600
     assert all_words(text) <= 6000
     assert all(f"\n## {name}\n" in text for name in ("Break it", "Exercises", "Check yourself", "Second reading"))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_shown_of_by_hand_is_in_it(step):
+    shown = re.findall(r"^<!-- of by_hand.py -->\n```text\n(.*?)^```$", (ROOT / step / "README.md").read_text(), re.M | re.S)
+    file = (ROOT / step / "by_hand.py").read_text() if shown else ""
+    assert [excerpt for excerpt in shown if "\n" + excerpt not in file] == []
 
 
 def test_the_words_of_all_pages():
