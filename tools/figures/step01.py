@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config
 import data
+import live_storages
 import metrics
 import model as llama
 import profiling
@@ -36,7 +37,7 @@ def run(flags, keep):
     class Keeping(train.Profiler):
         def __init__(self, model, optimizer, args):
             super().__init__(model, optimizer, args)
-            kept.update(model=model, optimizer=optimizer)
+            kept.update(model=model, optimizer=optimizer, rows=self.memory.rows)
     with tempfile.TemporaryDirectory() as folder:
         original, train.Profiler = train.Profiler, Keeping
         log = os.path.join(folder, "log.jsonl")
@@ -44,8 +45,8 @@ def run(flags, keep):
             train.main([*flags.split(), "--log_file", log, "--profile", folder])
         finally:
             train.Profiler = original
-        with open(log) as lines, open(os.path.join(folder, "memory_rank0.json")) as memory:
-            return [json.loads(line) for line in lines], json.load(memory)["rows"], keep(**kept)
+        with open(log) as lines:
+            return [json.loads(line) for line in lines], kept.pop("rows"), keep(**kept)
 
 
 def persistent(model, optimizer):
@@ -74,7 +75,7 @@ def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
     for layers in (2, 4):
         args = config.parse_args(["--dtype", dtype, "--recompute", mode])
         model = train.build_model(replace(shape, num_hidden_layers=layers), args)
-        live = profiling.LiveStorages()
+        live = live_storages.LiveStorages()
         for param in model.parameters():
             live.note(param, "parameters")
         with live:
@@ -191,7 +192,7 @@ def kept_at_full_size(c, seq_len, core=None):
             norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight, norm.eps)
         x = torch.empty(1, seq_len, c.hidden_size, dtype=torch.bfloat16)
         tables = llama.rotary_tables(torch.arange(seq_len), c, x.dtype)
-        live = profiling.LiveStorages()
+        live = live_storages.LiveStorages()
         for tensor in (*block.parameters(), *tables):
             live.note(tensor, "parameters")
         with live:

@@ -46,7 +46,7 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
 
     import context_parallel
     import model
-    import profiling
+    import live_storages
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     dist.init_process_group("gloo")
@@ -58,7 +58,7 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
     core = ulysses(model.sdpa, group) if mode == "ulysses" else in_blocks(mode, group)
     core = model.sdpa if mesh.size() == 1 else core
     grad = torch.randn(1, rows, heads, head_dim)
-    with profiling.LiveStorages() as live:
+    with live_storages.LiveStorages() as live:
         for tensor in (q, k, v, grad):
             live.note(tensor, "rest")
         given, first = alive_bytes(live), len(live.events)

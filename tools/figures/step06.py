@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from matplotlib.legend_handler import HandlerTuple
 
+import live_storages
 import pipeline_parallel
 import profiling
 import schedule as shown
@@ -68,7 +69,7 @@ def one_run(kind, argv):
 
 def watch(seen):
     """Sees of the second training step the bytes alive between actions."""
-    live, marks = profiling.LiveStorages(), []
+    live, marks = live_storages.LiveStorages(), []
 
     class Watched(pipeline_parallel.Pipeline):
         def forward_backward(self, micro_batches):

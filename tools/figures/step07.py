@@ -22,6 +22,7 @@ import torch.distributed as dist
 import config
 import expert_parallel
 import ledger
+import live_storages
 import metrics
 import model
 import moe
@@ -172,7 +173,7 @@ class Ledger(ledger.Ledger):
 
 def watch(seen):
     """Sees of the last training step bytes sent, bytes alive, and rows that the experts of this rank had."""
-    live, compute, rows = profiling.LiveStorages(), moe.Experts.forward, []
+    live, compute, rows = live_storages.LiveStorages(), moe.Experts.forward, []
 
     def counted(experts, x, counts):
         rows.append(len(x))
@@ -185,7 +186,7 @@ def watch(seen):
             if step < self.args.steps - 1:
                 yield
                 return
-            profiling.note_state(live, self.model, self.optimizer)
+            live_storages.note_state(live, self.model, self.optimizer)
             seen["persistent"], first = persistent(self.model, self.optimizer), len(live.events)
             rows.clear()
             with live:

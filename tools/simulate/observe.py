@@ -76,7 +76,7 @@ def noted(actions, meshes):
 @contextlib.contextmanager
 def observe(model, optimizer, mesh, actions):
     """Yields what will, after a training step, have been seen."""
-    from profiling import KINDS, LiveStorages, note_state
+    from live_storages import KINDS, LiveStorages, note_state
     memory, flops, ledger, seen = LiveStorages(), Flops(), contextlib.nullcontext(), SimpleNamespace(mesh={}, sent={})
     if mesh:                                              # step 1 has none, and sends nothing
         from ledger import Ledger
