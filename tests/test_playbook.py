@@ -71,7 +71,7 @@ def test_the_planners_rules_are_rows(rule):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/playbook.md"])
 def test_what_a_page_says_of_the_playbook_is_a_row(page):
-    text = re.sub(r"```.*?```|\[Ultra-Scale\s+Playbook\]|\]\(\S*\)", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    text = re.sub(r"```.*?```|\[Ultra-Scale\s+Playbook\]\(\S*\)|\]\(\S*\)", "", (ROOT / page).read_text(), flags=re.DOTALL)
     for sentence in re.split(r"(?<=[.:|]) +|\n\n", re.sub(r"(?<!\n)\n(?!\n)", " ", text)):
         if re.search(r"\b[Pp]laybook\b", sentence):
             known = [claim for words, claim in SAID_ELSEWHERE.items() if words in sentence]
