@@ -72,6 +72,10 @@ def main():
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)
     report(result, args.gpu)
+    if args.trace or args.plot:
+        from simulate.draw import plot, trace
+        write("--trace", args.trace, lambda path: trace(result, path))
+        write("--plot", args.plot, lambda path: plot(result, path, args.gpu))
     write("--json", args.json, lambda path: path.write_text(json.dumps(result.as_json(), indent=1)))
 
 

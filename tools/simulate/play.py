@@ -23,6 +23,7 @@ class Event(NamedTuple):
     start: float
     end: float
     about: str                                            # the layer, or the line that waits
+    action: str = ""                                      # F3 of stage 0
 
 
 class Played(NamedTuple):
@@ -52,6 +53,7 @@ class Player:
         self.now, self.host, self.at = ({rank: 0 for rank in recordings} for _ in range(3))
         self.clock, self.transfers, self.numbers = 0.0, {}, Counter()
         self.mine = {rank: {} for rank in recordings}     # by the number of its operation
+        self.action = {rank: ("", 0.0) for rank in recordings}                     # which it is in, since when
         self.queues = defaultdict(deque)                  # {(communicator, rank): transfers as it has started them}
         self.to_begin, self.order = [], count()           # a heap
         self.active, self.busy = {}, Counter()            # {transfer: the seconds that it would still take alone}, {lane: how many}
@@ -89,6 +91,11 @@ class Player:
                 self.start(rank, value)
             elif what == "wait" and not self.wait(rank, self.mine[rank][value], *more):
                 return
+            elif what == "begin":
+                self.action[rank] = value, self.now[rank]
+            elif what == "end":
+                self.events.append(Event(rank, "actions", value, self.action[rank][1], self.now[rank], ""))
+                self.action[rank] = "", 0.0
             elif what == "host waits":
                 self.host[rank] = max(self.host[rank], self.now[rank])
             times.append(self.now[rank])
@@ -100,7 +107,8 @@ class Player:
         self.waiting_for_host[rank] += start - self.now[rank]
         self.now[rank] = start + self.seconds[rank][number]
         self.computing[rank] += self.seconds[rank][number]
-        self.events.append(Event(rank, "compute", self.of[rank].kernels[number].name, start, self.now[rank], layer))
+        kernel, (action, _) = self.of[rank].kernels[number], self.action[rank]
+        self.events.append(Event(rank, "compute", kernel.name, start, self.now[rank], layer, action))
 
     def start(self, rank, number):
         operation = self.of[rank].operations[number]

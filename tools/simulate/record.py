@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simulate.kernels import kernel_of
+from simulate.fuse import fuse
+from simulate.kernels import kernel_of, size, tensors
 from simulate.memory import KINDS, Memory, timeline
 from simulate.stand_ins import fused_kernels, one_rank
 
@@ -50,8 +51,9 @@ class Operation(NamedTuple):
 #     ("compute", kernel's number, layer)     ("start", operation's number, site)     ("wait", operation's number, site)
 #     ("begin", action)  ("end", action)      ("host waits", site): for all that was computed so far
 class Recorder(TorchDispatchMode):
-    def __init__(self, mesh):
+    def __init__(self, mesh, fused=False):
         super().__init__()
+        self.fused, self.touched = fused, {}
         self.notes, self.kernels, self.operations = [], {}, []
         self.memory = Memory(lambda: len(self.notes))
         self.layer, self.begun, self.actions, self.grouped = "", [], [], False
@@ -70,13 +72,20 @@ class Recorder(TorchDispatchMode):
             result = op(*args, **kwargs)
             if op._opname == "_to_copy" and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
                 self.notes.append(("host waits", site()))
-            elif op.namespace != "c10d" and (kernel := kernel_of(op, args, result)):
-                self.compute(kernel)
         self.memory.note_all(result, "activations" if torch.is_grad_enabled() else "rest")
+        if op.namespace != "c10d" and (kernel := kernel_of(op, args, result)):
+            self.compute(kernel, args, result)
         return result
 
-    def compute(self, kernel):
+    def compute(self, kernel, args, result):
+        if self.fused and kernel.kind == "memory":
+            reads, writes = self.storages(tensors(args)), self.storages(tensors([result]))
+            self.touched[len(self.notes)] = reads, writes
         self.notes.append(("compute", self.kernels.setdefault(kernel, len(self.kernels)), self.layer))
+
+    def storages(self, values):
+        found = {value.untyped_storage()._cdata: size(value) for value in values}
+        return {self.memory.alive[key][0] if key in self.memory.alive else -key: bytes for key, bytes in found.items()}
 
     def start(self, name, args):
         what, payload, on_the_wire = COLLECTIVES[name]
@@ -85,13 +94,13 @@ class Recorder(TorchDispatchMode):
         if group.group_name not in self.members:
             self.members[group.group_name] = tuple(dist.get_process_group_ranks(group))
         ranks = self.members[group.group_name]
-        size = 0 if payload is None else sum(t.nbytes for t in leaves(args[payload]))
-        wire = size * on_the_wire(len(ranks))
+        moved = 0 if payload is None else sum(t.nbytes for t in tensors([args[payload]]))
+        wire = moved * on_the_wire(len(ranks))
         if what == "all_to_all" and args[4]:              # uneven: all is sent but what stays here
-            wire = size * (1 - args[4][group.rank()] / max(1, sum(args[4])))
+            wire = moved * (1 - args[4][group.rank()] / max(1, sum(args[4])))
         if what != "receive":
             self.calls[dimension, what] += 1
-            self.payload[dimension, what] += size
+            self.payload[dimension, what] += moved
             self.wire[dimension, what] += wire
         if what == "all_to_all" and args[3]:              # more may come
             wire = max(wire, args[0].nbytes * (1 - args[3][group.rank()] / max(1, sum(args[3]))))
@@ -99,7 +108,7 @@ class Recorder(TorchDispatchMode):
             ends = dist.get_rank(), ranks[args[2]]
             ranks = ends if what == "send" else ends[::-1]
         self.notes.append(("start", len(self.operations), site()))
-        self.operations.append(Operation(what, dimension, ranks, size, wire, self.grouped))
+        self.operations.append(Operation(what, dimension, ranks, moved, wire, self.grouped))
 
     # ------------------------------------------------------------------------------------------- names and waits
     def begin(self, name):
@@ -171,10 +180,6 @@ class Waiting:
         return self.work.is_completed()
 
 
-def leaves(value):
-    return [value] if isinstance(value, torch.Tensor) else [leaf for one in value for leaf in leaves(one)]
-
-
 def group_of(args):
     objects = [a for a in args if isinstance(a, torch.ScriptObject)]
     return next(dist.ProcessGroup.unbox(a) for a in objects if a._type().name() == "ProcessGroup")
@@ -241,7 +246,7 @@ class Step:
     def __init__(self, made, args):
         import train
         self.model, self.optimizer, self.mesh, self.args = made["build_model"], made["Optimizer"], made.get("start_mesh"), args
-        self.recorder, self.watched = Recorder(self.mesh), contextlib.ExitStack()
+        self.recorder, self.watched = Recorder(self.mesh, getattr(args, "fused", False)), contextlib.ExitStack()
         self.recorder.memory.note_state(self.model, self.optimizer)
         self.watched.enter_context(named_layers(self.model, self.recorder))
         if not hasattr(train, "Pipeline"):
@@ -257,9 +262,12 @@ class Step:
         _, *columns = zip(*timeline(memory.events, memory.kinds))                  # a row per event, a column per kind
         totals = [sum(row) for row in zip(*columns)]
         peak = totals.index(max(totals))
+        notes, kernels, events = recorder.notes, [*recorder.kernels], memory.events
+        if recorder.fused:
+            notes, kernels, events = fuse(notes, kernels, recorder.touched, events)
         self.seen = SimpleNamespace(
-            args=self.args, notes=recorder.notes, kernels=[*recorder.kernels], operations=recorder.operations,
-            events=memory.events, kinds=memory.kinds, actions=recorder.actions,
+            args=self.args, notes=notes, kernels=kernels, operations=recorder.operations,
+            events=events, kinds=memory.kinds, actions=recorder.actions,
             peak=dict(zip(KINDS, [column[peak] for column in columns])),
             between=dict(zip(KINDS, [column[-1] for column in columns])),
             most={kind: max(column) for kind, column in zip(KINDS, columns)},
@@ -268,8 +276,7 @@ class Step:
             sent={what: (recorder.calls[what], recorder.payload[what], recorder.wire[what]) for what in sorted(recorder.calls)},
             mesh={} if self.mesh is None else {name: (self.mesh.get_local_rank(name), self.mesh[name].size())
                                                for name in self.mesh.mesh_dim_names})
-        computed = [recorder_kernel for what, recorder_kernel, *_ in recorder.notes if what == "compute"]
-        self.seen.flops = sum(self.seen.kernels[number].flops for number in computed)
+        self.seen.flops = sum(kernels[number].flops for what, number, *_ in notes if what == "compute")
         note(self.seen, self.model, self.optimizer, self.mesh)
         self.model = self.optimizer = self.mesh = self.recorder = None
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simulate.kernels import Kernel
+from simulate.kernels import Kernel, sizes
 
 LEFT_OUT = "init_from", "save", "log_file", "profile", "checkpoint", "resume"
 fused_kernels = []                                        # who wants to know of kernels that no operation here stands for
@@ -94,20 +94,20 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        note_kernel("rms_norm", x, 2)
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=wide))
-        return torch.empty_like(x)
+        return note_kernel("rms_norm", [x], torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, grad):
-        note_kernel("rms_norm backward", grad, 3)         # its input and gradients in, one out
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
+        x, weight, _ = ctx.saved_tensors
+        return note_kernel("rms_norm backward", [grad, x], (torch.empty_like(x), torch.empty_like(weight)))
 
 
-def note_kernel(name, x, times):
+def note_kernel(name, inputs, results):
     for note in fused_kernels:
-        note(Kernel(name, "memory", str(x.dtype).removeprefix("torch."), 0, times * x.nbytes))
+        note(Kernel(name, "memory", str(inputs[0].dtype).removeprefix("torch."), 0, sizes((inputs, results))), inputs, results)
+    return results
 
 
 class NoData(TorchDispatchMode):
