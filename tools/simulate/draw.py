@@ -54,8 +54,9 @@ def plot(result, path, gpu):
         for colour, spans in by_colour([one for one in mine if one.stream == "compute"], whole).items():
             axes.broken_barh([(start * scale, (end - start) * scale) for start, end in spans], (2.05, 0.9), color=colour, lw=0)
         for one in mine:
-            if one.stream == "actions" and one.end - one.start > whole / 45:
-                axes.text((one.start + one.end) / 2 * scale, 2.5, one.name.split()[0], ha="center", va="center", fontsize=7)
+            if one.stream == "actions" and one.end - one.start > whole / 70:
+                axes.text((one.start + one.end) / 2 * scale, 2.5, one.name.split()[0], ha="center", va="center", fontsize=6)
+                axes.axvline(one.start * scale, 0.69, 0.98, color="white", lw=0.5)
         for i, dimension in enumerate(dimensions):
             spans = merged([(one.start, one.end) for one in mine if one.stream == dimension], whole)
             height = 0.9 / len(dimensions)
