@@ -405,16 +405,11 @@ def test_whatever_becomes_of_the_output_the_model_and_the_log_are_whole(tmp_path
 
 @slow
 @pytest.mark.parametrize("step", [ONE, LAST])
-def test_ctrl_c_head_and_a_terminal_without_umlauts_give_no_traceback(tmp_path, step):
+def test_ctrl_c_and_a_terminal_without_umlauts_give_no_traceback(tmp_path, step):
     process = from_the_shell(step, ["--steps", "1000"], tmp_path)
     assert any("1/1000" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT and "Traceback" not in process.stderr.read()
-    process = from_the_shell(step, ["--steps", "1000"], tmp_path)
-    process.stdout.readline()
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait(60) == 2 and error.count("\n") == 1, error
     (tmp_path / "ü").mkdir()
     process = from_the_shell(step, ["--steps", "1", "--init_from", "ü"], tmp_path, PYTHONIOENCODING="ascii")
     out, error = process.communicate(timeout=300)
