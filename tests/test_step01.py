@@ -14,7 +14,7 @@ import torch
 
 import huggingface
 from harness import Refused, assert_same_run, assert_same_tensors, distance, relative
-from jobs import main_job
+from jobs import main_job, profile_job
 from steps import step_dir
 
 STEP = "step01_single_gpu"
@@ -316,14 +316,6 @@ def test_profile_writes_a_trace_and_a_memory_picture(pool, tmp_path):
     assert (tmp_path / "memory_rank0.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def profile_job(argv):
-    import profiling
-    import train
-    with patch.object(profiling, "draw", wraps=profiling.draw) as draw:
-        train.main(argv)
-    return list(profiling.KINDS), draw.call_args[0][0]
-
-
 # ------------------------------------------------------------------------------------- data
 def batches_job(argv, steps, vocab=1 << 16):
     import config
@@ -418,7 +410,6 @@ def test_saving_over_the_checkpoint_one_started_from(pool, tmp_path):
 def save_job(folder, shard_bytes):
     """In files of at most so many bytes in place of 5 GB."""
     import functools
-    from unittest.mock import patch
 
     import checkpoint
     import train

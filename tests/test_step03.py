@@ -1,11 +1,9 @@
 """Step 3: every stage of ZeRO, whole or hybrid, trains as one process does and holds what the formula says."""
-import json
-
 import cases
 import layouts
 import pytest
 from harness import assert_same_run
-from jobs import assert_refused, storage_bytes, trained_parts
+from jobs import assert_refused, profile_job, storage_bytes, trained_parts
 from layouts import Layout
 from observe import check
 
@@ -161,17 +159,11 @@ def test_stage_3_needs_no_more_memory_than_fsdp2(pool):
         assert peaks["zero 3"] < peaks["zero 2"] < peaks["zero 1"] < peaks["bucket"], peaks
 
 
-def profile_rows(folder, rank):
-    return json.loads((folder / f"memory_rank{rank}.json").read_text())["rows"]
-
-
 @slow
 def test_profile_sees_weights_come_and_go(pool, tmp_path):
     flags = cases.make(tmp_path, num_hidden_layers=5) + " --micro_batch_size 6 --steps 4 --zero 3"
-    pool.train(STEP, f"{flags} --profile {tmp_path}", world=2, weights=False)
     embedding, block, *_, head = unit_sizes()
-    for rank in range(2):
-        rows = profile_rows(tmp_path, rank)
+    for _, rows in pool.call(profile_job, STEP, world=2, argv=f"{flags} --profile {tmp_path}".split()):
         weights = [row[1] for row in rows]
         slices = 4 * (embedding + 5 * block + head) / 2
         assert weights[-1] == slices                      # between steps a rank has its slices alone

@@ -139,6 +139,17 @@ def grouped_job(device, counts):
         return [relative_norm(a, b) for a, b in zip(grouped, results())]
 
 
+def profile_job(argv):
+    """What --profile draws: the kinds of memory, and rows of seconds and the bytes of each kind."""
+    from unittest.mock import patch
+
+    import profiling
+    import train
+    with patch.object(profiling, "draw", wraps=profiling.draw) as draw:
+        train.main(argv)
+    return list(profiling.KINDS), draw.call_args[0][0]
+
+
 def blocks_job(device, dtype, head_dim):
     """Relative errors of attention in blocks, forward and the three gradients, against the same in float64 and in one piece."""
     import torch
