@@ -11,7 +11,8 @@ import pytest
 from layouts import every_other
 
 from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, all_words, block_problems, blocks, break_table, broken_anchors,
-                    broken_links, diff_problems, diffs_of, to_run, diff_size, main_path_words, with_files, with_line_counts, with_tables)
+                    broken_links, diff_problems, diff_size, diffs_of, main_path_words, to_run, with_files, with_line_counts,
+                    with_tables)
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run
 
 
@@ -150,7 +151,7 @@ def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
     sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
                         if block.language == "bash" and block.directive in not_run) for page in PAGES]
     commands = trainings(called(sessions, tmp_path))
-    assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
+    assert len(commands) >= 10 and {step for step, _, _ in commands} == set(STEPS)
     assert refused(commands) == []
 
 

@@ -171,7 +171,8 @@ def test_make_exercise(small_repository):
     status, output = make(small_repository, "exercise", "STEP=2")
     assert status == 0 and "EXERCISE=2=exercise/step02 make test STEP=2" in output, output
     exercise = small_repository / "exercise/step02"
-    assert sorted(os.listdir(exercise)) == ["AGENTS.md", "train.py"] and (exercise / "train.py").read_text() == "answer = 41\n"
+    assert sorted(os.listdir(exercise)) == ["AGENTS.md", "Makefile", "train.py"]
+    assert (exercise / "train.py").read_text() == "answer = 41\n"
     status, output = make(small_repository, "test", "STEP=2", EXERCISE="2=exercise/step02")
     assert status == 2 and "no answer" in output and "1 failed" in output
     (exercise / "train.py").write_text("answer = 42  # mine\n")

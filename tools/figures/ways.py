@@ -16,7 +16,7 @@ paths_of(8)
 import data
 from parts import my_part, whole_shape
 from plot import plt
-from simulate.observe import dry_run
+from simulate.record import record
 
 LAYERS, EXPERTS, SEQUENCES, TOKENS, RANKS = 4, 4, 4, 8, 2
 DENSE = dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS,
@@ -55,7 +55,7 @@ def ask(model, flags, mlps, rank):
                 first, last = (place / len(unit.weights) for place in (unit.my_slice.start, unit.my_slice.stop))
                 has.states[int(index)] = (at >= first) & (at < last)
     flags = f"--device cpu --model {model} --seq_len {TOKENS} --global_batch_size {SEQUENCES} --micro_batch_size 1 {flags}"
-    dry_run(flags.split(), RANKS, rank, note)
+    record(flags.split(), RANKS, rank, note)
     return has
 
 
