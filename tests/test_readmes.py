@@ -151,7 +151,7 @@ def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
     sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
                         if block.language == "bash" and block.directive in not_run) for page in PAGES]
     commands = trainings(called(sessions, tmp_path))
-    assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
+    assert len(commands) >= 10 and {step for step, _, _ in commands} == set(STEPS)
     assert refused(commands) == []
 
 

@@ -84,10 +84,10 @@ def watch(seen):
     class Keeping(profiling.Profiler):
         @contextlib.contextmanager
         def step(self, step):
-            profiling.note_state(live, self.model, self.optimizer)
+            live_storages.note_state(live, self.model, self.optimizer)
             with live:
                 yield
-            profiling.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
+            live_storages.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
             alive = [0]
             for _, _, size in live.events:
                 alive.append(alive[-1] + size)
