@@ -1,7 +1,7 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
 # make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
-# make extend [NAME=muon]
+# make extend [NAME=muon] | make kernels
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
@@ -14,7 +14,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -48,6 +48,11 @@ exercise restart check watch hint solution: $(VENV)
 
 extend: $(VENV)
 	@$(PYTHON) tools/extend.py $(NAME)
+
+kernels: $(VENV)
+	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0
+	$(PYTEST) exercises/kernels
+	$(PYTHON) exercises/kernels/count.py
 
 break: $(VENV)
 	$(PYTHON) tools/break_it.py

@@ -148,7 +148,7 @@ def memory_job(argv):
     """Of each save: bytes of the copy, whether it lies where the one before lay, the most that saving took besides, what is saved;
     and the checkpoints that are there after it."""
     import train
-    from profiling import LiveStorages
+    from live_storages import LiveStorages
     from resume import Checkpoints
     seen, save = [], Checkpoints.save
 

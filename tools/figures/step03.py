@@ -23,6 +23,7 @@ import torch
 
 import config
 import ledger
+import live_storages
 import metrics
 import profiling
 import train
@@ -34,25 +35,25 @@ P = metrics.parameter_count(config.PRESETS["tiny"])
 DP = 4
 
 
-def flags(stage, dtype="float32", dp=DP, micro_batches=1, more=""):
+def flags(stage, dtype="float32", micro_batches=1, more=""):
     """Four sequences on each rank."""
-    batch = f"--global_batch_size {4 * dp} --micro_batch_size {4 // micro_batches}"
+    batch = f"--global_batch_size {4 * DP} --micro_batch_size {4 // micro_batches}"
     return f"--zero {stage} --dtype {dtype} --seq_len 32 {batch} {more}"
 
 
 UNITS = [("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4),
          ("all", "the whole model", 1)]
-RUNS = {dp: [(flags(stage, "bfloat16", dp), "1") for stage in range(4)] for dp in (1, 2, 3, DP)}
-RUNS[DP] += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1, 2, 4)]
-RUNS[DP] += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
-RUNS[DP] += [(flags(3), group) for group, _, _ in UNITS if group != "1"]
-SEEN = {}                                                 # by (number of ranks, flags, units)
+RUNS = [(flags(stage, "bfloat16"), "1") for stage in range(4)]
+RUNS += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1, 2, 4)]
+RUNS += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
+RUNS += [(flags(3), group) for group, _, _ in UNITS if group != "1"]
+SEEN = {}                                                 # by (flags, units)
 # bytes per parameter in float32 and bfloat16, and from which stage on they are divided by dp
 BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
-class Watch(profiling.LiveStorages):
+class Watch(live_storages.LiveStorages):
     """Sees storages resized as well, which no operation does."""
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_
@@ -210,15 +211,13 @@ def trace(out, argv):
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
     """Fills SEEN with what rank 0 saw of the third training step of each run."""
-    for dp, runs in RUNS.items():
-        found = seen_in_runs(os.path.abspath(__file__), "watch", dp, runs, timeout=600)
-        SEEN.update({(dp, *key): seen for key, seen in zip(runs, found)})
+    SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "watch", DP, RUNS, timeout=600)))
     for key, seen in SEEN.items():
         assert seen["payload"] == seen["formula"], (key, seen["payload"], seen["formula"])
 
 
-def run(argv, dp=DP, group="1"):
-    return SEEN[dp, argv, group]
+def run(argv, group="1"):
+    return SEEN[argv, group]
 
 
 def share(what, stage, dp, dtype="float32"):
@@ -282,20 +281,6 @@ def unit_table():
     return rows
 
 
-def peak_table():
-    """What comes and goes within a step, in float32."""
-    rows = ["| stage | persists | whole weights at most | gradient buffers at most "
-            "| peak of all memory, activations included |",
-            "|---|---|---|---|---|"]
-    for stage in range(4):
-        seen = run(flags(stage))
-        whole = f"{seen['whole'] // 4:,} elements" if stage == 3 else "persist"
-        grads = f"{seen['grads'] // 4:,} elements" if stage > 1 else "persist"
-        rows.append(f"| {stage} | {sum(seen['persistent'].values()) / 2**20:.2f} MiB | {whole} | {grads} "
-                    f"| {seen['peak'] / 2**20:.2f} MiB |")
-    return rows
-
-
 def hybrid_table():
     rows = ["| stage | `--zero_shard` | persists, P bytes | on the wire inside a group "
             "| on the wire across groups |",
@@ -336,38 +321,6 @@ def holds_picture():
             spine.set_visible(False)
     figure.tight_layout(w_pad=0.2)
     figure.savefig(os.path.join(FIGURES, "who_holds_what.png"), dpi=110)
-
-
-def dp_picture():
-    """Memory per rank against dp: formulas for llama-8b; formulas and measured points for tiny."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    styles, points = ["-", "--", "-.", ":"], ["o", "s", "^", "D"]      # to tell them apart in grey as well
-    large = metrics.parameter_count(config.PRESETS["llama-8b"])
-    lines = ["#444444", COLORS["optimizer states"], COLORS["gradients"], COLORS["parameters"]]
-    sizes = [2 ** i for i in range(11)]
-    for stage, color in enumerate(lines):
-        per_rank = lambda dp: sum(share(what, stage, dp, "bfloat16") for what in WHAT)
-        left.plot(sizes, [large * per_rank(dp) / 1e9 for dp in sizes], styles[stage], color=color, lw=2,
-                  label=f"--zero {stage}")
-        many = [1 + i / 10 for i in range(31)]
-        right.plot(many, [P * per_rank(dp) / 1e6 for dp in many], styles[stage], color=color, lw=1.5)
-        measured = [sum(run(flags(stage, "bfloat16", dp), dp)["persistent"].values()) for dp in RUNS]
-        right.plot(list(RUNS), [b / 1e6 for b in measured], points[stage], color=color, ms=7,
-                   label=f"--zero {stage}")
-    left.axhline(80, color="#c8605a", ls="--", lw=1)
-    left.text(950, 83, "80 GB", color="#c8605a", va="bottom", ha="right")
-    left.set(xscale="log", yscale="log", xlabel="dp", ylabel="GB per rank that persist", xlim=(1, 1024),
-             title="llama-8b, bfloat16: formula, nothing was run")
-    left.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
-    left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    right.set(xlabel="dp", ylabel="MB per rank that persist", ylim=(0, None),
-              title="tiny, bfloat16: points measured, lines formula")
-    right.set_xticks([1, 2, 3, 4])
-    for axes in (left, right):
-        axes.legend(frameon=False, loc="lower left", fontsize=10, handlelength=3)
-        axes.title.set_fontsize(11)
-    figure.tight_layout()
-    figure.savefig(os.path.join(FIGURES, "memory_against_dp.png"), dpi=110)
 
 
 def step_picture():
@@ -428,20 +381,29 @@ def timeline_picture():
     def when(what, unit):
         return [now for kind, i, now in events if (kind, i) == (what, unit)]
 
-    def bar(axes, row, start, stop, color, label="", height=0.6, **more):
-        axes.barh(row, stop - start, height, start, color=color, edgecolor="#333333", lw=0.6, **more)
+    def bar(axes, row, start, stop, color, label="", height=0.6):
+        axes.barh(row, stop - start, height, start, color=color, edgecolor="#333333", lw=0.6)
         if label and stop - start > 0.025 * end:
             axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=9)
+
+    def window(axes, row, start, stop, color, label=""):
+        """Not how long a transfer takes, but how long it may take."""
+        axes.plot([start, stop], [row, row], color=color, lw=1.4, ls=(0, (4, 2)), solid_capstyle="butt")
+        axes.plot([start], [row], "o", color=color, ms=4.5)
+        axes.plot([stop, stop], [row - 0.13, row + 0.13], color=color, lw=2)
+        if label and stop - start > 0.025 * end:
+            axes.text((start + stop) / 2, row + 0.08, label, ha="center", va="bottom", fontsize=9)
     turn = max(when("forward done", blocks + 1))
     for unit, label in enumerate(short):
+        lane = 0.42 * (unit % 2)                          # one begins where another ends
         for start, stop in zip(when("forward", unit), when("forward done", unit)):
             bar(above, 3, start, stop, "#d9ead9", label)
         for start, stop in zip(when("ask", unit), when("there", unit)):
-            bar(above, 1.7, start, stop, "#9dbcd8", label)
-        for start, stop in zip(when("reduce", unit), when("summed", unit)):        # two at a time: two lanes
-            bar(above, 0.4 - 0.42 * (unit % 2), start, stop, COLORS["gradients"], label, height=0.4)
+            window(above, 1.9 - lane, start, stop, COLORS["parameters"], label)
+        for start, stop in zip(when("reduce", unit), when("summed", unit)):
+            window(above, 0.5 - lane, start, stop, "#a8741a", label)
         for start, there, stop in zip(when("ask", unit), when("there", unit), when("drop", unit)):
-            bar(below, unit, start, there, "white", hatch="/////")
+            window(below, unit, start, there, COLORS["parameters"])
             bar(below, unit, there, stop, COLORS["parameters"])
     began = turn
     for stop, unit in sorted((when("reduce", unit)[0], unit) for unit in range(len(names))):
@@ -451,13 +413,12 @@ def timeline_picture():
         axes.axvline(turn, color="#333333", ls=":", lw=1)
     above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
     above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
-    above.set_yticks([3, 1.7, 0.2], ["compute", "all-gather:\nasked for\nuntil needed",
-                                     "reduce-scatter:\nbegun until\nwaited for"])
+    above.set_yticks([3, 1.7, 0.3], ["compute", "all-gather may take\nfrom \u25cf asked for\nto | needed",
+                                     "reduce-scatter may take\nfrom \u25cf begun\nto | waited for"])
     above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
     below.set_yticks(range(len(names)), names)
     below.invert_yaxis()
-    below.set_title("weights on rank 0: hatched while they are gathered, filled while they are whole",
-                    fontsize=10)
+    below.set_title("weights on rank 0: dashed while they are gathered, filled while they are whole", fontsize=10)
     below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
     for axes in (above, below):
         axes.tick_params(labelsize=9.5)
@@ -478,6 +439,5 @@ if __name__ == "__main__":
         timeline_picture()
         holds_picture()
         step_picture()
-        dp_picture()
-        put_into_page(STEP / "README.md", dict(persistent=persistent_table(), wire=wire_table(), peak=peak_table(),
+        put_into_page(STEP / "README.md", dict(persistent=persistent_table(), wire=wire_table(),
                              units=unit_table(), hybrid=hybrid_table()))

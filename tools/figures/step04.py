@@ -1,18 +1,19 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python tools/figures/step04.py        (about a minute on two cores)
+    python tools/figures/step04.py             (about a minute on two cores)
+    python tools/figures/step04.py published   (only the picture of runs that others measured)
 
 The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what was seen of each.
 """
+import csv
 import dataclasses
 import gc
 import json
 import os
-import re
 import sys
 import time
 
-from common import paths_of, put_into_page, seen_by_ranks
+from common import ROOT, paths_of, put_into_page, seen_by_ranks
 
 STEP, FIGURES = paths_of(4)
 
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import config
 import data
 import ledger
+import live_storages
 import profiling
 import recompute
 import tensor_parallel
@@ -36,28 +38,18 @@ BATCH = f"--seq_len {SEQ_LEN} --micro_batch_size {MICRO_BATCH}"
 TOKENS = SEQ_LEN * MICRO_BATCH
 STREAM = TOKENS * TINY.hidden_size * 4                    # bytes of [batch, seq, hidden]
 SP, RECOMPUTE, TPS = ("off", "on"), ("none", "selective", "full"), (1, 2, 4, 8)
-SUMMED = ["--tp 2", "--tp 2 --sp off", "--tp 2 --zero 1", "--tp 4", "--tp 8", "--tp 8 --sp off"]
-
-
-def world_of(flags):
-    return int(flags.split()[1]) * (2 if "zero" in flags else 1)
 
 
 # (job, its arguments), by number of ranks
-JOBS = {tp: [("kept_by_a_layer", (f"--tp {tp} --sp {sp}", "again")) for sp in (SP if tp > 1 else ["on"])]
+JOBS = {tp: [("kept_by_a_layer", (f"--tp {tp} --sp {sp}", "as it is")) for sp in (SP if tp > 1 else ["on"])]
         for tp in TPS}
 for tp in (2, 4, 8):
-    JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on", "gathered"))]
     JOBS[tp] += [("kept_by_a_layer", (f"--tp {tp} --sp on --recompute selective", keep))
-                 for keep in ("again", "every product")]
-JOBS[1] += [("kept_by_a_layer", ("--tp 1 --sp on --recompute selective", "again"))]
-for tp in (1, 2):
-    JOBS[tp] += [("walk", (f"--tp {tp} --sp {sp}",)) for sp in (SP if tp > 1 else ["on"])]
-JOBS[4] += [("sent_by_a_layer", (f"--tp 4 --sp {sp} --recompute {mode}", "again"))
+                 for keep in ("as it is", "every product")]
+JOBS[1] += [("kept_by_a_layer", ("--tp 1 --sp on --recompute selective", "as it is"))]
+JOBS[2] += [("walk", (f"--tp 2 --sp {sp}",)) for sp in SP]
+JOBS[4] += [("sent_by_a_layer", (f"--tp 4 --sp {sp} --recompute {mode}", "as it is"))
             for sp in SP for mode in RECOMPUTE]
-JOBS[4] += [("sent_by_a_layer", ("--tp 4 --sp on --recompute none", "gathered"))]
-for flags in SUMMED:
-    JOBS[world_of(flags)] += [("summed_once_a_step", (flags,))]
 JOBS[8] += [("heads_of_ranks", ("--tp 8",))]
 SEEN = {}                                                 # by (job, *arguments)
 
@@ -86,23 +78,13 @@ def set_up(flags, layers=TINY.num_hidden_layers):
     return args, mesh, model, zero, micro_batches
 
 
-def keep_the_gathered_input(linears):
-    """For tensor_parallel.project_together: plain products, which keep what they are given, gathered."""
-    def project(x):
-        x = tensor_parallel.enter(x, linears[0].border)
-        return tuple(torch.nn.functional.linear(x, linear.weight) for linear in linears)
-    return project
-
-
 def per_layer(measure, flags, keep):
     """What a model with one layer more has more."""
-    project_together, keep_products = tensor_parallel.project_together, recompute.keep_products
-    if keep == "gathered":
-        tensor_parallel.project_together = keep_the_gathered_input
+    keep_products = recompute.keep_products
     if keep == "every product":
         recompute.keep_products = lambda hidden, *call, **named: keep_products(0, *call, **named)
     two, three = (measure(*set_up(flags, layers)) for layers in (2, 3))
-    tensor_parallel.project_together, recompute.keep_products = project_together, keep_products
+    recompute.keep_products = keep_products
     return {what: three[what] - two.get(what, 0) for what in three}
 
 
@@ -119,7 +101,7 @@ def sent_by_a_layer(flags, keep):
 def kept_by_a_layer(flags, keep):
     """Bytes that are alive between forward and backward, parameters aside; and the number of parameters."""
     def measure(args, mesh, model, zero, micro_batches):
-        live = profiling.LiveStorages()
+        live = live_storages.LiveStorages()
         for param in model.parameters():
             live.note(param, "parameters")
         with live:
@@ -130,17 +112,6 @@ def kept_by_a_layer(flags, keep):
         model.lm_head(hidden, micro_batches[0][2]).backward()
         return {"bytes": kept, "parameters": sum(param.numel() for param in model.parameters())}
     return per_layer(measure, flags, keep)
-
-
-def summed_once_a_step(flags):
-    """Payload of sum_partial_gradients by group, of every rank."""
-    args, mesh, model, zero, micro_batches = set_up(flags)
-    train.forward_backward(model, micro_batches, args)
-    zero.sum_gradients()
-    with ledger.Ledger(mesh) as sent:
-        train.sum_partial_gradients(zero.params)
-    mine = {group: (sent.calls[group, collective], n) for (group, collective), n in sent.payload.items()}
-    return gather_objects(mine)
 
 
 def heads_of_ranks(flags):
@@ -167,7 +138,7 @@ class Events(ledger.Ledger):
     """The places that the walk comes by, and the collectives over tp between them, in order."""
     def __init__(self, mesh):
         super().__init__(mesh)
-        self.list, self.tensors = [], {}
+        self.list = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         before = self.payload.copy()
@@ -178,13 +149,12 @@ class Events(ledger.Ledger):
 
     def note(self, place, tensor):
         self.list.append(("forward", place))
-        self.tensors[place] = tensor.detach()
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: self.list.append(("backward", place)))
 
 
 def walk(flags):
-    """One forward and backward: each place's shape, whether ranks have the same there; the collectives."""
+    """One forward and backward: the places and the collectives between them, in order."""
     args, mesh, model, _, micro_batches = set_up(flags, 1)
     events, decoder, head = Events(mesh), model.model, model.lm_head
     layer = decoder.layers["0"]
@@ -213,11 +183,6 @@ def walk(flags):
         return gathered
     enter, leave, partial_sums = tensor_parallel.enter, tensor_parallel.leave, iter(PARTIAL_SUMS)
     tensor_parallel.enter, tensor_parallel.leave = noted_enter, noted_leave
-    if args.tp == 1:                                      # then there are no borders
-        before("head's input", head)
-        modules = decoder.embed_tokens, layer.self_attn.o_proj, layer.mlp.down_proj
-        for place, module in zip(PARTIAL_SUMS, modules):
-            after(place, module)
     core, cross_entropy = layer.self_attn.core, head.cross_entropy
 
     def noted_core(*qkv):
@@ -247,11 +212,7 @@ def walk(flags):
         events.note("loss", loss)
         loss.backward()
     tensor_parallel.enter, tensor_parallel.leave = enter, leave
-    places = {}
-    for place, tensor in events.tensors.items():
-        others = gather_objects(tensor)
-        places[place] = (list(tensor.shape), all(torch.equal(tensor, other) for other in others))
-    return {"places": places, "events": events.list}
+    return events.list
 
 
 # ------------------------------------------------------------------------------------------------ the runs
@@ -262,74 +223,9 @@ def run_all():
 
 
 # ------------------------------------------------------------------------------------------------ the tables
-# the names of a place's dimensions, or of the border between the place before it and the place after
-STREAM_DIMS = ("batch", "sequence", "hidden")
-ROUTE = [
-    ("tokens", ("batch", "sequence")), ("embedding's rows", STREAM_DIMS),
-    "out of the embedding, **g**", ("residual stream", STREAM_DIMS), ("norm", STREAM_DIMS),
-    "into attention, **f**", ("q", ("batch", "sequence", "heads")),
-    ("softmax, per head", ("batch", "sequence", "heads", "head_dim")), ("o_proj's product", STREAM_DIMS),
-    "out of attention, **g**", ("attention's output", STREAM_DIMS), ("residual stream, 2", STREAM_DIMS),
-    ("norm, 2", STREAM_DIMS),
-    "into the MLP, **f**", ("gate", ("batch", "sequence", "inner dimension")),
-    ("silu(gate) · up", ("batch", "sequence", "inner dimension")), ("down_proj's product", STREAM_DIMS),
-    "out of the MLP, **g**", ("MLP's output", STREAM_DIMS), ("residual stream, 3", STREAM_DIMS),
-    ("last norm", STREAM_DIMS),
-    "into the head, **f**", ("head's input", STREAM_DIMS), ("logits", ("tokens", "vocabulary")),
-    "in the cross-entropy", ("loss", ())]
-
-
 def between(events, first, last):
     """The collectives between two events."""
     return [event[1:] for event in events[events.index(first) + 1:events.index(last)] if event[0] == "wire"]
-
-
-def said(collectives):
-    return " + ".join(f"{name.replace('_', '-')} {size:,}" for name, size in collectives) or "–"
-
-
-def place_cell(place, names, sp):
-    (shape, same), (whole, _) = (SEEN["walk", flags]["places"][place]
-                                 for flags in (f"--tp 2 --sp {sp}", "--tp 1 --sp on"))
-    cut = [name for name, size, whole_size in zip(names, shape, whole) if size != whole_size]
-    assert all(2 * size == whole_size for size, whole_size in zip(shape, whole) if size != whole_size)
-    assert len(cut) < 2
-    who = f"half of the {cut[0]}" if cut else "whole" if same else "**a partial sum**"
-    return f"{who} {shape if shape else ''}".strip()
-
-
-def border_cell(before, after, sp):
-    events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"]]
-    forward = between(events, ("forward", before), ("forward", after))
-    if after == "loss":
-        return f"forward: {said(forward)}"
-    # before its border the head's input is the last norm's, and tokens have no gradient
-    backward = between(events, ("backward", after), ("backward", before))
-    return f"forward: {said(forward)}<br>backward: {said(backward)}"
-
-
-def region_table():
-    rows = ["| place | `--sp off` | `--sp on` |", "|---|---|---|"]
-    for i, stop in enumerate(ROUTE):
-        if isinstance(stop, str):
-            rows.append(f"| → {stop} | "
-                        + " | ".join(border_cell(ROUTE[i - 1][0], ROUTE[i + 1][0], sp) for sp in SP) + " |")
-        else:
-            rows.append(f"| {stop[0].split(', 2')[0].split(', 3')[0]} | "
-                        + " | ".join(place_cell(*stop, sp) for sp in SP) + " |")
-    for sp in SP:                                         # nothing is sent anywhere else
-        sizes = [event[2] for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"] if event[0] == "wire"]
-        shown = " ".join(row.split(" | ")[1 + SP.index(sp)] for row in rows if "forward" in row)
-        numbers = re.findall(r"(?:reduce|gather|scatter) ([\d,]+)", shown)
-        assert sum(sizes) == sum(int(n.replace(",", "")) for n in numbers), sp
-    return rows
-
-
-def attention_table():
-    """The rows of one region, as in region_table."""
-    first, last = ("residual stream", STREAM_DIMS), ("attention's output", STREAM_DIMS)
-    rows, region = region_table(), range(ROUTE.index(first), ROUTE.index(last) + 1)
-    return rows[:2] + [rows[2 + i] for i in region if ROUTE[i][0] != "softmax, per head"]
 
 
 # halves of all-reduces per layer and micro-batch, without and with forward run again up to its last product
@@ -355,7 +251,7 @@ def wire_table():
             "|---|---|---|---|---|---|---|---|"]
     for mode in RECOMPUTE:
         for sp in SP:
-            seen = SEEN["sent_by_a_layer", f"--tp 4 --sp {sp} --recompute {mode}", "again"]
+            seen = SEEN["sent_by_a_layer", f"--tp 4 --sp {sp} --recompute {mode}", "as it is"]
             cells, halves = wire_cells(seen)
             expected = HALVES[sp][mode != "none"]
             assert halves == expected
@@ -364,20 +260,7 @@ def wire_table():
     return rows
 
 
-def again_table():
-    rows = ["| backward has f's input | all-gathers | reduce-scatters | on the wire per rank, tp 4 "
-            "| kept, numbers per token: tp 2 | tp 4 | tp 8 |",
-            "|---|---|---|---|---|---|---|"]
-    for keep, name in ("gathered", "from forward, gathered"), ("again", "gathered once more"):
-        seen = SEEN["sent_by_a_layer", "--tp 4 --sp on --recompute none", keep]
-        wire = sum(n for what, n in seen.items() if what.startswith("wire"))
-        kept = " | ".join(f"{kept_per_token(tp, 'on', keep):,.1f}" for tp in (2, 4, 8))
-        rows.append(f"| {name} | {seen['calls all_gather']} | {seen['calls reduce_scatter']} "
-                    f"| {wire:,.0f} | {kept} |")
-    return rows
-
-
-def kept_per_token(tp, sp, keep="again"):
+def kept_per_token(tp, sp, keep="as it is"):
     return SEEN["kept_by_a_layer", f"--tp {tp} --sp {sp}", keep]["bytes"] / 4 / TOKENS
 
 
@@ -405,40 +288,14 @@ def kept_table():
 
 def selective_table():
     rows = ["| `--recompute` | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
-    ways = (("`none`", "", "again"),
+    ways = (("`none`", "", "as it is"),
             ("`selective`, if it kept every product", " --recompute selective", "every product"),
-            ("`selective`", " --recompute selective", "again"))
+            ("`selective`", " --recompute selective", "as it is"))
     for name, flags, keep in ways:
-        kept = [SEEN["kept_by_a_layer", f"--tp {tp} --sp on{flags}", "again" if tp == 1 else keep]
+        kept = [SEEN["kept_by_a_layer", f"--tp {tp} --sp on{flags}", "as it is" if tp == 1 else keep]
                 for tp in TPS]
         cells = [seen["bytes"] / 4 / TOKENS for seen in kept]
         rows.append(f"| {name} | {' | '.join(f'{cell:,.1f}' for cell in cells)} |")
-    return rows
-
-
-def parameter_table():
-    rows = ["| tp | parameters of a layer: formula | measured | of tp 1 |", "|---|---|---|---|"]
-    measured = {tp: SEEN["kept_by_a_layer", f"--tp {tp} --sp on", "again"]["parameters"] for tp in TPS}
-    for tp in TPS:
-        heads = 2 * TINY.num_attention_heads / tp + 2 * max(TINY.num_key_value_heads / tp, 1)
-        columns = heads * TINY.head_dim + 3 * TINY.intermediate_size / tp
-        expected, seen = TINY.hidden_size * (columns + 2), measured[tp]
-        assert expected == seen
-        rows.append(f"| {tp} | {expected:,.0f} | {seen:,} | 1/{measured[1] / seen:.2f} |")
-    return rows
-
-
-def summed_table():
-    rows = ["| flags | norms over tp: calls, bytes "
-            "| shared heads over the ranks that have them: calls, bytes |",
-            "|---|---|---|"]
-    for flags in SUMMED:
-        cells = []
-        for group in ("tp", "kv_heads"):
-            ranks = SEEN["summed_once_a_step", flags]
-            seen = sorted({tuple(rank.get(group, (0, 0))) for rank in ranks}, reverse=True)
-            cells.append(" or ".join(f"{calls}, {size:,}" if calls else "none" for calls, size in seen))
-        rows.append(f"| `{flags}` | {cells[0]} | {cells[1]} |")
     return rows
 
 
@@ -464,14 +321,17 @@ BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
          ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"),
          ("down_\nproj", "partial"), ("g", "down_proj's product", "MLP's output"),
          ("residual\nstream", "stream")]
+# what the README's four letters say of a border: of the tensors, left to right; of their gradients, right to left
+LETTERS = {("off", "f"): ("I → R", "I ← P"), ("off", "g"): ("P → I", "R ← I"),
+           ("on", "f"): ("V → R", "V ← P"), ("on", "g"): ("P → V", "R ← V")}
 
 
 def border_words(before, after, sp):
     """What is sent at a border forward and backward, as the walk has seen it."""
-    events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]["events"]]
+    events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]]
     ways = (between(events, ("forward", before), ("forward", after)),
             between(events, ("backward", after), ("backward", before)))
-    return [",\n".join(name.replace("_", "-") for name, _ in sent) or "nothing" for sent in ways]
+    return [[name.replace("_", "-") for name, _ in sent] or ["nothing"] for sent in ways]
 
 
 def block_picture():
@@ -488,8 +348,11 @@ def block_picture():
                           color="#c8605a")
                 forward, backward = border_words(*stop[1:], sp)
                 small = dict(ha="center", va="top", fontsize=10, linespacing=1.2)
-                axes.text(x, -2.4, f"forward →\n{forward}", **small)
-                axes.text(x, -3.15, f"← backward\n{backward}", **small)
+                there, back = LETTERS[sp, stop[0]]
+                axes.text(x, -2.4, f"forward: {there}\n{forward[0]}", **small)
+                axes.text(x, -3.15, f"backward: {back}\n{backward[-1]}", **small)
+                if len(backward) > 1:                     # what the idea does not need
+                    axes.text(x, -3.85, f"({backward[0]} again,\nto save memory)", color="#a0a0a0", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
@@ -497,7 +360,7 @@ def block_picture():
         for rank, y in ((0, 0.62), (1, -0.72)):
             axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
         axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
-        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.1, 1.75))
+        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.6, 1.75))
         axes.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
@@ -566,7 +429,10 @@ def weights_picture():
         axes.annotate("", xy=(10.15, 2.35 + 0.32 * side), xytext=(outputs[0] + 0.08, middle),
                       arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8))
     say(10.3, 2.35, "+", fontsize=17, color="#c8605a")
-    say(3.97, 2.6, "f", fontsize=17, style="italic", color="#c8605a")
+    for side in (1, -1):                                  # the input's gradients come back
+        axes.annotate("", xy=(3.97, 2.35 + 0.5 * side), xytext=(3.97, 2.35 + 0.9 * side),
+                      arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8, ls="--"))
+    say(3.35, 2.6, "f", fontsize=17, style="italic", color="#c8605a")
     say(3.97, 2.05, "in backward the two\ngradients are added")
     say(10.3, 1.55, "g", fontsize=17, style="italic", color="#c8605a")
     matrix(axes, 10.62, 2.35, total.tolist(), white)
@@ -627,14 +493,47 @@ def kept_picture():
     figure.savefig(os.path.join(FIGURES, "kept.png"), dpi=110)
 
 
+def published_picture():
+    """Of runs that others measured, the fastest for each tp, over ZeRO, dp and the micro-batch."""
+    with open(ROOT / "tests/data/ultrascale_benchmarks.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok" and row["code"] != "legacy"
+                and (row["nodes"], row["pp"], row["gbs_seqs"]) == ("8", "1", "256") and "variant" not in row["note"]]
+    figure, axes = plt.subplots(figsize=(7.5, 4.2))
+    for name, color, mark in (("1B", "#222222", "o"), ("3B", "#b5651d", "s"), ("8B", BLUE, "^")):
+        best = {}
+        for row in rows:
+            if row["model"] == name:
+                best[int(row["tp"])] = max(best.get(int(row["tp"]), 0), float(row["tok_s_gpu"]))
+        degrees = sorted(best)
+        relative = [best[tp] / max(best.values()) for tp in degrees]
+        print(name, dict(zip(degrees, (round(share, 2) for share in relative))))
+        axes.plot(degrees, relative, color=color, marker=mark, label=name)
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes.set(xlabel="tp", ylabel="speed, relative to the model's fastest", ylim=(0, 1.05),
+             title="64 H100 in nodes of 8, the same batch of a million tokens (published runs)")
+    axes.title.set_fontsize(11)
+    axes.axvline(8 * 2**0.5, color="#888888", lw=1, ls=":")                        # between 8 and 16
+    axes.text(12, 0.97, "from here on tp\nleaves the node", fontsize=10, va="top", color="#555555")
+    axes.grid(axis="y", color="#dddddd", lw=0.6)
+    axes.legend(frameon=False, loc="lower left")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "published.png"), dpi=110)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["do"]:
         do_all(*sys.argv[2:])
+    elif sys.argv[1:] == ["published"]:
+        published_picture()
     else:
         run_all()
         weights_picture()
         block_picture()
         kept_picture()
-        put_into_page(STEP / "README.md", dict(regions=region_table(), attention=attention_table(), wire=wire_table(),
-                             again=again_table(), parameters=parameter_table(), kept=kept_table(),
-                             selective=selective_table(), summed=summed_table(), heads=heads_table()))
+        published_picture()
+        put_into_page(STEP / "README.md", dict(wire=wire_table(), kept=kept_table(), selective=selective_table(),
+                                              heads=heads_table()))
