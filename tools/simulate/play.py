@@ -8,7 +8,8 @@ What overlaps is decided by the code's own waits, and by streams, as on a GPU wi
   all its ranks have come to where they start it, and those before it in the same stream are over.
 - a rank has two links, NVLink and a network card, and each sends and receives at the same time. What travels over one at the same
   time shares it.
-- a wait lets the stream of kernels wait, not the host.
+- a wait lets the stream of kernels wait, not the host. A collective takes multiprocessors from the kernels that run meanwhile;
+  what they lose is added where it is waited for.
 """
 import heapq
 from collections import Counter, defaultdict, deque
@@ -137,6 +138,10 @@ class Player:
                 self.idle[rank] += waited if dimension == "pp" else max(0, transfer.ready - self.now[rank])
             self.events.append(Event(rank, "compute", f"wait for {dimension}", self.now[rank], transfer.end, site))
             self.now[rank] = transfer.end
+        hidden = transfer.end - transfer.ready - max(0, waited)
+        if hidden > 0 and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
+            self.now[rank] += hidden * self.cluster.taken
+            self.computing[rank] += hidden * self.cluster.taken
         return True
 
     # --------------------------------------------------------------------------------------------- what travels
