@@ -41,8 +41,9 @@ def flags_of(run, folder):
     ranks = int(run["gpus"])
     shards = ranks // (8 * 16) if in_pipeline else ranks
     batch = shards * int(run["micro_batch"]) * accumulation
+    recompute = run["recompute"].replace("every second", "selective")
     return (f"--model {folder} --seq_len {run['seq_len']} --micro_batch_size {run['micro_batch']} --global_batch_size {batch} "
-            f"--recompute {run['recompute'].replace('every second', 'selective')} {run['flags']} {'--compile' * bool(run['compile'])}").split(), batch
+            f"--recompute {recompute} {run['flags']} {'--compile' * bool(run['compile'])}").split(), batch
 
 
 def every_second():
