@@ -3,8 +3,7 @@
     python tools/bench/published.py                      # the table in docs/proof.md
     python tools/bench/published.py --fit                # the constants in tools/simulate/gpus.py
 
-The runs are in tests/data/published_runs.csv. Of more than four micro-batches that are alike four are simulated, but in a
-pipeline.
+The runs are in tests/data/published_runs.csv. Of more than four micro-batches four are simulated.
 """
 import argparse
 import csv
@@ -27,7 +26,7 @@ from simulate.play import Player                          # noqa: E402
 from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
 GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
-            MEMORY=[0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9], TAKEN=[0.0, 0.1, 0.15, 0.2, 0.25, 0.3])
+            MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.15, 0.2, 0.25, 0.3])
 
 
 def flags_of(run, folder):
@@ -36,11 +35,7 @@ def flags_of(run, folder):
     shape = {theirs: int(run[ours]) for ours, theirs in names.items()}
     config = dict(model_type="llama", head_dim=shape["hidden_size"] // shape["num_attention_heads"], max_position_embeddings=131072)
     (Path(folder) / "config.json").write_text(json.dumps({**shape, **config}))
-    in_pipeline = "--pp" in run["flags"]
-    accumulation = int(run["accumulation"]) if in_pipeline else min(4, int(run["accumulation"]))
-    ranks = int(run["gpus"])
-    shards = ranks // (8 * 16) if in_pipeline else ranks
-    batch = shards * int(run["micro_batch"]) * accumulation
+    batch = int(run["gpus"]) * int(run["micro_batch"]) * min(4, int(run["accumulation"]))
     recompute = run["recompute"].replace("every second", "selective")
     return (f"--model {folder} --seq_len {run['seq_len']} --micro_batch_size {run['micro_batch']} --global_batch_size {batch} "
             f"--recompute {recompute} {run['flags']} {'--compile' * bool(run['compile'])}").split(), batch

@@ -33,7 +33,7 @@ class Transfer:
 
     def __init__(self, operation, needs, queues):
         self.operation, self.needs, self.queues = operation, needs, queues
-        self.started = {}                                 # {rank, or which end: when}
+        self.started, self.before = {}, {}                # {rank, and which end: when}; {rank: what it had computed by then}
         self.ready = self.end = None                      # when the last had; when it was over
 
 
@@ -122,6 +122,7 @@ class Player:
         if operation.wire > transfer.operation.wire:      # it takes as long as the rank with most to send
             transfer.operation = operation
         self.issued[rank] += self.cluster.issue
+        transfer.before[rank] = self.computing[rank]
         transfer.started[rank, operation.what] = max(self.now[rank], self.issued[rank])
         if transfer.queues:
             self.queues[transfer.queues[0][0], rank].append(transfer)
@@ -138,7 +139,7 @@ class Player:
                 self.idle[rank] += waited if dimension == "pp" else max(0, transfer.ready - self.now[rank])
             self.events.append(Event(rank, "compute", f"wait for {dimension}", self.now[rank], transfer.end, site))
             self.now[rank] = transfer.end
-        hidden = transfer.end - transfer.ready - max(0, waited)
+        hidden = min(transfer.end - transfer.ready - max(0, waited), self.computing[rank] - transfer.before[rank])
         if hidden > 0 and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
             self.now[rank] += hidden * self.cluster.taken
             self.computing[rank] += hidden * self.cluster.taken
