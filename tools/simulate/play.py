@@ -64,11 +64,16 @@ class Player:
             left = {transfer: seconds * self.slowed(transfer) for transfer, seconds in self.active.items()}
             first = min(left, key=left.get, default=None)
             end = self.clock + left[first] if left else float("inf")
-            self.pass_time(min(begin, end))
+            then = min(begin, end)
+            for transfer in self.active:
+                self.active[transfer] -= (then - self.clock) / self.slowed(transfer)
+            self.clock = then
             if end <= begin:
                 self.finish(first)
             else:
-                self.begin(heapq.heappop(self.to_begin)[-1])
+                _, _, transfer = heapq.heappop(self.to_begin)
+                self.active[transfer] = transfer.alone
+                self.busy.update(transfer.lanes)
         stuck = {rank: one.notes[self.at[rank]] for rank, one in self.of.items() if self.at[rank] < len(one.notes)}
         if stuck:
             raise RuntimeError(f"ranks wait for ever: {stuck}")
@@ -141,8 +146,10 @@ class Player:
             self.now[rank] = transfer.end
         hidden = min(transfer.end - transfer.ready - max(0, waited), self.computing[rank] - transfer.before[rank])
         if hidden > 0 and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
-            self.now[rank] += hidden * self.cluster.taken
-            self.computing[rank] += hidden * self.cluster.taken
+            lost, start = hidden * self.cluster.taken, self.now[rank]
+            self.now[rank] += lost
+            self.computing[rank] += lost
+            self.events.append(Event(rank, "compute", f"slowed by {transfer.operation.dimension}", start, start + lost, site))
         return True
 
     # --------------------------------------------------------------------------------------------- what travels
@@ -157,17 +164,8 @@ class Player:
             transfer.lanes = [(link, *end) for end in (transfer.needs if message else both)]
             heapq.heappush(self.to_begin, (transfer.ready + latency, next(self.order), transfer))
 
-    def begin(self, transfer):
-        self.active[transfer] = transfer.alone
-        self.busy.update(transfer.lanes)
-
     def slowed(self, transfer):
         return max(self.busy[lane] for lane in transfer.lanes)
-
-    def pass_time(self, then):
-        for transfer in self.active:
-            self.active[transfer] -= (then - self.clock) / self.slowed(transfer)
-        self.clock = then
 
     def finish(self, transfer):
         transfer.end = self.clock
