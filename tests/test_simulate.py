@@ -2,15 +2,14 @@
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import toy
 from harness import Refused
 from simulate.kernels import Kernel
 from simulate.play import Player
-from simulate.record import Operation
 from steps import NAMES, ROOT, clean_environment, run
+from toy import operation
 
 STEP = "step08_5d"
 SHAPE = "--device cpu --seq_len 64 --global_batch_size 16 --steps 2"
@@ -285,7 +284,8 @@ def test_numbers_for_programs(tmp_path):
     ("8 8 --rank 8", "--rank 8: of 8 ranks the last is 7"), ("8 8 --rank -1", "--rank -1: of 8 ranks"),
     ("3 8 --rank 3 --tp 2", "unrecognized arguments: --tp 2"),
     ("8 8 --rank 5 --attention flash", "takes --attention sdpa"),
-    ("8 8 --json nowhere/seen.json", "--json nowhere/seen.json: cannot be written (No such file or directory)"),
+    ("8 8 --network 0", "--network 0: both must be more than nothing"), ("8 8 --gpu v100", "invalid choice: 'v100'"),
+    ("8 8 --json nowhere/seen.json", "nowhere/seen.json: cannot be written (No such file or directory)"),
     *((f"8 8 --rank 2 {flag}", f"leave out {flag.split()[0]}") for flag in (
         "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out"))])
 def test_refused_in_one_line(pool, words, message):
@@ -318,25 +318,13 @@ def test_a_large_model_on_16384_ranks(more):
 
 
 # ---------------------------------------------------------------------------------------------- notes are played
-def operation(wire, ranks=(0, 1), what="all_gather", dimension="dp"):
-    return Operation(what, dimension, ranks, wire, wire, False)
-
-
-def rank(*notes, operations):
-    """Notes of a rank, in which ("compute", 10) takes 10."""
-    work = sorted({value for what, value, *_ in notes if what == "compute"})
-    kernels = [Kernel("mm", "product", "float32", seconds, 0) for seconds in work]
-    numbered = [(what, work.index(value) if what == "compute" else value, "train.py:1") for what, value in notes]
-    return SimpleNamespace(notes=numbered, kernels=kernels, operations=operations)
-
-
 def played(flops_per_byte, *ranks, **how):
     return Player(dict(enumerate(ranks)), toy.Toy(flops_per_byte), **how).play()
 
 
 def test_a_collective_waits_for_the_slowest_and_takes_its_bytes():
-    fast = rank(("compute", 10), ("start", 0), ("wait", 0), ("compute", 1), operations=[operation(5)])
-    slow = rank(("compute", 30), ("start", 0), ("wait", 0), ("compute", 1), operations=[operation(5)])
+    fast = toy.rank(("compute", 10), ("start", 0), ("wait", 0), ("compute", 1), operations=[operation(5)])
+    slow = toy.rank(("compute", 30), ("start", 0), ("wait", 0), ("compute", 1), operations=[operation(5)])
     found = played(2, fast, slow)
     assert found.seconds == 30 + 2 * 5 + 1 and found.computing == {0: 11, 1: 31}
     assert found.waited == {0: {("dp", "train.py:1"): 40 - 10}, 1: {("dp", "train.py:1"): 40 - 30}}
@@ -344,19 +332,19 @@ def test_a_collective_waits_for_the_slowest_and_takes_its_bytes():
 
 
 def test_for_other_stages_it_is_the_bubble():
-    fast = rank(("compute", 10), ("start", 0), ("wait", 0), operations=[operation(5, dimension="world")])
-    slow = rank(("compute", 30), ("start", 0), ("wait", 0), operations=[operation(5, dimension="world")])
+    fast = toy.rank(("compute", 10), ("start", 0), ("wait", 0), operations=[operation(5, dimension="world")])
+    slow = toy.rank(("compute", 30), ("start", 0), ("wait", 0), operations=[operation(5, dimension="world")])
     assert played(2, fast, slow, stage_of=lambda rank: rank).idle == {0: 20, 1: 0}
 
 
 @pytest.mark.parametrize("work, time", [(100, 107), (4, 17)])
 def test_what_is_computed_meanwhile_hides_it(work, time):
-    both = rank(("start", 0), ("compute", work), ("wait", 0), ("compute", 7), operations=[operation(5)])
+    both = toy.rank(("start", 0), ("compute", work), ("wait", 0), ("compute", 7), operations=[operation(5)])
     assert played(2, both, both).seconds == time
 
 
 def test_a_communicator_does_one_thing_after_the_other():
-    both = rank(("start", 0), ("start", 1), ("wait", 0), ("compute", 100), ("wait", 1), operations=[operation(5), operation(8)])
+    both = toy.rank(("start", 0), ("start", 1), ("wait", 0), ("compute", 100), ("wait", 1), operations=[operation(5), operation(8)])
     found = played(1, both, both)
     assert found.seconds == 5 + 100 and [event.end for event in found.events if event.name == "all_gather"] == [5, 5, 13, 13]
 
@@ -364,7 +352,7 @@ def test_a_communicator_does_one_thing_after_the_other():
 def test_two_communicators_share_a_link():
     """Of 5 and 8 bytes 5 each have gone when the first is over, at 10; the second then has the link for itself."""
     operations = [operation(5), operation(8, dimension="tp")]
-    both = rank(("start", 0), ("start", 1), ("wait", 0), ("wait", 1), operations=operations)
+    both = toy.rank(("start", 0), ("start", 1), ("wait", 0), ("wait", 1), operations=operations)
     found = played(1, both, both)
     assert [event.end for event in found.events if event.name == "all_gather"] == [10, 10, 13, 13]
 
@@ -373,12 +361,12 @@ def test_messages_in_both_directions_travel_together():
     there, back = (operation(5, ranks, "send", "pp")._replace(grouped=True) for ranks in ((0, 1), (1, 0)))
     came = [one._replace(what="receive") for one in (there, back)]
     notes = ("start", 0), ("start", 1), ("wait", 0), ("wait", 1)
-    assert played(1, rank(*notes, operations=[there, came[1]]), rank(*notes, operations=[back, came[0]])).seconds == 5
+    assert played(1, toy.rank(*notes, operations=[there, came[1]]), toy.rank(*notes, operations=[back, came[0]])).seconds == 5
 
 
 def test_a_message_is_sent_when_both_ends_have_started_it():
-    first = rank(("start", 0), ("compute", 2), ("wait", 0), operations=[operation(5, what="send", dimension="pp")])
-    last = rank(("compute", 10), ("start", 0), ("wait", 0), operations=[operation(5, what="receive", dimension="pp")])
+    first = toy.rank(("start", 0), ("compute", 2), ("wait", 0), operations=[operation(5, what="send", dimension="pp")])
+    last = toy.rank(("compute", 10), ("start", 0), ("wait", 0), operations=[operation(5, what="receive", dimension="pp")])
     assert played(1, first, last).seconds == 15
 
 
@@ -386,13 +374,13 @@ def test_one_stands_for_its_peers():
     """A ring of four ranks that do the same: each sends to the next what the one before has."""
     ends = (operation(5, (0, 1), "send", "cp"), operation(5, (3, 0), "receive", "cp"))
     operations = [end._replace(grouped=True) for end in ends]
-    alone = rank(("start", 0), ("start", 1), ("compute", 3), ("wait", 0), ("wait", 1), operations=operations)
+    alone = toy.rank(("start", 0), ("start", 1), ("compute", 3), ("wait", 0), ("wait", 1), operations=operations)
     assert played(1, alone, stands_for=lambda _: 0).seconds == 5
 
 
 def test_ranks_that_wait_for_ever_are_an_error():
     with pytest.raises(RuntimeError, match="for ever"):
-        played(1, rank(("start", 0), ("wait", 0), operations=[operation(1)]), rank(operations=[]))
+        played(1, toy.rank(("start", 0), ("wait", 0), operations=[operation(1)]), toy.rank(operations=[]))
 
 
 def test_the_host_runs_ahead_and_is_waited_for():
@@ -402,7 +390,7 @@ def test_the_host_runs_ahead_and_is_waited_for():
     class Slow(Cluster):
         def kernel(self, kernel):
             return kernel.flops
-    one = rank(*[("compute", 1)] * 3, ("compute", 10), *[("compute", 1)] * 2, operations=[])
+    one = toy.rank(*[("compute", 1)] * 3, ("compute", 10), *[("compute", 1)] * 2, operations=[])
     found = Player({0: one}, Slow(GPUS["h100"], issue=2)).play()
     assert found.seconds == 8 + 10 + 2 and found.host == {0: 2 + 1 + 1 + 1}
 
@@ -429,26 +417,12 @@ def pipeline_job(schedule):
     import schedules
     lists = schedules.make(schedule, 4, 8, 2 if schedule == "interleaved" else 1)
     last = max(action.stage for actions in lists for action in actions)
-    ranks = [as_notes(schedules, rank, schedules.program(lists, rank), last) for rank in range(4)]
+    ranks = [toy.notes_of_program(schedules, rank, schedules.program(lists, rank), last) for rank in range(4)]
     found = Player(dict(enumerate(ranks)), toy.Toy(0.0), stage_of=lambda rank: rank).play()
     events = schedules.simulate(lists)
     whole = max(event.end for event in events)
     first = schedules.bubble(events)
     return found.seconds == whole and all(whole - found.computing[rank] == first[rank] for rank in range(4))
-
-
-def as_notes(schedules, number, program, last):
-    notes, operations, at = [], [], {}
-    for step, what, peer in program:
-        if step == "compute":
-            notes += [("wait", at[needed]) for needed in [schedules.receives(what, last)] if needed in at]
-            notes.append(("compute", 2 if what.kind == "B" else 1))
-            continue
-        ranks = (number, peer) if step == "send" else (peer, number)
-        at[what] = len(operations)
-        operations.append(operation(1, ranks, step, "pp"))
-        notes.append(("start", at[what]))
-    return rank(*notes, operations=operations)
 
 
 # ---------------------------------------------------------------------------------------------- on GPUs

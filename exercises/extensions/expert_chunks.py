@@ -3,9 +3,9 @@ import json
 from types import SimpleNamespace
 
 import cases
-import clock
 import pytest
 import torch
+import toy
 from harness import assert_same_run
 from jobs import assert_refused
 from layouts import Layout
@@ -63,12 +63,12 @@ def test_experts_ranks_and_chunks_without_rows(pool, tmp_path, world, bias, flag
 
 @pytest.mark.parametrize("flags", ["--ep 2 --tp 2", "--ep 2 --pp 2 --schedule zerobubble --recompute full"])
 def test_what_travels_behind_work_is_not_waited_for(pool, flags):
-    """On the virtual clock: all that is left is the first chunk's way there and the last one's back."""
+    """Played back: all that is left is the first chunk's way there and the last one's back."""
     exposed = {}
     for chunks in (1, 2, 4):
         more = f"{flags} --expert_chunks {chunks} --lr 0 --seq_len 64 --global_batch_size 4 --micro_batch_size 1"
-        notes = clock.run(pool, STEP, 4, more, **clock.EXPERTS, num_hidden_layers=2)
-        exposed[chunks] = clock.play(notes, 100).waited["ep"] - clock.play(notes, 0).waited["ep"]
+        notes = toy.run(pool, STEP, 4, more, **toy.EXPERTS, num_hidden_layers=2)
+        exposed[chunks] = toy.waited(toy.play(notes, 100), "ep") - toy.waited(toy.play(notes, 0), "ep")
     assert exposed[2] < 0.6 * exposed[1] and exposed[4] < 0.4 * exposed[1], exposed
 
 

@@ -1,4 +1,4 @@
-"""--tp_ring on step 4: as one process, the bytes of the formula, and on a virtual clock what it hides.
+"""--tp_ring on step 4: as one process, the bytes of the formula, and played back what it hides.
 
 One layer's time as a multiple of its products. The model is a layer of llama-70b and a sequence of 8,192 tokens, all sizes divided
 by 64, in float32. 7 FLOPs per byte stand for an H100's NVLink, 62.5 for a network of 400 Gbit/s. Only products and bytes take time.
@@ -13,9 +13,9 @@ by 64, in float32. 7 FLOPs per byte stand for an H100's NVLink, 62.5 for a netwo
 | `--tp 8 --tp_ring` | 1.00 | 1.07 | 1.28 | 1.89 |
 """
 import cases
-import clock
 import observe
 import pytest
+import toy
 from harness import assert_same_run
 from jobs import assert_refused, compiled_job, kept_by_a_layer
 
@@ -82,7 +82,7 @@ def test_refused_without_sequence_parallelism(pool):
     assert_refused(pool, STEP, 2, f"{flags} --tp 2 --sp off --tp_ring", "--tp_ring needs --sp on")
 
 
-# ------------------------------------------------------------------------------------- time, on a virtual clock
+# ------------------------------------------------------------------------------------- time, played back
 # llama-70b with all its sizes divided by 64, and one sequence of 8,192 / 64 tokens
 MODEL = dict(hidden_size=128, intermediate_size=448, num_attention_heads=64, num_key_value_heads=8, head_dim=2, vocab_size=64)
 SPEEDS = [7, 15, 30, 62.5]
@@ -91,9 +91,9 @@ SPEEDS = [7, 15, 30, 62.5]
 def times_of_a_layer(pool, flags, tp):
     """For each speed, as a multiple of its products."""
     flags = f"--tp {tp} --seq_len 128 --global_batch_size 1 --micro_batch_size 1 {flags}"
-    one, two = (clock.run(pool, STEP, tp, flags, **MODEL, num_hidden_layers=layers) for layers in (1, 2))
-    played = [(clock.play(one, speed), clock.play(two, speed)) for speed in SPEEDS]
-    return [(b.time - a.time) / (b.compute[0] - a.compute[0]) for a, b in played]
+    one, two = (toy.run(pool, STEP, tp, flags, **MODEL, num_hidden_layers=layers) for layers in (1, 2))
+    played = [(toy.play(one, speed), toy.play(two, speed)) for speed in SPEEDS]
+    return [(b.seconds - a.seconds) / (b.computing[0] - a.computing[0]) for a, b in played]
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

@@ -5,6 +5,7 @@ So time is counted in FLOPs, and is the same on every machine. A rank has one li
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import cases
@@ -17,13 +18,41 @@ FLAGS = "--device cpu --dtype float32 --seq_len 256 --global_batch_size 16 --mic
 
 class Toy(NamedTuple):
     flops_per_byte: float                                 # that a device computes while its link moves one byte
-    issue = 0
+    issue = taken = 0
 
     def kernel(self, kernel):
         return kernel.flops
 
     def transfer(self, operation):
         return 0, operation.wire * self.flops_per_byte, "link"
+
+
+def operation(wire, ranks=(0, 1), what="all_gather", dimension="dp"):
+    from simulate.record import Operation
+    return Operation(what, dimension, ranks, wire, wire, grouped=False)
+
+
+def rank(*notes, operations):
+    """Notes of a rank, in which ("compute", 10) takes 10."""
+    from simulate.kernels import Kernel
+    work = sorted({value for what, value, *_ in notes if what == "compute"})
+    kernels = [Kernel("mm", "product", "float32", seconds, 0) for seconds in work]
+    numbered = [(what, work.index(value) if what == "compute" else value, "train.py:1") for what, value in notes]
+    return SimpleNamespace(notes=numbered, kernels=kernels, operations=operations)
+
+
+def notes_of_program(schedules, number, program, last):
+    """A rank's program in a pipeline: F, I and W take 1 each, a message is one byte."""
+    notes, operations, at = [], [], {}
+    for step, what, peer in program:
+        if step == "compute":
+            notes += [("wait", at[needed]) for needed in [schedules.receives(what, last)] if needed in at]
+            notes.append(("compute", 2 if what.kind == "B" else 1))
+            continue
+        at[what] = len(operations)
+        operations.append(operation(1, (number, peer) if step == "send" else (peer, number), step, "pp"))
+        notes.append(("start", at[what]))
+    return rank(*notes, operations=operations)
 
 
 def record_job(argv):

@@ -3,8 +3,7 @@
     python tools/bench/published.py                      # the table in docs/proof.md
     python tools/bench/published.py --fit                # the constants in tools/simulate/gpus.py
 
-The runs are in tests/data/published_runs.csv. Of more than four micro-batches that are alike four are simulated, but in a
-pipeline.
+The runs are in tests/data/published_runs.csv. Of more than four micro-batches four are simulated.
 """
 import argparse
 import csv
@@ -13,7 +12,12 @@ import pickle
 import statistics
 import sys
 import tempfile
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
+
+from torch.utils.checkpoint import CheckpointPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "step08_5d")]
@@ -21,8 +25,8 @@ from simulate import gpus                                  # noqa: E402
 from simulate.play import Player                          # noqa: E402
 from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
-GRID = dict(h100=[0.54, 0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.74, 0.76, 0.78, 0.80, 0.82, 0.84],
-            MEMORY=[0.65, 0.7, 0.75, 0.8, 0.85], NETWORK=[0.7, 0.8, 0.9])
+GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
+            MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.15, 0.2, 0.25, 0.3])
 
 
 def flags_of(run, folder):
@@ -31,13 +35,23 @@ def flags_of(run, folder):
     shape = {theirs: int(run[ours]) for ours, theirs in names.items()}
     config = dict(model_type="llama", head_dim=shape["hidden_size"] // shape["num_attention_heads"], max_position_embeddings=131072)
     (Path(folder) / "config.json").write_text(json.dumps({**shape, **config}))
-    in_pipeline = "--pp" in run["flags"]
-    accumulation = int(run["accumulation"]) if in_pipeline else min(4, int(run["accumulation"]))
-    ranks = int(run["gpus"])
-    shards = ranks // (8 * 16) if in_pipeline else ranks
-    batch = shards * int(run["micro_batch"]) * accumulation
+    batch = int(run["gpus"]) * int(run["micro_batch"]) * min(4, int(run["accumulation"]))
+    recompute = run["recompute"].replace("every second", "selective")
     return (f"--model {folder} --seq_len {run['seq_len']} --micro_batch_size {run['micro_batch']} --global_batch_size {batch} "
-            f"--recompute {run['recompute']} {run['flags']} {'--compile' * bool(run['compile'])}").split(), batch
+            f"--recompute {recompute} {run['flags']} {'--compile' * bool(run['compile'])}").split(), batch
+
+
+def every_second():
+    """torchtitan's selective recomputation: of all products every second one is made again."""
+    made = Counter()
+
+    def keep(hidden, ctx, op, *args, **kwargs):
+        product = op.name().removesuffix(".default").endswith("mm")
+        made[ctx.is_recompute] += product
+        again = product and made[ctx.is_recompute] % 2 == 0
+        kept = not again and (product or "attention" in op.name())
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return keep
 
 
 def notes_of(run, kept):
@@ -48,7 +62,8 @@ def notes_of(run, kept):
         with tempfile.TemporaryDirectory() as folder:
             flags, batch = flags_of(run, folder)
             ranks = Ranks(look(flags, int(run["gpus"]), 0), 0)
-            file.write_bytes(pickle.dumps((record_all(flags, int(run["gpus"]), ranks.recorded), ranks, batch)))
+            with patch("recompute.keep_products", every_second()) if "every second" in file.name else nullcontext():
+                file.write_bytes(pickle.dumps((record_all(flags, int(run["gpus"]), ranks.recorded), ranks, batch)))
     return pickle.loads(file.read_bytes())
 
 
@@ -59,7 +74,7 @@ def simulated(run, kept):
     if run["watts"]:
         slower = (float(run["watts"]) / gpu.watts) ** (1 / 3)
         gpu = gpu._replace(peak={kind: slower * peak for kind, peak in gpu.peak.items()}, hbm=float(run["hbm_tb_s"]) * 1e12)
-    cluster = gpus.Cluster(gpu, network=float(run["network_gb_s"]) * 1e9, issue=gpus.ISSUE)
+    cluster = gpus.Cluster(gpu, network=float(run["network_gb_s"]) * 1e9, taken=gpus.TAKEN)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     return batch * int(run["seq_len"]) / played.seconds / int(run["gpus"])
 
@@ -67,7 +82,7 @@ def simulated(run, kept):
 def fit(runs, kept):
     """One constant after the other, until none gets better."""
     def error(values):
-        gpus.MEMORY, gpus.NETWORK = values["MEMORY"], values["NETWORK"]
+        gpus.MEMORY, gpus.TAKEN = values["MEMORY"], values["TAKEN"]
         for name in ("h100", "a100"):
             gpus.GPUS[name] = gpus.GPUS[name]._replace(product=values[name])
         return sum((simulated(run, kept) / float(run["tokens_per_s_per_gpu"]) - 1) ** 2 for run in runs)

@@ -3,9 +3,8 @@
     python tools/simulate 3 8 --model llama-8b --zero 3 --seq_len 8192 --global_batch_size 8 --micro_batch_size 1
     python tools/simulate 8 16 --model llama-8b --pp 2 --tp 8 --micro_batch_size 1 --plot step.png --trace step.json
 
-It is the step's own trainer that runs, with the flags that it would be given, but with no memory, GPU or other process
-(stand_ins.py). What it does is noted: kernels, collectives, waits, memory (record.py). The notes are played on simulated GPUs
-(play.py), whose speeds are in a table (gpus.py). What the allocator and NCCL take of memory is not seen.
+It is the step's own trainer that runs, but with no memory, GPU or other process (stand_ins.py). What it does is noted (record.py)
+and played on simulated GPUs (play.py, gpus.py). What the allocator and NCCL take of memory is not seen.
 """
 import argparse
 import json
@@ -42,6 +41,11 @@ def parse_args(gpus):
         refuse(f"--rank {args.rank}: of {args.ranks} ranks the last is {args.ranks - 1}")
     if args.gpus_per_node < 1 or not 0 < args.network < 1e6:
         refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be more than nothing")
+    for name in filter(None, (args.trace, args.plot, args.json)):
+        try:
+            open(name, "a").close()
+        except OSError as error:
+            refuse(f"{name}: cannot be written ({error.strerror})")
     return args, flags
 
 
@@ -60,18 +64,12 @@ def main():
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)
     report(result, args.gpu)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result.as_json(), indent=1))
     if args.trace or args.plot:
         from simulate.draw import plot, trace
-        write("--trace", args.trace, lambda path: trace(result, path))
-        write("--plot", args.plot, lambda path: plot(result, path, args.gpu))
-    write("--json", args.json, lambda path: path.write_text(json.dumps(result.as_json(), indent=1)))
-
-
-def write(flag, name, how):
-    try:
-        name and how(Path(name))
-    except OSError as error:
-        refuse(f"{flag} {name}: cannot be written ({error.strerror})")
+        args.trace and trace(result, Path(args.trace))
+        args.plot and plot(result, args.plot, args.gpu)
 
 
 if __name__ == "__main__":

@@ -51,17 +51,20 @@ def plot(result, path, gpu):
     most = max(size for rank in ranks for _, size in held(result, rank)) / 2**30
     for axes, rank in zip(rows, ranks):
         mine = [one for one in result.played.events if one.rank == rank]
-        for colour, spans in by_colour([one for one in mine if one.stream == "compute"], whole).items():
-            axes.broken_barh([(start * scale, (end - start) * scale) for start, end in spans], (2.05, 0.9), color=colour, lw=0)
+
+        def bars(spans, bottom, height, colour):
+            spans = [(start * scale, (end - start) * scale) for start, end in merged(spans, whole)]
+            axes.broken_barh(spans, (bottom, height), color=colour, lw=0)
+        for kind, colour in COLOURS.items():
+            bars([(one.start, one.end) for one in mine if one.stream == "compute" and kind_of(one) == kind], 2.05, 0.9, colour)
         for one in mine:
             if one.stream == "actions" and one.end - one.start > whole / 70:
                 axes.text((one.start + one.end) / 2 * scale, 2.5, one.name.split()[0], ha="center", va="center", fontsize=6)
                 axes.axvline(one.start * scale, 0.69, 0.98, color="white", lw=0.5)
         for i, dimension in enumerate(dimensions):
-            spans = merged([(one.start, one.end) for one in mine if one.stream == dimension], whole)
             height = 0.9 / len(dimensions)
-            axes.broken_barh([(start * scale, (end - start) * scale) for start, end in spans],
-                             (1.05 + i * height, height * 0.9), color=colours[dimension], lw=0)
+            bars([(one.start, one.end) for one in mine if one.stream == dimension], 1.05 + i * height, height * 0.9,
+                 colours[dimension])
         when, sizes = zip(*held(result, rank))
         axes.fill_between([w * scale for w in when], [size / 2**30 / most * 0.9 for size in sizes], step="post", color="#d8d8d8")
         peak = max(range(len(sizes)), key=sizes.__getitem__)
@@ -80,12 +83,8 @@ def plot(result, path, gpu):
     figure.savefig(path, dpi=130)
 
 
-def by_colour(events, whole):
-    spans = {}
-    for one in events:
-        kind = "wait" if one.name.startswith("wait for") else one.action[:1] if one.action else "other"
-        spans.setdefault(COLOURS.get(kind, COLOURS["other"]), []).append((one.start, one.end))
-    return {colour: merged(found, whole) for colour, found in spans.items()}
+def kind_of(event):
+    return "wait" if event.name.startswith("wait for") else event.action[:1] or "other"
 
 
 def merged(spans, whole):

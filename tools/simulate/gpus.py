@@ -25,16 +25,17 @@ def peaks(bfloat16, float32, float64):
 # where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100 of the
 # FlashAttention-2 paper (arXiv 2307.08691), figures 5 and 6. For H200 and B200 H100's shares are taken, there and in product.
 GPUS = {
-    "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.80, (0.64, 0.56)),
-    "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.62, (0.335, 0.29)),
-    "h200": Gpu(peaks(989.5, 66.9, 66.9), 4.8e12, 141, 132, 450e9, 700, 0.62, (0.335, 0.29)),
-    "b200": Gpu(peaks(2250, 75, 37), 7.7e12, 180, 148, 900e9, 1000, 0.62, (0.335, 0.29))}
+    "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
+    "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
+    "h200": Gpu(peaks(989.5, 66.9, 66.9), 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
+    "b200": Gpu(peaks(2250, 75, 37), 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29))}
 
-# Fitted, with `product` of H100 and A100, to the four rows of tests/data/published_runs.csv that are marked so.
-MEMORY = 0.75                                             # of the memory's speed, what a kernel that only moves data reaches
-NETWORK = 0.80                                            # of the network's speed, what a ring reaches
+# Fitted, with `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked so.
+MEMORY = 0.90                                             # of the memory's speed, what a kernel that only moves data reaches
+TAKEN = 0.25                                              # of the multiprocessors, what a collective has while it runs
 
 ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python
+NETWORK = 0.80                                            # of the network's speed, what a ring reaches
 NVLINK = 0.80                                             # of NVLink's speed: 360 of 450 GB/s in NVIDIA's nccl-tests on 8 H100
 START = 4e-6                                              # seconds: what a kernel takes at least
 LATENCY = {"nvlink": (12e-6, 1.5e-6), "network": (20e-6, 5e-6)}                    # of a collective: once, and for each hop
@@ -46,6 +47,7 @@ class Cluster(NamedTuple):
     gpus_per_node: int = 8
     network: float = 50e9                                 # bytes per second of a GPU's network card
     issue: float = ISSUE
+    taken: float = TAKEN
 
     def kernel(self, kernel):
         """Seconds on the device."""

@@ -8,7 +8,8 @@ What overlaps is decided by the code's own waits, and by streams, as on a GPU wi
   all its ranks have come to where they start it, and those before it in the same stream are over.
 - a rank has two links, NVLink and a network card, and each sends and receives at the same time. What travels over one at the same
   time shares it.
-- a wait lets the stream of kernels wait, not the host.
+- a wait lets the stream of kernels wait, not the host. A collective takes multiprocessors from the kernels that run meanwhile;
+  what they lose is added where it is waited for.
 """
 import heapq
 from collections import Counter, defaultdict, deque
@@ -32,7 +33,7 @@ class Transfer:
 
     def __init__(self, operation, needs, queues):
         self.operation, self.needs, self.queues = operation, needs, queues
-        self.started = {}                                 # {rank, or which end: when}
+        self.started, self.before = {}, {}                # {rank, and which end: when}; {rank: what it had computed by then}
         self.ready = self.end = None                      # when the last had; when it was over
 
 
@@ -63,11 +64,16 @@ class Player:
             left = {transfer: seconds * self.slowed(transfer) for transfer, seconds in self.active.items()}
             first = min(left, key=left.get, default=None)
             end = self.clock + left[first] if left else float("inf")
-            self.pass_time(min(begin, end))
+            then = min(begin, end)
+            for transfer in self.active:
+                self.active[transfer] -= (then - self.clock) / self.slowed(transfer)
+            self.clock = then
             if end <= begin:
                 self.finish(first)
             else:
-                self.begin(heapq.heappop(self.to_begin)[-1])
+                _, _, transfer = heapq.heappop(self.to_begin)
+                self.active[transfer] = transfer.alone
+                self.busy.update(transfer.lanes)
         stuck = {rank: one.notes[self.at[rank]] for rank, one in self.of.items() if self.at[rank] < len(one.notes)}
         if stuck:
             raise RuntimeError(f"ranks wait for ever: {stuck}")
@@ -121,6 +127,7 @@ class Player:
         if operation.wire > transfer.operation.wire:      # it takes as long as the rank with most to send
             transfer.operation = operation
         self.issued[rank] += self.cluster.issue
+        transfer.before[rank] = self.computing[rank]
         transfer.started[rank, operation.what] = max(self.now[rank], self.issued[rank])
         if transfer.queues:
             self.queues[transfer.queues[0][0], rank].append(transfer)
@@ -137,6 +144,12 @@ class Player:
                 self.idle[rank] += waited if dimension == "pp" else max(0, transfer.ready - self.now[rank])
             self.events.append(Event(rank, "compute", f"wait for {dimension}", self.now[rank], transfer.end, site))
             self.now[rank] = transfer.end
+        hidden = min(transfer.end - transfer.ready - max(0, waited), self.computing[rank] - transfer.before[rank])
+        if hidden > 0 and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
+            lost, start = hidden * self.cluster.taken, self.now[rank]
+            self.now[rank] += lost
+            self.computing[rank] += lost
+            self.events.append(Event(rank, "compute", f"slowed by {transfer.operation.dimension}", start, start + lost, site))
         return True
 
     # --------------------------------------------------------------------------------------------- what travels
@@ -151,17 +164,8 @@ class Player:
             transfer.lanes = [(link, *end) for end in (transfer.needs if message else both)]
             heapq.heappush(self.to_begin, (transfer.ready + latency, next(self.order), transfer))
 
-    def begin(self, transfer):
-        self.active[transfer] = transfer.alone
-        self.busy.update(transfer.lanes)
-
     def slowed(self, transfer):
         return max(self.busy[lane] for lane in transfer.lanes)
-
-    def pass_time(self, then):
-        for transfer in self.active:
-            self.active[transfer] -= (then - self.clock) / self.slowed(transfer)
-        self.clock = then
 
     def finish(self, transfer):
         transfer.end = self.clock

@@ -18,14 +18,13 @@ import numpy as np
 from simulate.record import record
 from simulate.stand_ins import one_rank
 
-NAMES = ["pp", "dp", "cp", "tp"]                          # outermost first
-FEW = 16
+FEW = 16                                                  # ranks, that are all recorded
 
 
 class Ranks:
     def __init__(self, args, rank):
         """rank: the one that is looked at. Those that are recorded have its places in dp and tp."""
-        self.sizes = [getattr(args, name, 1) or 1 for name in NAMES]
+        self.sizes = [getattr(args, name, 1) or 1 for name in ("pp", "dp", "cp", "tp")]        # outermost first
         pp, _, cp, _ = self.sizes
         _, self.dp, mine, self.tp = self.place(rank)
         alike = cp == 1 or args.cp_mode == "ulysses"

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter, namedtuple
 from itertools import count, islice
+from traceback import walk_stack
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -88,7 +89,8 @@ class Recorder(TorchDispatchMode):
 
     def start(self, name, args):
         what, payload, on_the_wire = COLLECTIVES[name]
-        group = group_of(args)
+        objects = [a for a in args if isinstance(a, torch.ScriptObject)]
+        group = next(dist.ProcessGroup.unbox(a) for a in objects if a._type().name() == "ProcessGroup")
         dimension = self.names.get(group.group_name) or group.group_desc.removeprefix("mesh_")
         if group.group_name not in self.members:
             self.members[group.group_name] = tuple(dist.get_process_group_ranks(group))
@@ -105,8 +107,9 @@ class Recorder(TorchDispatchMode):
         if what in ("send", "receive"):
             ends = dist.get_rank(), ranks[args[2]]
             ranks = ends if what == "send" else ends[::-1]
+        grouped = any(frame.f_code.co_name == "batch_isend_irecv" for frame, _ in islice(walk_stack(None), 9))
         self.notes.append(("start", len(self.operations), site()))
-        self.operations.append(Operation(what, dimension, ranks, moved, wire, called_from("batch_isend_irecv")))
+        self.operations.append(Operation(what, dimension, ranks, moved, wire, grouped))
 
     # ------------------------------------------------------------------------------------------- names and waits
     def begin(self, name):
@@ -180,27 +183,12 @@ class Recorder(TorchDispatchMode):
                   for name in getattr(self.mesh, "mesh_dim_names", ())})
 
 
-def group_of(args):
-    objects = [a for a in args if isinstance(a, torch.ScriptObject)]
-    return next(dist.ProcessGroup.unbox(a) for a in objects if a._type().name() == "ProcessGroup")
-
-
 def site():
     """The line of the trainer that is being executed: file.py:12."""
     folder = os.path.dirname(sys.modules["train"].__file__)
-    frame = next((frame for frame in frames() if os.path.dirname(frame.f_code.co_filename) == folder), None)
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
-
-
-def called_from(name):
-    return any(frame.f_code.co_name == name for frame in islice(frames(), 9))
-
-
-def frames():
-    frame = sys._getframe(2)
-    while frame:
-        yield frame
-        frame = frame.f_back
+    here = (f"{os.path.basename(frame.f_code.co_filename)}:{line}" for frame, line in walk_stack(None)
+            if os.path.dirname(frame.f_code.co_filename) == folder)
+    return next(here, "")
 
 
 def place(when, actions):
