@@ -23,7 +23,7 @@ def peaks(bfloat16, float32, float64):
 # NVLink that is given for both directions). multiprocessors: NVIDIA's architecture white papers.
 # attention, of heads of 128, causal, 8k to 16k tokens: H100 of the FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6,
 # where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100: about
-# what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. For H200 and B200 H100's shares are taken, there and in product.
+# what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. H200 and B200 have H100's shares.
 GPUS = {
     "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
     "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
