@@ -22,8 +22,8 @@ def peaks(bfloat16, float32, float64):
 # peak, memory, NVLink, watts: NVIDIA's datasheets of the SXM modules (without sparsity; float32 without TF32; half of the
 # NVLink that is given for both directions). multiprocessors: NVIDIA's architecture white papers.
 # attention, of heads of 128, causal, 8k to 16k tokens: H100 of the FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6,
-# where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100 of the
-# FlashAttention-2 paper (arXiv 2307.08691), figures 5 and 6. For H200 and B200 H100's shares are taken, there and in product.
+# where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100: about
+# what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. H200 and B200 have H100's shares.
 GPUS = {
     "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
     "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
@@ -34,9 +34,9 @@ GPUS = {
 MEMORY = 0.90                                             # of the memory's speed, what a kernel that only moves data reaches
 TAKEN = 0.25                                              # of the multiprocessors, what a collective has while it runs
 
-ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python
-NETWORK = 0.80                                            # of the network's speed, what a ring reaches
-NVLINK = 0.80                                             # of NVLink's speed: 360 of 450 GB/s in NVIDIA's nccl-tests on 8 H100
+ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python: assumed
+NETWORK = 0.80                                            # of the network's speed, what a ring reaches: assumed
+NVLINK = 0.80                                             # of NVLink's speed; this and what follows is assumed, not fitted
 START = 4e-6                                              # seconds: what a kernel takes at least
 LATENCY = {"nvlink": (12e-6, 1.5e-6), "network": (20e-6, 5e-6)}                    # of a collective: once, and for each hop
 TILES = {(128, 256): 1.0, (128, 128): 0.92, (64, 128): 0.72, (64, 64): 0.45}       # of a product: what each reaches

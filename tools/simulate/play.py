@@ -1,7 +1,6 @@
 """Notes are played: every rank computes, starts and waits in its order, and gets the seconds that this takes.
 
 What overlaps is decided by the code's own waits, and by streams, as on a GPU with NCCL:
-
 - a rank has one stream for kernels. Python runs ahead of it and gives it one kernel after the other; where that takes longer than
   the kernels do, the device waits for the host.
 - each communicator (a process group, or two ranks that send to each other) has a stream of its own. An operation begins there when

@@ -65,8 +65,7 @@ def look(argv, ranks, rank):
 
 def record_all(argv, ranks, numbers):
     """{rank: what it notes}, as many at a time as there are cores. What one refuses ends all."""
-    found, cores = {}, min(len(numbers), len(os.sched_getaffinity(0)))
-    sys.stdout.flush()
+    found, cores = {}, min(len(numbers), os.cpu_count() or 1)
     with multiprocessing.get_context("fork").Pool(cores) as pool:
         for rank, seen in zip(numbers, pool.imap(functools.partial(record_one, argv, ranks), numbers)):
             if isinstance(seen, tuple):                   # it was refused, or failed
