@@ -17,13 +17,10 @@ def test_ten_short_stories():
 def test_each_net_is_that_of_its_patch():
     for story in STORIES:
         found = re.search(r"Net: `(\w+)`, by `(tests/[^`]+)`", story)
-        if found is None:
-            assert "none of our patches" in story
-        else:
-            assert (MISTAKES / f"{found[1]}.patch").read_text().startswith(f"test: {found[2]}\n"), found[1]
+        assert (MISTAKES / f"{found[1]}.patch").read_text().startswith(f"test: {found[2]}\n"), found[1]
 
 
 def test_twins_are_patches():
     named = re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE)
-    assert len(named) == 15 and named == sorted(named)
+    assert len(named) == 17 and named == sorted(named)
     assert all((MISTAKES / f"{name}.patch").exists() for name in named)
