@@ -1,10 +1,11 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
-# make exercise STEP=4 [LEVEL=blank] | make check STEP=4 | make hint STEP=4 | make solution STEP=4
-# make extend [NAME=muon]
+# make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
+# make restart STEP=4 [LEVEL=blank] [FROM=3]
+# make extend [NAME=muon] | make kernels
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
-# The environment is made in .venv when it is missing or older than requirements.txt.
+# The environment is made in .venv when it is missing or not of this requirements.txt; a .venv that is a link stays as it is.
 # PYTHON=python make test uses one of your own instead.
 ifndef PYTHON
 PYTHON := .venv/bin/python
@@ -13,14 +14,14 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise check hint solution extend break mutate plot carry figures bench simulate
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels
+.PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
-.venv/requirements.txt: requirements.txt
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, python3 is {sys.version}")'
-	python3 -m venv .venv
-	.venv/bin/python -m pip install -q -r requirements.txt
-	@cp requirements.txt $@
+.venv/requirements.txt:
+	@if [ -L .venv ] || cmp -s requirements.txt $@; then exit 0; fi; set -e; \
+	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, python3 is {sys.version}")'; \
+	set -x; python3 -m venv .venv; .venv/bin/python -m pip install -q -r requirements.txt; cp requirements.txt $@
 
 run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
@@ -41,17 +42,17 @@ sweep: $(VENV)
 diff:
 	@python3 tools/diff.py "$(STEP)" $(FILE)
 
-exercise: $(VENV)
-	@$(PYTHON) tools/exercise.py "$(STEP)" $(LEVEL)
-
-check: $(VENV)
-	@$(PYTHON) tools/exercise.py "$(STEP)" check
-
-hint solution: $(VENV)
-	@$(PYTHON) tools/exercise.py "$(STEP)" $@
+# a red rung, status 3, is no mistake: make has nothing to add
+exercise restart check watch hint solution: $(VENV)
+	@$(PYTHON) tools/exercise.py "$(STEP)" $@ LEVEL="$(LEVEL)" FROM="$(FROM)" RUNG="$(RUNG)" || [ $$? -eq 3 ]
 
 extend: $(VENV)
 	@$(PYTHON) tools/extend.py $(NAME)
+
+kernels: $(VENV)
+	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0
+	$(PYTEST) exercises/kernels
+	$(PYTHON) exercises/kernels/count.py
 
 break: $(VENV)
 	$(PYTHON) tools/break_it.py

@@ -178,46 +178,64 @@ def knobs(c, best, cluster, constants):
 
 
 # ---------------------------------------------------------------------- the playbook
+BOTTLENECK = 0.1                                          # of the step: dp is waited for longer than this
+
+
 def playbook(c, search, cluster):
-    """(its rule, the best that follows it, or None)"""
-    yield "its recipe (tp to the node, ZeRO, then pp, then the micro-batch)", recipe(search, cluster)
+    """(its rule, the best that follows it, or None). docs/playbook.md has the rules, and where they stand."""
+    rule = "its recipe (tp to the node, dp with ZeRO, pp where dp is waited for, then the micro-batch)"
+    yield rule, recipe(search, cluster)
     billions = costs.model_parameters(c) / 1e9
     for rule, follows in (by_size(billions, cluster.gpus_per_node), by_gpus(cluster)):
         yield rule, search.first(follows)
 
 
 def by_size(billions, node):
+    """The table of sizes. Its tp 8 is the node of its runs."""
     if billions < 10:
-        return ("by size, under 10B: tp alone or ZeRO alone",
-                lambda l: l.pp == 1 and (l.tp == 1 or l.zero == 0))
+        return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute",
+                lambda l: l.pp == 1 and (l.tp == node and l.zero == 0
+                                         or l.tp == 1 and l.zero == 3 and l.recompute == "full"))
     if billions < 100:
-        return ("by size, 10B to 100B: tp 8 with pp or ZeRO-3, or ZeRO-3 alone",
+        return (f"by size, 10B to 100B: tp {node} with pp or ZeRO-3, or ZeRO-3 alone",
                 lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or l.tp == l.pp == 1 and l.zero == 3)
-    return "by size, above 100B: tp, pp and ZeRO", lambda l: l.tp > 1 and l.pp > 1 and l.zero > 0
+    return (f"by size, above 100B: tp {node}, pp, and dp with ZeRO-2",
+            lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
 
 
 def by_gpus(cluster):
+    """The table of GPUs has four rows and gaps between them: what lies in a gap takes the row before."""
     node = cluster.gpus_per_node
     if cluster.gpus <= node:
-        return "by GPUs, one node: one technique", lambda l: (l.tp > 1) + (l.pp > 1) + (l.zero == 3) <= 1
-    if cluster.gpus < 512:
-        return ("by GPUs, below 512: dp with ZeRO, or with tp in the node",
-                lambda l: l.pp == 1 and l.tp <= node)
+        return (f"by GPUs, one node: tp {node}, or ZeRO-3",
+                lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3))
+    if cluster.gpus < 128:
+        return (f"by GPUs, 16 to 64: tp {node} with pp or ZeRO-3",
+                lambda l: l.tp == node and (l.pp > 1) != (l.zero == 3))
     if cluster.gpus < 1024:
-        return "by GPUs, 512 and more: dp with tp or pp", lambda l: l.dp > 1 and (l.tp > 1 or l.pp > 1)
-    return ("by GPUs, 1,024 and more: tp 8, pp, and dp with ZeRO-2",
+        return (f"by GPUs, 128 to 512: tp {node}, pp, and dp with ZeRO-1 or 2",
+                lambda l: l.tp == node and l.pp > 1 and l.zero in (1, 2))
+    return (f"by GPUs, 1,024 and more: tp {node}, pp, and dp with ZeRO-2",
             lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
 
 
 def recipe(search, cluster):
-    """tp as large as the node takes; ZeRO until it fits, then pp; then the largest micro-batch."""
+    """tp as large as the node takes; dp, with the least recomputation and ZeRO that fit; more pp as long as
+    dp is waited for; of the micro-batches the fastest."""
     tps = {one.layout.tp for one in search.ordered}
     largest = max((tp for tp in tps if tp <= cluster.gpus_per_node), default=1)
     of = [one for one in search.ordered if one.layout.tp == largest and one.layout.cp == one.layout.ep == 1
           and one.layout.schedule == "1f1b"]
-    order = lambda one: (RECOMPUTE.index(one.layout.recompute), one.layout.pp, one.layout.zero,
-                         -one.layout.micro_batch)
-    return next((one for one in sorted(of, key=order) if search.fits(one)), None)
+    least = lambda one: (RECOMPUTE.index(one.layout.recompute), one.layout.zero, -one.tokens_per_s)
+    found = None
+    for pp in sorted({one.layout.pp for one in of}):
+        of_pp = sorted((one for one in of if one.layout.pp == pp), key=least)
+        one = next((one for one in of_pp if search.fits(one)), None)
+        if found is None or one and one.seconds["dp"] / one.step < found.seconds["dp"] / found.step:
+            found = one
+        if found and found.seconds["dp"] <= BOTTLENECK * found.step:
+            break
+    return found
 
 
 def disagreements(c, best, search, cluster):

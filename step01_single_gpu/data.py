@@ -1,8 +1,5 @@
 """Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t alone."""
-import fcntl
-import functools
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -54,7 +51,7 @@ def tokenized(args):
     """A text's tokens, documents parted by the end-of-text token; the cache of `datasets` keeps them."""
     if not args.tokenizer:
         refuse(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
-    from datasets import config, load_dataset
+    from datasets import load_dataset
     from datasets.fingerprint import Hasher
     from transformers import AutoTokenizer
     try:
@@ -62,7 +59,7 @@ def tokenized(args):
         kind = KINDS.get(os.path.splitext(args.dataset)[1].lower())
         where = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**where, split="train")
-    except Exception as error:
+    except Exception as error:                            # of whichever library
         reason = " ".join(str(error).split())
         refuse(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
@@ -75,10 +72,7 @@ def tokenized(args):
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
         return {"tokens": np.concatenate([np.array([*row, end], dtype=np.uint32) for row in rows])}
     key = Hasher.hash((documents._fingerprint, column, tokenizer.backend_tokenizer.to_str(), end))
-    os.makedirs(config.HF_DATASETS_CACHE, exist_ok=True)
-    with open(os.path.join(config.HF_DATASETS_CACHE, "tokenized.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)                  # one process tokenizes, others wait, and read that
-        rows = documents.map(encode, batched=True, remove_columns=columns, new_fingerprint=key)
+    rows = documents.map(encode, batched=True, remove_columns=columns, new_fingerprint=key)
     return rows.with_format("numpy")["tokens"]
 
 
@@ -88,19 +82,13 @@ def micro_batches(tokens, config, args, step):
     start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
     check_vocabulary(batch, config.vocab_size)
-    batch = torch.from_numpy(batch)                                                # [sequences, seq + 1]
-    positions = torch.arange(args.seq_len)
-    pin = lambda t: t.pin_memory() if args.device == "cuda" else t                 # which the device can read
-    return [(pin(rows[:, positions]), pin(positions), pin(rows[:, positions + 1]))
+    batch = torch.from_numpy(batch).to(args.device)                                # [sequences, seq + 1]
+    positions = torch.arange(args.seq_len).to(args.device)
+    return [(rows[:, positions], positions, rows[:, positions + 1])
             for rows in batch.split(args.micro_batch_size)]
 
 
 def batches(tokens, config, args):
-    """(step, its micro-batches); a thread reads those of step t + 1 while step t is computed."""
-    read = functools.partial(micro_batches, tokens, config, args)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = pool.submit(read, args.first_step)
-        for step in range(args.first_step, args.steps):
-            batch, ahead = ahead.result(), pool.submit(read, step + 1)
-            # not in that thread, whose CUDA device is the first one, whichever this process has chosen
-            yield step, [[t.to(args.device, non_blocking=True) for t in micro_batch] for micro_batch in batch]
+    """(step, its micro-batches) of all steps."""
+    for step in range(args.first_step, args.steps):
+        yield step, micro_batches(tokens, config, args, step)

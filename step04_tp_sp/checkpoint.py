@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import time
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -78,8 +78,8 @@ def save_checkpoint(model, config, args):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
     split = split_torch_state_dict_into_shards(params)
     if RANK == 0:                                         # one process writes; every one has a part to give
-        folder = os.path.realpath(args.save)
-        new = tempfile.mkdtemp(prefix=".saving-", dir=os.path.dirname(folder))
+        new = os.path.realpath(args.save) + f".saving-{time.time_ns()}"
+        os.mkdir(new)
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
@@ -94,15 +94,14 @@ def save_checkpoint(model, config, args):
     if split.is_sharded:
         with open(os.path.join(new, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, file)
-    put_in_place(new, folder)
+    put_in_place(new, os.path.realpath(args.save))
 
 
 def put_in_place(new, folder):
     """Until here the model that was there is whole. Files that are no model's stay."""
     old = new + "-before"
-    os.chmod(new, 0o755)                                  # what is temporary is for its owner alone
     for name in os.listdir(new):
-        os.chmod(os.path.join(new, name), 0o644)
+        os.chmod(os.path.join(new, name), 0o644)          # safetensors leaves them to their owner alone
     try:
         if os.path.isdir(folder):
             os.rename(folder, old)

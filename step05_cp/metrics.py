@@ -91,13 +91,8 @@ class Metrics:
         said = f"  MFU {mfu:.1%}{said}" if mfu else said
         say(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  "
             f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{said}  {memory:.2f} GiB")
-        self.write(dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
+        if self.file:
+            line = dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
                         tokens_per_s=speed, tokens_per_s_per_device=speed / self.devices, mfu=mfu,
-                        peak_memory_gib=float(memory), **more))
-
-    def write(self, line):
-        try:
-            self.file and self.file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:                          # a log is not worth a run
-            say(f"--log_file {self.args.log_file} ends here: {error}")
-            self.file = None
+                        peak_memory_gib=float(memory), **more)
+            self.file.write(json.dumps(line).encode() + b"\n")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from messages import RANK, refuse, say
-from resume import kept_of_log, newest
+from resume import kept_of_log
 
 # of dense bfloat16, by the name that a GPU gives itself
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
@@ -80,8 +80,7 @@ class Metrics:
     def log(self, step, loss, grad_norm, lr, **more):
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
         if not math.isfinite(loss + grad_norm):
-            say(f"error: step {step + 1}: loss {loss}, gradient norm {grad_norm}: nothing saved"
-                f"{newest(self.args)}", sys.stderr)
+            say(f"error: step {step + 1}: loss {loss}, gradient norm {grad_norm}: nothing saved", sys.stderr)
             raise SystemExit(3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len
@@ -94,13 +93,8 @@ class Metrics:
         said = f"  MFU {mfu:.1%}{said}" if mfu else said
         say(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  "
             f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{said}  {memory:.2f} GiB")
-        self.write(dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
+        if self.file:
+            line = dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
                         tokens_per_s=speed, tokens_per_s_per_device=speed / self.devices, mfu=mfu,
-                        peak_memory_gib=float(memory), **more))
-
-    def write(self, line):
-        try:
-            self.file and self.file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:                          # a log is not worth a run
-            say(f"--log_file {self.args.log_file} ends here: {error}")
-            self.file = None
+                        peak_memory_gib=float(memory), **more)
+            self.file.write(json.dumps(line).encode() + b"\n")

@@ -2,7 +2,7 @@
 
     DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes (boxes.py) of weights in full
                                                  precision, of Adam's averages, of the balance biases
-    DIR/step_00000200/index.json                 the step, digests of the files, which run it is, its log
+    DIR/step_00000200/index.json                 the step, digests of the files, which run it is
 
 There is no random state to keep: initial weights follow from seed and name, step t's data from t, and nothing
 else is drawn. A folder is written as step_00000200.tmp and renamed when all is in it: so it is whole.
@@ -75,7 +75,8 @@ class Checkpoints:
 
     def write(self, folder, state):
         if not all(box.isfinite().all() for box in state.values()):
-            refuse(f"some weights are not finite any more: stopped, nothing saved{newest(self.args)}", 3)
+            refuse("some weights are not finite any more: stopped, nothing saved; checkpoints there: "
+                   f"{names(own(self.args))}", 3)
         file = folder / f"rank_{dist.get_rank():05d}.safetensors"
         with written(folder, self.args):
             folder.mkdir(exist_ok=True)
@@ -88,16 +89,13 @@ class Checkpoints:
             return
         with written(folder, self.args):
             index = dict(steps=int(folder.stem[5:]), digests=digests, run=self.run)
-            index["log"] = logged(self.args.log_file)
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")
             folder.rename(folder.with_suffix(""))
             os.sync()                                     # of the folders, too, before older ones go
         for old in own(self.args)[:-self.args.keep]:
-            try:                                          # half deleted it must not look whole
-                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
-            except OSError as error:                      # not worth a run
-                say(f"--keep: {old} cannot be deleted ({error})")
+            # half deleted it must not look whole; what cannot be deleted is not worth a run
+            shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------- going on
     def load(self):
@@ -192,11 +190,6 @@ def names(folders):
     return ", ".join(folder.name for folder in folders) or "none"
 
 
-def newest(args):
-    there = own(args) if args.checkpoint else []
-    return f"; the newest checkpoint is {there[-1]}" if there else ""
-
-
 @contextlib.contextmanager
 def written(folder, args):
     try:
@@ -228,8 +221,8 @@ def index_of(folder):
     """What index.json says; None if there is none, or if it is damaged."""
     with contextlib.suppress(Exception):                  # a file may hold anything
         index = json.loads((folder / "index.json").read_text()) if (folder / "index.json").is_file() else {}
-        kinds = [type(index[name]) for name in ("steps", "digests", "run", "log")]
-        if kinds == [int, dict, dict, list] and index["steps"] == int(folder.name[5:]):
+        kinds = [type(index[name]) for name in ("steps", "digests", "run")]
+        if kinds == [int, dict, dict] and index["steps"] == int(folder.name[5:]):
             return index
 
 
@@ -253,28 +246,12 @@ def older(folder, args):
     return "there is no older one that is whole"
 
 
-# ------------------------------------------------------------------------------------------- the log
-def logged(name, size=None):
-    """Of a log, or of a beginning of it: how long it is, a digest, how many lines."""
-    text = b""
-    if name and os.path.isfile(name):
-        with open(name, "rb") as file:
-            text = file.read(size)
-    text = text[:text.rfind(b"\n") + 1]
-    return [len(text), hashlib.sha256(text).hexdigest(), text.count(b"\n")]
-
-
 def kept_of_log(name, args):
-    """How many bytes of a log stay when its run goes on, since later steps are done again. No other run's is
-    cut."""
-    first = args.first_step
-    if not args.resume:
-        return 0
-    begun = first and os.path.getsize(name) > 0
-    then = index_of(Path(args.checkpoint, f"step_{first:08d}"))["log"] if begun else logged(name)
-    size, _, lines = then
-    if logged(name, size or None) != then:
-        refuse(f"--log_file {name}: is not the log of the run that goes on; take another name")
-    if lines < first:
-        say(f"--log_file {name}: has {lines} of the {first} steps that are done")
+    """How many bytes of a log stay when its run goes on: the lines of the steps that are done."""
+    size = 0
+    with open(name, "rb") as log:
+        for line in log:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= args.first_step:
+                break
+            size += len(line)
     return size

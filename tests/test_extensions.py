@@ -26,10 +26,10 @@ def test_it_is_a_small_patch_on_its_step(patch, tmp_path):
 
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_the_readmes_tell_of_it(patch):
-    """Its step's, with what it does; the front page's table, with its size and what it was measured to do."""
+    """Its step's, with what it does; the table in the FAQ, with its size and what it was measured to do."""
     said = head(patch)
     assert f"make extend NAME={patch.stem}" in (ROOT / full_name(said["step"]) / "README.md").read_text()
-    rows = re.findall(rf"^\| `{patch.stem}` \|.*$", (ROOT / "README.md").read_text(), re.M)
+    rows = re.findall(rf"^\| `{patch.stem}` \|.*$", (ROOT / "docs/FAQ.md").read_text(), re.M)
     assert len(rows) == 1 and f"| {lines(patch)} |" in rows[0] and said["effect"] in rows[0], rows
 
 

@@ -1,13 +1,19 @@
 """The exercises can be done: in a step's copy no rung is green before it is written, and each is when ours is put back."""
 import ast
 import re
+import signal
+import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
+import exercise
 import pytest
 from break_it import run_tests
-from exercise import LADDER, copy, count, find, rungs, take_out
+from exercise import LADDER, RED, copy, copy_blank, count, find, rungs, skeleton, take_out
+from harness import JobFailed
 from layouts import every_other
-from steps import NAMES, ROOT, copy_repository, run
+from steps import NAMES, ROOT, clean_environment, copy_repository, run
 
 LADDERS = [number for number in range(2, len(NAMES) + 1) if (LADDER / f"test_ladder{number:02d}.py").exists()]
 
@@ -44,21 +50,22 @@ def test_as_a_reader_goes_up(tmp_path):
     mine = tmp_path / "exercise/step02/data_parallel.py"
     assert make()[0] == 0 and "NotImplementedError" in mine.read_text() and "do not write the answer" not in make("hint")[1]
     status, output = make("check")
-    assert status == 1 and "1 of 7  a sum after backward: not yet" in output
-    assert re.search(r"data_parallel.py:\d+: NotImplementedError: rung 1", output)
+    assert status == RED and "1 of 7  a sum after backward: not yet" in output
+    assert re.search(r"came:    data_parallel.py:\d+ in naive: NotImplementedError: rung 1", output)
     assert [make("hint")[1].count("\nhint ") for _ in range(4)] == [2, 3, 3, 3]    # the first was given above
     status, output = make("solution")
     assert '-    raise NotImplementedError("rung 1: naive")\n+    def sum_gradients():' in output
     assert status == 0 and "overlap" not in output
-    wrong = "    for param in params:\n        dist.all_reduce(param.main_grad)\n    return lambda: None"
+    wrong = "    print('mine')\n    for param in params:\n        dist.all_reduce(param.main_grad)\n    return lambda: None"
     text = mine.read_text()
     mine.write_text(text.replace('    raise NotImplementedError("rung 1: naive")', wrong))
     status, output = make("check")
-    assert status == 1 and "came:    AssertionError: 3 all-reduces were started before the last micro-batch" in output, output
+    assert status == RED and "came:    AssertionError: 3 all-reduces were started before the last micro-batch" in output, output
+    assert "printed: rank 0: mine\n         rank 1: mine\n" in output
     right = "    return lambda: [dist.all_reduce(param.main_grad) for param in params]"
     mine.write_text(text.replace('    raise NotImplementedError("rung 1: naive")', right))
     status, output = make("check")
-    assert status == 1 and "1 of 7  a sum after backward: green" in output and "2 of 7  knowing when" in output, output
+    assert status == RED and "1 of 7  a sum after backward: green" in output and "2 of 7  knowing when" in output, output
     assert "rung 2 of 7" in make("hint")[1] and "stays as it is" in make()[1] and right in mine.read_text()
 
 
@@ -119,3 +126,190 @@ def test_what_every_body_says_compiles():
                 source = (ROOT / NAMES[number - 1] / file).read_text()
                 compile(take_out(source, names, 1), file, "exec")
                 assert all(re.match(r"\s*def ", source.splitlines()[find(ast.parse(source), name).lineno - 1]) for name in names)
+
+
+SKELETON = '''"""A box."""
+import os
+from ledger import gone, Ledger
+from loss import loss
+
+SIZE = 3
+OTHER = 4
+
+
+# ---------------------------------------------- boxes
+class Box:
+    """Has a size."""
+
+    def __init__(self):
+        self.size = SIZE
+
+    def given(self):
+        return loss()
+
+    def named(self, ledger=Ledger):
+        """Says what."""
+        raise NotImplementedError("rung 2: named")
+
+
+def helper():
+    return os.sep
+'''
+
+
+def test_what_a_blank_level_begins_with(tmp_path):
+    source = skeleton(SKELETON.replace('raise NotImplementedError("rung 2: named")', "return 1"), {"Box.named": 2})
+    (tmp_path / "ledger.py").write_text("class Ledger: pass\n")
+    assert source == '''"""A box."""
+from ledger import gone, Ledger
+
+SIZE = 3
+
+
+class Box:
+    """Has a size."""
+
+    def __init__(self):
+        self.size = SIZE
+
+    def named(self, ledger=Ledger):
+        """Says what."""
+        raise NotImplementedError("rung 2: named")
+'''
+    assert exercise.without_unknown_imports(source, tmp_path) == source.replace("gone, ", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", LADDERS)
+def test_a_blank_level_has_what_the_rungs_want(number, tmp_path):
+    new = copy_blank(number, tmp_path / "step")
+    assert new == [file for file in dict.fromkeys(file for test in rungs(number) for file in test.rung["write"])]
+    modules = ", ".join(file.removesuffix(".py") for file in new)
+    status, output = run([sys.executable, "-c", f"import {modules}"], tmp_path / "step", timeout=120)
+    assert status == 0, output
+    for test in rungs(number):
+        for file, names in test.rung["write"].items():
+            assert all(find(ast.parse((tmp_path / "step" / file).read_text()), name) for name in names)
+
+
+# ------------------------------------------------------------------------------------------------ what a red rung says
+MINE = """import os
+import signal
+import torch.distributed as dist
+
+def meet(case):
+    dist.init_process_group("gloo")
+    print("of", dist.get_rank())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if case == "raises":
+            raise KeyError("mine")
+        if case == "refuses":
+            print("error: no such folder")
+            raise SystemExit(2)
+        if case == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if case == "loops":
+            while True: pass
+        if case == "leaves":
+            return
+        if case == "returns a function":
+            return lambda: 1
+    given()
+
+def given():
+    dist.barrier()
+"""
+
+
+def meet_job(case):
+    import mine
+    return mine.meet(case)
+
+
+@pytest.mark.parametrize("case, reason", [
+    ("raises", "rank 1: mine.py:11 in meet: KeyError: 'mine'"),
+    ("refuses", "rank 1: error: no such folder"),
+    ("dies", "rank 1: the process died, exit code -9"),
+    ("returns a function", "rank 1: what it returned cannot be sent to the test: "),
+    ("loops", "ranks wait for what does not come, 20 s long:\nrank 0 waits: mine.py:23 in meet: given()\n"
+              "rank 1 waits: mine.py:18 in meet: "),
+    ("leaves", "ranks wait for what does not come:\nrank 0 waited, until another was gone: mine.py:23 in meet: given()\n"
+               "rank 1 had ended")])
+def test_what_ranks_have_met_is_said(pool, tmp_path, case, reason):
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(JobFailed):
+        pool.call(meet_job, tmp_path, world=2, timeout=20 if case == "loops" else 120, case=case)
+    assert exercise.of_ranks(pool.last, tmp_path, {"mine.py": ["meet"]}).startswith(reason)
+    assert "rank 0: of 0\nrank 1: of 1" in exercise.what_was_printed(pool.last)
+
+
+def test_a_reason_comes_whole_and_before_what_pytest_adds():
+    text = "test_x.py:3: in f\n    assert a, b\nE   AssertionError: first\nE     second\nE   assert [1] == [2]\nE     more"
+    assert exercise.last_error(text) == "AssertionError: first\n  second"
+    assert exercise.last_error("E   KeyError: 1\n\nDuring handling\nE   ValueError: 2\n") == "ValueError: 2"
+    verdict = SimpleNamespace(text="E   ValueError: " + "x" * 3000, why="")
+    came = exercise.what_came(verdict, ROOT, {})
+    assert came.startswith("came:    ValueError: xxx") and "... (and 1,012 characters more)" in came
+
+
+# ------------------------------------------------------------------------------------------------ the way through
+@pytest.mark.slow
+def test_another_way_through(tmp_path):
+    """Half of the ladder given, a single rung, a fresh start, in the folder itself; make says nothing of its own."""
+    def make(*words, where="."):
+        return run(["make", *words], tmp_path / where, timeout=240)
+    copy_repository(tmp_path)
+    status, output = make("exercise", "STEP=2", "FROM=3")
+    assert status == 0 and "without the bodies of 6 functions" in output
+    status, output = make("check", "RUNG=3", where="exercise/step02")
+    assert status == 0 and "3 of 7  sending while backward goes on: not yet" in output
+    assert "make" not in output.split("make hint")[0] + output.split("make solution")[1]
+    assert "rung 3 of 7" in make("hint", "STEP=2")[1]
+    status, output = make("check", "STEP=2", "RUNG=2")
+    assert status == 0 and re.fullmatch(r" *2 of 7  knowing when a gradient is final: green, [\d.]+ s\n", output)
+    assert "rung 3 of 7" in make("hint", "STEP=2")[1]
+    mine = tmp_path / "exercise/step02/data_parallel.py"
+    mine.write_text("mine\n")
+    status, output = make("restart", "STEP=2", "LEVEL=blank")
+    assert status == 0 and "exercise/step02 was put aside: exercise/step02.1\n" in output
+    assert (tmp_path / "exercise/step02.1/data_parallel.py").read_text() == "mine\n" and "rung 1: naive" in mine.read_text()
+    assert "SyntaxError" not in make("check", "STEP=2")[1]
+
+
+@pytest.mark.parametrize("words, message", [
+    ("exercise STEP=2 LEVEL=black", "LEVEL=black: there is LEVEL=blank"),
+    ("check STEP=2 FROM=2", "FROM= is nothing that make check"),
+    ("exercise STEP=2 FROM=8", "FROM=8: the rungs of step 2 are 1 to 7"), ("exercise STEP=2 FROM=x", "FROM=x: the rungs"),
+    ("exercise STEP=2 FROM=2 LEVEL=blank", "LEVEL=blank begins at the first rung"),
+    ("restart STEP=2", "make exercise STEP=2 makes it")])
+def test_what_is_refused(tmp_path, words, message):
+    copy_repository(tmp_path)
+    status, output = run(["make", *words.split()], tmp_path, timeout=120)
+    assert status == 2 and output.startswith("error: ") and message in output and "Traceback" not in output, output
+
+
+@pytest.mark.slow
+def test_watching(tmp_path):
+    copy_repository(tmp_path)
+    run([sys.executable, "tools/exercise.py", "2"], tmp_path, timeout=120)
+    mine, said = tmp_path / "exercise/step02/data_parallel.py", tmp_path / "said"
+    with said.open("w") as file:
+        command = [sys.executable, "tools/exercise.py", "2", "watch"]
+        child = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=file)
+    try:
+        wait_for(child, said, "rung 1: naive")
+        right = "return lambda: [dist.all_reduce(param.main_grad) for param in params]"
+        mine.write_text(mine.read_text().replace('raise NotImplementedError("rung 1: naive")', right))
+        wait_for(child, said, "1 of 7  a sum after backward: green")
+        wait_for(child, said, "rung 2: when_final")
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+
+
+def wait_for(child, path, text):
+    deadline = time.monotonic() + 240
+    while text not in path.read_text():
+        assert child.poll() is None and time.monotonic() < deadline, path.read_text()
+        time.sleep(0.2)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -198,7 +197,7 @@ def killed_while_saving_job(new, folder, at, shard_bytes):
     split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
     with (patch.multiple(os, **{name: counted(getattr(os, name)) for name in ("rename", "chmod", "makedirs")}),
           patch.multiple(checkpoint, save_file=counted(checkpoint.save_file), split_torch_state_dict_into_shards=split),
-          patch("tempfile.mkdtemp", counted(tempfile.mkdtemp)), patch("shutil.rmtree", counted(shutil.rmtree))):
+          patch("os.mkdir", counted(os.mkdir)), patch("shutil.rmtree", counted(shutil.rmtree))):
         try:
             train.main(["--steps", "0", "--init_from", new, "--save", folder])
         except Killed:
@@ -268,7 +267,7 @@ def meanwhile_job(folder, at):
                 train.main(["--steps", "0", "--seed", "3", "--save", folder])
             return function(*arguments, **named)
         return call
-    with (patch("os.rename", interrupted(os.rename)), patch("tempfile.mkdtemp", interrupted(tempfile.mkdtemp)),
+    with (patch("os.rename", interrupted(os.rename)), patch("os.mkdir", interrupted(os.mkdir)),
           patch("shutil.rmtree", interrupted(shutil.rmtree))):
         try:
             train.main(["--steps", "0", "--seed", "2", "--save", folder])
@@ -319,7 +318,7 @@ def test_files_that_are_no_models_stay_beside_it(pool, models, tmp_path):
     assert seed_of(tmp_path, models) == 1 and (tmp_path / "notes/precious").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".hidden", "README.md", "config.json", "model.pt", "model.safetensors",
                                             "model.safetensors.bak", "notes", "tokenizer.json"]
-    assert not list(tmp_path.parent.glob(".saving-*"))
+    assert not list(tmp_path.parent.glob("*.saving-*"))
 
 
 def disk_full_job(argv, bytes):
@@ -361,18 +360,12 @@ def test_a_log_file_of_others_is_not_overwritten(pool, tmp_path, step):
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
-def test_a_full_log_disk_does_not_end_the_training(pool, tmp_path, step):
-    pool.call(disk_full_job, step, argv=f"{TINY} --log_file {tmp_path / 'log'}".split(), bytes=300)
-    assert f"--log_file {tmp_path / 'log'} ends here: [Errno 27]" in pool.output and "step 4/4" in pool.output
+def test_a_full_log_disk_ends_the_training_in_a_line(pool, tmp_path, step):
+    with pytest.raises(JobFailed) as full:
+        pool.call(disk_full_job, step, argv=f"{TINY} --log_file {tmp_path / 'log'}".split(), bytes=300)
+    said = re.findall("error: rank.*", str(full.value))
+    assert len(said) == 1 and "rank 0, metrics.py:" in said[0] and "File too large" in said[0], said
     assert json.loads((tmp_path / "log").read_text().splitlines()[0])["step"] == 0
-
-
-def test_a_log_stays_when_no_checkpoint_is_found(pool, tmp_path):
-    base = f"{TINY} --steps 2 --log_file {tmp_path / 'log'} --checkpoint {tmp_path}"
-    pool.call(main_job, LAST, argv=f"{base}/a".split())
-    before = (tmp_path / "log").read_text()
-    pool.call(main_job, LAST, argv=f"{base}/gone --resume".split())
-    assert (tmp_path / "log").read_text().startswith(before) and len(before.splitlines()) == 2
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
@@ -412,16 +405,11 @@ def test_whatever_becomes_of_the_output_the_model_and_the_log_are_whole(tmp_path
 
 @slow
 @pytest.mark.parametrize("step", [ONE, LAST])
-def test_ctrl_c_head_and_a_terminal_without_umlauts_give_no_traceback(tmp_path, step):
+def test_ctrl_c_and_a_terminal_without_umlauts_give_no_traceback(tmp_path, step):
     process = from_the_shell(step, ["--steps", "1000"], tmp_path)
     assert any("1/1000" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT and "Traceback" not in process.stderr.read()
-    process = from_the_shell(step, ["--steps", "1000"], tmp_path)
-    process.stdout.readline()
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait(60) == 2 and error.count("\n") == 1, error
     (tmp_path / "ü").mkdir()
     process = from_the_shell(step, ["--steps", "1", "--init_from", "ü"], tmp_path, PYTHONIOENCODING="ascii")
     out, error = process.communicate(timeout=300)
@@ -837,20 +825,6 @@ def test_a_log_is_cut_where_it_lies(pool, tmp_path):
     assert (tmp_path / "log.jsonl").is_symlink() and sorted(os.listdir(tmp_path)) == ["log.jsonl", "real.jsonl", "run"]
 
 
-def test_the_log_of_another_run_is_not_cut(pool, copy, tmp_path):
-    """Of none that is longer, shorter, or as long; a new one is begun, and says what it has not."""
-    pool.call(main_job, LAST, argv=f"{TINY} --steps 6 --log_file {tmp_path / 'other'}".split())
-    lines = (tmp_path / "other").read_text().splitlines(keepends=True)
-    for count in (6, 4, 1):
-        text = "".join(lines[:count])
-        (tmp_path / "log").write_text(text)
-        assert "is not the log of the run that goes on" in refused(pool, LAST, goes_on(copy, f"--log_file {tmp_path / 'log'}"))
-        assert (tmp_path / "log").read_text() == text
-    pool.call(main_job, LAST, argv=goes_on(copy, f"--log_file {tmp_path / 'new'}").split())
-    assert f"--log_file {tmp_path / 'new'}: has 0 of the 4 steps that are done" in pool.output
-    assert [json.loads(line)["step"] for line in (tmp_path / "new").read_text().splitlines()] == [4, 5]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_a_closed_terminal_save_too(pool, tmp_path, number):
     pool.call(told_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split(), number=number)
@@ -875,7 +849,7 @@ def undeletable_job(argv):
 
 def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(pool, tmp_path):
     pool.call(undeletable_job, LAST, argv=f"{TINY} --checkpoint {tmp_path} --save_every 1 --keep 1".split())
-    assert "--keep: " in pool.output and "cannot be deleted (busy)" in pool.output and (tmp_path / "step_00000004").is_dir()
+    assert (tmp_path / "step_00000004").is_dir() and not (tmp_path / "step_00000003").exists()
 
 
 def told_job(argv, number):

@@ -221,14 +221,14 @@ def drawn(c, count, draw):
 
 def dry_runs_job(model, layouts):
     """What a rank of each layout sees; the worker's own share of the layouts."""
-    from simulate.observe import dry_run
+    from simulate.record import record
     found = {}
 
     def note(seen, model, optimizer, mesh):
         seen.tensors = sum(len(group["params"]) for group in optimizer.adamw.param_groups)
     for i in range(int(os.environ["RANK"]), len(layouts), int(os.environ["WORLD_SIZE"])):
         l, _, _, rank = layouts[i]
-        seen = dry_run(shlex.split(explain.train_flags(model, l, 1, 1e-3)), l.gpus, rank, note)
+        seen = record(shlex.split(explain.train_flags(model, l, 1, 1e-3)), l.gpus, rank, note)
         payload = {what: sizes[1] for what, sizes in seen.sent.items()}
         found[i] = seen.between, sum(seen.peak.values()), seen.flops, payload, seen.tensors
     return found

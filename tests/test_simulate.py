@@ -2,9 +2,14 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import toy
 from harness import Refused
+from simulate.kernels import Kernel
+from simulate.play import Player
+from simulate.record import Operation
 from steps import NAMES, ROOT, clean_environment, run
 
 STEP = "step08_5d"
@@ -36,7 +41,7 @@ def real_job(argv):
 
     import torch
     import train
-    from simulate.observe import observed
+    from simulate.record import recorded
 
     def state(seen, model, optimizer, mesh):
         states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
@@ -54,7 +59,7 @@ def real_job(argv):
                 expert = choose(self, i, scores)
                 return expert.copy_((torch.arange(expert.numel()) % scores.shape[-1]).view_as(expert))
             replaced.enter_context(patch("expert_parallel.Balance.choose", choose_evenly))
-        steps = replaced.enter_context(observed(state))
+        steps = replaced.enter_context(recorded(state))
         train.main(argv)
     return steps[1]
 
@@ -63,8 +68,8 @@ def dry_job(argv):
     """Each worker plays the rank that it is."""
     import os
 
-    from simulate.observe import dry_run
-    return dry_run(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    from simulate.record import record
+    return record(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
 
 
 # ---------------------------------------------------------------------------------------------- against reality
@@ -97,8 +102,23 @@ def assert_what_is_seen(pool, step, layout):
             assert said.most[kind] == seen.most[kind], f"{kind}, rank {rank}"
         assert calls_and_payload(said) == calls_and_payload(seen) != {}, f"rank {rank}"
         assert said.flops == seen.flops, f"rank {rank}"
-        assert [action[:3] for action in said.actions] == [action[:3] for action in seen.actions]
+        assert [action.name for action in said.actions] == [action.name for action in seen.actions]
+        assert [*in_order(said)] == [*in_order(seen)], f"rank {rank}"
         assert same_memory(said, seen), f"rank {rank}: said {said.most}, {said.peak}; seen {seen.most}, {seen.peak}"
+
+
+def in_order(seen):
+    """What is computed, started and waited for; but for copies, of which gloo makes some of its own, and for a router's sorting,
+    whose kernels are others without data."""
+    for what, value, *more in seen.notes:
+        if what == "compute":
+            kernel = seen.kernels[value]
+            if kernel.flops or kernel.name != "copy_" and "moe" not in seen.args.model:
+                yield kernel
+        elif what == "start":
+            yield seen.operations[value]
+        elif what != "host waits":
+            yield what, value
 
 
 def calls_and_payload(seen):
@@ -159,7 +179,7 @@ def test_norms_keep_less_with_the_kernels_of_cuda(pool):
     """CUDA's one kernel keeps its input; on the CPU that is a float32 copy, and the quotient is kept beside it."""
     argv = "--dtype bfloat16 --seq_len 64 --global_batch_size 2".split()
     cpu, cuda = (pool.call(dry_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
-    assert (cpu.calls, cpu.flops, cpu.between) == (cuda.calls, cuda.flops, cuda.between)
+    assert (cpu.sent, cpu.flops, cpu.between) == (cuda.sent, cuda.flops, cuda.between)
     assert 0 < cuda.most["activations"] < cpu.most["activations"]
 
 
@@ -170,7 +190,7 @@ def waits_job(argv, ranks):
     from unittest.mock import patch
 
     import torch
-    from simulate.observe import dry_run
+    from simulate.record import record
     from torch.utils._python_dispatch import TorchDispatchMode
     aten, asked = torch.ops.aten, []
     waits = {aten.bincount.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default,
@@ -191,7 +211,7 @@ def waits_job(argv, ranks):
         with Waits():
             yield
     with patch("train.ledger", ledger_and_waits):
-        dry_run(argv, ranks, ranks // 2)
+        record(argv, ranks, ranks // 2)
     return set(map(str, asked))
 
 
@@ -205,6 +225,9 @@ def test_the_host_waits_only_for_the_counts_of_rows(pool, layout):
 
 
 # ---------------------------------------------------------------------------------------------- what it prints
+KEYS = {"step_seconds", "tokens_per_s_per_gpu", "mfu", "peak_bytes", "exposed", "bubble", "between_bytes", "flops", "sent"}
+
+
 def printed(words, timeout=300):
     """What the command prints, and its table of memory: {kind: MiB between steps, at the peak, at most}."""
     status, output = run([clean_environment()["PYTHON"], "tools/simulate", *words.split()], cwd=ROOT, timeout=timeout)
@@ -224,7 +247,8 @@ def test_prints_what_a_rank_would_take():
         assert memory["all"][column] == pytest.approx(sum(row[column] for kind, row in memory.items() if kind != "all"), abs=0.04)
     assert re.search(r"the peak is in [FB]\d of stage 1, action \d of 8", output)
     assert "FLOPs, " in output and "for each of the 1,024 tokens that this rank works on" in output
-    assert "1f1b leaves this rank idle for 3 of 15 units, 20.0%" in output
+    assert "simulated on 8 h100: " in output and "bubble: a rank stands idle for " in output
+    assert re.search(r"the longest waits: \w+ in \w+\.py:\d+ [\d.]+ s; ", output)
     sent = {tuple(line.split()[:2]): line.split()[2:] for line in output[output.index("dimension"):].splitlines()[1:]}
     hidden_states = 2 * 128 // 2 * 64 * 2                 # bytes of a rank's part of a micro-batch
     assert sent["pp", "send"] == ["4", f"{4 * hidden_states:,}", f"{4 * hidden_states:,}"]
@@ -238,7 +262,7 @@ def test_of_step_1_there_is_one_process_and_no_bytes(tmp_path):
     assert output.startswith("rank 0 of 1\ntiny, bfloat16") and "dimension" not in output and "bubble" not in output
     assert re.search(r"the peak is in [FB]\d of stage 0, action \d+ of 16", output)
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen.keys() == {"peak_bytes", "between_bytes", "flops", "sent"} and seen["sent"] == []
+    assert seen.keys() == KEYS and seen["sent"] == []
     assert f"{seen['flops']:.4e} FLOPs" in output
     assert memory["all"] == [round(seen[name] / 2**20, 2) for name in ("between_bytes", "peak_bytes")]
 
@@ -263,7 +287,7 @@ def test_numbers_for_programs(tmp_path):
     ("8 8 --rank 5 --attention flash", "takes --attention sdpa"),
     ("8 8 --json nowhere/seen.json", "--json nowhere/seen.json: cannot be written (No such file or directory)"),
     *((f"8 8 --rank 2 {flag}", f"leave out {flag.split()[0]}") for flag in (
-        "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out", "--compile"))])
+        "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out"))])
 def test_refused_in_one_line(pool, words, message):
     """As in a process of its own, which takes longer to start."""
     with pytest.raises(Refused) as refused:
@@ -290,4 +314,191 @@ def test_a_large_model_on_16384_ranks(more):
     assert memory["parameters"] == [pytest.approx(2 * weights / 2**20, abs=0.01)] * 3
     assert memory["gradients"] == [pytest.approx(4 * weights / 2**20, abs=0.01)] * 3
     assert memory["optimizer states"][0] == pytest.approx(12 * weights / 128 / 2**20, abs=0.01)
-    assert "idle for 45 of 93 units" in output
+    assert "simulated on 16,384 h100: " in output
+
+
+# ---------------------------------------------------------------------------------------------- notes are played
+def operation(wire, ranks=(0, 1), what="all_gather", dimension="dp"):
+    return Operation(what, dimension, ranks, wire, wire, False)
+
+
+def rank(*notes, operations):
+    """Notes of a rank, in which ("compute", 10) takes 10."""
+    work = sorted({value for what, value, *_ in notes if what == "compute"})
+    kernels = [Kernel("mm", "product", "float32", seconds, 0) for seconds in work]
+    numbered = [(what, work.index(value) if what == "compute" else value, "train.py:1") for what, value in notes]
+    return SimpleNamespace(notes=numbered, kernels=kernels, operations=operations)
+
+
+def played(flops_per_byte, *ranks, **how):
+    return Player(dict(enumerate(ranks)), toy.Toy(flops_per_byte), **how).play()
+
+
+def test_a_collective_waits_for_the_slowest_and_takes_its_bytes():
+    fast = rank(("compute", 10), ("start", 0), ("wait", 0), ("compute", 1), operations=[operation(5)])
+    slow = rank(("compute", 30), ("start", 0), ("wait", 0), ("compute", 1), operations=[operation(5)])
+    found = played(2, fast, slow)
+    assert found.seconds == 30 + 2 * 5 + 1 and found.computing == {0: 11, 1: 31}
+    assert found.waited == {0: {("dp", "train.py:1"): 40 - 10}, 1: {("dp", "train.py:1"): 40 - 30}}
+    assert found.idle == {}                               # no rank of another stage was waited for
+
+
+def test_for_other_stages_it_is_the_bubble():
+    fast = rank(("compute", 10), ("start", 0), ("wait", 0), operations=[operation(5, dimension="world")])
+    slow = rank(("compute", 30), ("start", 0), ("wait", 0), operations=[operation(5, dimension="world")])
+    assert played(2, fast, slow, stage_of=lambda rank: rank).idle == {0: 20, 1: 0}
+
+
+@pytest.mark.parametrize("work, time", [(100, 107), (4, 17)])
+def test_what_is_computed_meanwhile_hides_it(work, time):
+    both = rank(("start", 0), ("compute", work), ("wait", 0), ("compute", 7), operations=[operation(5)])
+    assert played(2, both, both).seconds == time
+
+
+def test_a_communicator_does_one_thing_after_the_other():
+    both = rank(("start", 0), ("start", 1), ("wait", 0), ("compute", 100), ("wait", 1), operations=[operation(5), operation(8)])
+    found = played(1, both, both)
+    assert found.seconds == 5 + 100 and [event.end for event in found.events if event.name == "all_gather"] == [5, 5, 13, 13]
+
+
+def test_two_communicators_share_a_link():
+    """Of 5 and 8 bytes 5 each have gone when the first is over, at 10; the second then has the link for itself."""
+    operations = [operation(5), operation(8, dimension="tp")]
+    both = rank(("start", 0), ("start", 1), ("wait", 0), ("wait", 1), operations=operations)
+    found = played(1, both, both)
+    assert [event.end for event in found.events if event.name == "all_gather"] == [10, 10, 13, 13]
+
+
+def test_messages_in_both_directions_travel_together():
+    there, back = (operation(5, ranks, "send", "pp")._replace(grouped=True) for ranks in ((0, 1), (1, 0)))
+    came = [one._replace(what="receive") for one in (there, back)]
+    notes = ("start", 0), ("start", 1), ("wait", 0), ("wait", 1)
+    assert played(1, rank(*notes, operations=[there, came[1]]), rank(*notes, operations=[back, came[0]])).seconds == 5
+
+
+def test_a_message_is_sent_when_both_ends_have_started_it():
+    first = rank(("start", 0), ("compute", 2), ("wait", 0), operations=[operation(5, what="send", dimension="pp")])
+    last = rank(("compute", 10), ("start", 0), ("wait", 0), operations=[operation(5, what="receive", dimension="pp")])
+    assert played(1, first, last).seconds == 15
+
+
+def test_one_stands_for_its_peers():
+    """A ring of four ranks that do the same: each sends to the next what the one before has."""
+    ends = (operation(5, (0, 1), "send", "cp"), operation(5, (3, 0), "receive", "cp"))
+    operations = [end._replace(grouped=True) for end in ends]
+    alone = rank(("start", 0), ("start", 1), ("compute", 3), ("wait", 0), ("wait", 1), operations=operations)
+    assert played(1, alone, stands_for=lambda _: 0).seconds == 5
+
+
+def test_ranks_that_wait_for_ever_are_an_error():
+    with pytest.raises(RuntimeError, match="for ever"):
+        played(1, rank(("start", 0), ("wait", 0), operations=[operation(1)]), rank(operations=[]))
+
+
+def test_the_host_runs_ahead_and_is_waited_for():
+    """Three kernels of 1 that the host gives every 2; then one of 10, during which it gives two more, that begin at once."""
+    from simulate.gpus import GPUS, Cluster
+
+    class Slow(Cluster):
+        def kernel(self, kernel):
+            return kernel.flops
+    one = rank(*[("compute", 1)] * 3, ("compute", 10), *[("compute", 1)] * 2, operations=[])
+    found = Player({0: one}, Slow(GPUS["h100"], issue=2)).play()
+    assert found.seconds == 8 + 10 + 2 and found.host == {0: 2 + 1 + 1 + 1}
+
+
+def test_a_real_step_waits_for_its_bytes(pool):
+    """Ranks with equal parts of the batch wait for nothing else than what is sent; what that takes grows with its bytes."""
+    recordings = toy.run(pool, NAMES[1], 2, "--dp_mode naive", num_hidden_layers=1)
+    found = [toy.play(recordings, speed) for speed in (0, 10, 20)]
+    assert found[0].seconds == found[0].computing[0] == found[0].computing[1] > 1e8
+    weights = 2 * 64 * 128 + 128 * (2 * 128 + 2 * 64 + 3 * 384 + 2) + 128
+    per_rank = 4 * (weights + 1)                          # an all-reduce between two: as many bytes; and the loss
+    assert [one.seconds - found[0].seconds for one in found[1:]] == [10 * per_rank, 20 * per_rank]
+    overlap = toy.run(pool, NAMES[1], 2, "--dp_mode overlap", num_hidden_layers=1)
+    assert toy.play(overlap, 20).seconds < found[2].seconds and toy.play(overlap, 0).seconds == found[0].seconds
+
+
+@pytest.mark.parametrize("schedule", ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"])
+def test_a_pipeline_alone_is_what_its_schedule_says(pool, schedule):
+    """F, I and W take 1 each, messages nothing."""
+    assert pool.call(pipeline_job, NAMES[5], schedule=schedule) == [True]
+
+
+def pipeline_job(schedule):
+    import schedules
+    lists = schedules.make(schedule, 4, 8, 2 if schedule == "interleaved" else 1)
+    last = max(action.stage for actions in lists for action in actions)
+    ranks = [as_notes(schedules, rank, schedules.program(lists, rank), last) for rank in range(4)]
+    found = Player(dict(enumerate(ranks)), toy.Toy(0.0), stage_of=lambda rank: rank).play()
+    events = schedules.simulate(lists)
+    whole = max(event.end for event in events)
+    first = schedules.bubble(events)
+    return found.seconds == whole and all(whole - found.computing[rank] == first[rank] for rank in range(4))
+
+
+def as_notes(schedules, number, program, last):
+    notes, operations, at = [], [], {}
+    for step, what, peer in program:
+        if step == "compute":
+            notes += [("wait", at[needed]) for needed in [schedules.receives(what, last)] if needed in at]
+            notes.append(("compute", 2 if what.kind == "B" else 1))
+            continue
+        ranks = (number, peer) if step == "send" else (peer, number)
+        at[what] = len(operations)
+        operations.append(operation(1, ranks, step, "pp"))
+        notes.append(("start", at[what]))
+    return rank(*notes, operations=operations)
+
+
+# ---------------------------------------------------------------------------------------------- on GPUs
+def test_a_product_takes_whole_waves_of_tiles():
+    from simulate.gpus import GPUS, Cluster
+    h100 = Cluster(GPUS["h100"])
+
+    def seconds(rows, columns):
+        return h100.kernel(Kernel("mm", "product", "bfloat16", 2 * rows * columns * 8192, 0, (1, rows, columns, 8192)))
+    full = seconds(128 * 12, 256 * 11)                    # 132 tiles, one for each multiprocessor
+    assert seconds(128 * 12, 256 * 11 - 255) == full < seconds(128 * 12 + 1, 256 * 11)
+    assert seconds(128 * 24, 256 * 11) == pytest.approx(2 * full)
+
+
+@pytest.mark.parametrize("ranks, seconds, link", [
+    (range(8), 8e9 / (0.8 * 450e9), "nvlink"),            # of one node
+    (range(16), None, "network"),                         # of two: all eight cards of each
+    (range(0, 64, 8), None, "network")])                  # one GPU of each node, and its card
+def test_a_ring_is_as_fast_as_its_slowest_link(ranks, seconds, link):
+    from simulate import gpus
+    cards = {16: 8, 8: 1}[len(ranks)]
+    seconds = seconds or 8e9 / min(0.8 * 450e9, cards * gpus.NETWORK * 50e9)
+    found = gpus.Cluster(gpus.GPUS["h100"]).transfer(operation(8e9, tuple(ranks)))
+    assert found[1:] == (pytest.approx(seconds), link)
+
+
+def test_trace_plot_and_numbers(tmp_path):
+    """The trace is what Perfetto reads; streams do not overlap; what is waited for and computed adds up."""
+    files = f"--json {tmp_path}/j.json --trace {tmp_path}/t.json --plot {tmp_path}/p.png"
+    output, _ = printed(f"6 4 --pp 2 --zero 1 --micro_batch_size 2 --network 10 --gpus_per_node 2 {files}")
+    seen, trace = (json.loads((tmp_path / name).read_text()) for name in ("j.json", "t.json"))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG") and seen.keys() == KEYS
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert all(event.keys() >= {"name", "pid", "tid", "ts", "dur", "args"} for event in events if event["ph"] == "X")
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"compute", "actions", "pp"} <= {*names.values()}
+    streams = {}
+    for event in events:
+        if event["ph"] == "X" and names[event["pid"], event["tid"]] in ("compute", "actions"):
+            streams.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in streams.values():
+        spans.sort()
+        assert all(after[0] >= before[1] - 1e-3 for before, after in zip(spans, spans[1:]))
+    assert {event["name"] for event in events if names.get((event["pid"], event.get("tid"))) == "actions"} >= {
+        "F0 of stage 0", "B3 of stage 1"}
+    most = max(event["args"]["GiB"] for event in events if event["ph"] == "C" and event["pid"] == 0)
+    assert most * 2**30 == pytest.approx(seen["peak_bytes"])
+    assert seen["step_seconds"] * 1e6 == pytest.approx(max(event["ts"] + event["dur"] for event in events if event["ph"] == "X"))
+    tokens = 16 * 128 / seen["step_seconds"] / 4
+    assert seen["tokens_per_s_per_gpu"] == pytest.approx(tokens) and 0 < seen["bubble"] < 1
+    assert 0 < sum(seen["exposed"].values()) < seen["step_seconds"] and {"pp", "world"} <= seen["exposed"].keys()
+    assert f"tokens/s/GPU, MFU {seen['mfu']:.1%}" in output

@@ -243,7 +243,7 @@ def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp
 def saving_job(argv):
     """The most memory that saving takes, of storages made in it; the bytes of what this rank saves."""
     import train
-    from profiling import LiveStorages
+    from live_storages import LiveStorages
     from resume import Checkpoints
     peaks, save = [], Checkpoints.save
 
@@ -297,7 +297,6 @@ def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_pa
     assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
     assert "error: step 3: loss nan, gradient norm" in pool.output
-    assert f"the newest checkpoint is {tmp_path}/step_00000002" in pool.output
     assert "Traceback" not in pool.output
 
 

@@ -802,8 +802,8 @@ def incomplete_job(argv):
 
     write: if not all(box.isfinite().all() for box in state.values()): refuse("...", 3); folder.mkdir(exist_ok=True);
     save_file({key: state[key].cpu() for key in self.mine}, file); return file.name, digest(file). finish: on rank 0
-    (folder / "index.json").write_text(json.dumps(dict(steps=int(folder.stem[5:]), digests=digests, run=self.run,
-    log=logged(self.args.log_file)))); folder.rename(folder.with_suffix("")); for old in own(self.args)[:-self.args.keep]:
+    (folder / "index.json").write_text(json.dumps(dict(steps=int(folder.stem[5:]), digests=digests, run=self.run)));
+    folder.rename(folder.with_suffix("")); for old in own(self.args)[:-self.args.keep]:
     shutil.rmtree(old.rename(old.with_suffix(".tmp"))). restore: if fill(self.state(), [folder / name for name in
     index["digests"]]): refuse("..."); for param, master in zip(...): adamw.state[master]["step"].fill_(int(folder.name[5:]));
     param.data.copy_(master).""")
@@ -812,7 +812,7 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     makes. If a number of the state is not finite, call refuse(message, 3). Write what is this rank's to write (self.mine, a
     list of keys) to the file rank_00003.safetensors (of rank 3) and return (file name, its digest). `Checkpoints.finish(folder,
     digests)` is called when all have written, with {file name: digest} of all ranks, and does nothing but on rank 0: it writes
-    index.json, {"steps": 200, "digests": digests, "run": self.run, "log": logged(self.args.log_file)}, renames the folder to
+    index.json, {"steps": 200, "digests": digests, "run": self.run}, renames the folder to
     step_00000200, and deletes all checkpoints but the newest self.args.keep; each of these is renamed to its name + ".tmp"
     first, so that a half deleted one never looks whole. (`with written(folder, self.args):` round all of that turns a full
     disk into a refusal.) `Checkpoints.restore(folder, index)` fills self.state() from the files of index["digests"], refuses if

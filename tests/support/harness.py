@@ -11,16 +11,17 @@ otherwise each gc.collect(), of which a job has two, would look through a millio
 """
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
-import io
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -48,8 +49,11 @@ PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuratio
              "torch._refs", "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 
 
-def worker(rank, pipe, environment):
+def worker(rank, pipe, environment, notes):
     import torch
+    stack = open(f"{notes}.stack", "w")
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     os.environ.update(environment)
     gc.freeze()
     torch.set_num_threads(1)
@@ -60,9 +64,10 @@ def worker(rank, pipe, environment):
     modules = {}                                          # step directory: its modules, kept from job to job
     hooked, register = [], torch.Tensor.register_post_accumulate_grad_hook
     torch.Tensor.register_post_accumulate_grad_hook = lambda param, hook: hooked.append(param) or register(param, hook)
+    pipe.send("ready")
     for port, world, folder, function, arguments in iter(pipe.recv, None):
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
-        output = io.StringIO()
+        output = open(f"{notes}.out", "w+", buffering=1, encoding="utf-8", newline="\n")   # of a rank that hangs it is read, too
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), step_modules(folder, modules):
                 module, name = function
@@ -71,7 +76,7 @@ def worker(rank, pipe, environment):
             result = ("exit", stop.code)
         except BaseException:
             result = ("error", traceback.format_exc())
-            pipe.send((*result, output.getvalue()))       # at once: nccl's end waits for ranks that wait for this one
+            answer(pipe, result, output)                  # at once: nccl's end waits for ranks that wait for this one
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         for param in hooked:                              # a cycle that Python cannot see: gloo's threads would stay with it
@@ -79,7 +84,16 @@ def worker(rank, pipe, environment):
         hooked.clear()
         gc.collect()
         if result[0] != "error":
-            pipe.send((*result, output.getvalue()))
+            answer(pipe, result, output)
+
+
+def answer(pipe, result, output):
+    output.seek(0)
+    printed = output.read()
+    try:
+        pipe.send((*result, printed))
+    except Exception as error:                            # an open file, say, or a function
+        pipe.send(("error", f"what it returned cannot be sent to the test: {type(error).__name__}: {error}", printed))
 
 
 @contextlib.contextmanager
@@ -132,20 +146,25 @@ class SummedGradients:
 class Pool:
     def __init__(self, size=16, **environment):
         self.size, self.workers, self.environment, self.made = size, [], environment, {}
+        self.notes, self.last = tempfile.TemporaryDirectory(), None
 
     def start(self, world):
-        """Workers are started when a job first needs so many."""
+        """Workers are started when a job first needs so many; the time that this takes is no job's."""
         assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
         on_gpus = "CUDA_VISIBLE_DEVICES" in self.environment                       # CUDA does not survive a fork
         context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         os.environ["OMP_NUM_THREADS"] = "1"
-        for rank in range(len(self.workers), world):
+        there = len(self.workers)
+        for rank in range(there, world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=worker, args=(rank, theirs, self.environment), daemon=True)
+            notes = os.path.join(self.notes.name, str(rank))
+            process = context.Process(target=worker, args=(rank, theirs, self.environment, notes), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        for _, pipe in self.workers[there:]:
+            assert pipe.poll(300) and pipe.recv() == "ready", "a worker did not start within 300 s"
 
     def stop(self):
         for process, pipe in self.workers:
@@ -178,21 +197,46 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = ("error", "the process died", "")
+                    answers[rank] = ("error", self.death(rank), self.printed(rank))
                 if answers[rank][0] == "error":           # the others may wait for this one for ever
                     deadline = min(deadline, time.monotonic() + 3)
             if not ready:
                 break
         bad = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] != "ok"}
+        stood = {rank: self.stack(rank) for rank in sorted(waiting.values())}
+        printed = {rank: answer[2] for rank, answer in answers.items()} | {rank: self.printed(rank) for rank in stood}
+        self.last = SimpleNamespace(answers=answers, stood=stood, printed=dict(sorted(printed.items())), timeout=timeout)
         if waiting or any(answer[0] == "error" for answer in bad.values()):
             self.stop()                                   # after an error a CUDA device is of no more use
         if all(answer[:2] == ("exit", 2) for answer in bad.values()) and len(bad) == world:
             raise Refused(answers[0][2])
+        where = "".join(f"\n--- rank {rank} stood here:\n{stack}" for rank, stack in stood.items())
         if bad:
-            raise JobFailed(f"{what}\n" + "\n".join(f"--- rank {rank}: {a[1]}\n{a[2][-2000:]}" for rank, a in bad.items()))
+            said = "\n".join(f"--- rank {rank}: {a[1]}\n{a[2][-2000:]}" for rank, a in bad.items())
+            raise JobFailed(f"{what}\n{said}{where}")
         if waiting:
-            raise JobFailed(f"{what}: no answer from ranks {sorted(waiting.values())} within {timeout} s")
+            raise JobFailed(f"{what}: no answer from ranks {sorted(waiting.values())} within {timeout} s{where}")
         return [answers[rank] for rank in range(world)]
+
+    def stack(self, rank):
+        """Where a rank that gives no answer is, the innermost call first."""
+        process, path = self.workers[rank][0], Path(self.notes.name, f"{rank}.stack")
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+        before, text, deadline = None, "", time.monotonic() + 2
+        while (not text or text != before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            before, text = text, path.read_text() if path.exists() else ""
+        return text
+
+    def death(self, rank):
+        process, path = self.workers[rank][0], Path(self.notes.name, f"{rank}.stack")
+        process.join(10)
+        return f"the process died, exit code {process.exitcode}\n{path.read_text() if path.exists() else ''}"
+
+    def printed(self, rank):
+        path = Path(self.notes.name, f"{rank}.out")
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def train(self, step, flags, world=1, timeout=PATIENCE, weights=True, optimizer="adamw", job=train_job):
         """One run of train.py; optimizer="sgd": its `weights` are the sums of the gradients. `answers`: what the job returned on

@@ -75,14 +75,14 @@ def kept_job(argv):
     of the parameters themselves."""
     from unittest.mock import patch
 
-    import profiling
+    import live_storages
     import torch
     import train
     measured = []
 
     def measure(model, micro_batches, args):
         inputs, positions, targets = micro_batches[0]
-        live = profiling.LiveStorages()
+        live = live_storages.LiveStorages()
         for param in model.parameters():
             live.note(param, "parameters")
         with live:

@@ -473,7 +473,7 @@ def measure_memory(names, mesh, steps):
 
 
 def resizable_storages():
-    from profiling import LiveStorages
+    from live_storages import LiveStorages
 
     class ResizableStorages(LiveStorages):
         """Storages that shrink to nothing and grow again count as large as they are; what is only used counts too."""

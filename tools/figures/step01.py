@@ -3,7 +3,6 @@
     python tools/figures/step01.py                    all of it (about three minutes on two cores)
     python tools/figures/step01.py attention fits     only these pictures, and no table
 """
-import json
 import os
 import sys
 import tempfile
@@ -31,21 +30,25 @@ MODES = ["none", "selective", "full"]
 
 
 def run(flags, keep):
-    """Runs the trainer; returns its log lines, and what `keep` says of its model and optimizer afterwards."""
+    """Runs the trainer; returns the rows of its memory picture, and what `keep` says of its model and optimizer."""
     kept = {}
     class Keeping(train.Profiler):
         def __init__(self, model, optimizer, args):
             super().__init__(model, optimizer, args)
             kept.update(model=model, optimizer=optimizer)
+            self.memory.rows = rows
     with tempfile.TemporaryDirectory() as folder:
-        original, train.Profiler = train.Profiler, Keeping
-        log = os.path.join(folder, "log.jsonl")
+        original, train.Profiler, rows = train.Profiler, Keeping, []
         try:
-            train.main([*flags.split(), "--log_file", log, "--profile", folder])
+            train.main([*flags.split(), "--profile", folder])
         finally:
             train.Profiler = original
-        with open(log) as lines, open(os.path.join(folder, "memory_rank0.json")) as memory:
-            return [json.loads(line) for line in lines], json.load(memory)["rows"], keep(**kept)
+    return rows, keep(**kept)
+
+
+def alive(memory, *kinds):
+    """Bytes of those kinds that a LiveMemory has seen made, and that are still alive."""
+    return sum(storage.nbytes() for storage, kind in memory.kinds.items() if kind in kinds)
 
 
 def persistent(model, optimizer):
@@ -61,7 +64,7 @@ def persistent_table():
             "| formula, bytes per parameter |",
             "|---|---|---|---|---|---|---|"]
     for dtype, formula in (("float32", "4 + 4 + 0 + 8 = 16"), ("bfloat16", "2 + 4 + 4 + 8 = 18")):
-        measured = run(f"--steps 2 --dtype {dtype}", persistent)[2]
+        measured = run(f"--steps 2 --dtype {dtype}", persistent)[1]
         P = metrics.parameter_count(config.PRESETS["tiny"])
         rows.append(f"| {dtype} | " + " | ".join(f"{b / P:g} P" for b in measured)
                     + f" | {sum(measured) / P:g} P | {formula} |")
@@ -70,18 +73,17 @@ def persistent_table():
 
 def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
     """Bytes that one layer more keeps from forward to backward."""
-    shape, alive = replace(config.PRESETS["tiny"], hidden_size=128, head_dim=16), []
+    shape, kept = replace(config.PRESETS["tiny"], hidden_size=128, head_dim=16), []
     for layers in (2, 4):
         args = config.parse_args(["--dtype", dtype, "--recompute", mode])
         model = train.build_model(replace(shape, num_hidden_layers=layers), args)
-        live = profiling.LiveStorages()
-        for param in model.parameters():
-            live.note(param, "parameters")
+        live = profiling.LiveMemory()
+        live.kinds.update({param.untyped_storage(): "parameters" for param in model.parameters()})
         with live:
             out = model.model(torch.zeros(batch, seq_len, dtype=torch.long), torch.arange(seq_len))
-        alive.append(live.timeline()[-1][4])
+        kept.append(alive(live, "activations"))
         del out
-    return (alive[1] - alive[0]) / 2 / (batch * seq_len)
+    return (kept[1] - kept[0]) / 2 / (batch * seq_len)
 
 
 def activation_table():
@@ -123,7 +125,7 @@ def memory_picture():
     """The memory profile of each recomputation mode, two steps of it, on one scale."""
     figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.6), sharey=True)
     for mode, axes in zip(MODES, panels):
-        rows = run(f"--steps 4 --seq_len 256 --global_batch_size 6 --recompute {mode}", lambda **_: None)[1]
+        rows = run(f"--steps 4 --seq_len 256 --global_batch_size 6 --recompute {mode}", lambda **_: None)[0]
         seconds, *kinds = zip(*rows)
         axes.stackplot(range(len(rows)), [[b / 2**20 for b in kind] for kind in kinds], labels=COLORS,
                        colors=COLORS.values(), step="post")
@@ -131,7 +133,7 @@ def memory_picture():
         peak = max(range(len(rows)), key=total.__getitem__)
         axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5),
                       textcoords="offset points", ha="center")
-        axes.set(title=f"--recompute {mode}", xlabel="allocations and frees", xlim=(0, len(rows)))
+        axes.set(title=f"--recompute {mode}", xlabel="operations", xlim=(0, len(rows)))
     panels[0].set(ylabel="MiB alive", ylim=(0, 34))
     for axes in panels:
         axes.locator_params(axis="x", nbins=3)
@@ -191,14 +193,13 @@ def kept_at_full_size(c, seq_len, core=None):
             norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight, norm.eps)
         x = torch.empty(1, seq_len, c.hidden_size, dtype=torch.bfloat16)
         tables = llama.rotary_tables(torch.arange(seq_len), c, x.dtype)
-        live = profiling.LiveStorages()
-        for tensor in (*block.parameters(), *tables):
-            live.note(tensor, "parameters")
+        live = profiling.LiveMemory()
+        live.kinds.update({tensor.untyped_storage(): "parameters" for tensor in (*block.parameters(), *tables)})
+        live.kinds[x.untyped_storage()] = "activations"
         with live:
-            live.note(x, "activations")
             out = block(x.requires_grad_(), *tables)
         # what a Function's forward makes is "rest"
-        return sum(live.timeline()[-1][4:]) - out.untyped_storage().nbytes()
+        return alive(live, "activations", "rest") - out.untyped_storage().nbytes()
 
 
 def attention_picture():

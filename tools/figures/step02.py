@@ -1,11 +1,10 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python tools/figures/step02.py                 all of it (about four minutes on two cores)
-    python tools/figures/step02.py grid ring       only these pictures, and no table (but crossing its own)
+    python tools/figures/step02.py                 all of it (about three minutes on two cores)
+    python tools/figures/step02.py idea ring       only these pictures, and no table
 """
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -18,7 +17,6 @@ STEP, FIGURES = paths_of(2)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -37,18 +35,7 @@ SHAPE = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_
              num_attention_heads=8, num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5,
              rope_theta=500000.0, max_position_embeddings=4096)
 MODES = {"naive": "naive", "overlap": "overlap", "bucket": "bucket --bucket_mb 4"}
-BUCKETS = [0.25, 1, 4, 25, 100]
-SEQ_LEN, TOKENS, ROUNDS = 64, [64, 128, 256], 4          # tokens: of one step on one rank
-
-
-def run(ranks, flags):
-    """Runs the trainer under torchrun; returns what it printed, and its log lines."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = os.path.join(folder, "log.jsonl")
-        output = torchrun(ranks, STEP / "train.py", *flags.split(), "--log_file", log, capture_output=True,
-                          text=True, timeout=120).stdout
-        with open(log) as lines:
-            return output, [json.loads(line) for line in lines]
+SEQ_LEN = 64
 
 
 # --------------------------------------------------------------------------------------- pictures of the idea
@@ -120,40 +107,6 @@ def idea_picture():
     which = "one of its 427,072 numbers, that of model.norm.weight[0], in the first step of the default run"
     axes.text(3.98, 0.08, f'"gradient": {which}', ha="center", va="center", fontsize=8)
     save(figure, "idea.png")
-
-
-def grid_picture():
-    """Groups as torch's DeviceMesh gives them, asked on each of eight ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    groups = []
-    for rank in range(8):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)      # it sends nothing
-        the_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        groups.append([(the_mesh.get_local_rank(name), dist.get_process_group_ranks(the_mesh.get_group(name)))
-                       for name in ("dp", "tp")])
-        dist.destroy_process_group()
-    figure = plt.figure(figsize=(8, 3.5))
-    axes = blank(figure, 8, 3.5)
-    for node in range(2):
-        y = 1.86 - 1.62 * node
-        axes.add_patch(Rectangle((0.85, y - 0.12), 5.75, 1.3, facecolor="#f4f4f4", edgecolor="#888888",
-                                 linestyle="--"))
-        axes.text(6.68, y + 0.53, f"node {node}:\none machine,\n4 GPUs, NVLink", fontsize=8.5, va="center")
-        axes.text(0.74, y + 0.53, f"dp = {node}", ha="right", va="center", fontsize=9)
-    for rank, ((row, column), (tp, line)) in enumerate(groups):
-        x, y = 1.05 + 1.4 * tp, 1.98 - 1.62 * row
-        box(axes, x, y, 1.15, 0.82, f"rank {rank}\nlocal rank {rank % 4}", RANKS[tp])
-        if rank + 1 in line:
-            axes.plot([x + 1.15, x + 1.4], [y + 0.41] * 2, color="#222222", linewidth=3)
-        if rank + 4 in column:
-            axes.plot([x + 0.57] * 2, [y, y - 0.8], color="#222222", linewidth=1.5, linestyle=(0, (4, 2)))
-    for tp in range(4):
-        axes.text(1.62 + 1.4 * tp, 3.1, f"tp = {tp}", ha="center", fontsize=9)
-    axes.text(0.1, 3.3, "world size 8 = dp 2 x tp 4, tp innermost: rank = 4 dp + tp",
-              fontsize=10, weight="bold")
-    axes.text(6.68, 1.48, "thick: a tp group\ndashed: a dp group", fontsize=8.5, va="center")
-    save(figure, "grid.png")
 
 
 # -------------------------------------------------------------------------------------------- the collectives
@@ -236,7 +189,7 @@ def ring_moves(n=4):
     table, moves = [[(part + 1) * 10**rank for part in range(n)] for rank in range(n)], []
     for i in range(2 * (n - 1)):
         summing = i < n - 1
-        # as in the README's ring_all_reduce
+        # as in by_hand.py's ring_all_reduce
         parts = [(rank - i if summing else rank - (i - n + 1) + 1) % n for rank in range(n)]
         messages = [(rank, (rank + 1) % n, parts[rank], table[rank][parts[rank]]) for rank in range(n)]
         before = [list(row) for row in table]
@@ -249,39 +202,47 @@ def ring_moves(n=4):
 
 
 def ring_gif():
-    corners, width, height = [(0.25, 2.85), (4.75, 2.85), (4.75, 0.75), (0.25, 0.75)], 0.75, 0.62
+    corners, width, height = [(0.25, 3.1), (4.75, 3.1), (4.75, 0.95), (0.25, 0.95)], 0.75, 0.62
     moves = ring_moves()
     total = [sum((part + 1) * 10**rank for rank in range(4)) for part in range(4)]
     start = "start: every rank has four parts", moves[0][1], [], moves[0][1]
     end = "every rank has every sum: 6 messages of a quarter each", moves[-1][3], [], moves[-1][3]
-    moving = [(move, step) for move in moves for step in (0, 0, 0.25, 0.5, 0.75, 1, 1, 1)]
+    moving = [(move, step) for move in moves for step in (0, 0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1)]
     frames = [(start, 0)] * 4 + moving + [(end, 1)] * 8
-    figure = plt.figure(figsize=(8, 4.3))
-    axes = blank(figure, 8, 4.3)
+    figure = plt.figure(figsize=(8, 4.7))
+    axes = blank(figure, 8, 4.7)
+
+    def at(rank, part, sideways):
+        """The middle of a message beside a cell: those that go sideways fly outside the rows, the others between them."""
+        above = (rank < 2) == sideways
+        return corners[rank][0] + width * (part + 0.5), corners[rank][1] + (height + 0.25 if above else -0.25)
 
     def draw(frame):
         (title, before, messages, after), way = frame
         axes.clear()
-        axes.set(xlim=(0, 8), ylim=(0, 4.3))
+        axes.set(xlim=(0, 8), ylim=(0, 4.7))
         axes.axis("off")
-        axes.text(0.25, 4.05, title, fontsize=12, weight="bold", va="center")
-        arrow(axes, (3.4, 3.16), (4.65, 3.16), color="#bbbbbb")
-        arrow(axes, (6.25, 2.75), (6.25, 1.7), color="#bbbbbb")
-        arrow(axes, (4.6, 1.06), (3.35, 1.06), color="#bbbbbb")
-        arrow(axes, (1.75, 1.7), (1.75, 2.75), color="#bbbbbb")
+        axes.text(0.25, 4.5, title, fontsize=12, weight="bold", va="center")
+        for tail, head in (((3.4, 3.5), (4.65, 3.5)), ((7.9, 3.0), (7.9, 1.65)), ((4.6, 1.35), (3.35, 1.35)),
+                           ((0.1, 1.65), (0.1, 3.0))):
+            arrow(axes, tail, head, color="#bbbbbb")
         table = after if way == 1 else before
         for rank, (x, y) in enumerate(corners):
-            axes.text(x, y + height + 0.16, f"rank {rank}", fontsize=10, va="center")
+            side = dict(x=x + 4 * width + 0.08) if rank in (0, 3) else dict(x=x - 0.08, ha="right")
+            axes.text(y=y + 0.1, s=f"rank {rank}", fontsize=10, va="center", **side)
             for part, value in enumerate(table[rank]):
                 changed = way == 1 and any(to == rank and p == part for _, to, p, _ in messages)
                 color = SUM if value == total[part] else "#f6d98b" if changed else "white"
                 box(axes, x + width * part, y, width, height, f"{value}", color, fontsize=11)
         if 0 <= way < 1:
             for rank, to, part, value in messages:
-                (x0, y0), (x1, y1) = corners[rank], corners[to]
-                x, y = x0 + (x1 - x0) * way + width * part, y0 + (y1 - y0) * way
-                box(axes, x, y, width, height, f"{value}", "#e3a008", fontsize=11, weight="bold")
-        axes.text(0.25, 0.3, "yellow: on its way, or just added        dark: the sum of all four",
+                x, y = corners[rank]
+                axes.add_patch(Rectangle((x + width * part, y), width, height, facecolor="none", edgecolor="#e3a008",
+                                         linewidth=3, zorder=5))
+                (x0, y0), (x1, y1) = (at(end, part, rank in (0, 2)) for end in (rank, to))
+                x, y = x0 + (x1 - x0) * way, y0 + (y1 - y0) * way
+                box(axes, x - 0.3, y - 0.17, 0.6, 0.34, f"{value}", "#e3a008", fontsize=9.5, weight="bold", zorder=6)
+        axes.text(0.25, 0.18, "frame: is being sent     yellow: on its way, or just added     dark: the sum of all four",
                   fontsize=9.5, va="center")
     animation = FuncAnimation(figure, draw, frames=frames)
     animation.save(os.path.join(FIGURES, "ring.gif"), writer=PillowWriter(fps=4), dpi=100)
@@ -383,100 +344,6 @@ def buckets_picture(folder):
     save(figure, "buckets.png")
 
 
-# ------------------------------------------------------------------------------------- from waiting to hidden
-# bytes per second: 1 Gbit/s; seconds that any message takes: 4 KiB in the README's table
-BANDWIDTH, MESSAGE = 125e6, 0.34e-3
-MANY_TOKENS = [64, 128, 256, 512, 1024, 2048]
-
-
-def arrivals(folder, tokens, rounds=4):
-    """Of one backward pass, alone: [(bytes, second when the gradient is there)] in order, and when it ends.
-
-    Seconds of this thread's processor time, since others use the machine too; of the rounds the fastest."""
-    args = config.parse_args(["--model", folder])
-    model = train.build_model(config.load_config(args), args)
-    optimizer.accumulate_gradients(model.parameters())
-    came, fastest = [], None
-    note = lambda param: came.append((param.main_grad.nbytes, time.thread_time()))
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(note)
-    for _ in range(rounds + 1):
-        rows = torch.randint(0, 4096, (tokens // SEQ_LEN, SEQ_LEN + 1))
-        loss = model(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])
-        came.clear()
-        start = time.thread_time()
-        loss.backward()
-        end = time.thread_time() - start
-        if fastest is None or end < fastest[1]:
-            fastest = [(size, t - start) for size, t in came], end
-    params = list(model.parameters())
-    sizes = {mb: [bucket.flat.nbytes for bucket in dp.make_buckets(params, mb * 2**20)] for mb in (4, 25)}
-    return *fastest, sizes
-
-
-def waits(came, end, sizes):
-    """What is left to wait after backward, over a network that sends one message at a time."""
-    def rest(messages):                                   # (bytes, ready)
-        free = 0
-        for size, ready in messages:
-            # on 2 ranks a ring sends 2 (n - 1)/n = 1 times the payload
-            free = max(free, ready) + MESSAGE + size / BANDWIDTH
-        return max(0, free - end)
-
-    def buckets(sizes):
-        arrived, filled, left = iter(came), [], 0
-        for size in sizes:
-            while left < size:
-                more, ready = next(arrived)
-                left += more
-            filled.append((size, ready))
-            left -= size
-        return filled
-    return {"naive": rest([(size, end) for size, _ in came]), "overlap": rest(came),
-            "bucket, 4 MB": rest(buckets(sizes[4])), "bucket, 25 MB": rest(buckets(sizes[25]))}
-
-
-def crossing_picture(folder):
-    measured = {tokens: arrivals(folder, tokens) for tokens in MANY_TOKENS}
-    found = {tokens: waits(*what) for tokens, what in measured.items()}
-    network = sum(size for size, _ in measured[64][0]) / BANDWIDTH
-    backward = {tokens: end for tokens, (_, end, _) in measured.items()}
-    figure, axes = plt.subplots(figsize=(8, 4.4))
-    looks = {"naive": ("#777777", "s-"), "overlap": ("#d9862b", "^-"),
-             "bucket, 4 MB": ("#2f6f9f", "o-"), "bucket, 25 MB": ("#2f6f9f", "o:")}
-    for name, (color, line) in looks.items():
-        late = [1e3 * found[tokens][name] for tokens in MANY_TOKENS]
-        axes.plot(MANY_TOKENS, late, line, color=color, label=name, markersize=5)
-    fine = np.arange(MANY_TOKENS[0], MANY_TOKENS[-1] + 1)
-    rule = network - np.interp(fine, MANY_TOKENS, list(backward.values()))
-    cross = int(fine[rule <= 0][0])
-    axes.plot(fine, 1e3 * rule.clip(0), color="#c8605a", linewidth=5, alpha=0.4, zorder=0,
-              label="the rule: network - backward, at least 0")
-    axes.axvline(cross, color="black", linestyle="--", linewidth=1)
-    axes.axvspan(64, cross, color="#c8605a", alpha=0.08, linewidth=0)
-    axes.text(cross * 0.95, 1e3 * network * 1.2, "wait", ha="right", fontsize=11, weight="bold")
-    hidden = f"hidden: from {cross:,.0f} tokens on\nbackward is longer than the network"
-    axes.text(cross * 1.05, 1e3 * network * 1.2, hidden, fontsize=9, va="center")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(MANY_TOKENS, [f"{tokens:,}" for tokens in MANY_TOKENS])
-    megabytes = 1e-6 * sum(size for size, _ in measured[64][0])
-    axes.set_title(f"{megabytes:.1f} MB of gradients over {BANDWIDTH / 1e6:.0f} MB/s, "
-                   f"{1e3 * MESSAGE} ms per message: simulated network, measured backward", fontsize=9)
-    axes.set(xlabel="tokens per rank in the last micro-batch", ylabel="ms of waiting after backward",
-             xlim=(64, 2048), ylim=(0, 1e3 * network * 1.35))
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.42))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    save(figure, "crossing.png")
-    ms = lambda seconds: f"{1e3 * seconds:.0f} ms"
-    rows = ["| tokens per rank | backward | network | the rule | " + " | ".join(looks) + " |",
-            "|" + "---|" * 8]
-    for tokens, end in backward.items():
-        rows.append(f"| {tokens:,} | {ms(end)} | {ms(network)} | {ms(max(0, network - end))} | "
-                    + " | ".join(ms(found[tokens][name]) for name in looks) + " |")
-    put_into_page(STEP / "README.md", dict(crossing=rows))
-
-
 # -------------------------------------------------------------------------------------------- overlap, traced
 def spans_of(trace):
     """(start, end) in ms of backward, all-reduces (by thread) and optimizer, from the start of backward."""
@@ -499,8 +366,9 @@ def overlap_picture(folder):
     traces = {}
     for mode, flags in MODES.items():
         for _ in range(3):
-            run(2, f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 "
-                   f"--steps 5 --dp_mode {flags} --profile {folder}")
+            words = (f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 --global_batch_size 8 --steps 5 "
+                     f"--dp_mode {flags} --profile {folder}").split()
+            torchrun(2, STEP / "train.py", *words, capture_output=True, timeout=120)
             spans = spans_of(os.path.join(folder, "trace_rank0.json"))
             if mode not in traces or spans["optimizer"][1] < traces[mode]["optimizer"][1]:
                 traces[mode] = spans
@@ -525,93 +393,7 @@ def overlap_picture(folder):
     figure.savefig(os.path.join(FIGURES, "overlap.png"), dpi=110)
 
 
-# ------------------------------------------------------------------------------------------- timing the modes
-def timing_worker(rank, port, folder, results):
-    """Times forward and backward, and the wait for the sum after it, in rounds in which all take turns.
-
-    Both are the fastest round's: on a machine that others use too, all else is their doing."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    the_mesh, contestants, seconds = None, {}, {}
-    for name, flags in {"alone": "naive", "naive": "naive", "overlap": "overlap",
-                        **{mb: f"bucket --bucket_mb {mb}" for mb in BUCKETS}}.items():
-        args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 1 "
-                                 f"--global_batch_size 2 --dp_mode {flags}".split())
-        args.dp = 2
-        the_mesh = the_mesh or mesh.start_mesh(args)
-        model = train.build_model(config.load_config(args), args)
-        optimizer.accumulate_gradients(model.parameters())
-        sum_gradients = dp.data_parallel(model.parameters(), the_mesh.get_group("dp"), args)
-        contestants[name] = model, sum_gradients if name != "alone" else lambda: None, args
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-
-    def timed(what, compute, finish):
-        dist.barrier()
-        start = time.perf_counter()
-        compute()
-        middle = time.perf_counter()
-        finish()
-        slower = 1e3 * torch.tensor([middle - start, time.perf_counter() - middle])
-        dist.all_reduce(slower, op=dist.ReduceOp.MAX)
-        seconds.setdefault(what, []).append(slower)
-
-    for _ in range(ROUNDS + 1):
-        timed("network", lambda: None, lambda: [dist.all_reduce(part) for part in flat.split(25 * 2**18)])
-        for tokens in TOKENS:
-            rows = torch.randint(0, 4096, (tokens // SEQ_LEN, SEQ_LEN + 1))
-            batch = [(rows[:, :-1], torch.arange(SEQ_LEN), rows[:, 1:])]           # of that many tokens
-            for name, (model, finish, args) in contestants.items():
-                if tokens == 128 or name in ("alone", "naive", "overlap", 4):
-                    timed((tokens, name), lambda: train.forward_backward(model, batch, args), finish)
-                    for param in model.parameters():
-                        param.main_grad.zero_()
-    if rank == 0:
-        results.put({what: torch.stack(times[1:]).amin(0).tolist() for what, times in seconds.items()})
-    dist.destroy_process_group()
-
-
-def timing_tables(folder):
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    mp.spawn(timing_worker, args=(29671 + os.getpid() % 500, folder, results), nprocs=2)
-    ms = results.get()
-    network = ms["network"][1]
-    modes = ["| tokens per rank | compute | network | compute / network | wait: naive | overlap "
-             "| bucket (4 MiB) |", "|" + "---|" * 7]
-    for tokens in TOKENS:
-        compute = ms[tokens, "alone"][0]
-        modes.append(f"| {tokens:,} | {compute:.0f} ms | {network:.0f} ms | {compute / network:.1f} | "
-                     + " | ".join(f"{ms[tokens, name][1]:.1f} ms" for name in ("naive", "overlap", 4)) + " |")
-    sizes = ["| `--bucket_mb` | all-reduces | wait |", "|---|---|---|"]
-    args = config.parse_args(["--model", folder])
-    for mb in BUCKETS:
-        model = train.build_model(config.load_config(args), args)
-        optimizer.accumulate_gradients(model.parameters())
-        count = len(dp.make_buckets(list(model.parameters()), mb * 2**20))
-        sizes.append(f"| {mb} | {count} | {ms[128, mb][1]:.1f} ms |")
-    return dict(modes=modes, buckets=sizes)
-
-
 # ------------------------------------------------------------------------------------------- the other tables
-def same_table():
-    rows = ["| ranks (dp) | micro-batch | accumulation | loss of the 4th step, float64 |", "|" + "---|" * 4]
-    for ranks, micro in ((1, 16), (1, 2), (2, 8), (2, 2), (4, 1)):
-        loss = run(ranks, f"--steps 4 --dtype float64 --micro_batch_size {micro}")[1][-1]["loss"]
-        rows.append(f"| {ranks} | {micro} | {16 // ranks // micro} | {loss:.14f} |")
-    return rows
-
-
-def ledger_block():
-    lines = ["```text"]
-    for flags in ("naive", "bucket", "bucket --bucket_mb 0.5"):
-        output, _ = run(2, f"--steps 2 --ledger --dp_mode {flags}")
-        table = re.search(r"^dimension.*\n(?:\w+ +\w+ .*\n)+", output, re.M)[0]
-        lines += [f"--dp_mode {flags}", *table.splitlines(), ""]
-    return lines[:-1] + ["```"]
-
-
 def bfloat16_table():
     """Real gradients of single sequences, added one after the other as a ring does."""
     args = config.parse_args("--global_batch_size 64 --micro_batch_size 1".split())
@@ -634,14 +416,12 @@ def bfloat16_table():
     return rows
 
 
-def bandwidth_table():
-    output = torchrun(2, ROOT / "tools/bench/bench_collectives.py", "--out", FIGURES / "bandwidth.png",
-                      capture_output=True, text=True, timeout=120).stdout
-    return [line for line in output.splitlines() if line.startswith("|")]
+def draw_bandwidth():
+    torchrun(2, ROOT / "tools/bench/bench_collectives.py", "--out", FIGURES / "bandwidth.png", timeout=120)
 
 
-PICTURES = dict(idea=idea_picture, grid=grid_picture, collectives=collectives_picture, ring=ring_gif)
-PICTURES_OF_THE_MODEL = dict(buckets=buckets_picture, crossing=crossing_picture, overlap=overlap_picture)
+PICTURES = dict(idea=idea_picture, collectives=collectives_picture, ring=ring_gif)
+PICTURES_OF_THE_MODEL = dict(buckets=buckets_picture, overlap=overlap_picture)
 
 
 if __name__ == "__main__":
@@ -655,8 +435,6 @@ if __name__ == "__main__":
         for name, draw in PICTURES_OF_THE_MODEL.items():
             if name in wanted:
                 draw(folder)
-        if sys.argv[1:]:
-            sys.exit()
-        tables = timing_tables(folder)
-    put_into_page(STEP / "README.md", dict(tables, same=same_table(), ledger=ledger_block(), bfloat16=bfloat16_table(),
-                         bandwidth=bandwidth_table()))
+    if not sys.argv[1:]:
+        draw_bandwidth()
+        put_into_page(STEP / "README.md", dict(bfloat16=bfloat16_table()))

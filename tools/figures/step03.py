@@ -23,6 +23,7 @@ import torch
 
 import config
 import ledger
+import live_storages
 import metrics
 import profiling
 import train
@@ -52,7 +53,7 @@ BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
-class Watch(profiling.LiveStorages):
+class Watch(live_storages.LiveStorages):
     """Sees storages resized as well, which no operation does."""
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_

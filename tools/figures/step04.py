@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import config
 import data
 import ledger
+import live_storages
 import profiling
 import recompute
 import tensor_parallel
@@ -100,7 +101,7 @@ def sent_by_a_layer(flags, keep):
 def kept_by_a_layer(flags, keep):
     """Bytes that are alive between forward and backward, parameters aside; and the number of parameters."""
     def measure(args, mesh, model, zero, micro_batches):
-        live = profiling.LiveStorages()
+        live = live_storages.LiveStorages()
         for param in model.parameters():
             live.note(param, "parameters")
         with live:

@@ -6,7 +6,6 @@
 The ranks are the workers of tests/support/harness.py; some of what they measure, they measure as the tests do.
 """
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,11 +20,10 @@ import torch
 from matplotlib.animation import PillowWriter
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
 from harness import Pool
-from jobs import attention_job, kept_job, ledger_rows
+from jobs import kept_job, ledger_rows
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
 RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]      # of rank 0 to 3, from dark to light
@@ -38,55 +36,8 @@ POOL = Pool()
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
-class Pairs(TorchDispatchMode):
-    """Counts the (query, key) pairs of which the kernels of attention's forward compute a score."""
-
-    def __init__(self):
-        super().__init__()
-        self.pairs = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op._opname == "_scaled_dot_product_flash_attention_for_cpu":
-            q, k = args[:2]
-            causal = args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
-            pairs = q.shape[2] * (k.shape[2] + 1) // 2 if causal else q.shape[2] * k.shape[2]
-            self.pairs += q.shape[:2].numel() * pairs
-        return op(*args, **(kwargs or {}))
-
-
-def pairs_job(argv):
-    import train
-    with Pairs() as counted:
-        train.main(argv)
-    return counted.pairs
-
-
 def alive_bytes(live):
     return sum(change for _, _, change in live.events)
-
-
-def after_forward_job(argv):
-    """Bytes that are there after the forward pass of one micro-batch and were not before."""
-    import profiling
-    import train
-    seen = []
-
-    def measure(model, micro_batches, args):
-        inputs, positions, targets = micro_batches[0]
-        with profiling.LiveStorages() as live:
-            for param in model.parameters():              # views of them are no news
-                live.note(param, "parameters")
-            before = alive_bytes(live)
-            hidden = model.model(inputs, positions)
-        seen.append(alive_bytes(live) - before)
-        model.lm_head(hidden, targets).backward()
-        return torch.zeros(())
-    forward_backward, train.forward_backward = train.forward_backward, measure
-    try:
-        train.main(argv)
-    finally:
-        train.forward_backward = forward_backward
-    return seen[0]
 
 
 def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
@@ -95,7 +46,7 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
 
     import context_parallel
     import model
-    import profiling
+    import live_storages
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     dist.init_process_group("gloo")
@@ -107,7 +58,7 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
     core = ulysses(model.sdpa, group) if mode == "ulysses" else in_blocks(mode, group)
     core = model.sdpa if mesh.size() == 1 else core
     grad = torch.randn(1, rows, heads, head_dim)
-    with profiling.LiveStorages() as live:
+    with live_storages.LiveStorages() as live:
         for tensor in (q, k, v, grad):
             live.note(tensor, "rest")
         given, first = alive_bytes(live), len(live.events)
@@ -125,85 +76,16 @@ def call(job, world, argv=None, **more):
     return POOL.call(job, "step05_cp", world=world, timeout=300, **more)
 
 
-def train(flags, world, step="step05_cp", **more):
-    return POOL.train(step, flags, world=world, weights=False, **more)
+def sent(mode, cp):
+    """Bytes on the wire over cp, of one layer and one micro-batch in bfloat16."""
+    flags = f"{FLAGS} --steps 2 --ledger --dtype bfloat16 --cp {cp} --cp_mode {mode}"
+    run = POOL.train("step05_cp", flags, world=cp, weights=False)
+    return sum(numbers[3] for (dimension, collective), numbers in ledger_rows(run.output).items()
+               if dimension == "cp" and collective != "all_reduce") / LAYERS
 
 
-def same_table():
-    flags = "--dtype float64 --steps 4 --micro_batch_size 8"
-    rows = ["| run | loss of the 4th step, float64 | gradient norm |", "|---|---|---|"]
-    runs = [("step 1, one process", "step01_single_gpu", 1, "")]
-    runs += [(f"`--cp 4 --cp_mode {mode}`", "step05_cp", 4, f"--cp 4 --cp_mode {mode}") for mode in MODES]
-    runs += [(f"`{more}`", "step05_cp", 4, more) for more in ("--cp 2 --tp 2", "--cp 2 --zero 3")]
-    seen = [(name, train(f"{flags} {more}", world, step).lines[-1]) for name, step, world, more in runs]
-    for name, line in seen:
-        assert all(abs(line[key] / seen[0][1][key] - 1) < 1e-9 for key in ("loss", "grad_norm")), (name, line)
-        rows.append(f"| {name} | {line['loss']:.12f} | {line['grad_norm']:.12f} |")
-    return rows
-
-
-def ring_share(rank, seq_len, cp):
-    block = seq_len // cp
-    return (block + 1 + 2 * rank * block) / (cp * (seq_len + 1))
-
-
-def balance_table():
-    ranks = " | ".join(f"rank {r}" for r in range(CP))
-    rows = [f"| mode | {ranks} | smallest / largest | slowest / even |", "|---|" + "---|" * (CP + 2)]
-    whole = LAYERS * BATCH * HEADS * SEQ_LEN * (SEQ_LEN + 1) // 2
-    shares = [ring_share(r, SEQ_LEN, CP) for r in range(CP)]
-    rows.append("| ring, formula | " + " | ".join(f"{share:.2%}" for share in shares)
-                + f" | {shares[0] / shares[-1]:.3f} | {CP * shares[-1]:.2f} |")
-    for mode in MODES:
-        done = call(pairs_job, CP, f"{FLAGS} --steps 1 --cp {CP} --cp_mode {mode}")
-        assert sum(done) == whole, (mode, done)
-        rows.append(f"| {mode} | " + " | ".join(f"{pairs / whole:.2%}" for pairs in done)
-                    + f" | {min(done) / max(done):.3f} | {CP * max(done) / whole:.2f} |")
-    return rows
-
-
-def sent(mode, dtype, more="", cp=CP):
-    """{collective: (calls, payload, formula, wire)} over cp, for one layer and one micro-batch."""
-    run = train(f"{FLAGS} --steps 2 --ledger --dtype {dtype} --cp {cp} --cp_mode {mode} {more}", cp)
-    rows = ledger_rows(run.output).items()
-    return {collective: [n / LAYERS for n in numbers] for (dimension, collective), numbers in rows
-            if dimension == "cp" and collective != "all_reduce"}
-
-
-FORMULAS = {"ring": {"send": "(2 (c − 1) e + c x) K"},
-            "allgather": {"all_gather": "2 c e K", "reduce_scatter": "c x K"},
-            "ulysses": {"all_to_all": "2 e (2 Q + K)"}}
-FORMULAS["zigzag"] = FORMULAS["ring"]
-
-
-def wire_tables():
-    rows = ["| mode | precision | collective | calls | payload, bytes: formula | measured "
-            "| on the wire, bytes |",
-            "|---|---|---|---|---|---|---|"]
-    again = ["| mode | as it is | `--recompute selective` | `--recompute full` | forward alone |",
-             "|---|---|---|---|---|"]
-    tokens = BATCH * SEQ_LEN // CP
-    symbols = dict(c=CP, K=2 * tokens * KV_HEADS * HEAD_DIM, Q=tokens * HEADS * HEAD_DIM)
-    for mode in MODES:
-        for dtype, e in (("float32", 4), ("bfloat16", 2)):
-            for collective, numbers in sent(mode, dtype).items():
-                formula = FORMULAS[mode][collective]
-                factors = re.compile(r"\) (?=[KQ(])|(?<=[\w)]) (?=[\w(])")
-                spelled = factors.sub(lambda m: m[0].replace(" ", "*"), formula.replace("−", "-"))
-                value = eval(spelled, dict(symbols, e=e, x=4))
-                calls, payload, _, wire = numbers
-                assert payload == value, (mode, collective, payload, value)
-                rows.append(f"| {mode} | {dtype} | {collective} | {calls:g} | {formula} = {value:,.0f} "
-                            f"| {payload:,.0f} | {wire:,.0f} |")
-        total = [sum(numbers[3] for numbers in sent(mode, "bfloat16", more).values())
-                 for more in ("", "--recompute selective", "--recompute full")]
-        cells = " | ".join(f"{n:,.0f}" for n in [*total, total[2] - total[0]])
-        again.append(f"| {mode} | {cells} |")
-    return rows, again
-
-
-def of_a_layer(job, world, more, measured=lambda answers: answers[0]):
-    """Of a model of three layers less one of two."""
+def kept(more, world):
+    """Of a layer, on the rank with the most: a model of three less one of two."""
     seen = []
     for layers in (2, 3):
         with tempfile.TemporaryDirectory() as folder:
@@ -211,22 +93,18 @@ def of_a_layer(job, world, more, measured=lambda answers: answers[0]):
                          num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
                          vocab_size=256)
             flags = f"{cases.make(Path(folder), **shape)} {FLAGS} --steps 1 {more}"
-            seen.append(measured(call(job, world, flags)))
+            seen.append(max(activations for activations, _ in call(kept_job, world, flags)))
     return seen[1] - seen[0]
 
 
-def kept(more, world):
-    return of_a_layer(kept_job, world, more, lambda answers: max(activations for activations, _ in answers))
-
-
-def kept_formula(cp=1, mode="zigzag", tp=1, sp="on"):
+def kept_formula(cp=1, mode="zigzag"):
     """Bytes in float32."""
     tokens = BATCH * SEQ_LEN // cp
     # of kv heads that are fewer than the ranks; for powers of two
-    repeats = max(1, cp * tp / KV_HEADS) if mode == "ulysses" else 1
+    repeats = max(1, cp / KV_HEADS) if mode == "ulysses" else 1
     inside = 2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM * repeats + HEADS + 4 * MLP
     inside += HEADS * HEAD_DIM if mode == "ulysses" and cp > 1 else 0
-    return 4 * tokens * (inside / tp + (6 * HIDDEN + 2) / (tp if sp == "on" else 1))
+    return 4 * tokens * (inside + 6 * HIDDEN + 2)
 
 
 def kept_table():
@@ -242,35 +120,6 @@ def kept_table():
     return rows, points
 
 
-def with_sp_table():
-    rows = ["| layout | ranks | a layer's tokens inside the regions, and outside | kept per layer: formula "
-            "| measured |",
-            "|---|---|---|---|---|"]
-    layouts = ((1, 1, "on"), (1, 2, "off"), (1, 2, "on"), (2, 1, "on"), (1, 4, "on"), (4, 1, "on"),
-               (2, 2, "off"), (2, 2, "on"))
-    for cp, tp, sp in layouts:
-        flags = f"--cp {cp} --tp {tp}" + (f" --sp {sp}" if tp > 1 else "")
-        inside, outside = BATCH * SEQ_LEN // cp, BATCH * SEQ_LEN // cp // (tp if sp == "on" else 1)
-        rows.append(f"| `{flags}` | {cp * tp} | {inside}, {outside} "
-                    f"| {kept_formula(cp, 'zigzag', tp, sp):,.0f} | {kept(flags, cp * tp):,} |")
-    return rows
-
-
-def recompute_table():
-    """What is there after forward, whoever keeps it."""
-    rows = ["| mode | `none`: rank 0 | rank 3 | `selective`: rank 0 | rank 3 | `full`: rank 0 | rank 3 |",
-            "|---|---|---|---|---|---|---|"]
-    for mode in ("one rank", *MODES):
-        cells = []
-        for recompute in ("none", "selective", "full"):
-            world = 1 if mode == "one rank" else CP
-            flags = f"--recompute {recompute} --cp {world} --cp_mode {'zigzag' if world == 1 else mode}"
-            seen = of_a_layer(after_forward_job, world, flags, np.array)
-            cells.append(f"{seen[0]:,} | {seen[-1] if world > 1 else seen[0]:,}")
-        rows.append(f"| {mode} | " + " | ".join(cells) + " |")
-    return rows
-
-
 def alive_table():
     rows = ["| mode | in forward | in backward |", "|---|---|---|"]
     for mode in ("one rank", *MODES):
@@ -279,21 +128,6 @@ def alive_table():
                     kv_heads=LONG_KV_HEADS, head_dim=LONG_DIM)
         rows.append(f"| {mode} | "
                     + " | ".join(f"{max(numbers) / 2**20:.1f} MiB" for numbers in zip(*seen)) + " |")
-    return rows
-
-
-def accuracy_table():
-    per_rank = call(attention_job, 8, modes=MODES, seq_len=8192, dtypes=["float64", "float32", "bfloat16"])
-    worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
-    rows = ["| | float64: output | gradients | float32: output | gradients | bfloat16: output | gradients |",
-            "|---|---|---|---|---|---|---|"]
-    for mode in ("flash", *MODES):
-        cells = []
-        for dtype in ("float64", "float32", "bfloat16"):
-            out, *grads = worst[mode, dtype]
-            cells += [f"{error:.1e}" if error else "0" for error in (out, max(grads))]
-        name = "the flash kernel on the whole, on one rank" if mode == "flash" else mode
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return rows
 
 
@@ -327,70 +161,6 @@ def computed(mode, length):
                 when[index] = np.where(mask, hop, when[index])
     assert ((who >= 0) == np.tri(length, dtype=bool)).all(), "the whole triangle, each pair once"
     return who, when
-
-
-def timeline(mode, length):
-    """[(rank, hop, start, work)]: a hop starts when the last one is done and its keys have come, at once."""
-    who, when = computed(mode, length)
-    unit, start, done, bars = (length // CP) ** 2, {}, dict.fromkeys(range(CP), 0), []
-    for hop in range(CP):
-        for rank in range(CP):
-            work = ((who == rank) & (when == hop)).sum() / unit
-            start[rank, hop] = max(done[rank], start.get(((rank - 1) % CP, hop - 1), 0))
-            bars.append((rank, hop, start[rank, hop], work))
-        for rank, _, begin, work in bars[-CP:]:
-            done[rank] = begin + work
-    return bars
-
-
-def who_picture():
-    length, cells = 256, 2 * CP
-    figure, panels = plt.subplots(2, 2, figsize=(8.3, 6.6), gridspec_kw=dict(height_ratios=[6, 2.3]))
-    for column, mode in enumerate(("ring", "zigzag")):
-        axes, (who, when) = panels[0][column], computed(mode, length)
-        axes.imshow(np.ma.masked_less(who, 0), cmap=ListedColormap(RANKS), vmin=0, vmax=CP - 1,
-                    extent=(0, cells, cells, 0), interpolation="nearest")
-        size = length // cells
-        owner = [next(rank for rank in range(CP) if i * size in placed(rank, mode, length))
-                 for i in range(cells)]
-        for i in range(cells):
-            for j in range(i + 1):
-                inside = when[i * size:(i + 1) * size, j * size:(j + 1) * size]
-                hop, = set(inside[inside >= 0])
-                shift = 0.17 if i == j else 0                                  # into the triangle
-                axes.text(j + 0.5 - shift, i + 0.5 + shift, str(hop), ha="center", va="center",
-                          color=INKS[owner[i]], fontsize=9, fontweight="bold")
-        for line in range(cells + 1):
-            axes.plot([0, line], [line, line], color="white", lw=0.8)
-            axes.plot([line, line], [line, cells], color="white", lw=0.8)
-        axes.text(cells, 1.5, "colour: the rank that computes\nnumber: the hop at which it does",
-                  ha="right", va="center", fontsize=8)
-        middles = np.arange(cells) + 0.5
-        axes.set_yticks(middles, [f"chunk {i}: rank {rank}" for i, rank in enumerate(owner)], fontsize=8)
-        axes.set_xticks(middles, [f"{i}\nr. {rank}" for i, rank in enumerate(owner)], fontsize=8)
-        axes.set_xlabel("keys: chunk, and the rank that they come from", fontsize=9)
-        axes.set_ylabel("queries" if column == 0 else "", fontsize=9)
-        axes.set_title(f"--cp_mode {mode}", fontsize=10)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-
-        axes, bars = panels[1][column], timeline(mode, length)
-        for rank, hop, start, work in bars:
-            if work:
-                axes.barh(-rank, work, left=start, height=0.72, color=RANKS[rank], edgecolor="white", lw=1.5)
-                axes.text(start + work / 2, -rank, str(hop), ha="center", va="center", color=INKS[rank],
-                          fontsize=9, fontweight="bold")
-        end = max(start + work for _, _, start, work in bars)
-        axes.axvline(end, color="#444444", ls="--", lw=1)
-        axes.text(end + 0.04, -1.5, f"{end:.1f}", va="center", color="#444444", fontsize=9)
-        axes.set_yticks([-rank for rank in range(CP)], [f"rank {rank}" for rank in range(CP)], fontsize=8)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set(xlim=(0, 4), ylim=(-CP + 0.5, 0.5))
-        axes.set_xlabel("time, in whole blocks of scores; transfers take none", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(h_pad=1.5)
-    figure.savefig(FIGURES / "who_computes.png", dpi=150)
-    plt.close(figure)
 
 
 def one_sequence(shape, recompute, tp=1):
@@ -591,88 +361,6 @@ def zigzag_gif():
     assert (FIGURES / "zigzag.gif").stat().st_size < 2**20
 
 
-# per second: a GPU, and what it sends to one in another node
-FLOPS, LINK = 400e12, 50e9
-
-
-def simulated(mode, tokens, shape):
-    """One layer's forward on CP ranks with so many tokens each.
-
-    {rank: (work, transfers)}, both [(start, end)] in seconds. A ring's transfer starts when both ends have
-    come to the hop, as in pass_on; what it brings is awaited before the next hop.
-    """
-    length = 256
-    who, when = computed("zigzag" if mode == "allgather" else mode, length)
-    cell = (tokens * CP / length) ** 2                    # pairs of tokens in a cell of the matrix
-    seen = 1 - np.eye(length) / 2                         # of a cell on the diagonal half is masked
-    pairs = [[(seen * ((who == rank) & (when == hop))).sum() * cell for hop in range(CP)]
-             for rank in range(CP)]
-    # [rank, hop]: q k and p v
-    work = 4 * shape.num_attention_heads * shape.head_dim * np.array(pairs) / FLOPS
-    # K and V in bfloat16
-    transfer = 2 * shape.num_key_value_heads * shape.head_dim * 2 * tokens / LINK
-    lanes = {rank: ([], []) for rank in range(CP)}
-    if mode == "allgather":                               # CP - 1 transfers in a row, and then all the work
-        for rank, (works, transfers) in lanes.items():
-            transfers += [(hop * transfer, (hop + 1) * transfer) for hop in range(CP - 1)]
-            ends = (CP - 1) * transfer + np.concatenate([[0], work[rank].cumsum()])
-            works += list(zip(ends[:-1], ends[1:]))
-        return lanes
-    ready = np.zeros(CP)
-    for hop in range(CP):
-        came = np.zeros(CP)
-        for rank, (works, transfers) in lanes.items():
-            works.append((ready[rank], ready[rank] + work[rank][hop]))
-            if hop < CP - 1:                              # what it sends
-                start = max(ready[rank], ready[(rank + 1) % CP])
-                transfers.append((start, start + transfer))
-                for end in (rank, (rank + 1) % CP):       # pass_on waits for what comes and for what goes
-                    came[end] = max(came[end], start + transfer)
-        ready = np.array([max(came[rank], lanes[rank][0][-1][1]) for rank in range(CP)])
-    return lanes
-
-
-def ring_or_allgather_picture():
-    import config
-    shape = config.PRESETS["llama-8b"]
-    figure, panels = plt.subplots(1, 2, figsize=(8.3, 3.9), sharey=True)
-    rows = [("ring", 0, "ring, rank 0"), ("ring", CP - 1, f"ring, rank {CP - 1}"),
-            ("zigzag", 0, "zigzag,\nany rank"), ("allgather", 0, "allgather,\nany rank")]
-    for axes, tokens in zip(panels, (2048, 8192)):
-        ends = []
-        for row, (mode, rank, _) in enumerate(rows):
-            lanes, y = simulated(mode, tokens, shape), -2.5 * row
-            end = 1e3 * max(work[-1][1] for work, _ in lanes.values())
-            if mode != "ring":
-                assert all(np.allclose(lanes[rank][0], lanes[0][0]) for rank in range(CP))
-            for hop, (start, stop) in enumerate(lanes[rank][0]):
-                if stop > start:
-                    axes.barh(y, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[0],
-                              edgecolor="white")
-                    if 1e3 * (stop - start) > 0.04 * (0.9 if tokens == 2048 else 10):
-                        axes.text(5e2 * (start + stop), y, str(hop), ha="center", va="center", color="white",
-                                  fontsize=8)
-            for hop, (start, stop) in enumerate(lanes[rank][1]):
-                axes.barh(y - 0.95, 1e3 * (stop - start), left=1e3 * start, height=0.9, color=RANKS[3],
-                          edgecolor="#444444", lw=0.6, hatch="////")
-            axes.plot([end, end], [y + 0.5, y - 1.45], color="#444444", lw=1.2)
-            axes.text(end, y + 0.55, f"{end:.2f}", ha="center", va="bottom", fontsize=8)
-            ends.append(end)
-        axes.set_yticks([-2.5 * row - 0.5 for row in range(len(rows))], [label for *_, label in rows],
-                        fontsize=8)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set(xlim=(0, 1.12 * max(ends)), ylim=(-2.5 * len(rows) + 0.8, 1.3))
-        axes.set_xlabel("milliseconds, forward of one layer", fontsize=9)
-        axes.set_title(f"{tokens:,} tokens on each of {CP} ranks", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(facecolor=RANKS[0], label="attention's kernel, with the number of the hop"),
-               Patch(facecolor=RANKS[3], edgecolor="#444444", hatch="////", label="sending K and V")]
-    figure.legend(handles=handles, ncols=2, loc="lower center", frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(FIGURES / "ring_or_allgather.png", dpi=150)
-    plt.close(figure)
-
-
 def against_cp_picture(points):
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 3.5))
     for mode, color, label in (("zigzag", RANKS[0], "ring, zigzag, allgather"),
@@ -695,7 +383,7 @@ def against_cp_picture(points):
                                ("ulysses", RANKS[1], "ulysses")):
         line = [lines[mode](cp) / 2**10 if cp > 1 else 0 for cp in sizes]
         right.plot(sizes, line, color=color, lw=1, marker="x", ms=4)
-        seen = [sum(numbers[3] for numbers in sent(mode, "bfloat16", cp=cp).values()) for cp in (2, 4)]
+        seen = [sent(mode, cp) for cp in (2, 4)]
         assert np.allclose(seen, [1024 * line[1], 1024 * line[2]]), (mode, seen, line)
         right.plot([2, 4], [n / 2**10 for n in seen], "o", color=color, ms=7, label=f"{label}, measured")
     right.set(xlabel="cp", ylabel="KiB on the wire, per rank", ylim=(0, None))
@@ -710,16 +398,13 @@ def against_cp_picture(points):
 
 def main():
     os.environ["OMP_NUM_THREADS"] = "1"
-    for draw in (too_long_picture, goes_round_picture, zigzag_gif, who_picture, ring_or_allgather_picture):
+    for draw in (too_long_picture, goes_round_picture, zigzag_gif):
         draw()
     if sys.argv[1:] == ["pictures"]:
         return
     kept_rows, points = kept_table()
     against_cp_picture(points)
-    wire, again = wire_tables()
-    put_into_page(STEP / "README.md", dict(kept=kept_rows, wire=wire, again=again, same=same_table(), balance=balance_table(),
-                         alive=alive_table(), recompute=recompute_table(), with_sp=with_sp_table(),
-                         accuracy=accuracy_table()))
+    put_into_page(STEP / "README.md", dict(kept=kept_rows, alive=alive_table()))
     POOL.stop()
 
 

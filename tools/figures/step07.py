@@ -22,6 +22,7 @@ import torch.distributed as dist
 import config
 import expert_parallel
 import ledger
+import live_storages
 import metrics
 import model
 import moe
@@ -30,7 +31,7 @@ import train
 
 RANKS, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, SEQ = 4, 8, 8, 2, 64, 96, 32
 STEPS = 200                                               # of a training whose balance is looked at
-BALANCES = {"none": "#c8605a", "bias": "#4878a8", "aux": "#d9a441"}
+BALANCES = ["none", "bias", "aux"]
 OF_EXPERTS = LAYERS * EXPERTS * 3 * HIDDEN * INTERMEDIATE                          # parameters
 with torch.device("meta"):
     OTHERS = sum(param.numel() for param in model.Llama(config.PRESETS["tiny-moe"]).parameters()) - OF_EXPERTS
@@ -42,29 +43,18 @@ def flags(more, batch=16, micro_batch=4):
     return f"--model tiny-moe --seq_len {SEQ} {batch} {more if '--steps' in more else more + ' --steps 2'}"
 
 
-def same_flags(more):
-    return f"--model tiny-moe --seq_len {SEQ} --dtype float64 --steps 4 --micro_batch_size 1 {more}"
-
-
 def long_flags(balance):
     return f"--model tiny-moe --steps {STEPS} --balance {balance}"
 
 
 #        flags, sequences in the global batch, in a micro-batch
-WIRE = [("--ep 1", 16, 4), ("--ep 2", 16, 4), ("--ep 4", 16, 4), ("--ep 4", 64, 16), ("--ep 4", 64, 4),
-        ("--zero 3", 16, 4), ("--zero 3", 64, 16), ("--zero 3", 64, 4),
-        ("--ep 4 --zero 3", 16, 4), ("--ep 4 --zero 3", 64, 4)]
-MEMORY = ["--ep 1", "--ep 2", "--ep 4", "--tp 2 --ep 2", "--ep 2 --zero 1", "--ep 2 --zero 3",
-          "--ep 4 --zero 3"]
+WIRE = [("--ep 1", 16, 4), ("--ep 2", 16, 4), ("--ep 4", 16, 4), ("--ep 4", 64, 4), ("--zero 3", 64, 4)]
+MEMORY = ["--ep 1", "--ep 4", "--ep 2 --zero 3"]
 OVER_TP = ["--ep 4", "--tp 2 --ep 2", "--tp 4"]
 LOAD = [("watch", "--ep 4 --balance none"), ("watch", "--ep 4 --balance none --steps 10"),
         ("forced", "--ep 4 --balance none")]
-SAME = ["--ep 2 --dp 2", "--ep 4", "--ep 4 --balance aux", "--ep 4 --cp 2", "--ep 2 --tp 2",
-        "--ep 2 --zero 3", "--ep 2 --pp 2 --schedule zerobubble"]
-RUNS = {1: [("same", same_flags("")), ("same", same_flags("--balance aux"))],
-        2: [("balance", long_flags(balance)) for balance in BALANCES] + [("same", same_flags(SAME[0]))],
-        RANKS: list(dict.fromkeys([*(("same", same_flags(more)) for more in SAME[1:]),
-                                   *(("watch", flags(*run)) for run in WIRE),
+RUNS = {2: [("balance", long_flags(balance)) for balance in BALANCES],
+        RANKS: list(dict.fromkeys([*(("watch", flags(*run)) for run in WIRE),
                                    *(("watch", flags(more)) for more in MEMORY + OVER_TP),
                                    *((kind, flags(more)) for kind, more in LOAD)]))}
 SEEN = {}                                                 # by (kind of run, flags): what every rank saw
@@ -183,7 +173,7 @@ class Ledger(ledger.Ledger):
 
 def watch(seen):
     """Sees of the last training step bytes sent, bytes alive, and rows that the experts of this rank had."""
-    live, compute, rows = profiling.LiveStorages(), moe.Experts.forward, []
+    live, compute, rows = live_storages.LiveStorages(), moe.Experts.forward, []
 
     def counted(experts, x, counts):
         rows.append(len(x))
@@ -196,7 +186,7 @@ def watch(seen):
             if step < self.args.steps - 1:
                 yield
                 return
-            profiling.note_state(live, self.model, self.optimizer)
+            live_storages.note_state(live, self.model, self.optimizer)
             seen["persistent"], first = persistent(self.model, self.optimizer), len(live.events)
             rows.clear()
             with live:
@@ -260,26 +250,11 @@ def degree(more, name):
     return int(found[1]) if found else 1
 
 
-def same_table():
-    rows = ["| run | loss of the 4th step, float64 | gradient norm | balance |", "|---|---|---|---|"]
-    for more in ("", *SAME):
-        aux = "--balance aux" if "aux" in more else ""
-        one, seen = SEEN["same", same_flags(aux)][0], SEEN["same", same_flags(more)][0]
-        assert abs(seen["losses"][3] / one["losses"][3] - 1) < 1e-12
-        assert abs(seen["norms"][3] / one["norms"][3] - 1) < 1e-10 and seen["balance"] == one["balance"]
-        lines = [("one process, `--balance aux`", one)] if aux else []
-        lines += [(f"`{more}`" if more else "one process", seen)]
-        for name, line in lines:
-            loss, norm, balance = line["losses"][3], line["norms"][3], line["balance"][3]
-            rows.append(f"| {name} | {loss:.12f} | {norm:.10f} | {balance:.4f} |")
-    return rows
-
-
 def wire_table():
     rows = ["| run | tokens of a rank | micro-batches | all-to-all, bytes of a rank: formula "
-            "| measured, mean | on the wire with the counts, mean | counts "
+            "| measured, mean | on the wire with the counts, mean "
             "| weights and gradients on the wire | in all |",
-            "|---|---|---|---|---|---|---|---|---|"]
+            "|---|---|---|---|---|---|---|---|"]
     for more, batch, micro_batch in WIRE:
         ranks, ep = watched(more, batch, micro_batch), degree(more, "ep")
         tokens, m = batch // RANKS * SEQ, batch // RANKS // micro_batch
@@ -293,7 +268,7 @@ def wire_table():
             assert by_hand <= parameters < by_hand + 2000, (more, by_hand, parameters)
         product = f"4 x {LAYERS} x {TOP_K} x {tokens} x {ROW} = " if ep > 1 else ""
         rows.append(f"| `{more}` | {tokens} | {m} | {product}{formula:,} | {sent:,.0f} | {there:,.0f} "
-                    f"| {counts:,} | {parameters:,.0f} | {there + parameters:,.0f} |")
+                    f"| {parameters:,.0f} | {there + parameters:,.0f} |")
     return rows
 
 
@@ -336,9 +311,8 @@ def memory_table():
 
 def tensor_table():
     rows = ["| run | experts of a rank | rows for them, mean | all-to-all on the wire, mean "
-            "| gathered and scattered on the wire, whole layer | of it by the MoE "
-            "| tokens' traffic of the MoE |",
-            "|---|---|---|---|---|---|---|"]
+            "| gathered and scattered by the MoE | tokens' traffic of the MoE |",
+            "|---|---|---|---|---|---|"]
     for more in OVER_TP:
         ranks, ep, tp = watched(more), degree(more, "ep"), degree(more, "tp")
         there = mean(ranks, lambda seen: wire(seen, "all_to_all"))
@@ -351,58 +325,18 @@ def tensor_table():
             assert layers == 9 * LAYERS * stream * (tp - 1) / tp, (more, layers)
         experts = f"{EXPERTS // ep}" + (f", 1/{tp} of each" if tp > 1 else "")
         received = mean(ranks, lambda seen: sum(seen["rows"])) / LAYERS
-        rows.append(f"| `{more}` | {experts} | {received:.0f} a layer | {there:,.0f} | {layers:,.0f} "
+        rows.append(f"| `{more}` | {experts} | {received:.0f} a layer | {there:,.0f} "
                     f"| {layers * 4 / 9:,.0f} | {there + layers * 4 / 9:,.0f} |")
     return rows
 
 
-def kept_table():
-    """What autograd saves of one dense and of some MoE layers, in one process."""
-    rows = ["| layer | weights that a token meets | kept for backward, elements per token: formula "
-            "| measured |",
-            "|---|---|---|---|"]
-    tokens = 4 * SEQ
-    for top_k in (0, 1, 2, 4):
-        shape = config.ModelConfig(256, HIDDEN, INTERMEDIATE if top_k else 2 * INTERMEDIATE, 1, 8, 4, 8,
-                                   num_local_experts=EXPERTS, num_experts_per_tok=top_k)
-        torch.manual_seed(0)
-        layer, saved = moe.MoE(shape) if top_k else model.MLP(shape), {}
-        for param in layer.parameters():
-            torch.nn.init.normal_(param, std=0.1)
-        weights = {param.untyped_storage()._cdata for param in layer.parameters()}
-
-        def note(tensor):
-            if tensor.is_floating_point() and tensor.untyped_storage()._cdata not in weights:
-                saved[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            layer(torch.randn(4, SEQ, HIDDEN, requires_grad=True))
-        measured = bytes_of(saved.values()) / 4 / tokens
-        # less the router's shares
-        small = [t for t in saved.values() if t.untyped_storage().nbytes() < tokens * HIDDEN * 2]
-        measured -= bytes_of(small) / 4 / tokens
-        k, width = max(top_k, 1), INTERMEDIATE if top_k else 2 * INTERMEDIATE
-        formula = 4 * width + HIDDEN if not top_k else HIDDEN + 2 * k * HIDDEN + 4 * k * width
-        assert measured == formula, (top_k, measured, formula, [t.shape for t in saved.values()])
-        name, spelled = f"dense, 3 x {HIDDEN} x {width}", "h + 4 I"
-        if top_k:
-            name = f"{EXPERTS} experts, 3 x {HIDDEN} x {INTERMEDIATE} each, top_k {k}"
-            spelled = "h + k (2 h + 4 I)"
-        rows.append(f"| {name} | {3 * HIDDEN * width * k:,} | {spelled} = {formula} | {measured:g} |")
-    return rows
-
-
 def balance_table():
-    rows = ["| `--balance` | balance, 1st step | the highest | the lowest | last 20 steps, mean "
-            "| loss, last 20 steps, mean |",
-            "|---|---|---|---|---|---|"]
+    rows = ["```text", "--balance   1st step   highest   last 20 steps   loss of these"]
     for balance in BALANCES:
         seen = SEEN["balance", long_flags(balance)][0]
-        load = seen["balance"]
-        loss = sum(seen["losses"][-20:]) / 20
-        rows.append(f"| {balance} | {load[0]:.2f} | {max(load):.2f} | {min(load):.2f} "
-                    f"| {sum(load[-20:]) / 20:.2f} | {loss:.3f} |")
-    return rows
+        load, loss = seen["balance"], sum(seen["losses"][-20:]) / 20
+        rows.append(f"{balance:9} {load[0]:10.2f} {max(load):9.2f} {sum(load[-20:]) / 20:15.2f} {loss:15.3f}")
+    return [*rows, "```"]
 
 
 def saved_table():
@@ -499,42 +433,57 @@ def layer_picture():
 
 
 def dispatch_picture():
-    """Two ranks with two experts each, three tokens each, top_k 2."""
+    """Two ranks with two experts each, three tokens each, top_k 2; by_hand.py has the same choices."""
     chosen = [[(0, 2), (3, 0), (2, 1)], [(1, 2), (2, 3), (2, 0)]]
     rows = [[(f"{'abc' if rank == 0 else 'xyz'}"[t], e) for t, pair in enumerate(tokens) for e in pair]
             for rank, tokens in enumerate(chosen)]
     by_expert = [sorted(some, key=lambda row: row[1]) for some in rows]
     received = [[row for some in by_expert for row in some if row[1] // 2 == rank] for rank in (0, 1)]
     sorted_again = [sorted(some, key=lambda row: row[1]) for some in received]
-    stages = [("top_k copies\nof each token", rows), ("sorted by\nexpert", by_expert),
-              ("received: by\nrank, by expert", received), ("by expert:\ncomputed", sorted_again),
-              ("put back:\nby rank", received), ("received back:\nby expert", by_expert),
-              ("put back:\nby token, summed", rows)]
-    figure, axes = plt.subplots(figsize=(14, 5.6))
-    place = {}
+    stages = [("1  route: top_k\ncopies of a token", rows), ("2  sort\nby expert", by_expert),
+              ("4  received: by\nrank, by expert", received), ("5  by expert:\ncomputed", sorted_again),
+              ("put back:\nby rank", received), ("6  received back:\nby expert", by_expert)]
+    figure, axes = plt.subplots(figsize=(14, 6.1))
+    place, low = {}, -6.9                                 # where rank 1 begins
+
+    def box(column, y, height, name, expert=None):
+        color, edge = (EXPERT_COLORS[expert], "#444444") if expert is not None else ("#f4f4f4", "#222222")
+        axes.add_patch(plt.Rectangle((column * 2, y), 0.8, height, facecolor=color, edgecolor=edge, lw=0.8))
+        axes.text(column * 2 + 0.4, y + height / 2, name, ha="center", va="center", fontsize=14,
+                  color="white" if expert in (0, 2) else "black")
     for column, (title, ranks) in enumerate(stages):
         axes.text(column * 2 + 0.4, 0.75, title, ha="center", va="bottom", fontsize=14)
         for rank, some in enumerate(ranks):
             for i, (token, expert) in enumerate(some):
-                y = -i * 0.72 - rank * 6.4
-                place[column, token, expert] = y
-                axes.add_patch(plt.Rectangle((column * 2, y), 0.8, 0.6, facecolor=EXPERT_COLORS[expert],
-                                             edgecolor="#444444", lw=0.8))
-                axes.text(column * 2 + 0.4, y + 0.3, f"{token}{expert}" if column < 6 else token,
-                          ha="center", va="center", fontsize=14, color="black" if expert % 2 else "white")
-    for column in range(len(stages) - 1):
+                place[column, token, expert] = -i * 0.72 + rank * low
+                box(column, place[column, token, expert], 0.6, f"{token}{expert}", expert)
+    axes.text(len(stages) * 2 + 0.4, 0.75, "weighed\nand added", ha="center", va="bottom", fontsize=14)
+    for rank, some in enumerate(rows):                    # one box for each token
+        for i, token in enumerate(dict.fromkeys(token for token, _ in some)):
+            y = -i * 1.44 - 0.72 + rank * low
+            box(len(stages), y, 1.32, token)
+            for _, expert in (row for row in some if row[0] == token):
+                place[len(stages), token, expert] = y + 0.36
+    for column in range(len(stages)):
         for some in rows:
             for token, expert in some:
                 a, b = place[column, token, expert], place[column + 1, token, expert]
                 wire = column in (1, 4)
                 axes.plot([column * 2 + 0.83, column * 2 + 1.97], [a + 0.3, b + 0.3],
                           color="#444444" if wire else "#bbbbbb", lw=1.4 if wire else 0.9, zorder=0)
-    for column, words in ((1, "all-to-all"), (4, "all-to-all")):
-        axes.text(column * 2 + 1.4, -11.75, words, ha="center", va="center", fontsize=15, weight="bold")
+    for column in (1, 4):
+        axes.text(column * 2 + 1.4, -12.3, "all-to-all", ha="center", va="center", fontsize=15, weight="bold")
+    style = dict(arrowstyle="-|>", color="#c8605a", lw=1.6)         # the counts, before the first of them
+    axes.annotate("", (2.55, -6.3), (2.55, -4.0), arrowprops=style)
+    axes.annotate("", (2.25, -4.0), (2.25, -6.3), arrowprops=style)
+    axes.text(2.1, -5.0, "3  counts", ha="right", va="center", fontsize=14, color="#c8605a")
+    axes.text(2.7, -4.65, "2 1", ha="left", va="center", fontsize=13, color="#c8605a")
+    axes.text(2.12, -5.95, "1 1", ha="right", va="center", fontsize=13, color="#c8605a")
     for rank in (0, 1):
         name = f"rank {rank}\nexperts\n{2 * rank} and {2 * rank + 1}"
-        axes.text(-0.25, -1.8 - rank * 6.4 + 0.3, name, ha="right", va="center", fontsize=14)
-    axes.set(xlim=(-1.8, 13.3), ylim=(-12.1, 2.2))
+        axes.text(-0.25, -1.5 + rank * low, name, ha="right", va="center", fontsize=14)
+    axes.text(-1.75, -12.3, "a2: token a, for expert 2", ha="left", va="center", fontsize=14)
+    axes.set(xlim=(-1.8, 13.3), ylim=(-12.7, 2.2))
     axes.axis("off")
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "dispatch.png"), dpi=110)
@@ -566,40 +515,14 @@ def experts_picture():
     figure.savefig(os.path.join(FIGURES, "experts.png"), dpi=110, bbox_inches="tight")
 
 
-def balance_picture():
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
-    last = lambda values, i, n=10: values[max(0, i - n + 1):i + 1]
-    smooth = lambda values: [sum(last(values, i)) / len(last(values, i)) for i in range(len(values))]
-    for balance, color in BALANCES.items():
-        seen = SEEN["balance", long_flags(balance)][0]
-        steps = range(1, STEPS + 1)
-        left.plot(steps, seen["balance"], color=color, label=f"--balance {balance}")
-        right.plot(steps, smooth(seen["losses"]), color=color, label=f"--balance {balance}")
-    left.axhline(EXPERTS / TOP_K, color="#999999", ls="--", lw=1)
-    left.text(STEPS, EXPERTS / TOP_K + 0.04, "all tokens to the same two experts", ha="right", va="bottom",
-              color="#666666", fontsize=9)
-    left.axhline(1, color="#999999", ls="--", lw=1)
-    left.text(STEPS, 0.97, "all experts alike", ha="right", va="top", color="#666666", fontsize=9)
-    left.set(xlabel="training step", ylabel="largest / mean tokens of an expert",
-             title="balance, mean of the layers", ylim=(0.8, 4.4))
-    right.set(xlabel="training step", ylabel="loss, mean of 10 steps", title="loss, without its first steps",
-              ylim=(2.15, 3.45))
-    right.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(os.path.join(FIGURES, "balance.png"), dpi=110)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
         do_runs(one_run, *sys.argv[2:])
     else:
         layer_picture()
         dispatch_picture()
-        put_into_page(STEP / "README.md", dict(kept=kept_table()))
         if sys.argv[1:2] != ["drawn"]:
             run_all()
             experts_picture()
-            balance_picture()
-            put_into_page(STEP / "README.md", dict(same=same_table(), wire=wire_table(), load=load_table(),
-                                 memory=memory_table(), tensor=tensor_table(), balance=balance_table(),
-                                 saved=saved_table()))
+            put_into_page(STEP / "README.md", dict(wire=wire_table(), load=load_table(), memory=memory_table(),
+                                                   tensor=tensor_table(), balance=balance_table(), saved=saved_table()))

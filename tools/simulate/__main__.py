@@ -1,11 +1,11 @@
-"""A dry run: what one rank of many would hold, compute and send in a training step of any of the eight steps.
+"""A cluster on a laptop: a training step of any of the eight steps on GPUs that you do not have.
 
-    python tools/simulate 3 8 --rank 7 --zero 3 --json seen.json
-    python tools/simulate 8 16384 --model llama-405b --pp 16 --tp 8 --zero 1 --seq_len 8192 --global_batch_size 2048
+    python tools/simulate 3 8 --model llama-8b --zero 3 --seq_len 8192 --global_batch_size 8 --micro_batch_size 1
+    python tools/simulate 8 16 --model llama-8b --pp 2 --tp 8 --micro_batch_size 1 --plot step.png --trace step.json
 
 It is the step's own trainer that runs, with the flags that it would be given, but with no memory, GPU or other process
-(stand_ins.py). None of what is printed is worked out: storages are seen to come and go, collectives to be called, matrices to
-be multiplied (observe.py). What a kernel takes for itself, and what NCCL and the allocator take, is not seen.
+(stand_ins.py). What it does is noted: kernels, collectives, waits, memory (record.py). The notes are played on simulated GPUs
+(play.py), whose speeds are in a table (gpus.py). What the allocator and NCCL take of memory is not seen.
 """
 import argparse
 import json
@@ -18,36 +18,60 @@ def refuse(message):
     raise SystemExit(2)
 
 
-def parse_args():
+def parse_args(gpus):
     """What the tool itself takes; all else is the trainer's."""
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
                                      allow_abbrev=False)
     parser.error = refuse
-    parser.add_argument("step", metavar="STEP", help="1 to 8")
-    parser.add_argument("ranks", metavar="RANKS", type=int, help="how many processes torchrun would start")
-    parser.add_argument("--rank", type=int, default=0, help="which of them is played")
-    parser.add_argument("--json", metavar="FILE", help="write what was seen there, too")
+    add = parser.add_argument
+    add("step", metavar="STEP", help="1 to 8, or a folder with a trainer")
+    add("ranks", metavar="RANKS", type=int, help="how many processes torchrun would start")
+    add("--gpu", choices=list(gpus), default="h100")
+    add("--gpus_per_node", type=int, default=8, help="that NVLink connects (8)")
+    add("--network", type=float, default=50, metavar="GB/s", help="of the network card that each GPU has (50)")
+    add("--rank", type=int, default=0, help="whose memory, FLOPs and bytes are shown (0)")
+    add("--trace", metavar="FILE", help="write what happens when, for https://ui.perfetto.dev")
+    add("--plot", metavar="FILE", help="draw it")
+    add("--json", metavar="FILE", help="write what was seen there, too")
     args, flags = parser.parse_known_args()
-    args.step in list("12345678") or refuse(f"STEP {args.step}: the steps are 1 to 8")
+    known = args.step in list("12345678") or (Path(args.step) / "train.py").is_file()
+    known or refuse(f"STEP {args.step}: the steps are 1 to 8")
     if args.ranks < 1 or args.ranks > 1 and args.step == "1":
         refuse(f"RANKS {args.ranks}: there must be at least 1, and step 1 has no more")
     if not 0 <= args.rank < args.ranks:
         refuse(f"--rank {args.rank}: of {args.ranks} ranks the last is {args.ranks - 1}")
+    if args.gpus_per_node < 1 or not 0 < args.network < 1e6:
+        refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be more than nothing")
     return args, flags
 
 
 def main():
-    args, flags = parse_args()
     sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools, where this is a package
+    from simulate.gpus import GPUS, Cluster
+    args, flags = parse_args(GPUS)
     from steps import step_dir
-    sys.path.insert(0, str(step_dir(args.step)))
-    from simulate.observe import dry_run
-    from simulate.report import as_json, report
-    report(seen := dry_run(flags, args.ranks, args.rank), args.ranks, args.rank)
+    sys.path.insert(0, str(step_dir(args.step) if args.step.isdecimal() else Path(args.step).resolve()))
+    from simulate.play import Player
+    from simulate.ranks import Ranks, look, record_all
+    from simulate.report import Result, report
+    ranks = Ranks(look(flags, args.ranks, args.rank), args.rank)
+    recordings = record_all(flags, args.ranks, ranks.recorded)
+    cluster = Cluster(GPUS[args.gpu], args.gpus_per_node, args.network * 1e9)
+    played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
+    result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)
+    report(result, args.gpu)
+    if args.trace or args.plot:
+        from simulate.draw import plot, trace
+        write("--trace", args.trace, lambda path: trace(result, path))
+        write("--plot", args.plot, lambda path: plot(result, path, args.gpu))
+    write("--json", args.json, lambda path: path.write_text(json.dumps(result.as_json(), indent=1)))
+
+
+def write(flag, name, how):
     try:
-        args.json and Path(args.json).write_text(json.dumps(as_json(seen), indent=1))
+        name and how(Path(name))
     except OSError as error:
-        refuse(f"--json {args.json}: cannot be written ({error.strerror})")
+        refuse(f"{flag} {name}: cannot be written ({error.strerror})")
 
 
 if __name__ == "__main__":

@@ -1,33 +1,72 @@
 """What was seen, as a text for people and as numbers for programs."""
+from collections import Counter
 
 
-def report(seen, ranks, rank):
-    args, size = seen.args, {name: size for name, (_, size) in seen.mesh.items()}
+class Result:
+    """Of a training step on all ranks."""
+
+    def __init__(self, recordings, ranks, rank, count, played, cluster):
+        self.recordings, self.ranks, self.rank, self.count, self.played = recordings, ranks, rank, count, played
+        self.seen = recordings[ranks.stands_for(rank)]
+        self.args, self.gpu = self.seen.args, cluster.gpu
+        self.tokens = self.args.global_batch_size * self.args.seq_len
+        self.speed = self.tokens / played.seconds / count
+        self.mfu = self.speed * self.seen.flops_per_token / self.gpu.peak[str(self.args.dtype).removeprefix("torch.")]
+        self.exposed, self.waits, many = Counter(), Counter(), len(recordings)
+        for of_rank in played.waited.values():
+            for (dimension, site), seconds in of_rank.items():
+                self.exposed[dimension] += seconds / many
+                self.waits[dimension, site] += seconds / many
+        self.host = sum(played.host.values()) / many
+        self.bubble = sum(played.idle.values()) / many / played.seconds
+
+    def as_json(self):
+        names = "dimension", "collective", "calls", "payload_bytes", "wire_bytes"
+        seen = self.seen
+        return dict(step_seconds=self.played.seconds, tokens_per_s_per_gpu=self.speed, mfu=self.mfu,
+                    peak_bytes=sum(seen.peak.values()), exposed={**self.exposed}, bubble=self.bubble,
+                    between_bytes=sum(seen.between.values()), flops=seen.flops,
+                    sent=[dict(zip(names, (*what, *sizes))) for what, sizes in seen.sent.items()])
+
+
+def report(result, name):
+    seen, args, size = result.seen, result.args, {name: size for name, (_, size) in result.seen.mesh.items()}
     where = ", ".join(f"{name} {index} of {size[name]}" for name, (index, _) in seen.mesh.items())
     micro_batches = args.global_batch_size // (args.micro_batch_size * size.get("dp", 1))
-    print(f"rank {rank} of {ranks:,}{': ' * bool(where)}{where}\n{args.model}, {str(args.dtype).removeprefix('torch.')}, "
+    print(f"rank {result.rank} of {result.count:,}{': ' * bool(where)}{where}")
+    print(f"{args.model}, {str(args.dtype).removeprefix('torch.')}, "
           f"a training step of {micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len:,} tokens\n")
     print(f"{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
     columns = seen.between, seen.peak, seen.most
     for kind in seen.peak:
         print(f"{kind:<18}" + "".join(f"{column[kind] / 2**20:>15,.2f}" for column in columns))
     print(f"{'all':<18}" + "".join(f"{sum(column.values()) / 2**20:>15,.2f}" for column in columns[:2]))
-    print(f"the peak is {seen.place}\n")
+    peak = sum(seen.peak.values()) / 2**30
+    fits = "fits in" if peak < result.gpu.memory else "DOES NOT FIT in"
+    print(f"the peak is {seen.place}; it {fits} the {result.gpu.memory:g} GiB of {name}, as far as is seen\n")
     tokens = args.global_batch_size // size.get("dp", 1) * args.seq_len // size.get("cp", 1)
     print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
-    if "pp" in size:
-        import schedules                                  # the step's
-        events = schedules.simulate(schedules.make(args.schedule, size["pp"], micro_batches, args.stages_per_rank))
-        idle, whole = schedules.bubble(events)[seen.mesh["pp"][0]], max(event.end for event in events)
-        print(f"bubble: {args.schedule} leaves this rank idle for {idle} of {whole} units, {idle / whole:.1%} of "
-              f"the step, {idle / (whole - idle):.1%} of its work (a stage's F, I and W take one each)")
     if seen.sent:
         print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
     for (dimension, collective), (calls, payload, wire) in seen.sent.items():
         print(f"{dimension:<16}{collective:<16}{calls:>9,}{payload:>20,}{wire:>20,.0f}")
+    time(result, name)
 
 
-def as_json(seen):
-    names = "dimension", "collective", "calls", "payload_bytes", "wire_bytes"
-    return dict(peak_bytes=sum(seen.peak.values()), between_bytes=sum(seen.between.values()), flops=seen.flops,
-                sent=[dict(zip(names, (*what, *sizes))) for what, sizes in seen.sent.items()])
+def time(result, name):
+    whole, many = result.played.seconds, len(result.recordings)
+    print(f"\nsimulated on {result.count:,} {name}: {whole:,.4g} s a step, "
+          f"{result.speed:,.0f} tokens/s/GPU, MFU {result.mfu:.1%}\n")
+    print(f"{'seconds, mean of ' + str(many) + ' played':<34}{'of the step':>12}")
+    rows = {"computing": sum(result.played.computing.values()) / many,
+            **{f"waiting for {dimension}": seconds for dimension, seconds in result.exposed.most_common()},
+            "waiting for the host": result.host}
+    rows["over before the slowest"] = whole - sum(rows.values())
+    for what, seconds in rows.items():
+        if seconds >= whole / 2000:
+            print(f"{what:<24}{seconds:>10,.4f}{seconds / whole:>12.1%}")
+    if "pp" in result.seen.mesh and result.seen.mesh["pp"][1] > 1:
+        print(f"bubble: a rank stands idle for {result.bubble:.1%} of the step because ranks of other stages are not so far")
+    longest = [(seconds, *what) for what, seconds in result.waits.most_common(3) if seconds > 0]
+    if longest:
+        print("the longest waits: " + "; ".join(f"{dimension} in {site} {seconds:,.4f} s" for seconds, dimension, site in longest))

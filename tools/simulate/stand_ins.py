@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LEFT_OUT = "init_from", "save", "log_file", "profile", "compile", "checkpoint", "resume"
+from simulate.kernels import Kernel, sizes
+
+LEFT_OUT = "init_from", "save", "log_file", "profile", "checkpoint", "resume"
+fused_kernels = []                                        # who wants to know of kernels that no operation here stands for
 aten = torch.ops.aten
 
 
@@ -39,9 +42,11 @@ def one_rank(ranks, rank):
         replace(of_data_and_device(args))
         replaced.enter_context(NoData())
         args.device, args.steps, args.dataset = "meta", 1, "none.npy"
+        args.fused, args.compile = getattr(args, "compile", False), False          # fuse.py does what the compiler would
         return args
     stand_ins = {
         "train.parse_args": parse,
+        "metrics.Metrics.log": lambda *_, **__: None,
         "messages.RANK": 0,                               # it speaks for all
         "torch.distributed.Work.is_completed": lambda work: True,                  # the fake group's never is
         "torch.distributed.init_process_group":
@@ -61,7 +66,6 @@ def of_data_and_device(args):
     stand_ins = {
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
         "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
-        "metrics.Metrics.log": lambda *_, **__: None,
         "metrics.print_start": lambda *_: None,
         "model.sdpa": flash_attention,
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # to AdamW meta is unknown
@@ -92,11 +96,18 @@ class FusedNorm(torch.autograd.Function):
     def forward(ctx, x, weight):
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=wide))
-        return torch.empty_like(x)
+        return note_kernel("rms_norm", [x], torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
+        x, weight, _ = ctx.saved_tensors
+        return note_kernel("rms_norm backward", [grad, x], (torch.empty_like(x), torch.empty_like(weight)))
+
+
+def note_kernel(name, inputs, results):
+    for note in fused_kernels:
+        note(Kernel(name, "memory", str(inputs[0].dtype).removeprefix("torch."), 0, sizes((inputs, results))), inputs, results)
+    return results
 
 
 class NoData(TorchDispatchMode):

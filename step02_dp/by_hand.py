@@ -1,0 +1,80 @@
+"""Data parallelism by hand, on real processes: a ring that adds, then a model trained on parts of a batch.
+
+    python step02_dp/by_hand.py
+"""
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+torch.set_num_threads(1)                                   # a process with a pool of threads must not fork
+
+# ---------------------------------------------------------------------------------- the processes
+def run(function, ranks):
+    """Starts so many processes, calls function(rank, ranks) in each, returns what each of them returned."""
+    results = mp.get_context("fork").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (function, ranks, f"file://{folder}/store", results)
+        mp.start_processes(process, arguments, ranks, start_method="fork")
+    return [result for _, result in sorted(results.get() for _ in range(ranks))]
+
+
+def process(rank, function, ranks, store, results):
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    results.put((rank, function(rank, ranks)))
+    dist.barrier()                                         # nobody leaves while others still listen
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------- the sum over ranks
+def ring_all_reduce(x):
+    """x becomes the sum of all ranks' x. Each rank sends to the next one only, an n-th of x at a time."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    parts = x.tensor_split(n)                              # views: whoever writes to a part writes to x
+
+    def pass_on(sent, received):
+        arrived = torch.empty_like(parts[received % n])
+        sending = dist.isend(parts[sent % n], (rank + 1) % n)   # send would wait until the next receives
+        dist.recv(arrived, (rank - 1) % n)
+        sending.wait()
+        return arrived
+
+    for i in range(n - 1):                                 # reduce-scatter: what arrives is added
+        parts[(rank - i - 1) % n].add_(pass_on(rank - i, rank - i - 1))
+    for i in range(n - 1):                                 # all-gather: what arrives is whole, and kept
+        parts[(rank - i) % n].copy_(pass_on(rank - i + 1, rank - i))
+    return x
+
+
+def one_ring(rank, ranks):
+    x = torch.tensor([1, 2, 3, 4]) * 10**rank              # on rank 0: 1 2 3 4, on rank 1: 10 20 30 40, ...
+    return ring_all_reduce(x).tolist()
+
+
+# ---------------------------------------------------------------------------------- training
+def train(rank, ranks):
+    torch.manual_seed(0)                                   # all ranks make the same weights, the same batch
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+    params, x = list(model.parameters()), torch.randn(15, 8)
+    mine = x.tensor_split(ranks)[rank]                     # of four ranks three have 4 rows, and one has 3
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    for _ in range(5):
+        loss = (model(mine) - mine.sin()).square().sum() / len(x)   # a sum over my rows, divided by ALL rows
+        loss.backward()
+        flat = torch.cat([param.grad.flatten() for param in params])
+        ring_all_reduce(flat)                              # before: my share; after: the batch's gradient
+        for param, grad in zip(params, flat.split([param.numel() for param in params])):
+            param.grad.copy_(grad.view_as(param))
+        optimizer.step()                                   # the same everywhere, so weights need not travel
+        optimizer.zero_grad()
+    return loss.item(), torch.cat([param.detach().flatten() for param in params]).tolist()
+
+
+print("four ranks after a ring:", *(sums := run(one_ring, 4)))
+assert sums == [[1111, 2222, 3333, 4444]] * 4
+[(whole, reference)], (losses, weights) = run(train, 1), zip(*run(train, 4))
+print("fifth loss:", " + ".join(f"{loss:.4f}" for loss in losses), f"= {sum(losses):.4f}, alone {whole:.4f}")
+assert all(other == weights[0] for other in weights)       # the ranks agree to the last bit
+torch.testing.assert_close(torch.tensor(weights[0]), torch.tensor(reference), rtol=0, atol=1e-5)
+print(f"all {len(reference)} weights are those of one process, and nobody has sent a weight")

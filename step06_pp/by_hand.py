@@ -1,0 +1,77 @@
+"""1F1B on four real ranks: two loops, isend and recv, and the gradients of one process.
+
+    python step06_pp/by_hand.py
+"""
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+p = 4                                                     # ranks; each holds one stage, a matrix and tanh
+m = 8                                                     # micro-batches, of two rows each
+
+
+def one_f_one_b(rank, batch, weight):
+    kept = {}                                             # in flight: what a micro-batch leaves from F to B
+    going = []                                            # sends under way, with their tensors
+    done = []                                             # what was done, and how many were in flight
+
+    def forward(i):
+        x = batch[i] if rank == 0 else torch.empty(2, 16)
+        if rank > 0:
+            dist.recv(x, rank - 1)
+        y = torch.tanh(x.requires_grad_() @ weight)       # what comes has no history: it begins here
+        kept[i] = x, y
+        if rank < p - 1:
+            going.append((dist.isend(y.detach(), rank + 1), y))
+        done.append((f"F{i}", len(kept)))
+
+    def backward(i):
+        x, y = kept.pop(i)
+        if rank == p - 1:
+            y.square().sum().div(2 * m).backward()        # the loss, divided by the rows of the whole batch
+        else:
+            grad = torch.empty(2, 16)
+            dist.recv(grad, rank + 1)
+            y.backward(grad)                              # adds to weight.grad, and fills x.grad
+        if rank > 0:
+            going.append((dist.isend(x.grad, rank - 1), x.grad))
+        done.append((f"B{i}", len(kept)))
+
+    ahead = min(m, p - rank)
+    for i in range(ahead):                                # warm-up
+        forward(i)
+    for i in range(m):                                    # steady: a backward, a forward
+        backward(i)
+        if ahead + i < m:                                 # cool-down: when no forward is left
+            forward(ahead + i)
+    for work, _ in going:
+        work.wait()
+    return done
+
+
+def main(rank, port):
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=p, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)                                  # the same numbers on every rank
+    batch = torch.randn(m, 2, 16)
+    weights = torch.randn(p, 16, 16).div(4).requires_grad_()
+    mine = weights[rank].detach().requires_grad_()
+    actions, in_flight = zip(*one_f_one_b(rank, batch, mine))
+
+    y = batch.flatten(0, 1)                               # one process: all rows at once, all stages
+    for weight in weights:
+        y = torch.tanh(y @ weight)
+    expected = torch.autograd.grad(y.square().sum().div(2 * m), weights)[0]
+    torch.testing.assert_close(mine.grad, expected[rank])
+    said = [None] * p
+    dist.all_gather_object(said, f"rank {rank}, {max(in_flight)} in flight at most:  {' '.join(actions)}")
+    if rank == 0:
+        print(*said, "the gradients are those of one process", sep="\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(main, (server.port,), nprocs=p)

@@ -1,0 +1,75 @@
+"""Which ranks talk to which in five dimensions, on 16 real ranks: python step08_5d/by_hand.py"""
+import string
+import tempfile
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+PP, DP, CP, TP = 2, 2, 2, 2                               # outermost first: the ranks of tp are neighbours
+EP = 2                                                    # divides dp x cp: ep asks for no ranks of its own
+RANKS = PP * DP * CP * TP
+NODE = 8                                                  # ranks that share the fast links
+GROUPS = {                # where the ranks of such a group agree, and what they tell each other
+    "tp":        (("pp", "dp", "cp"), "parts of the activations, several times a layer"),
+    "cp":        (("pp", "dp", "tp"), "keys and values, in every attention"),
+    "ep":        (("pp", "expert_dp", "tp"), "tokens, to their experts and back"),
+    "dp":        (("pp", "cp", "tp"), "nothing by itself: see dp_cp"),
+    "dp_cp":     (("pp", "tp"), "gradients of all but the experts, once a step"),
+    "expert_dp": (("pp", "ep", "tp"), "gradients of the experts, once a step"),
+    "pp":        (("dp", "cp", "tp"), "activations, from stage to stage")}
+
+
+# With a pencil: a rank's place in each dimension, by division with remainder.
+def place(rank):
+    at = {"tp": rank % TP, "cp": rank // TP % CP, "dp": rank // (TP * CP) % DP, "pp": rank // (TP * CP * DP)}
+    at["dp_cp"] = at["dp"] * CP + at["cp"]                # ranks with the same weights and other tokens
+    at["ep"] = at["dp_cp"] % EP                           # which experts it has
+    at["expert_dp"] = at["dp_cp"] // EP                   # which of the copies of these
+    return at
+
+
+def peers(rank, name):                                    # itself, and all that agree with it there
+    same = GROUPS[name][0]
+    return [r for r in range(RANKS) if all(place(r)[where] == place(rank)[where] for where in same)]
+
+
+# With torch: one mesh of four dimensions; of two of them others are folded.
+def process_groups():
+    mesh = init_device_mesh("cpu", (PP, DP, CP, TP), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    data = mesh["dp", "cp"]._flatten("dp_cp")
+    experts = data._unflatten(0, (DP * CP // EP, EP), ("expert_dp", "ep"))
+    return {name: part.get_group(name) for part in (mesh, data, experts) for name in part.mesh_dim_names}
+
+
+def main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    groups = process_groups()
+    if rank == 0:
+        print("ranks of a group have the same letter; | is the end of a node\n")
+        print(f"{'rank':10}", row(range(RANKS)))
+    for name in GROUPS:
+        ranks = hear(rank, groups[name])
+        assert ranks == peers(rank, name), (rank, name, ranks, peers(rank, name))
+        first = hear(ranks[0])                            # of every rank, who is the first of its group
+        letters = dict(zip(sorted(set(first)), string.ascii_uppercase))
+        if rank == 0:
+            print(f"{name:10}", row(letters[number] for number in first), "", GROUPS[name][1])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def hear(number, group=None):                             # the numbers of all ranks of the group
+    numbers = [torch.tensor([0]) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(numbers, torch.tensor([number]), group)
+    return [number.item() for number in numbers]
+
+
+def row(entries):
+    cells = [f"{entry:>3}" for entry in entries]
+    return " |".join("".join(cells[i:i + NODE]) for i in range(0, RANKS, NODE))
+
+
+with tempfile.TemporaryDirectory() as folder:
+    mp.start_processes(main, (folder,), nprocs=RANKS, start_method="fork")
+print("\neach rank has heard from those that the arithmetic says, in all groups")

@@ -1,0 +1,194 @@
+"""docs/workshop/: its timetables add up, its sourced files do what they say in bash and zsh, its key is what comes."""
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from jobs import ledger_rows
+from readme import all_words, blocks
+from steps import ROOT, STEPS, full_name, run
+from test_readmes import called, refused, trainings
+
+FOLDER = ROOT / "docs/workshop"
+PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
+SHELLS = [name for name in ("bash", "zsh") if shutil.which(name)]
+
+
+def test_it_is_short():
+    assert sum(all_words((FOLDER / page).read_text()) for page in PAGES) <= 5500
+
+
+def test_the_timetables_add_up():
+    rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \| (.*?) \|", (FOLDER / "README.md").read_text(), re.M)
+    days, day = [], []
+    for hour, minute, minutes, what in rows:
+        begin = 60 * int(hour) + int(minute)
+        if not day or begin < day[-1][0]:
+            days.append(day := [])
+        day.append((begin, int(minutes), what))
+    assert len(days) == 3
+    for day in days:
+        for (begin, minutes, what), (then, *_) in zip(day, day[1:]):
+            assert begin + minutes == then, what
+        assert day[-1][0] + day[-1][1] <= 17 * 60 and sum(minutes for _, minutes, what in day if what == "slack") >= 15
+
+
+# ------------------------------------------------------------------------------------------------ the files to source
+@pytest.fixture
+def room(tmp_path):
+    """A place with this repository's folders, and a node of eight GPUs as nvidia-smi would describe them."""
+    def make(mib=81559):
+        for name in ("docs", *STEPS):
+            if not (tmp_path / name).exists():
+                (tmp_path / name).symlink_to(ROOT / name)
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8; do echo {mib}; done\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        return tmp_path
+    return make
+
+
+def commands_of(page):
+    return "".join(block.text for block in blocks((FOLDER / page).read_text()) if block.language == "bash")
+
+
+@pytest.mark.parametrize("source", ["laptop.sh", "pair.sh 2", "slurm.sh"])
+def test_no_command_would_be_refused(room, source):
+    """In either room; but for the two that are there to be."""
+    begin = f"export SLURM_JOB_ID=7\nsource docs/workshop/{source}\n"
+    texts = [begin + commands_of(page) for page in PAGES if page != "README.md"]
+    commands = trainings(called(texts, room()))
+    assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
+    said = refused(commands)
+    assert len(said) == 2 and "seq_len 126 " in "".join(said) and "global_batch_size 15 " in "".join(said), said
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("text, shown", [
+    ("source docs/workshop/laptop.sh; train 2 2 --zero 1",
+     "+ torchrun --standalone --nproc_per_node 2 step02_dp/train.py --steps 5 --zero 1\n"),
+    ("source docs/workshop/pair.sh 3; echo $CUDA_VISIBLE_DEVICES", "pair 3: GPUs 4,5\n4,5\n"),
+    ("source docs/workshop/pair.sh 3; source docs/workshop/pair.sh all; echo ${CUDA_VISIBLE_DEVICES-none}",
+     "all GPUs of the node\nnone\n"),
+    ("source docs/workshop/pair.sh 9", "error: source docs/workshop/pair.sh N, N the number of your pair"),
+    ("source docs/workshop/slurm.sh", "error: no job of Slurm's here: srun "),
+    ("export SLURM_JOB_ID=7 CUDA_VISIBLE_DEVICES=0,1; source docs/workshop/slurm.sh", ": GPUs 0,1\n"),
+    ("cd docs; source workshop/laptop.sh; dry 3 8", "+ python tools/simulate 3 8 --model llama-1b --seq_len 4096 "),
+    ("source docs/workshop/pair.sh 1; long 5 2 --cp 2",
+     "--seq_len 40960 --global_batch_size 2 --micro_batch_size 1 --steps 5 --cp 2\n")])
+def test_what_is_sourced(room, shell, text, shown):
+    folder = room()
+    (folder / "called").touch()
+    called([], folder)                                    # makes the programs that only write down how they were called
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": os.devnull, "HOME": str(folder)}
+    done = subprocess.run([shell, "-c", text], cwd=folder, env=env, capture_output=True, text=True)
+    assert shown in done.stdout + done.stderr and "bad" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("mib, tokens", [(40960, 12288), (81559, 40960), (143771, 90112)])
+def test_the_long_sequence_goes_by_the_memory(room, mib, tokens):
+    calls = called(["source docs/workshop/pair.sh 1; long 5 2; dry_long 5 2"], room(mib))
+    assert [words[words.index("--seq_len") + 1] for words in calls] == [str(tokens)] * 2
+
+
+def test_without_a_gpu_a_pair_is_told(room):
+    folder = room()
+    (folder / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    done = subprocess.run(["bash", "-c", "source docs/workshop/pair.sh 1"], cwd=folder, capture_output=True, text=True,
+                          env={"PATH": f"{folder}:{os.environ['PATH']}"})
+    assert "error: nvidia-smi shows no GPU here" in done.stderr and "pair 1" not in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ the preflight
+def preflight(*words):
+    return run([sys.executable, FOLDER / "preflight.py", *words], ROOT, timeout=600)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_ready():
+    status, output = preflight()
+    assert status == 0 and output.endswith("two ranks  ok\nREADY\n"), output
+
+
+def test_a_machine_without_gpus_is_told():
+    if not shutil.which("nvidia-smi"):
+        status, output = preflight("--gpus", "2")
+        assert status == 1 and "NOT READY: nvidia-smi shows no GPU: is this the login node?" in output
+
+
+# ------------------------------------------------------------------------------------------------ the key
+def key():
+    """[(what, answer, the words of the command)]"""
+    rows = re.findall(r"^\| [\d.]+ \| (.*?) \| ([\d.,]+) \| `(.*)` \|$", (FOLDER / "key.md").read_text(), re.M)
+    return [(what, float(answer.replace(",", "")), shlex.split(command)) for what, answer, command in rows]
+
+
+def commands(*verbs):
+    """{command: [(what, answer)]}"""
+    found = {}
+    for what, answer, words in key():
+        if words[0] in verbs:
+            found.setdefault(shlex.join(words), []).append((what, answer))
+    return found
+
+
+def as_called(command, folder):
+    words, = called([f"source docs/workshop/laptop.sh; {command}"], folder)
+    return words
+
+
+def test_the_sheet_asks_what_the_key_answers():
+    sheet, answers = ((re.findall(r"^\| (\d\.\d) \|", (FOLDER / page).read_text(), re.M)) for page in ("sheet.md", "key.md"))
+    assert sheet == answers and len(sheet) >= 20
+    assert len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands("dry", "dry_long"))
+def test_what_is_simulated(command, room, tmp_path):
+    words = as_called(command, room())
+    status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
+    assert status == 0, output
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    for what, answer in commands("dry", "dry_long")[command]:
+        assert simulated(what, seen, output) == pytest.approx(answer, abs=0.051), what
+
+
+def simulated(what, seen, output):
+    if what == "GiB at the peak":
+        return seen["peak_bytes"] / 2**30
+    if what == "GiB between steps":
+        return float(re.search(r"^all +([\d,.]+)", output, re.M)[1].replace(",", "")) / 1024
+    field, collective, *wire = re.fullmatch(r"(calls|bytes) of (\w+)( on the wire)?", what).groups()
+    column = 0 if field == "calls" else 2 if wire[0] else 1
+    rows = re.findall(rf"^\w+ +{collective} +([\d,]+) +([\d,]+) +([\d,]+)$", output, re.M)
+    return max(float(row[column].replace(",", "")) for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands("train", "long"))
+def test_what_a_laptop_runs(command, room, pool):
+    words = as_called(command, room())
+    place = next(i for i, word in enumerate(words) if word.endswith("train.py"))
+    world, step, flags = int(words[place - 1]), full_name(words[place].split("/")[0]), words[place + 1:]
+    ran = pool.train(step, shlex.join([*flags, "--device", "cpu"]), world=world, weights=False)
+    if "tiny-moe" not in flags and "1024" not in flags:
+        assert [f"{loss:.4f}" for loss in ran.losses] == ["5.7309", "4.9988", "4.4400", "4.2191", "4.0200"]
+    for what, answer in commands("train", "long")[command]:
+        if what.startswith("balance of step "):
+            assert ran.lines[int(what.split()[-1]) - 1]["balance"] == pytest.approx(answer, abs=0.05)
+        else:
+            field, collective = re.fullmatch(r"(calls|bytes) of (\w+)", what).groups()
+            rows = [row for (_, name), row in ledger_rows(ran.output).items() if name == collective]
+            assert max(row[field == "bytes"] for row in rows) == answer
+
+
+@pytest.mark.parametrize("command", commands("python"))
+def test_what_a_schedule_idles(command, tmp_path):
+    words = [str(ROOT / word) if word.startswith("tools/") else word for word in shlex.split(command)]
+    status, output = run(words, tmp_path, timeout=120)
+    (_, answer), = commands("python")[command]
+    assert status == 0 and f"units: [{int(answer)}, " in output
