@@ -94,10 +94,8 @@ class Checkpoints:
             folder.rename(folder.with_suffix(""))
             os.sync()                                     # of the folders, too, before older ones go
         for old in own(self.args)[:-self.args.keep]:
-            try:                                          # half deleted it must not look whole
-                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
-            except OSError as error:                      # not worth a run
-                say(f"--keep: {old} cannot be deleted ({error})")
+            # half deleted it must not look whole; what cannot be deleted is not worth a run
+            shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------- going on
     def load(self):

@@ -200,6 +200,7 @@ import torch.distributed as dist
 def meet(case):
     dist.init_process_group("gloo")
     print("of", dist.get_rank())
+    dist.barrier()
     if dist.get_rank() == 1:
         if case == "raises":
             raise KeyError("mine")
@@ -209,12 +210,11 @@ def meet(case):
         if case == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if case == "loops":
-            while True:
-                pass
+            while True: pass
         if case == "leaves":
             return
         if case == "returns a function":
-            return print
+            return lambda: 1
     given()
 
 def given():
@@ -228,18 +228,18 @@ def meet_job(case):
 
 
 @pytest.mark.parametrize("case, reason", [
-    ("raises", "rank 1: mine.py:10 in meet: KeyError: 'mine'"),
+    ("raises", "rank 1: mine.py:11 in meet: KeyError: 'mine'"),
     ("refuses", "rank 1: error: no such folder"),
     ("dies", "rank 1: the process died, exit code -9"),
     ("returns a function", "rank 1: what it returned cannot be sent to the test: "),
-    ("loops", "ranks wait for what does not come, 10 s long:\nrank 0 waits: mine.py:22 in meet: given()\n"
-              "rank 1 waits: mine.py:17 in meet: "),
-    ("leaves", "ranks wait for what does not come:\nrank 0 waited, until another was gone: mine.py:22 in meet: given()\n"
+    ("loops", "ranks wait for what does not come, 20 s long:\nrank 0 waits: mine.py:23 in meet: given()\n"
+              "rank 1 waits: mine.py:18 in meet: "),
+    ("leaves", "ranks wait for what does not come:\nrank 0 waited, until another was gone: mine.py:23 in meet: given()\n"
                "rank 1 had ended")])
 def test_what_ranks_have_met_is_said(pool, tmp_path, case, reason):
     (tmp_path / "mine.py").write_text(MINE)
     with pytest.raises(JobFailed):
-        pool.call(meet_job, tmp_path, world=2, timeout=10 if case == "loops" else 120, case=case)
+        pool.call(meet_job, tmp_path, world=2, timeout=20 if case == "loops" else 120, case=case)
     assert exercise.of_ranks(pool.last, tmp_path, {"mine.py": ["meet"]}).startswith(reason)
     assert "rank 0: of 0\nrank 1: of 1" in exercise.what_was_printed(pool.last)
 

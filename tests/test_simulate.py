@@ -61,7 +61,7 @@ def real_job(argv):
             replaced.enter_context(patch("expert_parallel.Balance.choose", choose_evenly))
         steps = replaced.enter_context(recorded(state))
         train.main(argv)
-    return steps[1].seen
+    return steps[1]
 
 
 def dry_job(argv):
@@ -108,11 +108,12 @@ def assert_what_is_seen(pool, step, layout):
 
 
 def in_order(seen):
-    """What is computed, started and waited for; but for copies, of which gloo makes some of its own."""
+    """What is computed, started and waited for; but for copies, of which gloo makes some of its own, and for a router's sorting,
+    whose kernels are others without data."""
     for what, value, *more in seen.notes:
         if what == "compute":
             kernel = seen.kernels[value]
-            if kernel.name != "copy_":
+            if kernel.flops or kernel.name != "copy_" and "moe" not in seen.args.model:
                 yield kernel
         elif what == "start":
             yield seen.operations[value]
@@ -178,7 +179,7 @@ def test_norms_keep_less_with_the_kernels_of_cuda(pool):
     """CUDA's one kernel keeps its input; on the CPU that is a float32 copy, and the quotient is kept beside it."""
     argv = "--dtype bfloat16 --seq_len 64 --global_batch_size 2".split()
     cpu, cuda = (pool.call(dry_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
-    assert (cpu.calls, cpu.flops, cpu.between) == (cuda.calls, cuda.flops, cuda.between)
+    assert (cpu.sent, cpu.flops, cpu.between) == (cuda.sent, cuda.flops, cuda.between)
     assert 0 < cuda.most["activations"] < cpu.most["activations"]
 
 
@@ -383,7 +384,8 @@ def test_a_message_is_sent_when_both_ends_have_started_it():
 
 def test_one_stands_for_its_peers():
     """A ring of four ranks that do the same: each sends to the next what the one before has."""
-    operations = [operation(5, (0, 1), "send", "cp")._replace(grouped=True), operation(5, (3, 0), "receive", "cp")._replace(grouped=True)]
+    ends = (operation(5, (0, 1), "send", "cp"), operation(5, (3, 0), "receive", "cp"))
+    operations = [end._replace(grouped=True) for end in ends]
     alone = rank(("start", 0), ("start", 1), ("compute", 3), ("wait", 0), ("wait", 1), operations=operations)
     assert played(1, alone, stands_for=lambda _: 0).seconds == 5
 
@@ -417,10 +419,9 @@ def test_a_real_step_waits_for_its_bytes(pool):
     assert toy.play(overlap, 20).seconds < found[2].seconds and toy.play(overlap, 0).seconds == found[0].seconds
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zerobubble", marks=pytest.mark.slow),
-                                      pytest.param("interleaved", marks=pytest.mark.slow), pytest.param("dualpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"])
 def test_a_pipeline_alone_is_what_its_schedule_says(pool, schedule):
-    """Stages of two layers, and the ends, which count nothing here, left out: F, I and W of each as long as they are."""
+    """F, I and W take 1 each, messages nothing."""
     assert pool.call(pipeline_job, NAMES[5], schedule=schedule) == [True]
 
 

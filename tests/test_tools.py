@@ -335,7 +335,8 @@ def test_plot_refuses_what_is_not_there(tmp_path):
         assert status == 2 and message in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize("text", ["torn", '{"step": 0, "loss": 1.0', '{"step": 0, "loss": 1.0}', "[1]"])
+@pytest.mark.parametrize("text", ["torn", '{"step": 0, "loss": "x", "grad_norm": 1, "tokens_per_s": 1, "peak_memory_gib": 1}',
+                                  '{"step": 0, "loss": 1.0', '{"step": 0, "loss": 1.0}', "[1]"])
 def test_plot_refuses_what_is_no_log(tmp_path, text):
     (tmp_path / "some.jsonl").write_text(text + "\n")
     assert draw(tmp_path, "some.jsonl") == (2, "error: some.jsonl: not what --log_file writes\n")
@@ -348,6 +349,40 @@ def test_plot_does_not_replace_a_log(tmp_path):
     for out in ("b.png", "./b.png", "link.png"):
         status, output = run([sys.executable, ROOT / "tools/plot.py", *logs, "--out", out], tmp_path, timeout=120)
         assert status == 2 and f"error: --out {out}: is one of the logs" in output and logs[1].read_text() == before
+
+
+def test_plot_replaces_nothing_but_a_picture(tmp_path):
+    log, other = write_log(tmp_path / "a.jsonl", [5, 4]), write_log(tmp_path / "other.png", [3, 2])
+    os.link(log, tmp_path / "hard.png")
+    for out, message in (("hard.png", "is one of the logs"), ("other.png", "is there already and is no picture")):
+        before = (tmp_path / out).read_bytes()
+        status, output = run([sys.executable, ROOT / "tools/plot.py", log, "--out", out], tmp_path, timeout=120)
+        assert status == 2 and message in output and (tmp_path / out).read_bytes() == before
+    assert other.read_text() and draw(tmp_path, log)[0] == 0 and draw(tmp_path, log)[0] == 0       # its own picture it replaces
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--out gone/x.csv", "there is no folder gone"), ("--out folder.csv", "is a folder"), ("--out x.png", "ends in .csv"),
+    ("--out mine.csv", "not of a sweep with these columns"), ("--out of.csv", "of.png is there already, of something else"),
+    ("--out x.csv --gpus 0", "--gpus 0: at least 1"), ("--out x.csv --time_limit 0", "more than 0"),
+    ("--out x.csv --trainer nowhere.py", "--trainer nowhere.py: no such file")])
+def test_sweep_refuses(tmp_path, words, message):
+    (tmp_path / "folder.csv").mkdir()
+    for name in ("mine.csv", "of.png"):
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    status, output = run([sys.executable, ROOT / "tools/sweep.py", *words.split()], tmp_path, timeout=120)
+    assert status == 2 and output.startswith("error: ") and message in output and output.count("\n") == 1, output
+    assert {(tmp_path / name).read_text() for name in ("mine.csv", "of.png")} == {"a,b\n1,2\n"}
+
+
+def test_extend_where_nothing_can_be_written_and_on_a_changed_step(tmp_path):
+    copy_repository(tmp_path)
+    (tmp_path / "exercise").write_text("a file in the place of the folder\n")
+    status, output = run([sys.executable, "tools/extend.py", "muon"], tmp_path, timeout=120)
+    assert status == 2 and output.startswith("error: [Errno ") and output.count("\n") == 1, output
+    (tmp_path / NAMES[2] / "optimizer.py").write_text("")
+    status, output = run([sys.executable, "tools/extend.py", "muon"], tmp_path, timeout=120)
+    assert status == 2 and output.startswith("error: muon.patch does not fit step03_zero as it is here"), output
 
 
 @pytest.mark.parametrize("out", ["gone/curves.png", "curves.jsonl"])

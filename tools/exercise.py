@@ -494,11 +494,14 @@ def main():
     number = number_of(sys.argv[1] if sys.argv[1:] else "")
     given = dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
     given = {key: value for key, value in given.items() if value}              # as make gives what nobody has set
-    what, folder = next((word for word in sys.argv[2:] if "=" not in word), "exercise"), ROOT / f"exercise/step{number:02d}"
+    what, *more = [word for word in sys.argv[2:] if "=" not in word] or ["exercise"]
+    folder = ROOT / f"exercise/step{number:02d}"
     commands = dict(exercise=start, restart=restart, check=check, watch=watch, hint=hint, solution=solution)
     takes = dict(exercise=("LEVEL", "FROM"), restart=("LEVEL", "FROM"), check=("RUNG",)).get(what, ())
     if what not in commands:
         refuse(f"{what}: there are {', '.join(commands)}")
+    if more:
+        refuse(f"{more[0]}: a rung is given as RUNG=5, another beginning as FROM=3 or LEVEL=blank")
     if unknown := [key for key in given if key not in takes]:
         refuse(f"{unknown[0]}= is nothing that make {what} takes")
     if given.get("LEVEL", "blank") != "blank":

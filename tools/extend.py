@@ -21,6 +21,11 @@ from steps import ROOT, full_name
 FOLDER = ROOT / "exercises/extensions"
 
 
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def patches():
     """{name: patch}, by step"""
     found = sorted(FOLDER.glob("*.patch"), key=lambda patch: (head(patch)["step"], patch.stem))
@@ -35,7 +40,11 @@ def lines(patch, sign="+"):
 def apply(patch, folder):
     """Into a copy of its step in the folder."""
     copy = copy_of(full_name(head(patch)["step"]), folder)
-    subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={folder}", patch], cwd=folder, check=True)
+    command = ["git", "apply", "--unsafe-paths", f"--directory={folder}", patch]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        refuse(f"{patch.name} does not fit {copy.name} as it is here (git status shows what was changed): "
+               + done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     return copy
 
 
@@ -52,7 +61,9 @@ def start(patch):
         print(f"{shown} is there already and stays as it is")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(apply(patch, folder), target)
+            copy = apply(patch, folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copytree(copy, target)
         print(f"{shown} is {step} with {said['what']}")
     print(f"    diff -u -N -r -x README.md -x by_hand.py -x figures -x __pycache__ {step} {shown}\n"
           f"    {said['run'].format(folder=shown)}\n"
@@ -76,8 +87,7 @@ def run_all():
 def main():
     names, known = sys.argv[1:], patches()
     if unknown := [name for name in names if name not in known]:
-        print(f"error: no extension {unknown[0]}; there are: {' '.join(known)}", file=sys.stderr)
-        sys.exit(2)
+        refuse(f"no extension {unknown[0]}; there are: {' '.join(known)}")
     for name in names:
         start(known[name])
     if not names:
@@ -86,4 +96,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:                              # no git, or a folder that cannot be written
+        refuse(error)

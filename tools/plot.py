@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 PANELS = {"loss": "loss (striped where curves coincide)", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "peak_memory_gib": "peak memory (GiB, largest over ranks)"}
 FROM_ZERO = ("tokens_per_s", "peak_memory_gib")
+PICTURES = (b"\x89PNG", b"%PDF", b"%!PS", b"<?xml", b"<svg", b"\xff\xd8", b"RIFF")        # how files of pictures begin
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442"]   # Okabe and Ito's
 
 
@@ -30,9 +31,26 @@ def read(path):
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     except (OSError, ValueError):
         lines = [None]
-    if not all(isinstance(line, dict) and {"step", *PANELS} <= line.keys() for line in lines):
+    if not all(isinstance(line, dict) and all(is_number(line.get(name)) for name in ("step", *PANELS)) for line in lines):
         refuse(f"{path}: not what --log_file writes")
     return lines or refuse(f"{path}: no step in it")
+
+
+def is_number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_out(out, logs):
+    """What is there already has to be a picture: it is replaced."""
+    path = Path(out)
+    if path.exists() and any(path.samefile(log) for log in logs):
+        refuse(f"--out {out}: is one of the logs")
+    try:
+        begin = path.read_bytes()[:5] if path.is_file() else b""
+    except OSError as error:
+        refuse(f"--out {out}: {error}")
+    if begin and not begin.startswith(PICTURES):
+        refuse(f"--out {out}: is there already and is no picture; it stays as it is")
 
 
 def largest_difference(lines, reference):
@@ -88,13 +106,13 @@ def names(paths):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = refuse
     parser.add_argument("logs", nargs="+", metavar="LOG.jsonl")
     parser.add_argument("--out", default="curves.png")
     args = parser.parse_args()
     runs = dict(zip(names(args.logs), map(read, args.logs)))
+    check_out(args.out, args.logs)
     report(runs)
-    if Path(args.out).resolve() in [Path(log).resolve() for log in args.logs]:
-        refuse(f"--out {args.out}: is one of the logs")
     try:
         draw(runs, args.out)
     except (OSError, ValueError) as error:                # no place to write to, or no kind of picture

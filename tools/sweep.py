@@ -131,8 +131,11 @@ def key(row):
 def read_rows(path):
     if not os.path.exists(path):
         return []
-    with open(path, newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]   # torn lines are run again
+    with open(path, newline="", errors="replace") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or COLUMNS) != COLUMNS:
+            refuse(f"--out {path}: is there already and not of a sweep with these columns; it stays as it is")
+        return [row for row in reader if None not in row.values()]                 # torn lines are run again
 
 
 def write_rows(path, rows):
@@ -232,11 +235,37 @@ def main(argv=None):
     own = list(itertools.takewhile(lambda word: word != "--", argv))
     args = parser.parse_args(own)
     args.trainer_flags = argv[len(own) + 1:]
+    check_places(args)
+    for name, least in (("gpus", 1), ("micro_batch_size", 1), ("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1)):
+        if min(getattr(args, name)) < least:
+            refuse(f"--{name} {min(getattr(args, name))}: at least {least}")
+    if args.time_limit <= 0:
+        refuse(f"--time_limit {args.time_limit:g}: seconds, more than 0")
     if args.steps < 3:
         refuse(f"--steps {args.steps}: at least 3, of which the first two do not count")
-    rows = sweep(args)
-    print_best(rows)
-    draw(rows, os.path.splitext(args.out)[0] + ".png")
+    try:
+        rows = sweep(args)
+        print_best(rows)
+        draw(rows, heat_map(args.out))
+    except OSError as error:                              # a folder that cannot be written, a full disk
+        refuse(error)
+
+
+def heat_map(out):
+    return os.path.splitext(out)[0] + ".png"
+
+
+def check_places(args):
+    """Refuses what would end in the middle, or take the place of something else."""
+    folder = os.path.dirname(args.out) or "."
+    if not os.path.isdir(folder) or os.path.isdir(args.out):
+        refuse(f"--out {args.out}: " + ("is a folder" if os.path.isdir(args.out) else f"there is no folder {folder}"))
+    if not args.out.endswith(".csv"):
+        refuse(f"--out {args.out}: a name that ends in .csv; the heat map gets the same with .png")
+    if os.path.exists(heat_map(args.out)) and not os.path.exists(args.out):
+        refuse(f"--out {args.out}: {heat_map(args.out)} is there already, of something else; it stays as it is")
+    if not os.path.isfile(args.trainer):
+        refuse(f"--trainer {args.trainer}: no such file")
 
 
 if __name__ == "__main__":

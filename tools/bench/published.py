@@ -1,12 +1,13 @@
 """Runs that others published, beside the same ones as tools/simulate sees them.
 
-    python tools/bench/published.py [--fit]              # the table in docs/proof.md; --fit: the constants of tools/simulate/gpus.py
+    python tools/bench/published.py                      # the table in docs/proof.md
+    python tools/bench/published.py --fit                # the constants in tools/simulate/gpus.py
 
-The runs are in tests/data/published_runs.csv. Of more than four micro-batches that are alike four are simulated, but in a pipeline.
+The runs are in tests/data/published_runs.csv. Of more than four micro-batches that are alike four are simulated, but in a
+pipeline.
 """
 import argparse
 import csv
-import itertools
 import json
 import pickle
 import statistics
@@ -16,11 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "step08_5d")]
-from simulate import gpus
-from simulate.play import Player
-from simulate.ranks import Ranks, look, record_all
+from simulate import gpus                                  # noqa: E402
+from simulate.play import Player                          # noqa: E402
+from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
-GRID = dict(PRODUCT=[0.70, 0.75, 0.80, 0.85, 0.90, 0.95], MEMORY=[0.6, 0.7, 0.8, 0.9], ISSUE=[4e-6, 8e-6, 12e-6, 16e-6], NETWORK=[0.7, 0.85])
+GRID = dict(h100=[0.54, 0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.74, 0.76, 0.78, 0.80, 0.82, 0.84],
+            MEMORY=[0.65, 0.7, 0.75, 0.8, 0.85], NETWORK=[0.7, 0.8, 0.9])
 
 
 def flags_of(run, folder):
@@ -40,8 +42,8 @@ def flags_of(run, folder):
 
 def notes_of(run, kept):
     """What its ranks note; kept in a folder, since that takes longest."""
-    file = kept / ("-".join(run[name] for name in ("model", "gpus", "seq_len", "micro_batch", "accumulation", "recompute", "compile"))
-                   + ".pickle")
+    told = "model", "gpus", "seq_len", "micro_batch", "accumulation", "recompute", "compile"
+    file = kept / ("-".join(run[name] for name in told) + ".pickle")
     if not file.exists():
         with tempfile.TemporaryDirectory() as folder:
             flags, batch = flags_of(run, folder)
@@ -63,13 +65,18 @@ def simulated(run, kept):
 
 
 def fit(runs, kept):
-    best = {}
-    for values in itertools.product(*GRID.values()):
-        for name, value in zip(GRID, values):
-            setattr(gpus, name, value)
-        errors = [simulated(run, kept) / float(run["tokens_per_s_per_gpu"]) - 1 for run in runs]
-        best[sum(error ** 2 for error in errors)] = dict(zip(GRID, values))
-    print(best[min(best)], min(best))
+    """One constant after the other, until none gets better."""
+    def error(values):
+        gpus.MEMORY, gpus.NETWORK = values["MEMORY"], values["NETWORK"]
+        for name in ("h100", "a100"):
+            gpus.GPUS[name] = gpus.GPUS[name]._replace(product=values[name])
+        return sum((simulated(run, kept) / float(run["tokens_per_s_per_gpu"]) - 1) ** 2 for run in runs)
+    best, before = {name: values[len(values) // 2] for name, values in GRID.items()}, None
+    while best != before:
+        before = best
+        for name, values in GRID.items():
+            best = min(({**best, name: value} for value in values), key=error)
+    print(best, f"mean square of the error {error(best) / len(runs):.5f}")
 
 
 def main():
@@ -89,11 +96,11 @@ def main():
             error = here / there - 1
             errors += [] if run["fitted"] else [abs(error)]
             more = ", compiled" * bool(run["compile"]) + ", fitted" * bool(run["fitted"])
-            print(f"| {run['model']}, {run['gpus']} {run['gpu']}, {run['micro_batch']} x {run['seq_len']}, recompute {run['recompute']}"
-                  f"{more} | {there:,.0f} | {here:,.0f} | {error:+.0%} |", flush=True)
+            name = f"{run['model']}, {run['gpus']} {run['gpu']}, {run['micro_batch']} x {run['seq_len']}, {run['recompute']}"
+            print(f"| {name}{more} | {there:,.0f} | {here:,.0f} | {error:+.0%} |", flush=True)
         within = sum(error <= 0.15 for error in errors) / len(errors)
-        print(f"\nOf the {len(errors)} that were not fitted the median error is {statistics.median(errors):.1%}, {within:.0%} are within "
-              f"15%, the worst is off by {max(errors):.0%}.")
+        print(f"\nOf the {len(errors)} that were not fitted the median error is {statistics.median(errors):.1%}, {within:.0%} are "
+              f"within 15%, the worst is off by {max(errors):.0%}.")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
 
-    python tools/figures/step08.py                 (about five minutes on two cores)
+    python tools/figures/step08.py                 (about a quarter of an hour on two cores)
     python tools/figures/step08.py drawn           (only the pictures)
     python tools/figures/step08.py choose cases    (only these, of PICTURES and TABLES)
 
-The picture of memory comes out of dry runs, one after the other in this process; the ledger out of a real, small run.
+The picture of memory comes out of sixty runs of tools/simulate; the ledger out of a real, small run.
 """
 import os
+import re
 import subprocess
 import sys
 
@@ -18,14 +19,14 @@ import matplotlib.pyplot as plt
 
 import fit_plan
 from profiling import KINDS
-from simulate.observe import dry_run
-
-GIB = 2**30
 
 
-def dry(flags, ranks, batch, seq):
-    flags = f"--model llama-8b --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}"
-    return dry_run(flags.split(), ranks, 0)
+def at_the_peak(flags, ranks, batch, seq):
+    """{kind: GiB} of rank 0, as tools/simulate prints it."""
+    words = f"8 {ranks} --model llama-8b --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}".split()
+    said = subprocess.run([sys.executable, ROOT / "tools/simulate", *words], check=True, capture_output=True, text=True).stdout
+    cells = [re.split(r"  +", line.strip()) for line in said.splitlines()]
+    return {row[0]: float(row[2].replace(",", "")) / 1024 for row in cells if row[0] in KINDS}
 
 
 # --------------------------------------------------------------------------------------------- 8B, 1K to 128K
@@ -41,10 +42,10 @@ def memory_picture():
     for row, recompute in enumerate(("none", "full")):
         for panel, (title, flags, ranks, batch) in zip(axes[row], WAYS):
             for i, seq in enumerate(LENGTHS):
-                seen = dry(f"{flags} --recompute {recompute}", ranks, batch, seq)
+                held = at_the_peak(f"{flags} --recompute {recompute}", ranks, batch, seq)
                 low = 0
                 for kind, color in KINDS.items():
-                    size = seen.peak[kind] / GIB
+                    size = held[kind]
                     panel.bar(i, size, 0.78, bottom=low, color=color, label=kind if i == 0 else None)
                     low += size
                 panel.text(i, min(low, MOST - 7) + 1.5, f"{low:,.0f}", ha="center", va="bottom", fontsize=8.5,

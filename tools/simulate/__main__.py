@@ -18,14 +18,6 @@ def refuse(message):
     raise SystemExit(2)
 
 
-def at_least(smallest, kind):
-    def number(text):
-        if not smallest <= kind(text) < 1e6:              # nor is nan
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {smallest} on")
-        return kind(text)
-    return number
-
-
 def parse_args(gpus):
     """What the tool itself takes; all else is the trainer's."""
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
@@ -35,8 +27,8 @@ def parse_args(gpus):
     add("step", metavar="STEP", help="1 to 8, or a folder with a trainer")
     add("ranks", metavar="RANKS", type=int, help="how many processes torchrun would start")
     add("--gpu", choices=list(gpus), default="h100")
-    add("--gpus_per_node", type=at_least(1, int), default=8, help="that NVLink connects (8)")
-    add("--network", type=at_least(0.001, float), default=50, metavar="GB/s", help="of the network card that each GPU has (50)")
+    add("--gpus_per_node", type=int, default=8, help="that NVLink connects (8)")
+    add("--network", type=float, default=50, metavar="GB/s", help="of the network card that each GPU has (50)")
     add("--rank", type=int, default=0, help="whose memory, FLOPs and bytes are shown (0)")
     add("--trace", metavar="FILE", help="write what happens when, for https://ui.perfetto.dev")
     add("--plot", metavar="FILE", help="draw it")
@@ -48,6 +40,8 @@ def parse_args(gpus):
         refuse(f"RANKS {args.ranks}: there must be at least 1, and step 1 has no more")
     if not 0 <= args.rank < args.ranks:
         refuse(f"--rank {args.rank}: of {args.ranks} ranks the last is {args.ranks - 1}")
+    if args.gpus_per_node < 1 or not 0 < args.network < 1e6:
+        refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be more than nothing")
     return args, flags
 
 
@@ -61,13 +55,7 @@ def main():
     from simulate.ranks import Ranks, look, record_all
     from simulate.report import Result, report
     ranks = Ranks(look(flags, args.ranks, args.rank), args.rank)
-    many = len(ranks.recorded)
-
-    def say(done):
-        if many > 2 and sys.stderr.isatty():
-            print(f"\r{done} of {many} ranks are recorded, which stand for all {args.ranks:,}", end="\n" * (done == many),
-                  file=sys.stderr)
-    recordings = record_all(flags, args.ranks, ranks.recorded, say)
+    recordings = record_all(flags, args.ranks, ranks.recorded)
     cluster = Cluster(GPUS[args.gpu], args.gpus_per_node, args.network * 1e9)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)

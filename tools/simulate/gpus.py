@@ -11,7 +11,7 @@ class Gpu(NamedTuple):
     multiprocessors: int
     nvlink: float                                         # bytes per second to the others of its node, in one direction
     watts: int
-    product: float                                        # of the peak, what the best of all large products reaches
+    product: float                                        # of the peak, what a large product reaches in training: fitted
     attention: tuple                                      # of the peak, what FlashAttention-2 reaches, forward and backward
 
 
@@ -21,20 +21,20 @@ def peaks(bfloat16, float32, float64):
 
 # peak, memory, NVLink, watts: NVIDIA's datasheets of the SXM modules (without sparsity; float32 without TF32; half of the
 # NVLink that is given for both directions). multiprocessors: NVIDIA's architecture white papers.
-# product: measured maxima, github.com/stas00/ml-engineering, compute/accelerator, 'Maximum Achievable Matmul FLOPS'.
-# attention: head_dim 128, causal, 8k to 16k: the papers of FlashAttention-2 (A100) and -3 (H100, its curves of version 2).
+# attention, of heads of 128, causal, 8k to 16k tokens: H100 of the FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6,
+# where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100 of the
+# FlashAttention-2 paper (arXiv 2307.08691), figures 5 and 6. For H200 and B200 H100's shares are taken, there and in product.
 GPUS = {
-    "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.87, (0.60, 0.55)),
-    "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.80, (0.40, 0.32)),
-    "h200": Gpu(peaks(989.5, 66.9, 66.9), 4.8e12, 141, 132, 450e9, 700, 0.80, (0.40, 0.32)),
-    "b200": Gpu(peaks(2250, 75, 37), 7.7e12, 180, 148, 900e9, 1000, 0.78, (0.40, 0.32))}
+    "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.80, (0.64, 0.56)),
+    "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.62, (0.335, 0.29)),
+    "h200": Gpu(peaks(989.5, 66.9, 66.9), 4.8e12, 141, 132, 450e9, 700, 0.62, (0.335, 0.29)),
+    "b200": Gpu(peaks(2250, 75, 37), 7.7e12, 180, 148, 900e9, 1000, 0.62, (0.335, 0.29))}
 
-# Fitted, to the rows that tests/data/published_runs.csv marks; the rest of that table is not used for it.
-PRODUCT = 0.85                                            # of a GPU's best product, what those of a training step reach
-MEMORY = 0.80                                             # of the memory's speed, what a kernel that only moves data reaches
-ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python
+# Fitted, with `product` of H100 and A100, to the four rows of tests/data/published_runs.csv that are marked so.
+MEMORY = 0.75                                             # of the memory's speed, what a kernel that only moves data reaches
 NETWORK = 0.80                                            # of the network's speed, what a ring reaches
 
+ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python
 NVLINK = 0.80                                             # of NVLink's speed: 360 of 450 GB/s in NVIDIA's nccl-tests on 8 H100
 START = 4e-6                                              # seconds: what a kernel takes at least
 LATENCY = {"nvlink": (12e-6, 1.5e-6), "network": (20e-6, 5e-6)}                    # of a collective: once, and for each hop
@@ -63,7 +63,7 @@ class Cluster(NamedTuple):
     def product(self, kernel):
         """Its tiles, as many at a time as there are multiprocessors. The last time there may be fewer."""
         many, rows, columns, inner = kernel.shape
-        one = self.peak(kernel) * self.gpu.product * PRODUCT / self.gpu.multiprocessors     # FLOPs per second
+        one = self.peak(kernel) * self.gpu.product / self.gpu.multiprocessors     # FLOPs per second
         seconds = []
         for (high, wide), efficiency in TILES.items():
             tiles = many * min(math.ceil(rows / a) * math.ceil(columns / b) for a, b in ((high, wide), (wide, high)))
@@ -71,12 +71,9 @@ class Cluster(NamedTuple):
             seconds.append(waves * 2 * high * wide * inner / (one * efficiency))
         return min(seconds)
 
-    def nodes(self, ranks):
-        return Counter(rank // self.gpus_per_node for rank in ranks)
-
     def transfer(self, operation):
         """(seconds before the first byte, seconds for all, which link) of a collective or message."""
-        nodes = self.nodes(operation.ranks)
+        nodes = Counter(rank // self.gpus_per_node for rank in operation.ranks)
         if len(operation.ranks) == 1:
             return 0.0, 0.0, "nvlink"
         inside = self.gpu.nvlink * NVLINK

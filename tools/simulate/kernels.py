@@ -6,6 +6,7 @@ import torch
 #                         products of [seq, seq]; which argument is q, which says whether it is causal; the first once more
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
              "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7)}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
 NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_local_scalar_dense",
            "lift_fresh", "record_stream", "set_"}
 WRITES = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "ones", "ones_like", "new_ones", "arange", "zero_",
@@ -61,50 +62,31 @@ def attention(name, args, result):                        # of [batch, heads, se
     return Kernel(name, "attention", str(q.dtype).removeprefix("torch."), flops, sizes(args) + sizes([result]))
 
 
-def adamw(name, args, result):                            # weights, gradients, two moments: all but the gradients are written
-    return memory(name, args, sizes(args[:4]) + sizes((args[0], *args[2:4])))
-
-
-def memory(name, args, size):
-    first = next(tensors(args), None)
-    return Kernel(name, "memory", str(first.dtype).removeprefix("torch.") if first is not None else "", 0, size)
-
-
-def in_place(name, args, result):
-    written = sizes(args[:1])
-    if name in WRITES:
-        return memory(name, args, written)
-    if name in COPIES:
-        return memory(name, args, written + sizes(args[1:2]))
-    return memory(name, args, written + sizes(args))
-
-
-def rows(name, args, result):
-    some = sizes(args[2:]) if name.endswith("_") else sizes([result])              # scatter_'s indices and values
-    return memory(name, args, 2 * some + sizes(tensors(args[1:])) * (not name.endswith("_")))
-
-
-def new(name, args, result):
-    return memory(name, args, sizes([result]) + (0 if name in WRITES else sizes(args)))
+def memory(name, args, result):
+    """What a kernel reads and writes that does nothing but move data, and is no slower for what it computes."""
+    first, new, given = next(tensors([args, result]), None), sizes([result]), sizes(args)
+    moved = given + new
+    if name.startswith("_fused_adamw"):                   # weights, gradients, two moments: all but the gradients are written
+        moved = sizes(args[:4]) + sizes([args[0], *args[2:4]])
+    elif name in ROWS:                                    # of scatter_ those of its indices and values
+        moved = 2 * sizes(args[2:]) if name.endswith("_") else 2 * new + sizes(args[1:])
+    elif name.endswith("_"):                              # in place
+        moved = sizes(args[:1]) + (0 if name in WRITES else sizes(args[1:2]) if name in COPIES else given)
+    elif name in WRITES:
+        moved = new
+    return Kernel(name, "memory", str(getattr(first, "dtype", "")).removeprefix("torch."), 0, moved)
 
 
 def chosen(op):
     """The function for an operation; None: it takes no time."""
     name = op._opname
-    if name in ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm"):
+    if name in PRODUCTS:
         return product
     if name in ATTENTION:
         return attention
-    if name in NOTHING:
-        return None
-    if name.startswith("_fused_adamw"):
-        return adamw
-    if name in ROWS:
-        return rows
     alias = [returned.alias_info for returned in op._schema.returns]
-    if alias and alias[0] is not None:                    # a view, or what is written in place
-        return in_place if alias[0].is_write else None
-    return in_place if name.endswith("_") else new
+    view = alias and alias[0] is not None and not alias[0].is_write
+    return None if name in NOTHING or view else memory
 
 
 CHOSEN = {}

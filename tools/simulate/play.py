@@ -12,6 +12,7 @@ What overlaps is decided by the code's own waits, and by streams, as on a GPU wi
 """
 import heapq
 from collections import Counter, defaultdict, deque
+from functools import cache
 from itertools import count
 from typing import NamedTuple
 
@@ -26,16 +27,6 @@ class Event(NamedTuple):
     action: str = ""                                      # F3 of stage 0
 
 
-class Played(NamedTuple):
-    seconds: float                                        # of the slowest rank
-    computing: Counter                                    # {rank: seconds}
-    waited: dict                                          # {rank: {(dimension, site): seconds}}
-    idle: Counter                                         # {rank: seconds of those, for ranks of other stages to come so far}
-    host: Counter                                         # {rank: seconds for which its device waits for Python}
-    events: list
-    times: dict                                           # {rank: when it had done each of its notes}
-
-
 class Transfer:
     """A collective, or a message, of all its ranks."""
 
@@ -46,19 +37,23 @@ class Transfer:
 
 
 class Player:
+    """recordings: {rank: what it noted}. stands_for: of any rank the one whose notes are its own, too."""
+
     def __init__(self, recordings, cluster, stands_for=lambda rank: rank, stage_of=lambda rank: 0):
-        """recordings: {rank: what it noted}. stands_for: of any rank the one whose notes are its own, too."""
-        self.of, self.cluster, self.stands_for, self.stage_of = recordings, cluster, stands_for, stage_of
-        self.seconds = {rank: [cluster.kernel(kernel) for kernel in one.kernels] for rank, one in recordings.items()}
-        self.now, self.host, self.at = ({rank: 0 for rank in recordings} for _ in range(3))
+        self.of, self.cluster, self.stage_of = recordings, cluster, stage_of
+        self.stand_for = cache(lambda ranks: tuple(map(stands_for, ranks)))
+        self.takes = {rank: [cluster.kernel(kernel) for kernel in one.kernels] for rank, one in recordings.items()}
+        self.now, self.issued, self.at = ({rank: 0 for rank in recordings} for _ in range(3))
         self.clock, self.transfers, self.numbers = 0.0, {}, Counter()
-        self.mine = {rank: {} for rank in recordings}     # by the number of its operation
+        self.mine = {rank: {} for rank in recordings}     # its transfers, by the number of the operation
         self.action = {rank: ("", 0.0) for rank in recordings}                     # which it is in, since when
         self.queues = defaultdict(deque)                  # {(communicator, rank): transfers as it has started them}
         self.to_begin, self.order = [], count()           # a heap
         self.active, self.busy = {}, Counter()            # {transfer: the seconds that it would still take alone}, {lane: how many}
-        self.computing, self.waiting_for_host, self.idle = Counter(), Counter(), Counter()
-        self.waited, self.times, self.events = defaultdict(Counter), {rank: [] for rank in recordings}, []
+        # what comes of it: when each note was done; what happened; and the seconds of each rank, of which `idle` are those of
+        # `waited` in which a rank of another stage was not so far
+        self.times, self.events = {rank: [] for rank in recordings}, []
+        self.computing, self.host, self.idle, self.waited = Counter(), Counter(), Counter(), defaultdict(Counter)
 
     def play(self):
         for rank in self.of:
@@ -76,8 +71,8 @@ class Player:
         stuck = {rank: one.notes[self.at[rank]] for rank, one in self.of.items() if self.at[rank] < len(one.notes)}
         if stuck:
             raise RuntimeError(f"ranks wait for ever: {stuck}")
-        return Played(max(self.now.values()), self.computing, self.waited, self.idle, self.waiting_for_host, self.events,
-                      self.times)
+        self.seconds = max(self.now.values())
+        return self
 
     # --------------------------------------------------------------------------------------------- one rank
     def advance(self, rank):
@@ -97,22 +92,22 @@ class Player:
                 self.events.append(Event(rank, "actions", value, self.action[rank][1], self.now[rank], ""))
                 self.action[rank] = "", 0.0
             elif what == "host waits":
-                self.host[rank] = max(self.host[rank], self.now[rank])
+                self.issued[rank] = max(self.issued[rank], self.now[rank])
             times.append(self.now[rank])
             self.at[rank] += 1
 
     def compute(self, rank, number, layer):
-        self.host[rank] += self.cluster.issue
-        start = max(self.now[rank], self.host[rank])
-        self.waiting_for_host[rank] += start - self.now[rank]
-        self.now[rank] = start + self.seconds[rank][number]
-        self.computing[rank] += self.seconds[rank][number]
+        self.issued[rank] += self.cluster.issue
+        start = max(self.now[rank], self.issued[rank])
+        self.host[rank] += start - self.now[rank]
+        self.now[rank] = start + self.takes[rank][number]
+        self.computing[rank] += self.takes[rank][number]
         kernel, (action, _) = self.of[rank].kernels[number], self.action[rank]
         self.events.append(Event(rank, "compute", kernel.name, start, self.now[rank], layer, action))
 
     def start(self, rank, number):
         operation = self.of[rank].operations[number]
-        ends = tuple(self.stands_for(one) for one in operation.ranks)
+        ends = self.stand_for(operation.ranks)
         message = operation.what in ("send", "receive")
         what = (operation.dimension, *ends) if message else (operation.dimension, operation.what, *sorted(set(ends)))
         key = *what, self.numbers[rank, operation.what, what]
@@ -125,8 +120,8 @@ class Player:
         transfer = self.mine[rank][number] = self.transfers[key]
         if operation.wire > transfer.operation.wire:      # it takes as long as the rank with most to send
             transfer.operation = operation
-        self.host[rank] += self.cluster.issue
-        transfer.started[rank, operation.what] = max(self.now[rank], self.host[rank])
+        self.issued[rank] += self.cluster.issue
+        transfer.started[rank, operation.what] = max(self.now[rank], self.issued[rank])
         if transfer.queues:
             self.queues[transfer.queues[0][0], rank].append(transfer)
         self.try_to_begin(transfer)
@@ -151,8 +146,9 @@ class Player:
         if come and all(self.queues[queue][0] is transfer for queue in transfer.queues):
             transfer.ready = max(self.clock, *transfer.started.values())
             latency, transfer.alone, link = self.cluster.transfer(transfer.operation)
-            transfer.lanes = [(link, *end) for end in transfer.needs] if transfer.operation.what in ("send", "receive") else [
-                (link, rank, end) for rank, _ in transfer.needs for end in ("send", "receive")]
+            both = [(rank, end) for rank, _ in transfer.needs for end in ("send", "receive")]
+            message = transfer.operation.what in ("send", "receive")
+            transfer.lanes = [(link, *end) for end in (transfer.needs if message else both)]
             heapq.heappush(self.to_begin, (transfer.ready + latency, next(self.order), transfer))
 
     def begin(self, transfer):

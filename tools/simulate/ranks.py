@@ -5,13 +5,15 @@ pipeline are recorded each. So are the ranks of cp, which see more or less of th
 not `ring`, in which the last has twice the mean to do, the last alone: with zigzag and allgather it merges most.
 """
 import contextlib
+import functools
 import io
+import multiprocessing
 import os
-import pickle
 import sys
-import tempfile
 from itertools import product
 from unittest.mock import patch
+
+import numpy as np
 
 from simulate.record import record
 from simulate.stand_ins import one_rank
@@ -32,17 +34,10 @@ class Ranks:
         self.recorded = sorted({*(self.number(stage, self.dp, part, self.tp) for stage, part in product(range(pp), self.cp))})
 
     def place(self, rank):
-        places = []
-        for size in reversed(self.sizes):
-            places.insert(0, rank % size)
-            rank //= size
-        return places
+        return [int(place) for place in np.unravel_index(rank, self.sizes)]
 
     def number(self, *places):
-        rank = 0
-        for size, place in zip(self.sizes, places):
-            rank = rank * size + place
-        return rank
+        return int(np.ravel_multi_index(places, self.sizes))
 
     def stands_for(self, rank):
         stage, _, part, _ = self.place(rank)
@@ -69,41 +64,25 @@ def look(argv, ranks, rank):
     return made[0]
 
 
-def record_all(argv, ranks, numbers, say=lambda done: None):
-    """{rank: what it notes}, each in a process of its own, as many at a time as there are cores. What one refuses ends all."""
-    found, running = {}, {}
-    waiting = list(numbers)
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                rank = waiting.pop(0)
-                running[fork(argv, ranks, rank, os.path.join(folder, str(rank)))] = rank
-            process, status = os.waitpid(-1, 0)
-            rank = running.pop(process)
-            with open(os.path.join(folder, str(rank)), "rb") as file:
-                found[rank] = pickle.load(file)
-            if isinstance(found[rank], tuple):            # it was refused, or failed
-                for other in running:
-                    os.kill(other, 9)
-                    os.waitpid(other, 0)
-                said, status = found[rank]
-                print(said, end="", file=sys.stderr)
-                raise SystemExit(status)
-            say(len(found))
+def record_all(argv, ranks, numbers):
+    """{rank: what it notes}, as many at a time as there are cores. What one refuses ends all."""
+    found, cores = {}, min(len(numbers), len(os.sched_getaffinity(0)))
+    sys.stdout.flush()
+    with multiprocessing.get_context("fork").Pool(cores) as pool:
+        for rank, seen in zip(numbers, pool.imap(functools.partial(record_one, argv, ranks), numbers)):
+            if isinstance(seen, tuple):                   # it was refused, or failed
+                print(seen[0], end="", file=sys.stderr)
+                raise SystemExit(seen[1])
+            found[rank] = seen
+            if len(numbers) > 2 and sys.stderr.isatty():
+                print(f"\r{len(found)} of {len(numbers)} ranks are recorded, which stand for {ranks:,}", end="", file=sys.stderr)
     return found
 
 
-def fork(argv, ranks, rank, path):
-    sys.stdout.flush()
-    process = os.fork()
-    if process:
-        return process
-    said, result = io.StringIO(), None
+def record_one(argv, ranks, rank):
+    said = io.StringIO()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            result = record(argv, ranks, rank)
+            return record(argv, ranks, rank)
     except BaseException as end:
-        result = said.getvalue(), end.code if isinstance(end, SystemExit) else 1
-    with open(path, "wb") as file:
-        pickle.dump(result, file)
-    os._exit(0)
+        return said.getvalue(), end.code if isinstance(end, SystemExit) else 1
