@@ -63,7 +63,7 @@ def test_no_command_would_be_refused(room, source):
     commands = trainings(called(texts, room()))
     assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
     said = refused(commands)
-    assert len(said) == 2 and "seq_len 126 " in "".join(said) and "global_batch_size 15 " in "".join(said), said
+    assert len(said) == 2 and "seq_len 126 is not" in "".join(said) and " 15 is not" in "".join(said), said
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -143,7 +143,7 @@ def as_called(command, folder):
 def test_the_sheet_asks_what_the_key_answers():
     sheet, answers = ((re.findall(r"^\| (\d\.\d) \|", (FOLDER / page).read_text(), re.M)) for page in ("sheet.md", "key.md"))
     assert sheet == answers and len(sheet) >= 20
-    assert len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
+    assert len(LAYOUTS) == 8 and len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
 
 
 @pytest.mark.slow
@@ -166,6 +166,20 @@ def simulated(what, seen, output):
     column = 0 if field == "calls" else 2 if wire[0] else 1
     rows = re.findall(rf"^\w+ +{collective} +([\d,]+) +([\d,]+) +([\d,]+)$", output, re.M)
     return max(float(row[column].replace(",", "")) for row in rows)
+
+
+LAYOUTS = re.findall(r"^\| `(--.*)` \| ([\d.]+) \| ([\d,]+) \|$", (FOLDER / "layouts.md").read_text(), re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, gib, speed", LAYOUTS)
+def test_the_layouts_of_the_competition(flags, gib, speed, room, tmp_path):
+    words = as_called(f"dry 8 8 --model llama-8b --global_batch_size 32 {flags}", room())
+    status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
+    assert status == 0, output
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["peak_bytes"] / 2**30 == pytest.approx(float(gib), abs=0.051)
+    assert seen["tokens_per_s_per_gpu"] == pytest.approx(float(speed.replace(",", "")), rel=0.03)
 
 
 @pytest.mark.slow
