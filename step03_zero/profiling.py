@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from messages import RANK
+from messages import RANK, say
 
 KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441",
          "activations": "#c8605a", "rest": "#a9a9a9"}
@@ -47,6 +47,8 @@ def draw(rows, path):
     seconds, *kinds = zip(*rows)
     axes = Figure(figsize=(11, 4.5)).subplots()
     mebibytes = [[size / 2**20 for size in kind] for kind in kinds]
+    alive = [sum(kinds) for kinds in zip(*mebibytes)]
+    say(f"memory of a rank: {alive[-1]:.1f} MiB stay from step to step, at most {max(alive):.1f} MiB are alive")
     axes.stackplot(seconds, mebibytes, labels=KINDS, colors=KINDS.values(), step="post")
     axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive")
     axes.legend(loc="upper left")

@@ -2,6 +2,7 @@
 import cases
 import layouts
 import pytest
+import toy
 from harness import assert_same_run
 from jobs import assert_refused, profile_job, storage_bytes, trained_parts
 from layouts import Layout
@@ -203,3 +204,13 @@ def test_no_rank_ever_has_the_whole_model(pool, flags):
     (2, "--zero_shard 1", "--zero_shard needs --zero 1, 2 or 3")])
 def test_bad_layouts_are_refused(pool, world, more, message):
     assert_refused(pool, STEP, world, more, message)
+
+
+def test_a_reduction_is_waited_for_when_the_next_has_begun(pool):
+    """So it has the time of a unit's backward to hide behind."""
+    seen = toy.run(pool, STEP, 2, "--zero 2")[0]
+    order = [note[:2] for note in seen.notes if note[0] in ("start", "wait") and seen.operations[note[1]].what == "reduce_scatter"]
+    started = [n for what, n in order if what == "start"]
+    assert len(started) == 4 * (4 + 2)                    # of each micro-batch: every layer, the embedding, the head with the norm
+    for this, following in zip(started, started[1:]):
+        assert order.index(("wait", this)) > order.index(("start", following))
