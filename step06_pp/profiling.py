@@ -48,7 +48,7 @@ def draw(rows, path):
     axes = Figure(figsize=(11, 4.5)).subplots()
     mebibytes = [[size / 2**20 for size in kind] for kind in kinds]
     alive = [sum(kinds) for kinds in zip(*mebibytes)]
-    say(f"memory of a rank: {alive[-1]:.1f} MiB stay from step to step, at most {max(alive):.1f} MiB are alive")
+    say(f"memory of a rank: {alive[-1]:.1f} MiB stay from step to step, at most {max(alive):.1f} are alive")
     axes.stackplot(seconds, mebibytes, labels=KINDS, colors=KINDS.values(), step="post")
     axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive")
     axes.legend(loc="upper left")
