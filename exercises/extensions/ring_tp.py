@@ -9,7 +9,7 @@ by 64, in float32. 7 FLOPs per byte stand for an H100's NVLink, 62.5 for a netwo
 | `--tp 2 --tp_ring` | 1.00 | 1.00 | 1.00 | 1.03 |
 | `--tp 4` | 1.05 | 1.10 | 1.21 | 1.50 |
 | `--tp 4 --tp_ring` | 1.00 | 1.00 | 1.05 | 1.25 |
-| `--tp 8` | 1.11 | 1.26 | 1.57 | 2.25 |
+| `--tp 8` | 1.11 | 1.26 | 1.57 | 2.26 |
 | `--tp 8 --tp_ring` | 1.00 | 1.07 | 1.28 | 1.89 |
 """
 import cases
