@@ -1,5 +1,7 @@
 """Nothing lost, nothing silent: files that somebody needs, ranks that see different things, input that is none, a full disk."""
+import contextlib
 import fcntl
+import io
 import itertools
 import json
 import os
@@ -325,10 +327,13 @@ def disk_full_job(argv, bytes):
     import resource
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, before[1]))                  # what a full disk is to who writes
+    out, error = io.StringIO(), io.StringIO()             # a worker's own are files
     try:
-        main_job(argv)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            main_job(argv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        print(out.getvalue() + error.getvalue(), end="")
 
 
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])

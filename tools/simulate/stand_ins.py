@@ -118,6 +118,8 @@ class NoData(TorchDispatchMode):
         if op == aten.sort.stable:                        # puts rows in the order of their experts
             self.rows = x.numel()
         if op == aten._to_copy.default and x.is_meta and kwargs.get("device") == torch.device("cpu"):
-            # as many for every expert, or rank; or nearly so, and experts add up to their rank
-            return (torch.arange(x.shape[-1] + 1) * self.rows // x.shape[-1]).diff().expand(x.shape)
+            # as many for every expert, or rank; or nearly so, and experts add up to their rank, and chunks to all rows
+            chunks = x.shape[1] if x.dim() == 3 else 1
+            parts = [(torch.arange(x.shape[-1] + 1) * ((self.rows + i) // chunks) // x.shape[-1]).diff() for i in range(chunks)]
+            return torch.stack(parts).expand(x.shape) if x.dim() > 1 else parts[0]
         return 0 if op == aten._local_scalar_dense.default and x.is_meta else op(*args, **(kwargs or {}))
