@@ -26,9 +26,8 @@ ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT
 VERDICTS = "*agrees*", "*agrees where* ", "*differs, because* ", "*not here*"
 # What other pages say of the playbook, and the row that has it. A link to it is no claim.
 SAID_ELSEWHERE = {
-    "authors, who swept thousands of layouts": "Processes would not end",
     "Notes on the playbook say *across* nodes": "Put experts across nodes",
-    "asks for ten to one": "greater than 10:1",
+    "for ten to one": "greater than 10:1",
     "The playbook adds dp before it accumulates": "maximize dp over grad_acc",
     "the borders 1B, 13B and 70B": "Under 1B dp alone",
     "The playbook combines pp with ZeRO-1 or 2": "ZeRO-1 and 2 combine with pp",
