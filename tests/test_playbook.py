@@ -29,7 +29,7 @@ SAID_ELSEWHERE = {
     "Notes on the playbook say *across* nodes": "Put experts across nodes",
     "for ten to one": "greater than 10:1",
     "The playbook adds dp before it accumulates": "maximize dp over grad_acc",
-    "the borders 1B, 13B and 70B": "Under 1B dp alone",
+    "change their advice at 1B, 13B and 70B": "Under 1B dp alone",
     "The playbook combines pp with ZeRO-1 or 2": "ZeRO-1 and 2 combine with pp",
 }
 
