@@ -175,24 +175,25 @@ LONG = f"5 16 {ONES} --model llama-8b --global_batch_size 2 --micro_batch_size 1
 @pytest.mark.parametrize("claim, little, much, of, runs", [
     ("Put experts across", "3% of a step inside a node", "a fifth across", "ep",
      [f"7 16 {nodes} --model mixtral-8x7b {OF_16} --zero 1 --ep 8" for nodes in (EIGHTS, ONES)]),
-    ("Keep it in a node or", "2% of a step at 131,072 tokens", "a fifth at 32,768", "cp",
+    ("Keep it in a node or", "2% of a step at 131,072 tokens", "a tenth at 32,768", "cp",
      [f"{LONG} --seq_len {length}" for length in (131072, 32768)]),
-    ("greater than 10:1", "2% of a step in nodes of eight H100", "two thirds in nodes of one", "dp",
+    ("greater than 10:1", "0% of a step in nodes of eight H100", "two thirds in nodes of one", "dp",
      [f"3 16 {nodes} --model llama-8b --seq_len 4096 --global_batch_size 16 --micro_batch_size 1" for nodes in (EIGHTS, ONES)])],
     ids=["ep", "cp", "dp"])
 def test_what_is_simulated(claim, little, much, of, runs, tmp_path):
     """Its GPUs are a model: what they are said to wait for is rounded, and so compared."""
     few, many = (one["exposed"][of] / one["step_seconds"] for one in (simulated(run, tmp_path) for run in runs))
     assert little in row_of(claim) and few == pytest.approx(float(little.split("%")[0]) / 100, abs=0.015)
-    assert much in row_of(claim) and many == pytest.approx(2 / 3 if "thirds" in much else 1 / 5, abs=0.05)
+    share = {"two": 2 / 3, "a fifth": 1 / 5, "a tenth": 1 / 10}[re.match(r"two|a \w+", much)[0]]
+    assert much in row_of(claim) and many == pytest.approx(share, abs=0.05)
 
 
 @pytest.mark.slow
 def test_zero_2_beside_zero_1_simulated(tmp_path):
     once, often = (simulated(f"3 16 {EIGHTS} --model llama-8b {OF_16} --zero {zero}", tmp_path) for zero in (1, 2))
-    assert 1.005 < often["step_seconds"] / once["step_seconds"] < 1.06
+    assert 1.05 < often["step_seconds"] / once["step_seconds"] < 1.15
     less = f"{often['peak_bytes'] / 2**30:.0f} GiB for {once['peak_bytes'] / 2**30:.0f}"
-    assert f"120 GB on the wire for 30, a few percent slower, {less}" in row_of("ZeRO-2 is always better")
+    assert f"120 GB on the wire for 30, a tenth slower, {less}" in row_of("ZeRO-2 is always better")
 
 
 def simulated(words, folder):

@@ -193,10 +193,11 @@ def killed_job(argv, rank, moment, number, after, noted):
         die = int(os.environ["RANK"]) == rank and next(calls) == number
         if die and not after:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*arguments, **named)
-        if die:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        try:
+            return function(*arguments, **named)
+        finally:                                          # also where another rank has made the folder first
+            if die:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def noting(self, state, file):
         with open(noted, "a") as begun:
