@@ -76,15 +76,16 @@ def worker(rank, pipe, environment, notes):
             result = ("exit", stop.code)
         except BaseException:
             result = ("error", traceback.format_exc())
-            answer(pipe, result, output)                  # at once: nccl's end waits for ranks that wait for this one
+        answer(pipe, result, output)
+        # until every rank is through, as one may still connect to this one's group; or wait for it for ever
+        through = result[0] == "error" or pipe.poll(5) and pipe.recv()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         for param in hooked:                              # a cycle that Python cannot see: gloo's threads would stay with it
             param._post_accumulate_grad_hooks.clear()
         hooked.clear()
         gc.collect()
-        if result[0] != "error":
-            answer(pipe, result, output)
+        through or pipe.recv()
 
 
 def answer(pipe, result, output):
@@ -208,6 +209,8 @@ class Pool:
         self.last = SimpleNamespace(answers=answers, stood=stood, printed=dict(sorted(printed.items())), timeout=timeout)
         if waiting or any(answer[0] == "error" for answer in bad.values()):
             self.stop()                                   # after an error a CUDA device is of no more use
+        for _, pipe in self.workers[:world]:
+            pipe.send("through")
         if all(answer[:2] == ("exit", 2) for answer in bad.values()) and len(bad) == world:
             raise Refused(answers[0][2])
         where = "".join(f"\n--- rank {rank} stood here:\n{stack}" for rank, stack in stood.items())
