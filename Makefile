@@ -3,6 +3,7 @@
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
 # make extend [NAME=muon] | make kernels
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
+# make attack SEED=7 COUNT=50
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or not of this requirements.txt; a .venv that is a link stays as it is.
@@ -14,7 +15,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -75,3 +76,6 @@ figures: $(VENV)
 
 bench: $(VENV)
 	set -e; for bench in tools/bench/bench*.py; do $(PYTHON) $$bench; done
+
+attack: $(VENV)
+	$(PYTHON) tests/attack --seed "$(or $(SEED),0)" --count $(or $(COUNT),36)
