@@ -308,5 +308,5 @@ def a_tool_misused(draw, folder, house):
 
 ATTEMPTS = [nodes_with_other_flags, nodes_with_other_data, a_node_that_dies, two_runs_share, a_folder_of_others,
             an_output_that_ends, a_full_disk, resumed_with_another_flag, a_damaged_checkpoint, a_damaged_model,
-            a_value_that_is_none, a_layout_that_may_not_go, a_strange_environment, from_a_strange_place, killed, told_to_end, stopped_for_a_while,
-            a_tool_misused]
+            a_value_that_is_none, a_layout_that_may_not_go, a_strange_environment, from_a_strange_place, killed,
+            told_to_end, stopped_for_a_while, a_tool_misused]
