@@ -6,7 +6,6 @@ Losses, gradient norms (relative) and weights (of a tensor's norm) are to agree 
 after two steps under one layout and goes on under another.
 """
 import argparse
-import itertools
 import random
 import shutil
 import sys
@@ -84,7 +83,8 @@ def main():
     args = parser.parse_args()
     layouts.MESHES = MESHES
     pool, bad = shared_pool(), 0
-    for attempt, number in [*zip(itertools.repeat(compare), range(args.layouts)), *zip(itertools.repeat(resume), range(args.resumes))]:
+    for number in range(args.layouts + args.resumes):
+        attempt = compare if number < args.layouts else resume
         draw = random.Random(f"{args.seed} {attempt.__name__} {number}")
         try:
             print(f"{attempt.__name__} {number}: equal: {attempt(pool, draw)}", flush=True)
