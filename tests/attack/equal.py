@@ -1,4 +1,4 @@
-"""Layouts drawn from a seed, of every step from 2, each trained against one process: four steps of AdamW in float64, all flags drawn.
+"""Layouts drawn from a seed, of every step from 2, each against one process: four steps of AdamW in float64, all flags drawn.
 
     python tests/attack/equal.py --seed 7 --layouts 200 --resumes 40
 
