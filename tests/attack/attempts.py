@@ -59,8 +59,9 @@ def nodes_with_other_data(draw, folder, house):
 
 
 def a_node_that_dies(draw, folder, house):
-    step, victim, late = draw.randint(2, 8), draw.randint(0, 1), draw.uniform(2, 9)
+    step, victim, late = draw.randint(2, 8), draw.randint(0, 1), draw.uniform(0, 5)
     both = two_nodes(step, [folder, folder], [f"{runs.TINY} --steps 100000"] * 2)
+    both[0].process.stdout.readline()                     # before they have met, a node that is gone is one that is late
     time.sleep(late)
     target = draw.choice(["all", "a rank"])
     pids = both[victim].workers() + [both[victim].process.pid] * (target == "all")
