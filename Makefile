@@ -1,6 +1,7 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
 # make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
+# make hang N=3 [ANSWER="2 hang3.py:14" | ANSWER=hint]
 # make extend [NAME=muon] | make kernels
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make attack SEED=7 COUNT=50
@@ -15,7 +16,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack hang
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -49,6 +50,9 @@ exercise restart check watch hint solution: $(VENV)
 
 extend: $(VENV)
 	@$(PYTHON) tools/extend.py $(NAME)
+
+hang: $(VENV)
+	@$(PYTHON) exercises/hangs/lab.py "$(N)" $(if $(ANSWER),"$(ANSWER)") || [ $$? -eq 3 ]
 
 kernels: $(VENV)
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0

@@ -21,7 +21,7 @@ from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs, step_files
 PLANNER = "planner/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-PAGES = [*READMES, *DOCS]
+PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
 
 Block = namedtuple("Block", "line language directive text")
