@@ -822,17 +822,17 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     from safetensors.torch import load_file
     case, folder = cases.make(tmp_path / "case", **cases.shape("top2-2")) + " --dtype float64", tmp_path / "run"
     one = pool.train(STEP, f"{case} --micro_batch_size 12")
-    base = f"{case} --micro_batch_size 6 --ep 2 --zero 2 --checkpoint {folder} --save_every 1 --keep 2"
+    base = f"{case} --micro_batch_size 6 --ep 2 --zero 2 --checkpoint {folder} --save_every 1 --keep 3"
     first = pool.train(STEP, base, world=2, timeout=HANGS, weights=False, job=train_job)
     files, right = ["index.json", "rank_00000.safetensors", "rank_00001.safetensors"], []
     for step in range(1, 5):
         right.append((f"step_{step:08d}.tmp", f"step_{step:08d}", files))
-        if step > 2:
-            right += [(f"step_{step - 2:08d}", f"step_{step - 2:08d}.tmp", files), (f"step_{step - 2:08d}.tmp", "deleted", [])]
+        if step > 3:
+            right += [(f"step_{step - 3:08d}", f"step_{step - 3:08d}.tmp", files), (f"step_{step - 3:08d}.tmp", "deleted", [])]
     assert first.answers[0] == right, \
-        f"with --save_every 1 --keep 2 rank 0 should rename and delete (from, to, files in it) {right}, and did {first.answers[0]}"
+        f"with --save_every 1 --keep 3 rank 0 should rename and delete (from, to, files in it) {right}, and did {first.answers[0]}"
     assert first.answers[1] == [], f"rank 1 renames and deletes nothing; it did {first.answers[1]}"
-    expected, left = [".lock", "step_00000003", "step_00000004"], sorted(os.listdir(folder))
+    expected, left = [".lock", "step_00000002", "step_00000003", "step_00000004"], sorted(os.listdir(folder))
     assert left == expected, f"after the run {expected} should be there, and {left} are"
     for name in expected[1:]:
         index = json.loads((folder / name / "index.json").read_text())
@@ -841,6 +841,9 @@ def test_goes_on_under_another_layout(pool, tmp_path):
         assert len(keys) == len({*keys}), f"{name}: a rank writes self.mine, and no box is in both files: {sorted(keys)}"
         said = index["steps"], index["digests"]
         assert said == (int(name[5:]), digests), f"{name}: index.json should have {int(name[5:])} steps and {digests}, not {said}"
+    pool.train(STEP, f"{base} --steps 5 --keep 1 --resume", world=2, timeout=HANGS, weights=False, job=train_job)
+    left = sorted(os.listdir(folder))
+    assert left == [".lock", "step_00000005"], f"with --keep 1 the newest alone should be there, and {left} are"
     shutil.rmtree(folder)
     pool.train(STEP, base.replace("--save_every 1", "--save_every 2"), world=2, timeout=HANGS, weights=False, job=train_job)
     shutil.rmtree(folder / "step_00000004")
