@@ -21,7 +21,7 @@ import nanotron
 import plan
 import serve
 from plan import Search, evaluate, parse_config
-from speed import GPUS, NETWORKS, Cluster, at_power
+from speed import GPUS, NETWORKS, Cluster, gpus
 from trainer import LARGEST_NUMBER as MOST
 from trainer import Refused, refuse
 
@@ -58,7 +58,7 @@ def parse_args():
     add("--gpus_per_node", type=count, default=8)
     for name, what in OF_A_GPU.items():
         add(f"--{name}", type=float, help=f"{what}, in place of --gpu's")
-    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's 700")
+    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's")
     add("--seq_len", type=count, default=4096, help="tokens; 4k is 4,096")
     add("--global_batch_tokens", type=count, default=4e6, help="4M is 4,194,304")
     add("--config", help="explain this one: "
@@ -117,8 +117,11 @@ def cluster_of(args):
     check_range("network", network)
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
+    own = {"bfloat16" if name == "flops" else name: value for name, value in own.items()}
     gpu = GPUS[args.gpu]._replace(**own)
-    return Cluster(args.gpus, at_power(gpu, args.power) if args.power else gpu, network, args.gpus_per_node)
+    if args.power:
+        gpu = gpus.at_power(gpu, args.power)
+    return Cluster(args.gpus, gpu, network, args.gpus_per_node)
 
 
 def main():

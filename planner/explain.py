@@ -57,7 +57,7 @@ def mfus(c, one, cluster):
              for causal in (False, True) for embedding in (True, False)}
     names = {False: "all of attention", True: "causal half"}
     ends = {True: "embedding counted", False: "embedding not counted"}
-    peak = cluster.gpu.flops / cluster.gpu.clock
+    peak = cluster.gpu.bfloat16
     return {f"{names[causal]}, {ends[embedding]}": one.tokens_per_s * flop / peak
             for (causal, embedding), flop in flops.items()}
 

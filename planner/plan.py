@@ -219,7 +219,7 @@ def evaluate(c, l, cluster, constants):
 def timed(c, cluster, seq_len, batch, constants):
     """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
     worked out once."""
-    k = constants["time"]
+    k, known = constants["time"], {}                      # of layers: the same whatever dp is
     for mesh in meshes(c, cluster, seq_len):
         if batch % mesh.dp:
             continue
@@ -231,7 +231,8 @@ def timed(c, cluster, seq_len, batch, constants):
             for size in micro_batches(batch // mesh.dp):
                 m = batch // mesh.dp // size
                 l = mesh._replace(recompute=recompute, micro_batch=size, accumulation=m)
-                times = speed.Times(c, l, cluster, k)
+                alike = l.tp, l.cp, l.ep, recompute, size
+                times = known[alike] = known.get(alike) or speed.Times(c, l, cluster, k)
                 for schedule, v, stages in ways:
                     if m < fewest(schedule, mesh.pp):
                         continue

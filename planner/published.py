@@ -23,17 +23,17 @@ MOST = 10**7                                              # of any of them
 CHOICES = dict(model=tuple(PRESETS), gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"),
                schedule=("", *SCHEDULES), recompute=("", *RECOMPUTE), compile=("", "yes", "no"))
 HBM = {("h100", 96): 2.4e12}                              # the H100 of 96 GB has HBM2e
-COMPILED = dict(elementwise_bytes=0.4, launch=0.5)        # by judgement: a chain of passes becomes one or two
+COMPILED = dict(memory=0.4, loss=0.5)                    # by judgement: a chain of passes becomes one or two
 TRAINER = 0.10                                            # what another trainer may be off by, by judgement
 
 
-def predict(row, time=speed.TIME):
+def predict(row, time=speed.USUAL):
     """The row's predictions, and the assumptions made. What that trainer holds nobody knows: no memory."""
     assumed = []
     c, l, cluster = run_of(row, assumed)
     k = dict(time)
     if row.get("compile") == "yes":
-        said = "compiled: {elementwise_bytes} of the bytes, {launch} of the launches"
+        said = "compiled: {memory} of the bytes, {loss} of the loss's"
         assumed.append(said.format(**COMPILED))
         k |= {name: k[name] * share for name, share in COMPILED.items()}
     again = None
@@ -67,7 +67,7 @@ def run_of(row, assumed):
     watts = number("power_w", gpu.watts)
     if watts != gpu.watts:
         assumed.append(f"{watts} W: clocks as the cube root of the power")
-        gpu = speed.at_power(gpu, watts)
+        gpu = speed.gpus.at_power(gpu, watts)
     dp, tp, cp, pp = (int(row[name] or 1) for name in ("dp", "tp", "cp", "pp"))
     micro_batch, virtual = number("micro_batch", 1), 2
     if row["schedule"] == "interleaved":

@@ -38,7 +38,7 @@ from steps import copy_repository
 from steps import run as steps_run
 
 TINY, MOE = models.PRESETS["tiny"], models.PRESETS["tiny-moe"]
-CONSTANTS = dict(time=speed.TIME, slack=1.0)
+CONSTANTS = dict(time=speed.USUAL, slack=1.0)
 
 
 def run(*flags):
@@ -298,7 +298,7 @@ def test_flops_follow_the_rule_of_six():
 
 def test_experts_are_reduced_among_their_copies():
     """With dp 64 and ep 8 every eighth rank has the same experts: their rings leave the node with one network card each."""
-    c, cluster, k = models.PRESETS["mixtral-8x7b"], speed.Cluster(64), speed.TIME
+    c, cluster, k = models.PRESETS["mixtral-8x7b"], speed.Cluster(64), speed.USUAL
     l = Layout(dp=64, ep=8)
     stage = costs.our_stages(c, l)[0]
     experts = stage.layers * costs.expert_layer(c, l)
@@ -385,7 +385,7 @@ def test_the_bubble_is_the_simulators():
         m = max(schedules.least(schedule, p), draw.choice([1, 2, p - 1, p, 2 * p + 1, 4 * p]))
         l = Layout(pp=p, tp=draw.choice([1, 8]), schedule=schedule, accumulation=m, seq_len=draw.choice([2048, 8192, 131072]),
                    recompute=draw.choice(plan.RECOMPUTE), virtual=draw.choice([2, 3, 5]))
-        times = speed.Times(c, l, speed.Cluster(8 * p), speed.TIME)
+        times = speed.Times(c, l, speed.Cluster(8 * p), speed.USUAL)
         F, I, W = (of / l.stages_per_rank for of in (times.F, times.I, times.W))
         events = schedules.simulate(schedules.make(schedule, p, m, l.stages_per_rank), F, I, W)
         whole = max(event.end for event in events)
@@ -398,16 +398,16 @@ def test_the_bubble_is_the_simulators():
 def test_a_stages_times_are_its_shape():
     """W has no attention, forward two sevenths of it; full recomputation is a forward pass more."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(8)
-    plain, again = (speed.Times(c, Layout(recompute=mode), cluster, speed.TIME) for mode in ("none", "full"))
+    plain, again = (speed.Times(c, Layout(recompute=mode), cluster, speed.USUAL) for mode in ("none", "full"))
     assert again.I - plain.I == pytest.approx(plain.F) and (again.F, again.W) == (plain.F, plain.W)
     assert plain.layer["attention"][0] / sum(plain.layer["attention"]) == pytest.approx(2 / 7)
     products = sum(sum(plain.layer[kind]) for kind in ("products", "kernels", "shape"))
-    assert products > 6 * 4096 * 4096 * sum(costs.product_widths(c, Layout())) / cluster.gpu.flops / speed.TIME["gemm_efficiency"]
+    assert products > 6 * 4096 * 4096 * sum(costs.product_widths(c, Layout())) / cluster.gpu.flops / speed.USUAL["gemm_efficiency"]
 
 
 def test_a_ring_slows_with_the_nodes_that_it_spans():
     """The same ring costs the same in a larger cluster, and the same collective in every ZeRO stage."""
-    k, l = speed.TIME, Layout(dp=8, tp=8)
+    k, l = speed.USUAL, Layout(dp=8, tp=8)
     c = models.PRESETS["llama-8b"]
     stage = costs.our_stages(c, l)[0]
     few, many = (speed.data_parallel_seconds(c, l, speed.Cluster(gpus), stage, k, 0, 0)["dp"] for gpus in (64, 4096))
@@ -430,17 +430,17 @@ def test_a_ring_slows_with_the_nodes_that_it_spans():
 def test_a_ring_that_does_not_fill_nodes_leaves_them(ranks, stride, gpus, nodes, neighbours):
     """Of tp 3 on nodes of eight the ranks 6, 7 and 8 are on two nodes."""
     cluster = speed.Cluster(gpus)
-    found, spanned = speed.link(cluster, speed.TIME, ranks, stride)
+    found, spanned = speed.link(cluster, speed.USUAL, ranks, stride)
     assert spanned == nodes
     if nodes > 1:
-        assert found == min(neighbours * cluster.network * speed.TIME["network_efficiency"],
-                            cluster.gpu.nvlink * speed.TIME["nvlink_efficiency"])
+        assert found == min(neighbours * cluster.network * speed.USUAL["network_efficiency"],
+                            cluster.gpu.nvlink * speed.USUAL["nvlink_efficiency"])
 
 
 @pytest.mark.parametrize("model", ["llama-8b", "llama-70b", "llama-405b"])
 def test_no_more_is_hidden_than_there_is_work(model):
     """All that ZeRO sends takes some time; what of it is not waited for hides behind micro-batches, and cannot take longer."""
-    c, k, draw, seen = models.PRESETS[model], speed.TIME, random.Random(5), set()
+    c, k, draw, seen = models.PRESETS[model], speed.USUAL, random.Random(5), set()
     for _ in range(300):
         schedule, v = draw.choice([("1f1b", 2), ("interleaved", 2), ("interleaved", 8), ("dualpipe", 2)])
         l = Layout(dp=draw.choice([8, 256]), tp=8, pp=draw.choice([2, 4]), zero=draw.choice([2, 3]), schedule=schedule, virtual=v,
@@ -460,8 +460,8 @@ def test_seconds_add_up():
     l = Layout(dp=4, tp=2, pp=8, zero=1, accumulation=16)
     seconds = plan.evaluate(c, l, cluster, CONSTANTS).seconds
     assert set(seconds) <= set(speed.KINDS) and min(seconds.values()) >= 0
-    times, stages = speed.Times(c, l, cluster, speed.TIME), costs.our_stages(c, l)
-    host = speed.launch_seconds(l, speed.TIME)
+    times, stages = speed.Times(c, l, cluster, speed.USUAL), costs.our_stages(c, l)
+    host = speed.launch_seconds(l, speed.USUAL)
     slowest = max(speed.soft_max(stage.layers * times.of_layer + stage.head * times.of_head, stage.layers * host)
                   for stage in stages)
     work = sum(s for name, s in seconds.items() if name not in ("bubble", "pp", "dp", "optimizer", "other"))
@@ -634,7 +634,7 @@ def test_predict(tmp_path, rows):
 
 def test_your_own_constants(tmp_path):
     """Runs of a cluster whose GPUs reach half of the fitted efficiency, and need a tenth more memory."""
-    slow = dict(time={**speed.TIME, "gemm_efficiency": speed.TIME["gemm_efficiency"] / 2}, slack=1.1)
+    slow = dict(time={**speed.USUAL, "gemm_efficiency": speed.USUAL["gemm_efficiency"] / 2}, slack=1.1)
     results, constants, cluster = tmp_path / "results.csv", tmp_path / "own.json", speed.Cluster(8)
     runs = []
     for l in [Layout(dp=dp, tp=8 // dp, zero=z, micro_batch=b, accumulation=4)

@@ -72,8 +72,7 @@ def simulated(run, kept):
     recordings, ranks, batch = notes_of(run, kept)
     gpu = gpus.GPUS[run["gpu"]]
     if run["watts"]:
-        slower = (float(run["watts"]) / gpu.watts) ** (1 / 3)
-        gpu = gpu._replace(peak={kind: slower * peak for kind, peak in gpu.peak.items()}, hbm=float(run["hbm_tb_s"]) * 1e12)
+        gpu = gpus.at_power(gpu, float(run["watts"]))._replace(hbm=float(run["hbm_tb_s"]) * 1e12)
     cluster = gpus.Cluster(gpu, network=float(run["network_gb_s"]) * 1e9, taken=gpus.TAKEN)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     return batch * int(run["seq_len"]) / played.seconds / int(run["gpus"])
