@@ -344,7 +344,8 @@ def ep_times(c, l, cluster, k):
 # ---------------------------------------------------------------------- once a step
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     """Gradients are reduced behind backward: of `each` micro-batch, or of the `last`; what ZeRO gathers; the
-    update. Experts are reduced among those ranks that have the same."""
+    update. Experts are reduced among those ranks that have the same. What lengthens the last backward does so on
+    every rank of pp in turn: each waits for the next one's."""
     ranks = l.dp * l.cp
     experts = stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
     others = parameters(c, l, stage) - experts
@@ -359,16 +360,17 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing is left to hide them
     units = stage.layers + stage.embedding + stage.head
     latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
-    window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
+    # ZeRO-1 waits for the reduction before the last one, inside backward: a later micro-batch's work hides nothing
+    window, forward, m = k["overlap"] * (each if l.zero else last) * 2 / 3, k["overlap"] * last / 3, l.accumulation
     sums = {0: 0, 1: 4, 2: m * (4 + 12 / ranks), 3: m * (4 + 12 / ranks)}[l.zero]   # bytes: zeroed, slices added up
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
     if l.zero < 2:                                        # an all-reduce is two halves
         halves = FLOAT32 * (1 if l.zero else 2)
-        seconds["dp"] += under(halves * (byte - last_units) + latency, window, k) + halves * last_units
+        seconds["dp"] += l.pp * under(halves * (byte - last_units) + latency, window, k) + halves * last_units
     else:                                                 # after every micro-batch, with ZeRO-3's second gather
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
         hidden = again + FLOAT32 * (byte - last_units / m) + latency
-        seconds["dp"] += m * under(hidden, k["overlap"] * each * 2 / 3, k) + FLOAT32 * last_units
+        seconds["dp"] += (m + l.pp - 1) * under(hidden, k["overlap"] * each * 2 / 3, k) + FLOAT32 * last_units
     if l.zero:                     # the new weights, unit by unit behind forward: in a pipeline, or without ZeRO-3, once
         times = m if l.zero == 3 and l.pp == 1 else 1
         seconds["dp"] += times * (under(BF16 * (byte - last_units) + latency, forward, k) + BF16 * last_units)

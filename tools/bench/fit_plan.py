@@ -1,4 +1,4 @@
-"""Fits the constants of planner/speed.py and nanotron.py to real runs: python tools/bench/fit_plan.py [--out FILE | --tables]
+"""Fits the constants of planner/nanotron.py to real runs: python tools/bench/fit_plan.py [--out FILE | --tables]
 
 The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
 for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
@@ -35,8 +35,9 @@ NODES = (1, 2, 8, 32)
 
 # name: (value, factor that it may well be off by)
 TIME_PRIORS = dict(                                       # factors on the simulator's physics, and what is nanotron's own
-    product=(1, 1.2), head=(0.9, 1.1), shape=(1, 1.5), memory=(1, 2), loss=(1, 1.6), launch=(4.4e-3, 1.35), nvlink=(1.05, 1.1), tp_shown=(0.7, 1.35),
-    pair=(0.65, 1.35), network=(1.1, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2),
+    product=(1, 1.2), head=(0.9, 1.1), shape=(1, 1.5), memory=(1, 2), loss=(1, 1.6), launch=(4.4e-3, 1.35), nvlink=(1.05, 1.1),
+    tp_shown=(0.7, 1.35), pair=(0.65, 1.35), network=(1.1, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6),
+    stall_node=(6e-5, 2),
     stage=(3e-3, 2), fill_launch=(1 / 3, 1.5), overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5),
     unhidden_efficiency=(0.08, 1.5), optimizer=(1.6, 1.2), jitter=(0.02, 1.5), step=(0.04, 1.6))
 MEMORY_PRIORS = dict(
