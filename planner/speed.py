@@ -55,6 +55,7 @@ USUAL = dict(
     pp_shown=1.0,                 # and of the messages between stages
     overlap=1.0,                  # of the last micro-batch: sums of gradients hide behind it
     taken=gpus.TAKEN,             # of the multiprocessors, what a hidden collective takes
+    waits=1.0,                    # ZeRO-1 waits for each reduction but the last inside backward; 0: after it
     step=0.0)                     # s per step, whatever it is
 NOTHING = (0.0, 0.0, 0.0)
 
@@ -313,8 +314,9 @@ def tp_times(c, l, cluster, k, gathers_again, raw):
     once, seconds = send(cluster, k, wire, l.tp, 1, "all_gather")
     half = once + seconds + (l.tp - 1) * k["hop"] * (span(cluster, l.tp, 1)[1] > 1)
     again = 3 * half * (l.recompute != "none")
+    half, again = k["tp_shown"] * half, k["tp_shown"] * again
     if not gathers_again:
-        return k["tp_shown"] * 4 * half, k["tp_shown"] * (4 * half + again), 0.0
+        return 4 * half, 4 * half + again, 0.0
     q, mlp = c.num_attention_heads * c.head_dim, 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
     whole = 2 * q + 2 * c.num_key_value_heads * c.head_dim + mlp
     attention, regions = (whole - mlp - q) / whole, [2 / 3 * mlp / whole] * (not c.num_local_experts)
@@ -360,13 +362,16 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing is left to hide them
     units = stage.layers + stage.embedding + stage.head
     latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
-    # ZeRO-1 waits for the reduction before the last one, inside backward: a later micro-batch's work hides nothing
-    window, forward, m = k["overlap"] * (each if l.zero else last) * 2 / 3, k["overlap"] * last / 3, l.accumulation
+    waits = l.zero == 1 and k["waits"] > 0                # then what later stages of the rank do hides nothing
+    window, forward, m = k["overlap"] * (each if waits else last) * 2 / 3, k["overlap"] * last / 3, l.accumulation
     sums = {0: 0, 1: 4, 2: m * (4 + 12 / ranks), 3: m * (4 + 12 / ranks)}[l.zero]   # bytes: zeroed, slices added up
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
     if l.zero < 2:                                        # an all-reduce is two halves
         halves = FLOAT32 * (1 if l.zero else 2)
-        seconds["dp"] += l.pp * under(halves * (byte - last_units) + latency, window, k) + halves * last_units
+        behind = halves * (byte - last_units) + latency
+        taken = k["taken"] * min(behind, window)
+        chain = l.pp - 1 if waits else 0
+        seconds["dp"] += l.pp * taken + (1 + chain) * exposed(behind, window) + halves * last_units
     else:                                                 # after every micro-batch, with ZeRO-3's second gather
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
         hidden = again + FLOAT32 * (byte - last_units / m) + latency
