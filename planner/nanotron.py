@@ -33,7 +33,8 @@ OWN_TIME = dict(
     gather_efficiency=0.262,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
     unhidden_efficiency=0.0639,      # [F] of the network: what it sums after the step without ZeRO and with pp
     jitter=0.0214)                   # [F] a stall takes so much longer with each doubling of the nodes
-TIME = {**speed.USUAL, **OWN_TIME}
+OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}
+TIME = {**OTHERWISE, **OWN_TIME}
 MEMORY = dict(
     parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4
     bucket_bytes=1.63,               # [P] with dp: a bfloat16 copy of the gradients, 2
@@ -119,7 +120,7 @@ def step_seconds(c, l, cluster, stages, k):
         launch += stall * (1 + k["jitter"] * math.log2(cluster.nodes))
         wait = k["stage"]
     host = [stage.layers * launch + wait for stage in stages]
-    times = speed.Times(c, l, cluster, k, gathers_again=False)
+    times = speed.Times(c, l, cluster, k)
     seconds, *windows = speed.pipeline_seconds(c, l, stages, k, times, host)
     return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 

@@ -33,7 +33,10 @@ def predict(row, time=speed.USUAL):
     micro-batches that a source leaves out the fastest is assumed: a team that publishes has looked for it."""
     if row.get("micro_batch"):
         return predict_one(row, time)
-    each = int(row["sequences_per_step"]) // int(row["dp"] or 1)
+    each, pp = int(row["sequences_per_step"]) // int(row["dp"] or 1), int(row["pp"] or 1)
+    if row.get("trainer") == "torchtitan" and pp > 1:     # its default
+        said = predict_one({**row, "micro_batch": str(max(1, each // pp)), "stages_per_rank": "2"}, time)
+        return said | dict(assumed="; ".join(["as many micro-batches as ranks of pp, 2 stages a rank", said["assumed"]]))
     tried = [predict_one({**row, "micro_batch": str(size)}, time) for size in (1, 2, 4, 8) if each % size == 0]
     best = max(enumerate(tried), key=lambda one: one[1]["pred_tok_s_gpu"])
     return best[1] | dict(assumed="; ".join(filter(None, [f"micro_batch {2 ** best[0]}, the fastest", best[1]["assumed"]])))
@@ -48,7 +51,7 @@ def predict_one(row, time):
     if row["recompute"] == "every second" or l.recompute == "selective" and trainer == "torchtitan":
         assumed.append("selective: every second product runs again")
         again = 0.5
-    times = speed.Times(c, l, cluster, k, gathers_again=trainer in trainers.GATHERS_AGAIN, again=again)
+    times = speed.Times(c, l, cluster, k, again=again)
     stages = costs.our_stages(c, Layout(pp=l.pp))
     step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len / step / l.gpus

@@ -55,6 +55,7 @@ USUAL = dict(
     pp_shown=1.0,                 # and of the messages between stages
     overlap=1.0,                  # of the last micro-batch: sums of gradients hide behind it
     taken=gpus.TAKEN,             # of the multiprocessors, what a hidden collective takes
+    gathers_again=1.0,            # what tp gathers is not kept, and gathered again for W; 0: it is kept
     waits=1.0,                    # ZeRO-1 waits for each reduction but the last inside backward; 0: after it
     step=0.0)                     # s per step, whatever it is
 NOTHING = (0.0, 0.0, 0.0)
@@ -83,13 +84,12 @@ def step_seconds(c, l, cluster, stages, k=USUAL, times=None):
 
 class Times:
     """What a layer and the head take, {kind: (F, I, W)}: the same for every schedule and ZeRO stage.
-    gathers_again: this trainer does not keep the inputs that tp gathers, and gathers them again for W.
     again: what another trainer computes twice, as a share of forward's products."""
-    def __init__(self, c, l, cluster, k, gathers_again=True, again=None):
+    def __init__(self, c, l, cluster, k, again=None):
         raw = layer_work(c, cluster.hardware(), *shape_of(l))
         self.layer, self.head = layer_times(c, l, cluster, k, raw), head_times(c, l, cluster, k)
         kinds = ("products", "kernels", "shape")
-        self.layer["tp"] = tp_times(c, l, cluster, k, gathers_again, raw) if l.tp > 1 else NOTHING
+        self.layer["tp"] = tp_times(c, l, cluster, k, raw) if l.tp > 1 else NOTHING
         if again:
             self.layer["recompute"] = 0.0, again * sum(self.layer[kind][0] for kind in kinds), 0.0
         self.of_layer, self.of_head = (sum(map(sum, part.values())) for part in (self.layer, self.head))
@@ -307,7 +307,7 @@ def under(seconds, work, k):
     return exposed(seconds, work) + k["taken"] * min(seconds, work)
 
 
-def tp_times(c, l, cluster, k, gathers_again, raw):
+def tp_times(c, l, cluster, k, raw):
     """Halves of an all-reduce, into and out of two regions. Backward, this trainer reduces behind W, and gathers
     the input again behind I."""
     wire = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp
@@ -315,7 +315,7 @@ def tp_times(c, l, cluster, k, gathers_again, raw):
     half = once + seconds + (l.tp - 1) * k["hop"] * (span(cluster, l.tp, 1)[1] > 1)
     again = 3 * half * (l.recompute != "none")
     half, again = k["tp_shown"] * half, k["tp_shown"] * again
-    if not gathers_again:
+    if not k["gathers_again"]:
         return 4 * half, 4 * half + again, 0.0
     q, mlp = c.num_attention_heads * c.head_dim, 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
     whole = 2 * q + 2 * c.num_key_value_heads * c.head_dim + mlp

@@ -1,4 +1,4 @@
-"""Whose trainer: what others do otherwise, as overlays of speed.py's sums.
+"""Whose trainer: what others do otherwise, as overlays of speed.py's sums, and what they keep.
 
 Constants are physics, or are taken from the simulator or a paper as their comments say. None was fitted to a run that
 docs/proof.md counts as not fitted.
@@ -7,22 +7,32 @@ from speed import USUAL
 
 # a chain of passes over memory becomes one or two: what tools/simulate --compile leaves of llama-8b's (fuse.py)
 COMPILED = dict(memory=0.48, loss=0.61)
-# both products of a pair in 8 bits at twice the peak; scales and casts take some of it back, as torchtitan's 8B shows
-FLOAT8 = dict(product=0.6)
+FLOAT8 = dict(product=0.6)        # twice the peak, but for scales and casts: by judgement
+ASYNC_TP = dict(tp_shown=0.5)     # half of it is hidden: by judgement
 TRAINERS = {
     "this": {},
     # fused kernels; attention by cuDNN, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper, figure 5);
     # --tp-comm-overlap hides most of tp's traffic, and its schedules send while they compute
     "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5, waits=0.0),
-    "torchtitan": dict(waits=0.0)}
-ASYNC_TP = dict(tp_shown=0.5)                             # half of it is hidden: by judgement
-GATHERS_AGAIN = ("this", "megatron")                      # what tp gathers is not kept
+    "torchtitan": dict(gathers_again=0.0, waits=0.0)}
+ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
+HOPPER = "h100", "h200", "h800"                           # which cuDNN's attention is so much faster on
 
 
 def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", base=USUAL):
     found = {**base, **TRAINERS[trainer]}
-    if gpu not in ("h100", "h200", "h800"):
+    if gpu not in HOPPER:
         found["attention"] = base["attention"]
-    for asked, more in ((compiled and trainer != "megatron", COMPILED), (float8, FLOAT8), (async_tp and trainer == "torchtitan", ASYNC_TP)):
-        found |= {name: found[name] * share for name, share in more.items()} if asked else {}
-    return found
+    if trainer != "megatron":                             # which has these anyway
+        found |= scaled(found, COMPILED) if compiled else {}
+        found |= scaled(found, ASYNC_TP) if async_tp else {}
+    return found | (scaled(found, FLOAT8) if float8 else {})
+
+
+def scaled(found, more):
+    return {name: found[name] * share for name, share in more.items()}
+
+
+def fused(trainer, compiled):
+    """Whether SwiGLU keeps its two inputs alone, and a norm its input."""
+    return trainer == "megatron" or compiled
