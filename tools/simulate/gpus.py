@@ -56,7 +56,7 @@ TESTED = "a100", "h100"                                   # of the others no pub
 
 # Fitted, with `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked so.
 MEMORY = 0.90                                             # of the memory's speed, what a kernel that only moves data reaches
-TAKEN = 0.25                                              # of the multiprocessors, what a collective has while it runs
+TAKEN = 0.50                                              # of their speed, what kernels lose while a collective runs beside them
 
 ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python: assumed
 NETWORK = 0.80                                            # of the network's speed, what a ring reaches: assumed

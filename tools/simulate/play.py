@@ -33,7 +33,7 @@ class Transfer:
 
     def __init__(self, operation, needs, queues):
         self.operation, self.needs, self.queues = operation, needs, queues
-        self.started = {}                                 # {rank, and which end: when}
+        self.started, self.paid = {}, set()               # {rank, and which end: when}; ranks whose kernels it has slowed
         self.ready = self.end = None                      # when the last had; when it was over
 
 
@@ -147,8 +147,9 @@ class Player:
             self.events.append(Event(rank, "compute", f"wait for {dimension}", self.now[rank], transfer.end, site))
             self.now[rank] = transfer.end
         hidden = self.computed(rank, transfer.end) - self.computed(rank, transfer.ready)
-        if hidden > 0 and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
+        if hidden > 0 and rank not in transfer.paid and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
             lost, start = hidden * self.cluster.taken, self.now[rank]
+            transfer.paid.add(rank)                       # its wait may be noted twice, by a function and by one in it
             self.now[rank] += lost
             self.computing[rank] += lost
             self.events.append(Event(rank, "compute", f"slowed by {transfer.operation.dimension}", start, start + lost, site))
