@@ -55,7 +55,7 @@ def predict_one(row, time):
     stages = costs.our_stages(c, Layout(pp=l.pp))
     step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len / step / l.gpus
-    low, high = trust.interval(c, l, cluster, tokens, trainer, float8)
+    low, high = trust.interval(c, l, cluster, tokens, float8)
     return dict(
         pred_tok_s_gpu=round(tokens, 1), pred_low=round(low, 1), pred_high=round(high, 1),
         pred_tflops=round(tokens * costs.flops_per_token(c, l.seq_len, causal=True) / 1e12, 1),

@@ -83,7 +83,7 @@ def off_by(c, l, cluster, experts=True, float8=False):
     return -low, high
 
 
-def interval(c, l, cluster, tokens_per_s, trainer="this", float8=False):
+def interval(c, l, cluster, tokens_per_s, float8=False):
     return tuple(tokens_per_s * math.exp(x) for x in off_by(c, l, cluster, float8=float8))
 
 
