@@ -20,10 +20,12 @@ import models
 import nanotron
 import plan
 import serve
+import verify
 from plan import Search, evaluate, parse_config
-from speed import GPUS, NETWORKS, Cluster, at_power
+from speed import GPUS, NETWORKS, Cluster, gpus
 from trainer import LARGEST_NUMBER as MOST
 from trainer import Refused, refuse
+from trainers import TRAINERS, constants_of
 
 OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
                 nvlink="bytes per second inside a node")
@@ -58,11 +60,20 @@ def parse_args():
     add("--gpus_per_node", type=count, default=8)
     for name, what in OF_A_GPU.items():
         add(f"--{name}", type=float, help=f"{what}, in place of --gpu's")
-    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's 700")
+    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's")
+    add("--trainer", choices=TRAINERS, default="this", help="whose speeds and memory")
+    add("--compile", action="store_true", help="with torch.compile; torchtitan: and asynchronous tp")
+    add("--fp8", action="store_true", help="layers' products in 8 bits")
     add("--seq_len", type=count, default=4096, help="tokens; 4k is 4,096")
     add("--global_batch_tokens", type=count, default=4e6, help="4M is 4,194,304")
     add("--config", help="explain this one: "
         "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
+    add("--tokens", type=float, default=0, help="to train on, as 15e12: says days and GPU-hours")
+    add("--price", type=float, default=0, help="of a GPU-hour, for --tokens")
+    add("--mtbf", type=float, default=0, help="hours between failures of the whole job, for --tokens")
+    add("--checkpoint_s", type=float, default=60, help="seconds that a checkpoint holds it up, for --mtbf")
+    add("--restart_s", type=float, default=600, help="seconds from a failure until it goes on, for --mtbf")
+    add("--verify", type=int, default=0, metavar="K", help="have tools/simulate run the best K (needs torch)")
     add("--steps", type=int, default=1000, help="of the command that is printed")
     add("--lr", type=float, default=3e-4, help="of the command that is printed")
     add("--json", action="store_true", help="print the answer for programs")
@@ -78,6 +89,9 @@ def parse_args():
     for name in (*OF_A_GPU, "power"):
         if getattr(args, name) is not None:
             check_range(name, getattr(args, name))
+    for name in ("tokens", "price", "mtbf", "checkpoint_s", "restart_s", "verify"):
+        if not 0 <= getattr(args, name) < 1e18:
+            refuse(f"--{name} {getattr(args, name)}: not below 0, and no more than can be")
     for name in ("steps", "lr"):
         if not 0 <= getattr(args, name) < MOST:
             refuse(f"--{name} {getattr(args, name)}: the trainer takes 0 to below {MOST:,}")
@@ -117,8 +131,11 @@ def cluster_of(args):
     check_range("network", network)
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
+    own = {"bfloat16" if name == "flops" else name: value for name, value in own.items()}
     gpu = GPUS[args.gpu]._replace(**own)
-    return Cluster(args.gpus, at_power(gpu, args.power) if args.power else gpu, network, args.gpus_per_node)
+    if args.power:
+        gpu = gpus.at_power(gpu, args.power)
+    return Cluster(args.gpus, gpu, network, args.gpus_per_node)
 
 
 def main():
@@ -128,16 +145,18 @@ def main():
     cluster = cluster_of(args)
     if args.fit:
         return fit(args, cluster)
-    c, constants = models.load(args.model), measured.load_constants(args.constants)
+    c, known = models.load(args.model), measured.load_constants(args.constants)
+    constants = constants_of(known, args.trainer, args.compile, args.fp8, args.gpu)
+    training = serve.Training(args.tokens, args.price, args.mtbf, args.checkpoint_s, args.restart_s)
     question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
-                              args.global_batch_tokens / args.seq_len, constants, args.steps, args.lr)
+                              args.global_batch_tokens / args.seq_len, constants, args.steps, args.lr, training)
     if args.serve:
         return serve.run(question, args.config, args.port)
     if args.html:
         return serve.write(question, args.config, args.html)
     batch = plan.batch_near(question.sequences, cluster.gpus)
     if args.config:
-        one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch), cluster, constants)
+        one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch, constants["fused"]), cluster, constants)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
         return print("\n".join([*heading_of_one(question, one.layout, batch), "",
@@ -147,16 +166,18 @@ def main():
             print(line, flush=True)
     search = Search(c, cluster, args.seq_len, batch, constants)
     best = search.best()
-    nothing = "no layout fits: it takes more GPUs, or shorter sequences"
     if args.json:
         if not best:
-            print(nothing, file=sys.stderr)
+            print(explain.nothing_fits(question), file=sys.stderr)
         return print(json.dumps([explain.as_json(question, one) for one in best], indent=1))
     if not best:
-        return print(nothing)
+        return print(explain.nothing_fits(question))
+    print("\n".join(explain.two_answers(question, search)), "\n")
     print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
-    print("\n".join(explain.table(c, best, cluster)), "\n")
+    print("\n".join(explain.table(question, best)), "\n")
     print("\n".join(explain.the_best_in_detail(question, best, search, batch)))
+    for one in best[:args.verify]:
+        print(verify.beside_the_simulator(question, args, one), flush=True)
 
 
 def heading_of_one(question, l, batch):

@@ -28,6 +28,7 @@ class Layout(NamedTuple):
     seq_len: int = 4096
     recompute: str = "none"
     virtual: int = 2                                      # stages of a rank, where they are interleaved
+    fused: bool = False                                   # another trainer's kernels: SwiGLU and norms keep their inputs alone
 
     @property
     def gpus(self):
@@ -319,10 +320,11 @@ def kept(c, l, number, fused_norm):
         products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down
         return l.tokens * (inside + ring + number * products)
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
-    mlp = number * 4 * times * i / l.tp
+    mlp = number * (2 if l.fused else 4) * times * i / l.tp
     if c.num_local_experts:        # the gathered input, each choice's row in and out, and the router's scores
         mlp += number * h * (l.tp > 1) + number * 2 * times * h + FLOAT32 * c.num_local_experts
-    return l.tokens * (inside + mlp + (norms + 2 * h * number + 2 * FLOAT32) / l.tp)
+    outputs = 0 if l.fused else 2 * h * number            # of the norms
+    return l.tokens * (inside + mlp + (norms + outputs + 2 * FLOAT32) / l.tp)
 
 
 def noted(c, l, number):

@@ -7,8 +7,9 @@ import shlex
 import costs
 import measured
 import trust
-from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, fullest, impossible, limit
+from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, fullest, impossible, limit, nearest
 from speed import KINDS
+from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
@@ -33,13 +34,18 @@ def cells(values):
     return "".join(f" {value:>{widths.get(name, 6) - 1}}" for name, value in zip(COLUMNS, values))
 
 
-def table(c, candidates, cluster):
+def table(question, candidates):
+    c, cluster, trainer = question.c, question.cluster, question.constants["trainer"]
     yield cells(COLUMNS) + f"{'GiB':>7}{'step, s':>9}{'tokens/s/GPU':>14}{'four of five':>17}  known by"
     for one in candidates:
-        low, high = trust.interval(c, one.layout, cluster, one.tokens_per_s)
+        low, high = interval(question, one)
         between = f"{low:,.0f} to {high:,.0f}"
         numbers = f"{one.held:>7.1f} {one.step:>8.2f} {one.tokens_per_s:>13,.0f} {between:>16}"
-        yield cells(row_of(one.layout)) + numbers + f"  {trust.provenance(c, one.layout, cluster)}"
+        yield cells(row_of(one.layout)) + numbers + f"  {trust.provenance(c, one.layout, cluster, trainer)}"
+
+
+def interval(question, one):
+    return trust.interval(question.c, one.layout, question.cluster, one.tokens_per_s, question.constants["float8"])
 
 
 def name_of(l):
@@ -57,12 +63,13 @@ def mfus(c, one, cluster):
              for causal in (False, True) for embedding in (True, False)}
     names = {False: "all of attention", True: "causal half"}
     ends = {True: "embedding counted", False: "embedding not counted"}
-    peak = cluster.gpu.flops / cluster.gpu.clock
+    peak = cluster.gpu.bfloat16
     return {f"{names[causal]}, {ends[embedding]}": one.tokens_per_s * flop / peak
             for (causal, embedding), flop in flops.items()}
 
 
-def details(c, one, cluster):
+def details(question, one):
+    c, cluster = question.c, question.cluster
     l, found = one.layout, mfus(c, one, cluster)
     kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
     verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
@@ -72,16 +79,68 @@ def details(c, one, cluster):
     sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
     yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
     yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
-    low, high = trust.interval(c, l, cluster, one.tokens_per_s)
-    new = ", ".join(trust.unmeasured(c, l))
-    unseen = {"measured": "runs of another trainer like it were measured",
-              "extrapolated": "as runs that were measured, of another size",
-              "physics only": f"no run was measured with {new}"}[trust.provenance(c, l, cluster)]
-    yield f"{one.tokens_per_s:,.0f} tokens/s/GPU, for four runs of five {low:,.0f} to {high:,.0f}: {unseen}"
+    low, high = interval(question, one)
+    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
+           f"{high:,.0f}: {known_by(question, l)}")
     yield ""
     yield f"the step, {one.step:.2f} s, of the average GPU"
     yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
                 for name, s in one.seconds.items() if s >= 0.0005 * one.step)
+
+
+def known_by(question, l):
+    meaning = trust.MEANS[trust.provenance(question.c, l, question.cluster, question.constants["trainer"])]
+    return meaning.format(", ".join(trust.unmeasured(question.c, l)))
+
+
+# ---------------------------------------------------------------------- two answers
+def two_answers(question, search):
+    """The fastest by estimate, the safest, and what would have to be measured to trust the first."""
+    fastest, safest = search.fastest(), search.safest()
+    for what, one in (("fastest by estimate", fastest), ("safest", safest)):
+        if one:
+            low, high = interval(question, one)
+            yield (f"{what}: {name_of(one.layout)}: {one.tokens_per_s:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}), "
+                   f"{one.held:.1f} GiB; {known_by(question, one.layout)}")
+    if fastest is safest:
+        yield "They are the same."
+    elif safest:
+        new = [name for name in trust.of_layout(fastest.layout) if name not in trust.of_layout(safest.layout)]
+        yield (f"To trust the first, measure a few steps of both: {fastest.tokens_per_s / safest.tokens_per_s - 1:.1%} apart; what is "
+               f"new in it is {', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
+
+
+def wanted(question, one):
+    """Days, GPU-hours and dollars for so many tokens, and what checkpoints and failures take."""
+    ask, gpus = question.training, question.cluster.gpus
+    if not ask.tokens:
+        return
+    lost = 0.0
+    if ask.mtbf:
+        every = math.sqrt(2 * ask.checkpoint * ask.mtbf * 3600)                    # Young's
+        lost = min(0.99, ask.checkpoint / every + every / 2 / (ask.mtbf * 3600) + ask.restart / (ask.mtbf * 3600))
+    seconds = ask.tokens / one.tokens_per_s / gpus / (1 - lost)
+    hours = seconds / 3600 * gpus
+    price = f", ${hours * ask.price:,.0f} at ${ask.price:g} a GPU-hour" if ask.price else ""
+    yield f"{ask.tokens:.3g} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{price}"
+    if ask.mtbf:
+        yield (f"of which {lost:.1%} for checkpoints and failures: one every {ask.mtbf:g} hours, {ask.checkpoint:g} s a checkpoint, one "
+               f"every {every / 60:,.0f} minutes (Young's rule), {ask.restart:g} s to start again")
+
+
+def nothing_fits(question):
+    """How much is missing, the nearest layout, and the fewest GPUs."""
+    c, cluster, constants = question.c, question.cluster, question.constants
+    found = nearest(c, cluster, question.seq_len, constants)
+    if found is None:
+        return "no layout fits: none has this many GPUs"
+    held, l = found
+    missing = held * (1 + MEMORY_ERROR) - limit(cluster)
+    fewest = fewest_gpus(c, cluster, question.seq_len, constants)
+    if missing <= 0:
+        return f"no layout fits and meets the batch: {name_of(l)} fits, with another batch"
+    return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU can give; "
+            f"{f'{fewest:,} GPUs are the fewest that do' if fewest < math.inf else 'no number of GPUs does'}, of powers of two")
 
 
 # ---------------------------------------------------------------------- why
@@ -106,10 +165,9 @@ def why_not(what, c, best, second, cluster):
     if gain <= 0:
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
     low, _ = trust.off_by(c, second.layout, cluster, experts=False)
-    return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but no run was "
-            f"measured with {', '.join(trust.of_layout(second.layout))}, and it may be "
-            f"{1 - math.exp(low):.0%} slower than computed: until a run shows, it is ranked as that much "
-            "slower.")
+    return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but with "
+            f"{', '.join(trust.of_layout(second.layout)) or 'its size'} it may be {1 - math.exp(low):.0%} slower than computed: it is "
+            "ranked as that much slower.")
 
 
 def notches(c, l):
@@ -254,7 +312,7 @@ def disagreements(c, best, search, cluster):
 # ---------------------------------------------------------------------- all of it
 def heading(question, batch):
     c, cluster, seq_len = question.c, question.cluster, question.seq_len
-    fewest = fewest_gpus(c, cluster, seq_len, question.constants["slack"])
+    fewest = fewest_gpus(c, cluster, seq_len, question.constants)
     needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two"
     if fewest == math.inf:
         needed = "no number of GPUs holds it"
@@ -269,7 +327,8 @@ def heading(question, batch):
 def one_in_detail(question, one):
     c, cluster, constants = question.c, question.cluster, question.constants
     yield name_of(one.layout)
-    yield from details(c, one, cluster)
+    yield from details(question, one)
+    yield from wanted(question, one)
     yield from ["", *knobs(c, one, cluster, constants), ""]
     yield measured.nearest_run(c, one.layout, cluster)
     why = hindrance(c, one.layout)
@@ -346,13 +405,13 @@ def dry_run(c, model, l, steps=1000, lr=3e-4):
 def as_json(question, one):
     c, cluster, l = question.c, question.cluster, one.layout
     to_run = question.model, l, cluster, question.steps, question.lr
-    low, high = trust.interval(c, l, cluster, one.tokens_per_s)
+    low, high = interval(question, one)
     found = mfus(c, one, cluster)
     return dict(
         model=question.model, notes=c.notes, gpus=cluster.gpus, fits=fits(one.held, cluster),
         memory_gib=round(one.held, 2), limit_gib=limit(cluster),
         tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
-        mfu=next(iter(found.values())), mfu_by_convention=found, provenance=trust.provenance(c, l, cluster),
+        mfu=next(iter(found.values())), mfu_by_convention=found, provenance=trust.provenance(c, l, cluster, question.constants["trainer"]),
         unmeasured=trust.unmeasured(c, l), interval=[round(low, 1), round(high, 1)],
         ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
         global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,

@@ -17,8 +17,7 @@ from trainer import refuse
 RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib")
 RUNS = Path(__file__).resolve().parents[1] / "tests/data/ultrascale_benchmarks.csv"
-FITTED = ("gemm_efficiency", "elementwise_bytes", "launch", "nvlink_efficiency", "network_efficiency",
-          "overlap", "optimizer_bytes", "step")
+FITTED = ("product", "attention", "memory", "nvlink", "network", "overlap", "optimizer")
 
 
 # ---------------------------------------------------------------------- the fit
@@ -29,7 +28,7 @@ def fit_own(path, cluster):
             if row["status"] == "ok"]
     if not runs:
         refuse(f"--fit {path}: no row has status ok")
-    time = lowest(dict(speed.TIME), lambda k: loss(runs, cluster, k))
+    time = lowest(dict(speed.USUAL), lambda k: loss(runs, cluster, k))
     slack = statistics.median(measured / sum(memory(c, l).values()) for c, l, _, measured in runs)
     return dict(time=time, slack=slack), len(runs)
 
@@ -59,7 +58,7 @@ def loss(runs, cluster, k):
     constants = dict(time=k, slack=1)
     errors = [math.log(evaluate(c, l, cluster._replace(gpus=l.gpus), constants).tokens_per_s / seen)
               for c, l, seen, _ in runs]
-    drawn = [math.log(k[name] / speed.TIME[name]) / math.log(3) for name in FITTED]
+    drawn = [math.log(k[name] / speed.USUAL[name]) / math.log(3) for name in FITTED]
     return sum(math.log1p((e / 0.1) ** 2) for e in errors) + sum(x**2 for x in drawn)
 
 
@@ -79,17 +78,18 @@ def lowest(best, loss):
 
 def load_constants(path):
     if path is None:
-        return dict(time=speed.TIME, slack=1.0)
+        return dict(time=speed.USUAL, slack=1.0)
     try:
         with open(path, encoding="utf-8") as file:
             raw = json.load(file)
-        time, slack = {**speed.TIME, **raw["time"]}, float(raw["slack"])
+        time, slack = {**speed.USUAL, **raw["time"]}, float(raw["slack"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"--constants {path}: not what --fit writes ({type(error).__name__}: {error})")
     for name, value in dict(time, slack=slack).items():
-        if name != "slack" and name not in speed.TIME:
+        if name != "slack" and name not in speed.USUAL:
             refuse(f"--constants {path}: there is no constant {name}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        positive = not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < math.inf
+        if not positive or value == 0 and name in ("slack", *FITTED):
             refuse(f"--constants {path}: {name} is {value!r}, and must be a positive number")
     return dict(time=time, slack=slack)
 

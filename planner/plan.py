@@ -60,7 +60,7 @@ def impossible(c, l):
         return str(refused)
 
 
-def meshes(c, cluster, seq_len):
+def meshes(c, cluster, seq_len, fused=False):
     """Every valid (dp, tp, cp, pp, ep). tp over more than two nodes and parts of a sequence below 1,024
     tokens are left out."""
     for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
@@ -68,7 +68,7 @@ def meshes(c, cluster, seq_len):
             for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
                 dp = cluster.gpus // tp // cp // pp
                 for ep in divisors(math.gcd(dp * cp, max(1, c.num_local_experts))):
-                    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len)
+                    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len, fused=fused)
                     if valid(c, l):
                         yield l
 
@@ -105,13 +105,13 @@ def fewest(schedule, pp):
     return pp if schedule == "zerobubble" else least(schedule, pp)
 
 
-def parse_config(text, c, cluster, seq_len, batch):
+def parse_config(text, c, cluster, seq_len, batch, fused=False):
     """One layout. What is not said: dp is what is left of the GPUs, the accumulation what the batch takes."""
     said = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         name = NAMES.get(name, name)
-        if name not in Layout._fields or name == "seq_len" or not value:
+        if name not in Layout._fields or name in ("seq_len", "fused") or not value:
             refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, v, mbs, acc, recompute take =value")
         choices = dict(schedule=SCHEDULES, recompute=RECOMPUTE, zero=tuple("0123")).get(name)
         if choices and value not in choices:
@@ -126,7 +126,7 @@ def parse_config(text, c, cluster, seq_len, batch):
     if dp * used != cluster.gpus:
         refuse(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
     said.setdefault("accumulation", max(1, round(batch / dp / said.get("micro_batch", 1))))
-    l = Layout(**said, seq_len=seq_len)
+    l = Layout(**said, seq_len=seq_len, fused=fused)
     if why := impossible(c, l):
         refuse(f"--config {text}: {why}")
     return l
@@ -219,8 +219,8 @@ def evaluate(c, l, cluster, constants):
 def timed(c, cluster, seq_len, batch, constants):
     """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
     worked out once."""
-    k = constants["time"]
-    for mesh in meshes(c, cluster, seq_len):
+    k, known = constants["time"], {}                      # of layers: the same whatever dp is
+    for mesh in meshes(c, cluster, seq_len, constants.get("fused", False)):
         if batch % mesh.dp:
             continue
         stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
@@ -231,7 +231,8 @@ def timed(c, cluster, seq_len, batch, constants):
             for size in micro_batches(batch // mesh.dp):
                 m = batch // mesh.dp // size
                 l = mesh._replace(recompute=recompute, micro_batch=size, accumulation=m)
-                times = speed.Times(c, l, cluster, k)
+                alike = l.tp, l.cp, l.ep, recompute, size
+                times = known[alike] = known.get(alike) or speed.Times(c, l, cluster, k)
                 for schedule, v, stages in ways:
                     if m < fewest(schedule, mesh.pp):
                         continue
@@ -265,6 +266,10 @@ class Search:
             one.memory = memory(self.c, l, self.slack)
         return True
 
+    def safest(self):
+        """The best of those that do nothing that no run did; or None."""
+        return self.first(lambda l: not trust.unmeasured(self.c._replace(num_local_experts=0), l))
+
     def first(self, wanted):
         """The best of those that fit and are wanted, or None."""
         return next((one for one in self.ordered if wanted(one.layout) and self.fits(one)), None)
@@ -290,13 +295,23 @@ def simplicity(l):
     return l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual
 
 
-def fewest_gpus(c, cluster, seq_len, slack):
+def fewest_gpus(c, cluster, seq_len, constants):
     """The smallest power of two on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
         few = cluster._replace(gpus=gpus)
-        for mesh in meshes(c, few, seq_len):
-            zero = 3 if mesh.dp * mesh.cp > 1 else 0
-            l = mesh._replace(zero=zero, recompute="full", accumulation=mesh.pp)
-            if fits_on_every_rank(c, l, few, slack):
-                return gpus
+        if any(fits_on_every_rank(c, l, few, constants["slack"]) for l in smallest(c, few, seq_len, constants)):
+            return gpus
     return math.inf
+
+
+def smallest(c, cluster, seq_len, constants):
+    """Of each mesh the layout that holds least: ZeRO-3, all recomputed, one sequence at a time."""
+    for mesh in meshes(c, cluster, seq_len, constants.get("fused", False)):
+        zero = 3 if mesh.dp * mesh.cp > 1 else 0
+        yield mesh._replace(zero=zero, recompute="full", accumulation=mesh.pp)
+
+
+def nearest(c, cluster, seq_len, constants):
+    """Where nothing fits, what comes nearest: (GiB that it holds, layout), or None."""
+    held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in smallest(c, cluster, seq_len, constants)]
+    return min(held, key=lambda one: one[0], default=None)

@@ -6,9 +6,10 @@ import math
 
 import costs
 import speed
+import trainers
 import trust
 from costs import Layout
-from models import PRESETS
+from models import PRESETS, Model
 from plan import RECOMPUTE, SCHEDULES, impossible
 from speed import GPUS, Cluster
 from trainer import refuse
@@ -18,40 +19,61 @@ KEYS = ("source", "model", "gpus", "gpu", "dp", "tp", "cp", "pp", "fsdp_stage", 
 PREDICTED = ("pred_tok_s_gpu", "pred_low", "pred_high", "pred_tflops", "pred_mem_gb", "pred_oom",
              "provenance", "assumed")
 NEEDED = ("gpus", "seq_len", "sequences_per_step")
-NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w")
+SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediate_size", layers="num_hidden_layers",
+             heads="num_attention_heads", kv_heads="num_key_value_heads", head_dim="head_dim")
+NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w", *SHAPE)
 MOST = 10**7                                              # of any of them
-CHOICES = dict(model=tuple(PRESETS), gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"),
-               schedule=("", *SCHEDULES), recompute=("", *RECOMPUTE), compile=("", "yes", "no"))
+CHOICES = dict(gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"), schedule=("", *SCHEDULES),
+               recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"), trainer=("", *trainers.TRAINERS))
 HBM = {("h100", 96): 2.4e12}                              # the H100 of 96 GB has HBM2e
-COMPILED = dict(elementwise_bytes=0.4, launch=0.5)        # by judgement: a chain of passes becomes one or two
-TRAINER = 0.10                                            # what another trainer may be off by, by judgement
 
 
-def predict(row, time=speed.TIME):
-    """The row's predictions, and the assumptions made. What that trainer holds nobody knows: no memory."""
+def predict(row, time=speed.USUAL):
+    """The row's predictions, and the assumptions made. What that trainer holds nobody knows: no memory. Of
+    micro-batches that a source leaves out the fastest is assumed: a team that publishes has looked for it."""
+    if row.get("micro_batch"):
+        return predict_one(row, time)
+    each, pp = int(row["sequences_per_step"]) // int(row["dp"] or 1), int(row["pp"] or 1)
+    if row.get("trainer") == "torchtitan" and pp > 1:     # its default
+        said = predict_one({**row, "micro_batch": str(max(1, each // pp)), "stages_per_rank": "2"}, time)
+        return said | dict(assumed="; ".join(["as many micro-batches as ranks of pp, 2 stages a rank", said["assumed"]]))
+    tried = [predict_one({**row, "micro_batch": str(size)}, time) for size in (1, 2, 4, 8) if each % size == 0]
+    best = max(enumerate(tried), key=lambda one: one[1]["pred_tok_s_gpu"])
+    return best[1] | dict(assumed="; ".join(filter(None, [f"micro_batch {2 ** best[0]}, the fastest", best[1]["assumed"]])))
+
+
+def predict_one(row, time):
     assumed = []
     c, l, cluster = run_of(row, assumed)
-    k = dict(time)
-    if row.get("compile") == "yes":
-        said = "compiled: {elementwise_bytes} of the bytes, {launch} of the launches"
-        assumed.append(said.format(**COMPILED))
-        k |= {name: k[name] * share for name, share in COMPILED.items()}
+    trainer, float8 = row.get("trainer") or "this", row.get("precision", "bfloat16") != "bfloat16"
+    k = trainers.overlay(trainer, row.get("compile") == "yes", float8, row.get("async_tp") == "yes", row["gpu"].lower(), time)
     again = None
-    if l.recompute == "selective" and "torchtitan" in row["source"]:
+    if row["recompute"] == "every second" or l.recompute == "selective" and trainer == "torchtitan":
         assumed.append("selective: every second product runs again")
         again = 0.5
-    times = speed.Times(c, l, cluster, k, gathers_again=False, again=again)
-    if row.get("precision", "bfloat16") != "bfloat16":
-        assumed.append(f"{row['precision']} predicted as bfloat16: a bound from below")
+    times = speed.Times(c, l, cluster, k, again=again)
     stages = costs.our_stages(c, Layout(pp=l.pp))
     step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len / step / l.gpus
-    off = [math.copysign(math.hypot(x, TRAINER), x) for x in trust.off_by(c, l, cluster)]
+    low, high = trust.interval(c, l, cluster, tokens, float8)
     return dict(
-        pred_tok_s_gpu=round(tokens, 1), pred_low=round(tokens * math.exp(off[0]), 1),
-        pred_high=round(tokens * math.exp(off[1]), 1),
+        pred_tok_s_gpu=round(tokens, 1), pred_low=round(low, 1), pred_high=round(high, 1),
         pred_tflops=round(tokens * costs.flops_per_token(c, l.seq_len, causal=True) / 1e12, 1),
-        pred_mem_gb="", pred_oom="", provenance=trust.provenance(c, l, cluster), assumed="; ".join(assumed))
+        pred_mem_gb="", pred_oom="", provenance=trust.provenance(c, l, cluster, trainer), assumed="; ".join(assumed))
+
+
+def of_a_simulated_run(run):
+    """A row of published_runs.csv, all of them ZeRO-3 alone, as one of published_speeds.csv."""
+    batch = int(run["gpus"]) * int(run["micro_batch"]) * int(run["accumulation"])
+    return dict(run, dp=run["gpus"], tp="", cp="", pp="", fsdp_stage="3", schedule="", sequences_per_step=str(batch),
+                power_w=run["watts"], precision="bfloat16", head_dim=str(int(run["hidden"]) // int(run["heads"])),
+                trainer="torchtitan" if "torchtitan" in run["source"] else "this", tflops_per_gpu="")
+
+
+def model_of(row):
+    if row["model"] in PRESETS:
+        return PRESETS[row["model"]]
+    return Model(**{field: int(row[name]) for name, field in SHAPE.items()})
 
 
 def run_of(row, assumed):
@@ -61,31 +83,34 @@ def run_of(row, assumed):
             return int(row[name])
         assumed.append(f"{name} {otherwise}")
         return otherwise
-    c, gpu = PRESETS[row["model"]], GPUS[row["gpu"].lower()]
+    c, gpu = model_of(row), GPUS[row["gpu"].lower()]
     memory = int(row.get("gpu_memory_gib") or gpu.memory)
     gpu = gpu._replace(memory=memory, hbm=HBM.get((row["gpu"].lower(), memory), gpu.hbm))
+    if row.get("hbm_tb_s"):
+        gpu = gpu._replace(hbm=float(row["hbm_tb_s"]) * 1e12)
+    network = float(row.get("network_gb_s") or 50) * 1e9
     watts = number("power_w", gpu.watts)
     if watts != gpu.watts:
         assumed.append(f"{watts} W: clocks as the cube root of the power")
-        gpu = speed.at_power(gpu, watts)
+        gpu = speed.gpus.at_power(gpu, watts)
     dp, tp, cp, pp = (int(row[name] or 1) for name in ("dp", "tp", "cp", "pp"))
     micro_batch, virtual = number("micro_batch", 1), 2
     if row["schedule"] == "interleaved":
-        virtual = number("stages_per_rank", -(-c.num_hidden_layers // pp))
+        virtual = number("stages_per_rank", min(4, -(-c.num_hidden_layers // pp)))
     # `fsdp` keeps what it gathered, and gradients until the last micro-batch: it sends what ZeRO-1 does
     zero = {"3": 3, "fsdp": 1, "2": 2, "1": 1}.get(row["fsdp_stage"], 0)
     accumulation = max(1, round(int(row["sequences_per_step"]) / dp / micro_batch))
     l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
                micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
-               recompute=row["recompute"] or "none")
-    return c, l, Cluster(int(row["gpus"]), gpu)
+               recompute=(row["recompute"] or "none").replace("every second", "selective"))
+    return c, l, Cluster(int(row["gpus"]), gpu, network)
 
 
 def measured(row):
     """Tokens per second and GPU, as published or out of its FLOPs, which count half of attention."""
     if row["tokens_per_s_per_gpu"]:
         return float(row["tokens_per_s_per_gpu"])
-    flops = costs.flops_per_token(PRESETS[row["model"]], int(row["seq_len"]), causal=True)
+    flops = costs.flops_per_token(model_of(row), int(row["seq_len"]), causal=True)
     return float(row["tflops_per_gpu"]) * 1e12 / flops
 
 
@@ -99,6 +124,8 @@ def check(row, where):
         left_out = value == "" and name not in NEEDED
         if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
             refuse(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
+    if row["model"] not in PRESETS and not all(row.get(name) for name in SHAPE):
+        refuse(f"{where}: model {row['model']!r} is not known, and {', '.join(SHAPE)} are not all given; known are {', '.join(PRESETS)}")
     c, l, _ = run_of(row, [])
     if l.gpus != int(row["gpus"]):
         refuse(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "

@@ -21,6 +21,7 @@ import speed
 import trust
 from plan import RECOMPUTE, SCHEDULES
 from speed import GPUS, KINDS, NETWORKS, Cluster
+from trainers import TRAINERS, constants_of
 from trainer import Refused, make, refuse, simulate
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +32,15 @@ PATIENCE = 10                                             # seconds that a brows
 SHOWN = 16                                                # ranks of a pipeline in the timeline
 KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "virtual", "micro_batch", "recompute")
 DEGREES = [2**i for i in range(9)]
+
+
+class Training(NamedTuple):
+    """How much is to be trained, and what breaks meanwhile."""
+    tokens: float = 0                                     # 0: it is not asked
+    price: float = 0                                      # of a GPU-hour
+    mtbf: float = 0                                       # hours between failures of the job
+    checkpoint: float = 60                                # seconds that one holds it up
+    restart: float = 600                                  # seconds until it goes on
 
 
 class Question(NamedTuple):
@@ -44,6 +54,7 @@ class Question(NamedTuple):
     constants: dict
     steps: int = 1000
     lr: float = 3e-4
+    training: Training = Training()
 
 
 # ---------------------------------------------------------------------- what the page shows
@@ -53,7 +64,7 @@ def answer(question, config=""):
     batch = plan.batch_near(question.sequences, question.cluster.gpus)
     one = found["best"][0] if found["best"] else None
     if config:
-        l = plan.parse_config(config, question.c, question.cluster, question.seq_len, batch)
+        l = plan.parse_config(config, question.c, question.cluster, question.seq_len, batch, question.constants["fused"])
         one = plan.evaluate(question.c, l, question.cluster, question.constants)
     said = dict(heading=found["heading"], timed=found["timed"], best=found["rows"], words=found["words"])
     return said | dict(layout=report(question, one) if one else None)
@@ -71,8 +82,10 @@ def recommendation(question, constants):
     batch = plan.batch_near(question.sequences, cluster.gpus)
     search = plan.Search(c, cluster, question.seq_len, batch, question.constants)
     best = search.best()
-    words = list(explain.why_the_first(c, best, search, cluster)) if best else []
+    words = [explain.nothing_fits(question)]
     if best:
+        words = [*explain.two_answers(question, search), *explain.wanted(question, best[0])]
+        words += explain.why_the_first(c, best, search, cluster)
         words += [f"The playbook, {line}" for line in explain.disagreements(c, best[0], search, cluster)]
     return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),
                 heading=list(explain.heading(question, batch)))
@@ -82,8 +95,8 @@ def row(question, one):
     c, cluster, l = question.c, question.cluster, one.layout
     return dict(config=config_of(l), name=explain.name_of(l), cells=explain.row_of(l), held=one.held,
                 step=one.step, tokens_per_s=one.tokens_per_s,
-                interval=trust.interval(c, l, cluster, one.tokens_per_s),
-                provenance=trust.provenance(c, l, cluster))
+                interval=explain.interval(question, one), known=explain.known_by(question, l),
+                provenance=trust.provenance(c, l, cluster, question.constants["trainer"]))
 
 
 def config_of(l):
@@ -178,11 +191,11 @@ def turned_to(question, l, knob, value, batch):
 # ---------------------------------------------------------------------- the page
 def page(question, shown, served):
     """One file. With served it asks for more, without it has all that it shows."""
-    state = dict(model=question.model, gpu=question.gpu, network=network_of(question.cluster.network),
+    state = dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"], network=network_of(question.cluster.network),
                  gpus=question.cluster.gpus, seq_len=question.seq_len,
                  tokens=round(question.sequences * question.seq_len))
     data = dict(state=state, served=served, models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS,
-                networks=list(NETWORKS), columns=explain.COLUMNS, **shown)
+                networks=list(NETWORKS), trainers=list(TRAINERS), columns=explain.COLUMNS, **shown)
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
 
@@ -246,8 +259,11 @@ def asked(question, state):
         refuse(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
     seq_len = number("seq_len", question.seq_len, 2**24)
     tokens = number("tokens", round(question.sequences * question.seq_len), 2**36)
+    trainer = choice("trainer", question.constants["trainer"], TRAINERS)
+    said = question.constants
+    constants = constants_of(said["base"], trainer, said["compiled"], said["float8"], gpu)
     return question._replace(model=model, c=c, gpu=gpu, cluster=cluster, seq_len=seq_len,
-                             sequences=tokens / seq_len)
+                             sequences=tokens / seq_len, constants=constants)
 
 
 def pasted(text):

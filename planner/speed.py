@@ -1,34 +1,23 @@
-"""How long a training step takes: physics of the hardware, with constants that were fitted to runs on H100.
+"""How long a training step takes. What a GPU and a link do is the simulator's (tools/simulate/gpus.py): a product by
+its tiles, attention, other kernels by their bytes, a collective by its links. Here stand only the sums of them.
 
-The runs are those of a production trainer, nanotron (tests/data); tools/bench/fit_plan.py fits, and prints
-the table TIME. What was seen of it alone, and is not expected of this trainer, is in nanotron.py.
+What another trainer, or your cluster, does otherwise is an overlay: a few factors on these sums. USUAL is none.
 """
 import math
+import sys
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
-from costs import BF16, FLOAT32, dense_layer, expert_layer, kv_parts, parameters, product_widths, repeated
+from costs import BF16, FLOAT32, dense_layer, expert_layer, keeps_last_products, kv_parts, parameters
 from trainer import bubble, make, simulate
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from simulate import gpus                                                           # noqa: E402
+from simulate.gpus import GPUS, Gpu, Kernel                                         # noqa: E402
 
-# ---------------------------------------------------------------------- hardware, from datasheets
-class Gpu(NamedTuple):
-    flops: float                     # bfloat16, dense, per second
-    hbm: float                       # bytes per second of its memory
-    memory: float                    # GiB
-    nvlink: float                    # bytes per second to other GPUs of the node, one direction
-    watts: float = 700
-    clock: float = 1.0               # of the datasheet's, if it may not take all its power
-
-
-GPUS = {"a100": Gpu(312e12, 2.0e12, 80, 300e9, 400), "h100": Gpu(989.5e12, 3.35e12, 80, 450e9),
-        "h200": Gpu(989.5e12, 4.8e12, 141, 450e9), "b200": Gpu(2250e12, 8.0e12, 180, 900e9, 1000)}
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU: 400 and 100 Gbit/s
-
-
-def at_power(gpu, watts):
-    """A GPU that may not take all its power: what it takes grows with the clock's third power."""
-    clock = (watts / gpu.watts) ** (1 / 3)
-    return gpu._replace(flops=gpu.flops * clock, clock=clock)
+USABLE = 70.5                     # GiB of an 80 GB GPU that runs were seen to use: memory is in pieces
 
 
 class Cluster(NamedTuple):
@@ -41,36 +30,37 @@ class Cluster(NamedTuple):
     def nodes(self):
         return -(-self.gpus // self.gpus_per_node)
 
+    def hardware(self, k=None):
+        """The simulator's, with what an overlay says of its links."""
+        if k is None:
+            return gpus.Cluster(self.gpu, self.gpus_per_node, self.network)
+        gpu = self.gpu._replace(nvlink=self.gpu.nvlink * k["nvlink"])
+        return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"])
 
-# ---------------------------------------------------------------------- what was fitted
-# By tools/bench/fit_plan.py, 641 runs. [P] physics: the datasheet's or a known number is near it. [F] fudge:
-# nobody knows why it is so large, or it stands for many small things. These runs cannot tell less efficient
-# products from longer passes over memory, nor network, congestion and overlap from one another.
-USABLE = 70.5                     # [F] GiB of an 80 GB GPU: memory is in pieces, and others hold some
-TIME = dict(
-    gemm_efficiency=0.558,        # [P] of the peak, what a large matrix product reaches
-    head_efficiency=0.757,        # [P] of the peak, the head's product, which is larger still
-    wave_tail=0.418,              # [P] waves of tiles lost per product: the last wave does not fill the GPU
-    elementwise_bytes=337.0,      # [F] per token and hidden, of norms, rotary, SwiGLU, residuals
-    loss_bytes=78.6,              # [P] per token and word of the vocabulary, by softmax in float32
-    launch=0.00444,               # [P] s per layer with tp: Python and launches, all directions; half without
-    nvlink_efficiency=0.943,      # [P] of the datasheet
-    pair_efficiency=0.609,        # [P] the same of two GPUs: NCCL has the switch help larger groups only
-    network_efficiency=0.811,     # [P] of the datasheet, between two nodes
-    congestion=0.17,              # [F] a ring takes so much longer with each doubling of its nodes beyond two
-    hop=5.73e-5,                  # [P] s, the latency of a step of a tp ring that leaves the node
-    fill_launch=0.365,            # [F] share of launch that is left while a pipeline fills and empties
-    overlap=0.451,                # [P] of the last micro-batch: sums of gradients hide behind it
-    gather_hop=6.27e-6,           # [P] s per rank and gather or reduction of ZeRO: its latency
-    optimizer_bytes=91.6,         # [F] per parameter that a rank updates, read and written; 40 would do
-    step=0.063)                   # [F] s per step, whatever it is
-ATTENTION_EFFICIENCY = 0.45       # of the peak: flash attention, forward and backward
-ACCUMULATE_BYTES = 10             # per parameter and micro-batch: a bfloat16 gradient added to a float32 sum
-TILE = 132 * 128 * 256            # numbers that all multiprocessors of an H100 make at a time
 
+# ---------------------------------------------------------------------- overlays
+USUAL = dict(
+    product=1.0, head=1.0,        # seconds of products, over the simulator's: of a layer, of the head
+    shape=1.0,                    # of what a product loses to its tiles
+    attention=1.0,                # seconds of attention
+    memory=1.0, loss=1.0,         # bytes of all other kernels of a layer, and of the loss
+    optimizer=1.0,                # bytes of the update
+    launch=0.0,                   # s of the host for a layer with tp, and half of that without; 0: the simulator's
+    fill_launch=1.0,              # share of it that is left while a pipeline fills and empties
+    nvlink=1.0, pair=1.0,         # speed of NVLink; of a ring of two, over that
+    network=1.0, congestion=0.0,  # of a network card; a ring takes so much longer by each doubling of nodes
+    hop=0.0,                      # s, latency of a step of a tp ring that leaves the node, beyond the simulator's
+    gather_hop=0.0,               # s, the same of ZeRO, for each rank
+    tp_shown=1.0,                 # share of tp's collectives that is waited for
+    pp_shown=1.0,                 # and of the messages between stages
+    overlap=1.0,                  # of the last micro-batch: sums of gradients hide behind it
+    taken=gpus.TAKEN,             # of the speed of kernels, what a hidden collective takes
+    gathers_again=1.0,            # what tp gathers is not kept, and gathered again for W; 0: it is kept
+    waits=1.0,                    # ZeRO-1 waits for each reduction but the last inside backward; 0: after it
+    step=0.0)                     # s per step, whatever it is
 NOTHING = (0.0, 0.0, 0.0)
 
-# What a step is spent on. The first five are work, by what bounds it; then what is waited for.
+# What a step is spent on. The first six are work, by what bounds it; then what is waited for.
 KINDS = dict(
     products="matrix products that the model needs, at the datasheet's peak",
     kernels="what a large matrix product loses to that peak",
@@ -80,12 +70,12 @@ KINDS = dict(
     imbalance="ranks of pp with less to do wait for the one with most",
     bubble="the pipeline fills and empties", tp="tp's collectives",
     cp="what attention does not hide of cp's ring", ep="tokens to their experts and back",
-    pp="messages between stages", dp="what backward does not hide of dp and ZeRO", optimizer="the update",
-    other="what every step takes")
+    pp="messages between stages", dp="what backward does not hide of dp and ZeRO, and takes from it",
+    optimizer="the update", other="what every step takes")
 
 
 # ---------------------------------------------------------------------- a training step
-def step_seconds(c, l, cluster, stages, k=TIME, times=None):
+def step_seconds(c, l, cluster, stages, k=USUAL, times=None):
     """A training step on the average rank, by what it is spent on. times: of a layer and of the head, where
     they are known."""
     of_pipeline = of_micro_batches(c, l, cluster, stages, k, times or Times(c, l, cluster, k))
@@ -94,25 +84,29 @@ def step_seconds(c, l, cluster, stages, k=TIME, times=None):
 
 class Times:
     """What a layer and the head take, {kind: (F, I, W)}: the same for every schedule and ZeRO stage.
-    gathers_again: this trainer does not keep the inputs that tp gathers, and gathers them again for W."""
-    def __init__(self, c, l, cluster, k, gathers_again=True, again=None):
-        self.layer, self.head = layer_times(c, l, cluster, k, gathers_again), head_times(c, l, cluster, k)
-        if again:                                         # what another trainer computes twice, as a share
-            kinds = ("products", "kernels", "shape")
+    again: what another trainer computes twice, as a share of forward's products."""
+    def __init__(self, c, l, cluster, k, again=None):
+        raw = layer_work(c, cluster.hardware(), *shape_of(l))
+        self.layer, self.head = layer_times(c, l, cluster, k, raw), head_times(c, l, cluster, k)
+        kinds = ("products", "kernels", "shape")
+        self.layer["tp"] = tp_times(c, l, cluster, k, raw) if l.tp > 1 else NOTHING
+        if again:
             self.layer["recompute"] = 0.0, again * sum(self.layer[kind][0] for kind in kinds), 0.0
         self.of_layer, self.of_head = (sum(map(sum, part.values())) for part in (self.layer, self.head))
+        ends = BF16 * 6 * c.vocab_size * c.hidden_size / l.tp     # its gradient is made, and added up
+        self.embedding, = moved([ends], cluster, k["memory"])
         self.F, self.I, self.W = map(sum, zip(*self.layer.values()))
+        self.launches = gpus.ISSUE * (sum(raw.count) + (l.recompute != "none") * raw.count[0])
 
 
 def of_micro_batches(c, l, cluster, stages, k, times):
     """All that happens before gradients are summed over dp; and how long that sum can hide: after every
     micro-batch, and after the last."""
-    launch = launch_seconds(l, k)
+    launch = launch_seconds(l, k) or times.launches
     seconds, *windows = pipeline_seconds(c, l, stages, k, times, [stage.layers * launch for stage in stages])
-    if l.pp > 1:                                          # 1F1B waits for a message there and back
-        messages = 2 * l.accumulation * l.stages_per_rank
-        to_next, _ = link(cluster, k, 2, l.dp * l.cp * l.tp)
-        seconds["pp"] = messages * BF16 * l.tokens * c.hidden_size / l.tp / to_next
+    if l.pp > 1:                                          # a micro-batch waits for a message there and back
+        once, sent = send(cluster, k, BF16 * l.tokens * c.hidden_size / l.tp, 2, l.dp * l.cp * l.tp)
+        seconds["pp"] = k["pp_shown"] * 2 * (l.accumulation + l.pp - 1) * l.stages_per_rank * (once + sent)
     return seconds, windows
 
 
@@ -130,12 +124,14 @@ def pipeline_seconds(c, l, stages, k, times, host):
     works on a micro-batch; and for how long its gradients become ready at the end. host: what Python takes
     of each rank's micro-batch."""
     m = l.accumulation
-    gpu = [stage.layers * times.of_layer + stage.head * times.of_head for stage in stages]
+    gpu = [stage.layers * times.of_layer + stage.head * times.of_head + stage.embedding * times.embedding
+           for stage in stages]
     busy = [soft_max(works, python) for works, python in zip(gpu, host)]           # at the same time
     mean = sum(busy) / l.pp
     seconds = {kind: m * c.num_hidden_layers / l.pp * sum(parts) for kind, parts in times.layer.items()}
     for kind, parts in times.head.items():
         seconds[kind] += m / l.pp * sum(parts)
+    seconds["memory"] += m / l.pp * times.embedding
     seconds["launch"] = m * (mean - sum(gpu) / l.pp)
     seconds["imbalance"] = m * (max(busy) - mean)
     if l.pp == 1:
@@ -166,151 +162,235 @@ def idle_share(l, F, I, W):
     return idle / ((p - 1) * (F + I + W))
 
 
-# ---------------------------------------------------------------------- a layer, and the head
-def layer_times(c, l, cluster, k, gathers_again):
+# ---------------------------------------------------------------------- a layer's kernels
+class Work(NamedTuple):
+    """Of a layer, or of the head, and a micro-batch, each for (F, I, W): seconds of its products, and what they
+    would take at the peak; of attention; bytes of all other kernels; how many kernels there are."""
+    products: tuple
+    ideal: tuple
+    attention: tuple
+    bytes: tuple
+    count: tuple
+
+
+def shape_of(l):
+    return l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep
+
+
+def multiplied(hardware, shapes):
+    """Seconds of products, and at the peak. shapes: how many, each one's rows, inner and columns. Forward makes
+    [rows, columns], I [rows, inner] and W [inner, columns], all with 2 FLOPs per row and weight."""
+    seconds, ideal = [0.0] * 3, 0.0
+    for many, rows, inner, columns in shapes:
+        flops = 2 * many * rows * inner * columns
+        ideal += flops / hardware.gpu.peak("bfloat16")
+        moved = BF16 * many * (rows * inner + inner * columns + rows * columns)
+        of = (rows, columns, inner), (rows, inner, columns), (columns, inner, rows)
+        for part, shape in enumerate(of):
+            whole = (many, *(math.ceil(size) for size in shape))
+            seconds[part] += hardware.kernel(Kernel("mm", "product", "bfloat16", flops, moved, whole))
+    return tuple(seconds), (ideal,) * 3
+
+
+@lru_cache(maxsize=4096)
+def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
+    """What a layer's kernels read and write was counted in a recording (tools/simulate)."""
+    h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
+    i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok)
+    shapes = [(1, t, h, q), (1, t, h, kv), (1, t, h, kv), (1, t, q, h)]
+    mlp, many = [(1, t)], 3
+    if c.num_local_experts:
+        mine = c.num_local_experts // ep
+        mlp = [(mine, max(1, t * chosen / mine))]
+        shapes.append((1, t, h, c.num_local_experts))
+    shapes += [(*rows, h, i) for rows in mlp] * 2 + [(*rows, i, h) for rows in mlp]
+    seconds, ideal = multiplied(hardware, shapes)
+    scores = [products * t * q * seq_len for products in (2, 5)]                   # causal: half of them
+    names = "attention", "attention backward"
+    attention = [hardware.kernel(Kernel(name, "attention", "bfloat16", flops, 0)) for name, flops in zip(names, scores)]
+    copies = tp > 1 and micro_batch > 1                   # of what is gathered, put in order
+    forward = 20 * h / tp + 36 * (q + kv) + 10 * i * chosen + 16 * h * copies
+    backward = 24 * h / tp + 46 * (q + kv) + 18 * i * chosen + (26 if tp > 1 else 18) * h + 24 * h * copies
+    count = [28 + 4 * copies, 36 + 8 * copies, 14]
+    weights = h * (2 * q + 2 * kv)
+    sums = 10 * weights                                   # a bfloat16 gradient added to a float32 sum
+    if c.num_local_experts:                               # rows to their experts, there and back
+        far = ep > 1
+        forward += (14 * chosen + 2 + 8 * chosen * far) * h
+        backward += (12 + 23 * chosen + 16 * chosen * far) * h
+        sums += 14 * mine * many * h * i
+        count = [count[0] + 30 + 12 * far, count[1] + 22 + 4 * far, count[2]]
+    else:
+        sums += 10 * many * h * i
+    if cp > 1:                                            # a block's output merged into the others', its gradients added
+        forward, backward = forward + 20 * q * cp, backward + 27 * q * cp
+        count = [count[0] + 14 * (cp - 1), count[1] + 11 * (cp - 1), count[2]]
+    return Work(seconds, ideal, (*attention, 0.0), (t * forward, t * backward, sums), tuple(count))
+
+
+def kv_width(c, tp):
+    return c.num_key_value_heads * c.head_dim / min(tp, c.num_key_value_heads)
+
+
+def layer_times(c, l, cluster, k, raw):
     """{kind: (F, I, W)}, the seconds of a layer and micro-batch."""
-    t, h, gpu = l.tokens, c.hidden_size, cluster.gpu
-    shapes = [(t, inner, columns) for inner, columns in products(c, l)]
-    times = matrix_products(gpu, k, shapes, "gemm_efficiency")
-    scores = attention_seconds(c, l, gpu)
-    times["attention"] = 2 / 7 * scores, 5 / 7 * scores, 0.0
-    held = dense_layer(c, l) + bool(c.num_local_experts) * expert_layer(c, l)
-    passes = t * k["elementwise_bytes"] * h / l.tp / gpu.hbm
-    times["memory"] = passes / 3, 2 / 3 * passes, ACCUMULATE_BYTES * held / gpu.hbm
-    times["recompute"] = 0.0, forward_again(c, l, times, passes), 0.0
-    times["tp"] = tp_times(c, l, cluster, k, gathers_again) if l.tp > 1 else NOTHING
-    times["cp"] = cp_times(c, l, cluster, k, scores) if l.cp > 1 else NOTHING
+    times = split_products(raw, cluster, k, "product")
+    times["attention"] = tuple(k["attention"] * s for s in raw.attention)
+    times["memory"] = moved(raw.bytes, cluster, k["memory"])
+    times["recompute"] = 0.0, forward_again(c, l, times), 0.0
+    times["cp"] = cp_times(c, l, cluster, k, times["attention"]) if l.cp > 1 else NOTHING
     times["ep"] = ep_times(c, l, cluster, k) if l.ep > 1 else NOTHING
     return times
 
 
+def split_products(raw, cluster, k, which):
+    """At the peak; what a large one loses to it; what these lose to large ones."""
+    large = k[which] / cluster.gpu.product
+    lost = tuple(k[which] * k["shape"] * max(0.0, s - ideal / cluster.gpu.product)
+                 for s, ideal in zip(raw.products, raw.ideal))
+    return dict(products=raw.ideal, kernels=tuple(ideal * (large - 1) for ideal in raw.ideal), shape=lost)
+
+
+def moved(bytes, cluster, share):
+    return tuple(share * one / (cluster.gpu.hbm * gpus.MEMORY) for one in bytes)
+
+
+@lru_cache(maxsize=4096)
+def head_work(c, hardware, t, tp):
+    """loss.py works in chunks: each adds to the gradient of the head."""
+    h, words = c.hidden_size, c.vocab_size / tp
+    rows = max(1, int(2**27 // words))
+    chunks = math.ceil(t / min(t, rows - rows % 128 if rows > 128 else rows))
+    seconds, ideal = multiplied(hardware, [(1, t, h, words)])
+    softmax = (28 if tp == 1 else 52) * t * words
+    return Work(seconds, ideal, NOTHING, (0.0, softmax, (28 + 10 * chunks) * words * h), NOTHING)
+
+
 def head_times(c, l, cluster, k):
-    """The same of the head and the loss."""
-    t, words = l.tokens, c.vocab_size / l.tp
-    times = matrix_products(cluster.gpu, k, [(t, c.hidden_size, words)], "head_efficiency")
-    softmax = t * words * k["loss_bytes"] / cluster.gpu.hbm
-    accumulate = ACCUMULATE_BYTES * words * c.hidden_size / cluster.gpu.hbm
-    return {**times, "memory": (softmax / 2, softmax / 2, accumulate)}
+    """The same of the head and the loss. A pipeline has them in backward."""
+    raw = head_work(c, cluster.hardware(), l.tokens, l.tp)
+    return split_products(raw, cluster, k, "head") | dict(memory=moved(raw.bytes, cluster, k["loss"]))
 
 
-def products(c, l):
-    """(inner, columns) of a layer's matrix products on a rank: q, k, v; their output; gate and up; down."""
-    q, kv = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
-    h, i = c.hidden_size, c.intermediate_size * max(1, c.num_experts_per_tok)
-    return [(h, q / l.tp + kv / kv_parts(c, l)), (q / l.tp, h), (h, 2 * i / l.tp), (i / l.tp, h)]
-
-
-def matrix_products(gpu, k, shapes, efficiency):
-    """Forward makes [rows, columns], I [rows, inner] and W [inner, columns], all with 2 FLOPs per row and
-    weight. The last wave of tiles fills the GPU in part."""
-    ideal, tail = 0.0, [0.0, 0.0, 0.0]
-    for rows, inner, columns in shapes:
-        seconds = 2 * rows * inner * columns / gpu.flops
-        ideal += seconds
-        for part, made in enumerate((rows * columns, rows * inner, inner * columns)):
-            tail[part] += seconds / k[efficiency] * k["wave_tail"] * TILE / made
-    lost = ideal * (1 / k[efficiency] - 1)
-    return dict(products=(ideal,) * 3, kernels=(lost,) * 3, shape=tuple(tail))
-
-
-def attention_seconds(c, l, gpu):
-    """Forward and backward: 2 products of [seq, seq] and 5, of which the causal mask leaves half. Flash
-    attention has kernels for heads of 64 and of 128."""
-    padded = -(-c.head_dim // 64) * 64
-    scores = 6 * l.tokens * l.seq_len * c.num_attention_heads * padded / l.tp
-    return scores / (gpu.flops * ATTENTION_EFFICIENCY)
-
-
-def forward_again(c, l, times, passes):
-    if l.recompute == "full":
-        return sum(times[kind][0] for kind in ("products", "kernels", "shape", "attention", "memory"))
+def forward_again(c, l, times):
+    kinds = ("products", "kernels", "shape")
+    i, q = 3 * c.intermediate_size * max(1, c.num_experts_per_tok), c.num_attention_heads * c.head_dim
+    down, out = i / 3, q
+    whole = i + 2 * q + 2 * c.num_key_value_heads * c.head_dim
     if l.recompute == "none":
         return 0.0
-    of_all = repeated(c, l) / sum(product_widths(c, l))   # products that tp made too short to keep
-    return 0.25 * passes + of_all * sum(times[kind][0] for kind in ("products", "kernels", "shape"))
+    of_products = sum(times[kind][0] for kind in kinds)
+    if l.recompute == "full":                             # all but the last product, whose output nobody needs
+        return (1 - down / whole) * of_products + times["attention"][0] + times["memory"][0]
+    keeps_out, keeps_down = keeps_last_products(c, l)     # products that tp made too short to keep
+    return out * (not keeps_out) / whole * of_products + times["memory"][0]
 
 
-def tp_times(c, l, cluster, k, gathers_again):
-    """Halves of an all-reduce: into and out of two regions, forward and backward."""
-    speed, nodes = link(cluster, k, l.tp, 1)
-    half = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp / speed
-    if nodes > 1:
-        half += (l.tp - 1) * k["hop"]
-    again = 3 * (l.recompute != "none")
-    once_more = gathers_again * (1 if c.num_local_experts else 2)
-    return 4 * half, (4 + again) * half, once_more * half
+# ---------------------------------------------------------------------- what travels
+def send(cluster, k, wire, ranks, stride, what="send"):
+    """(latency, seconds) of a collective or message of ranks that are so far apart."""
+    neighbours, nodes = span(cluster, ranks, stride)
+    once, seconds, _ = cluster.hardware(k).travel(what, wire, ranks, math.ceil(nodes), neighbours)
+    return once, seconds / (k["pair"] if ranks == 2 and nodes == 1 else 1)
 
 
-def cp_times(c, l, cluster, k, scores):
-    """A hop of the ring is hidden behind attention with one block. It is a message of one GPU to the next, by
-    one network card."""
-    speed, nodes = link(cluster, k, l.cp, l.tp)
-    speed = speed if nodes == 1 else min(speed, cluster.network * k["network_efficiency"])
-    kv = 2 * l.tokens * c.num_key_value_heads * c.head_dim / kv_parts(c, l) * (l.cp - 1) / speed
-    forward = exposed(BF16 * kv, 2 / 7 * scores)
-    again = forward if l.recompute != "none" else 0.0
-    return forward, again + exposed((BF16 + FLOAT32) * kv, 5 / 7 * scores), 0.0
+def span(cluster, ranks, stride):
+    """How many of these ranks are in a node, and how many nodes they span. Each GPU has a network card; a ring has
+    those of its GPUs in the node where it has fewest."""
+    node = min(cluster.gpus_per_node, cluster.gpus)
+    neighbours = max(1, math.gcd(ranks * stride, node) // stride)
+    return (ranks, 1) if ranks <= neighbours else (neighbours, ranks / neighbours)
+
+
+def under(seconds, work, k):
+    """What is waited for of a transfer behind work, and what it takes from that work."""
+    return exposed(seconds, work) + k["taken"] * min(seconds, work)
+
+
+def tp_times(c, l, cluster, k, raw):
+    """Halves of an all-reduce, into and out of two regions. Backward, this trainer reduces behind W, and gathers
+    the input again behind I."""
+    wire = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp
+    once, seconds = send(cluster, k, wire, l.tp, 1, "all_gather")
+    half = once + seconds + (l.tp - 1) * k["hop"] * (span(cluster, l.tp, 1)[1] > 1)
+    again = 3 * half * (l.recompute != "none")
+    half, again = k["tp_shown"] * half, k["tp_shown"] * again
+    if not k["gathers_again"]:
+        return 4 * half, 4 * half + again, 0.0
+    q, mlp = c.num_attention_heads * c.head_dim, 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
+    whole = 2 * q + 2 * c.num_key_value_heads * c.head_dim + mlp
+    attention, regions = (whole - mlp - q) / whole, [2 / 3 * mlp / whole] * (not c.num_local_experts)
+    hidden = [under(half, share * raw.products[part], k) for share in [attention, *regions] for part in (1, 2)]
+    plain = 2 if c.num_local_experts else 0               # experts gather nothing again, and their reduction is waited for
+    return 4 * half, 2 * half + again + sum(hidden) + plain / 2 * half, 0.0
+
+
+def cp_times(c, l, cluster, k, attention):
+    """A hop of the ring is hidden behind attention with one block; the last one home is not."""
+    kv = 2 * l.tokens * kv_width(c, l.tp)
+    hops, forward, backward = l.cp - 1, attention[0] / l.cp, attention[1] / l.cp
+    once, seconds = send(cluster, k, BF16 * kv, l.cp, l.tp)
+    there = hops * exposed(once + seconds, forward)
+    both = once + (1 + FLOAT32 / BF16) * seconds
+    again = there if l.recompute == "full" else 0.0
+    return there, again + hops * exposed(both, backward) + once + FLOAT32 / BF16 * seconds, 0.0
 
 
 def ep_times(c, l, cluster, k):
-    """Tokens to their experts and back. Nothing hides it."""
-    speed, nodes = link(cluster, k, l.ep, l.tp)
-    speed = speed if nodes == 1 else min(speed, cluster.network * k["network_efficiency"])
+    """Tokens to their experts and back, and before it how many. Nothing hides it."""
     rows = l.tokens * max(1, c.num_experts_per_tok) * c.hidden_size
-    there_and_back = 2 * BF16 * rows * (l.ep - 1) / l.ep / speed
-    return there_and_back, there_and_back * (1 if l.recompute == "none" else 2), 0.0
+    once, seconds = send(cluster, k, BF16 * rows * (l.ep - 1) / l.ep, l.ep, l.tp, "all_to_all")
+    return 3 * once + 2 * seconds, (2 * once + 2 * seconds) * (1 if l.recompute == "none" else 2), 0.0
 
 
 # ---------------------------------------------------------------------- once a step
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     """Gradients are reduced behind backward: of `each` micro-batch, or of the `last`; what ZeRO gathers; the
-    update. Experts are reduced among those ranks that have the same."""
+    update. Experts are reduced among those ranks that have the same. What lengthens the last backward does so on
+    every rank of pp in turn: each waits for the next one's."""
     ranks = l.dp * l.cp
     experts = stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
     others = parameters(c, l, stage) - experts
     parts = [(others, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]   # held by how many, how far apart
     updated = sum(held / (copies if l.zero else 1) for held, copies, _ in parts)
-    seconds = dict(dp=0.0, optimizer=updated * k["optimizer_bytes"] / cluster.gpu.hbm, other=k["step"])
+    seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0], other=k["step"])
     if ranks == 1:
         return seconds
     byte = sum(ring_seconds(cluster, k, held, copies, stride) for held, copies, stride in parts)
-    reduce = FLOAT32 * byte * (1 if l.zero else 2)
-    latency = k["gather_hop"] * ranks * (stage.layers + 2)                       # of a ring through all units
-    if l.zero < 2:                                        # an all-reduce is two halves, each with its latency
-        seconds["dp"] += exposed(reduce + latency * (1 if l.zero else 2), k["overlap"] * last)
-    if l.zero == 2:                                       # after every micro-batch
-        seconds["dp"] += l.accumulation * exposed(reduce + latency, k["overlap"] * each)
-    if l.zero in (1, 2):                               # the new weights, unit by unit behind the next forward
-        seconds["dp"] += exposed(BF16 * byte + latency, k["overlap"] * last / 2)
-    if l.zero == 3:                # gathered behind forward; again, and reduced, behind backward
-        gather, reduce = BF16 * byte + latency, reduce + latency
-        again = gather if l.pp == 1 else 0.0              # in a pipeline weights stay from first to last
-        seconds["dp"] += (1 if l.pp > 1 else l.accumulation) * exposed(gather, k["overlap"] * last / 2)
-        seconds["dp"] += l.accumulation * exposed(again + reduce, k["overlap"] * each)
+    end = stage.embedding * ring_seconds(cluster, k, c.vocab_size * c.hidden_size / l.tp, ranks, l.tp)
+    layer = max(0.0, byte - end * (1 + stage.head)) / max(1, stage.layers)
+    last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing is left to hide them
+    units = stage.layers + stage.embedding + stage.head
+    latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
+    waits = l.zero == 1 and k["waits"] > 0                # then what later stages of the rank do hides nothing
+    window, forward, m = k["overlap"] * (each if waits else last) * 2 / 3, k["overlap"] * last / 3, l.accumulation
+    sums = {0: 0, 1: 4, 2: m * (4 + 12 / ranks), 3: m * (4 + 12 / ranks)}[l.zero]   # bytes: zeroed, slices added up
+    seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
+    if l.zero < 2:                                        # an all-reduce is two halves
+        halves = FLOAT32 * (1 if l.zero else 2)
+        behind = halves * (byte - last_units) + latency
+        taken = k["taken"] * min(behind, window)
+        chain = l.pp - 1 if waits else 0
+        seconds["dp"] += l.pp * taken + (1 + chain) * exposed(behind, window) + halves * last_units
+    else:                                                 # after every micro-batch, with ZeRO-3's second gather
+        again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
+        hidden = again + FLOAT32 * (byte - last_units / m) + latency
+        seconds["dp"] += (m + l.pp - 1) * under(hidden, k["overlap"] * each * 2 / 3, k) + FLOAT32 * last_units
+    if l.zero:                     # the new weights, unit by unit behind forward: in a pipeline, or without ZeRO-3, once
+        times = m if l.zero == 3 and l.pp == 1 else 1
+        seconds["dp"] += times * (under(BF16 * (byte - last_units) + latency, forward, k) + BF16 * last_units)
     return seconds
 
 
-# ---------------------------------------------------------------------- the network, and what hides what
-def link(cluster, k, ranks, stride):
-    """Bytes per second of a ring over ranks that are so far apart, and how many nodes it spans. Each GPU has
-    a network card; a ring has those of its GPUs in the node where it has fewest."""
-    node = min(cluster.gpus_per_node, cluster.gpus)
-    neighbours = max(1, math.gcd(ranks * stride, node) // stride)
-    inside = cluster.gpu.nvlink * k["pair_efficiency" if ranks == 2 else "nvlink_efficiency"]
-    if ranks <= neighbours:
-        return inside, 1
-    return min(inside, neighbours * cluster.network * k["network_efficiency"]), ranks / neighbours
-
-
 def ring_seconds(cluster, k, held, ranks, stride):
-    """One byte of each parameter held, once round the ranks that have it. A ring over more nodes meets more
-    switches, and others on them: it was seen to slow with the logarithm of the nodes that it spans."""
-    speed, nodes = link(cluster, k, ranks, stride)
-    slower = 1 + k["congestion"] * max(0, math.log2(nodes / 2))
-    return held * (ranks - 1) / ranks / speed * slower
+    """One byte of each parameter held, once round the ranks that have it; of none the latency alone. A ring over more
+    nodes meets more switches, and others on them: it was seen to slow with the logarithm of the nodes that it spans."""
+    once, seconds = send(cluster, k, held * (ranks - 1) / ranks, ranks, stride, "all_gather")
+    slower = 1 + k["congestion"] * max(0, math.log2(span(cluster, ranks, stride)[1] / 2))
+    return seconds * slower if held else once
 
 
-def soft_max(a, b, sharpness=5):
+def soft_max(a, b, sharpness=8):
     """The larger of two times that overlap, and a bit more where they are alike."""
     top = max(a, b)
     return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1 / sharpness) if top else 0.0
@@ -318,6 +398,6 @@ def soft_max(a, b, sharpness=5):
 
 def exposed(seconds, hidden):
     """What is left of a transfer behind work, smoothly: a network is not that punctual."""
-    width = 0.15 * seconds + 1e-6
+    width = 0.05 * seconds + 1e-6
     x = (seconds - hidden) / width
     return width * math.log1p(math.exp(x)) if x < 50 else seconds - hidden

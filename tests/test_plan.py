@@ -38,7 +38,7 @@ from steps import copy_repository
 from steps import run as steps_run
 
 TINY, MOE = models.PRESETS["tiny"], models.PRESETS["tiny-moe"]
-CONSTANTS = dict(time=speed.TIME, slack=1.0)
+CONSTANTS = dict(time=speed.USUAL, slack=1.0)
 
 
 def run(*flags):
@@ -46,9 +46,11 @@ def run(*flags):
 
 
 # ------------------------------------------------------------------------------------------- a folder of its own
-def test_it_runs_without_torch_wherever_it_is_copied_to_with_its_step(tmp_path):
+def test_it_runs_without_torch_wherever_it_is_copied_to_with_what_it_needs(tmp_path):
     for folder in (STEP, PLANNER):
         shutil.copytree(folder, tmp_path / "copy" / folder.name, ignore=shutil.ignore_patterns("__pycache__", "figures"))
+    (tmp_path / "copy/tools/simulate").mkdir(parents=True)
+    shutil.copy(ROOT / "tools/simulate/gpus.py", tmp_path / "copy/tools/simulate")
     for words in (["--config", "tp=2"], ["--html", "plan.html", "--config", "tp=2"]):
         command = [sys.executable, "-X", "importtime", "copy/planner", *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -75,12 +77,12 @@ def rows():
 
 @pytest.fixture(scope="module")
 def fitted(rows):
-    return fit_plan.fit_all(rows, start=(nanotron.TIME, nanotron.MEMORY))
+    return fit_plan.fit_all(rows, start=(nanotron.OWN_TIME, nanotron.MEMORY))
 
 
 def test_the_constants_are_those_that_the_fit_gives(fitted):
     assert fitted[2] == pytest.approx(speed.USABLE, rel=0.05)
-    for known, found in zip((nanotron.TIME, nanotron.MEMORY), fitted):
+    for known, found in zip((nanotron.OWN_TIME, nanotron.MEMORY), fitted):
         assert set(known) == set(found)
         assert {name: found[name] / known[name] for name in known} == pytest.approx(dict.fromkeys(known, 1.0), rel=0.05)
 
@@ -298,17 +300,14 @@ def test_flops_follow_the_rule_of_six():
 
 def test_experts_are_reduced_among_their_copies():
     """With dp 64 and ep 8 every eighth rank has the same experts: their rings leave the node with one network card each."""
-    c, cluster, k = models.PRESETS["mixtral-8x7b"], speed.Cluster(64), speed.TIME
-    l = Layout(dp=64, ep=8)
+    cluster, k = speed.Cluster(64), speed.USUAL
+    network, nvlink = cluster.network * speed.gpus.NETWORK, cluster.gpu.nvlink * speed.gpus.NVLINK
+    assert speed.ring_seconds(cluster, k, 1e9, 8, 8) == pytest.approx(1e9 * 7 / 8 / network)
+    assert speed.ring_seconds(cluster, k, 1e9, 64, 1) == pytest.approx(1e9 * 63 / 64 / min(8 * network, nvlink))
+    c, l = models.PRESETS["mixtral-8x7b"], Layout(dp=64, ep=8)
     stage = costs.our_stages(c, l)[0]
-    experts = stage.layers * costs.expert_layer(c, l)
-    others = costs.parameters(c, l, stage) - experts
-    assert experts == 32 * 3 * 4096 * 14336 and abs(experts + others - 7.24e9) < 1e8
-    slower = 1 + k["congestion"] * 2                      # each of these rings spans 8 nodes: two doublings beyond two
-    nvlink = cluster.gpu.nvlink * k["nvlink_efficiency"]
-    eight_cards, one_card = (min(cards * cluster.network * k["network_efficiency"], nvlink) / slower for cards in (8, 1))
-    expected = 4 * 2 * (others * 63 / 64 / eight_cards + experts * 7 / 8 / one_card) + 2 * k["gather_hop"] * 64 * 34
-    assert speed.data_parallel_seconds(c, l, cluster, stage, k, 0, 0)["dp"] == pytest.approx(expected, rel=2e-3)
+    near, far = (speed.data_parallel_seconds(c, l._replace(ep=ep), cluster, stage, k, 0, 0)["dp"] for ep in (1, 8))
+    assert far == pytest.approx(near, rel=0.25)           # an eighth of the experts, at an eighth of the speed
 
 
 # ------------------------------------------------------------------------------------------- the search
@@ -385,7 +384,7 @@ def test_the_bubble_is_the_simulators():
         m = max(schedules.least(schedule, p), draw.choice([1, 2, p - 1, p, 2 * p + 1, 4 * p]))
         l = Layout(pp=p, tp=draw.choice([1, 8]), schedule=schedule, accumulation=m, seq_len=draw.choice([2048, 8192, 131072]),
                    recompute=draw.choice(plan.RECOMPUTE), virtual=draw.choice([2, 3, 5]))
-        times = speed.Times(c, l, speed.Cluster(8 * p), speed.TIME)
+        times = speed.Times(c, l, speed.Cluster(8 * p), speed.USUAL)
         F, I, W = (of / l.stages_per_rank for of in (times.F, times.I, times.W))
         events = schedules.simulate(schedules.make(schedule, p, m, l.stages_per_rank), F, I, W)
         whole = max(event.end for event in events)
@@ -398,29 +397,33 @@ def test_the_bubble_is_the_simulators():
 def test_a_stages_times_are_its_shape():
     """W has no attention, forward two sevenths of it; full recomputation is a forward pass more."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(8)
-    plain, again = (speed.Times(c, Layout(recompute=mode), cluster, speed.TIME) for mode in ("none", "full"))
-    assert again.I - plain.I == pytest.approx(plain.F) and (again.F, again.W) == (plain.F, plain.W)
-    assert plain.layer["attention"][0] / sum(plain.layer["attention"]) == pytest.approx(2 / 7)
+    plain, again = (speed.Times(c, Layout(recompute=mode), cluster, speed.USUAL) for mode in ("none", "full"))
+    down = 4096 * 14336 / (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)         # is not repeated: nobody needs its output
+    assert 1 - down < (again.I - plain.I) / plain.F < 1 and (again.F, again.W) == (plain.F, plain.W)
+    forward, backward = cluster.gpu.attention
+    assert plain.layer["attention"][1] / plain.layer["attention"][0] == pytest.approx(5 / 2 * forward / backward)
     products = sum(sum(plain.layer[kind]) for kind in ("products", "kernels", "shape"))
-    assert products > 6 * 4096 * 4096 * sum(costs.product_widths(c, Layout())) / cluster.gpu.flops / speed.TIME["gemm_efficiency"]
+    ideal = 6 * 4096 * 4096 * sum(costs.product_widths(c, Layout())) / cluster.gpu.peak("bfloat16")
+    assert 1 < products * cluster.gpu.product / ideal < 1.1
 
 
 def test_a_ring_slows_with_the_nodes_that_it_spans():
     """The same ring costs the same in a larger cluster, and the same collective in every ZeRO stage."""
-    k, l = speed.TIME, Layout(dp=8, tp=8)
+    k, l = speed.USUAL, Layout(dp=8, tp=8)
     c = models.PRESETS["llama-8b"]
     stage = costs.our_stages(c, l)[0]
     few, many = (speed.data_parallel_seconds(c, l, speed.Cluster(gpus), stage, k, 0, 0)["dp"] for gpus in (64, 4096))
     assert few == many
-    longer = [speed.ring_seconds(speed.Cluster(8192), k, 1e9, ranks, 8) * ranks / (ranks - 1) for ranks in (2, 4, 8, 16)]
+    congested = nanotron.TIME
+    longer = [speed.ring_seconds(speed.Cluster(8192), congested, 1e9, ranks, 8) * ranks / (ranks - 1) for ranks in (2, 4, 8, 16)]
     steps = [b - a for a, b in zip(longer, longer[1:])]
     assert steps == pytest.approx([steps[0]] * 3) and steps[0] > 0
     none, one, two = (speed.data_parallel_seconds(c, l._replace(zero=zero, accumulation=1), speed.Cluster(64), stage, k, 0, 0)["dp"]
                       for zero in (0, 1, 2))
-    assert one == pytest.approx(two)
+    assert one == pytest.approx(two, rel=0.01)            # but for the buffers that stage 2 makes
     assert none > one                                     # ZeRO gathers bfloat16, an all-reduce float32
     beyond = Layout(dp=4, tp=16)
-    here, there = (speed.tp_times(c, beyond, speed.Cluster(gpus), k, True) for gpus in (64, 4096))
+    here, there = (speed.Times(c, beyond, speed.Cluster(gpus), k).layer["tp"] for gpus in (64, 4096))
     assert here == there
 
 
@@ -430,17 +433,16 @@ def test_a_ring_slows_with_the_nodes_that_it_spans():
 def test_a_ring_that_does_not_fill_nodes_leaves_them(ranks, stride, gpus, nodes, neighbours):
     """Of tp 3 on nodes of eight the ranks 6, 7 and 8 are on two nodes."""
     cluster = speed.Cluster(gpus)
-    found, spanned = speed.link(cluster, speed.TIME, ranks, stride)
-    assert spanned == nodes
-    if nodes > 1:
-        assert found == min(neighbours * cluster.network * speed.TIME["network_efficiency"],
-                            cluster.gpu.nvlink * speed.TIME["nvlink_efficiency"])
+    assert speed.span(cluster, ranks, stride) == (neighbours, nodes)
+    _, found = speed.send(cluster, speed.USUAL, 1e9, ranks, stride, "all_gather")
+    nvlink, network = cluster.gpu.nvlink * speed.gpus.NVLINK, cluster.network * speed.gpus.NETWORK
+    assert found == pytest.approx(1e9 / (min(neighbours * network, nvlink) if nodes > 1 else nvlink))
 
 
 @pytest.mark.parametrize("model", ["llama-8b", "llama-70b", "llama-405b"])
 def test_no_more_is_hidden_than_there_is_work(model):
     """All that ZeRO sends takes some time; what of it is not waited for hides behind micro-batches, and cannot take longer."""
-    c, k, draw, seen = models.PRESETS[model], speed.TIME, random.Random(5), set()
+    c, k, draw, seen = models.PRESETS[model], speed.USUAL, random.Random(5), set()
     for _ in range(300):
         schedule, v = draw.choice([("1f1b", 2), ("interleaved", 2), ("interleaved", 8), ("dualpipe", 2)])
         l = Layout(dp=draw.choice([8, 256]), tp=8, pp=draw.choice([2, 4]), zero=draw.choice([2, 3]), schedule=schedule, virtual=v,
@@ -449,8 +451,8 @@ def test_no_more_is_hidden_than_there_is_work(model):
         stages = costs.our_stages(c, l)
         seconds, windows = speed.of_micro_batches(c, l, cluster, stages, k, speed.Times(c, l, cluster, k))
         sent, waited = (speed.data_parallel_seconds(c, l, cluster, stages[0], k, *some)["dp"] for some in ([0, 0], windows))
-        assert sent - waited <= 1.5 * l.accumulation * windows[0] * k["overlap"] * 1.01
-        seen.add(sent - waited > l.accumulation * windows[0] * k["overlap"] / 2)
+        assert sent - waited <= 1.5 * (l.accumulation + l.pp - 1) * windows[0] * k["overlap"] * 1.01
+        seen.add(sent - waited > l.accumulation * windows[0] * k["overlap"] / 4)
     assert True in seen                                   # much is hidden in some of them
 
 
@@ -460,10 +462,9 @@ def test_seconds_add_up():
     l = Layout(dp=4, tp=2, pp=8, zero=1, accumulation=16)
     seconds = plan.evaluate(c, l, cluster, CONSTANTS).seconds
     assert set(seconds) <= set(speed.KINDS) and min(seconds.values()) >= 0
-    times, stages = speed.Times(c, l, cluster, speed.TIME), costs.our_stages(c, l)
-    host = speed.launch_seconds(l, speed.TIME)
-    slowest = max(speed.soft_max(stage.layers * times.of_layer + stage.head * times.of_head, stage.layers * host)
-                  for stage in stages)
+    times, stages = speed.Times(c, l, cluster, speed.USUAL), costs.our_stages(c, l)
+    busy = [stage.layers * times.of_layer + stage.head * times.of_head + stage.embedding * times.embedding for stage in stages]
+    slowest = max(speed.soft_max(gpu, stage.layers * times.launches) for gpu, stage in zip(busy, stages))
     work = sum(s for name, s in seconds.items() if name not in ("bubble", "pp", "dp", "optimizer", "other"))
     assert work == pytest.approx(16 * slowest)
 
@@ -634,7 +635,7 @@ def test_predict(tmp_path, rows):
 
 def test_your_own_constants(tmp_path):
     """Runs of a cluster whose GPUs reach half of the fitted efficiency, and need a tenth more memory."""
-    slow = dict(time={**speed.TIME, "gemm_efficiency": speed.TIME["gemm_efficiency"] / 2}, slack=1.1)
+    slow = dict(time={**speed.USUAL, "product": 2.0}, slack=1.1)
     results, constants, cluster = tmp_path / "results.csv", tmp_path / "own.json", speed.Cluster(8)
     runs = []
     for l in [Layout(dp=dp, tp=8 // dp, zero=z, micro_batch=b, accumulation=4)
@@ -726,6 +727,7 @@ def test_shapes_that_are_nearly_a_llamas():
     ("", "not what --fit writes"), ("[]", "not what --fit writes"), ('{"time": 3, "slack": 1}', "not what --fit writes"),
     ('{"time": {}, "slack": null}', "not what --fit writes"), ('{"time": {"launch": "x"}, "slack": 1}', "launch"),
     ('{"time": {"launch": -1}, "slack": 1}', "launch"), ('{"time": {"speed": 1}, "slack": 1}', "no constant speed"),
+    ('{"time": {"product": 0}, "slack": 1}', "product"),
     ('{"time": {"hop": NaN}, "slack": 1}', "hop"), ('{"time": {}, "slack": 0}', "slack")])
 def test_constants_that_are_wrong(tmp_path, text, message):
     (tmp_path / "mine.json").write_text(text)

@@ -11,7 +11,7 @@ import plan
 import serve
 import speed
 
-CONSTANTS = dict(time=speed.TIME, slack=1.0)
+CONSTANTS = dict(time=speed.USUAL, slack=1.0)
 
 
 def seconds(what, rounds):

@@ -1,4 +1,4 @@
-"""Fits the constants of planner/speed.py and nanotron.py to real runs: python tools/bench/fit_plan.py [--out FILE | --tables]
+"""Fits the constants of planner/nanotron.py to real runs: python tools/bench/fit_plan.py [--out FILE | --tables]
 
 The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
 for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
@@ -34,13 +34,12 @@ PUBLISHED = ROOT / "tests/data/published_speeds.csv"
 NODES = (1, 2, 8, 32)
 
 # name: (value, factor that it may well be off by)
-TIME_PRIORS = dict(
-    gemm_efficiency=(0.65, 1.2), head_efficiency=(0.75, 1.1), wave_tail=(0.5, 1.5), elementwise_bytes=(250, 2),
-    loss_bytes=(80, 1.6), launch=(4.4e-3, 1.35), nvlink_efficiency=(0.82, 1.35), pair_efficiency=(0.65, 1.35),
-    network_efficiency=(0.9, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6),
-    stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2), stage=(3e-3, 2), fill_launch=(1 / 3, 1.5),
-    overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5), unhidden_efficiency=(0.08, 1.5),
-    optimizer_bytes=(80, 1.2), jitter=(0.02, 1.5), step=(0.04, 1.6))
+TIME_PRIORS = dict(                                       # factors on the simulator's physics, and what is nanotron's own
+    product=(1, 1.2), head=(0.9, 1.1), shape=(1, 1.5), memory=(1, 2), loss=(1, 1.6), launch=(4.4e-3, 1.35), nvlink=(1.05, 1.1),
+    tp_shown=(0.7, 1.35), pair=(0.65, 1.35), network=(1.1, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), stall_hop=(3e-4, 1.6),
+    stall_node=(6e-5, 2),
+    stage=(3e-3, 2), fill_launch=(1 / 3, 1.5), overlap=(0.4, 1.35), gather_efficiency=(0.25, 1.5), gather_hop=(6e-6, 1.5),
+    unhidden_efficiency=(0.08, 1.5), optimizer=(1.6, 1.2), jitter=(0.02, 1.5), step=(0.04, 1.6))
 MEMORY_PRIORS = dict(
     parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6), optimizer_bytes=(12, 1.1), hidden_bytes=(34, 1.5), mlp_bytes=(5, 1.5),
     embedding_bytes=(4, 2.7), logit_bytes=(10, 1.35), old_logit_bytes=(2, 2), gathered=(0.8, 1.5), gathered_pp=(0.6, 1.5),
@@ -98,7 +97,7 @@ def fit_all(rows, start=None):
     """(constants of time, constants of memory, GiB that can be used)"""
     runs = judged(rows)
     prepared = {id(row): nanotron.benchmark_run(row) for row in rows}
-    seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], k),
+    seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], {**nanotron.OTHERWISE, **k}),
                   lambda row: nanotron.BENCHMARK_BATCH * nanotron.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])),
                   start and start[0])
     memory = fit(runs, MEMORY_PRIORS, lambda row, k: nanotron.benchmark_memory(prepared[id(row)], k, rank=0),
@@ -118,7 +117,7 @@ def usable(rows, prepared, memory):
 
 
 def predictions(rows, constants):
-    return [{**row, **nanotron.predict(row, *constants)} for row in rows]
+    return [{**row, **nanotron.predict(row, {**speed.USUAL, **constants[0]}, *constants[1:])} for row in rows]
 
 
 def rounded(constants):
@@ -143,9 +142,8 @@ def main():
         return print("\n".join([*best_runs(rows), "", *changes(rows), "", *published_table(), "", *plans()]))
     whole = fit_all(rows)
     time, memory = map(rounded, whole[:2])
-    print("speed.py's TIME =", json.dumps({name: time[name] for name in speed.TIME}))
     print("speed.py's USABLE =", whole[2])
-    print("nanotron.py's OWN_TIME =", json.dumps({name: time[name] for name in nanotron.OWN_TIME}))
+    print("nanotron.py's OWN_TIME =", json.dumps(time))
     print("nanotron.py's MEMORY =", json.dumps(memory))
     folds = leave_out(rows, whole)
     held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
@@ -232,7 +230,7 @@ def plans():
     sizes = (8, 64, 512, 2048)
     yield "| model | " + " | ".join(f"{gpus:,} GPUs" for gpus in sizes) + " |"
     yield "|---|" + "---|" * len(sizes)
-    constants = dict(time=speed.TIME, slack=1.0)
+    constants = dict(time=speed.USUAL, slack=1.0)
     for model in ("llama-1b", "llama-8b", "llama-70b", "llama-405b", "mixtral-8x7b"):
         c = models.PRESETS[model]
         yield f"| `{model}` | " + " | ".join(recommended(c, speed.Cluster(gpus), constants) for gpus in sizes) + " |"

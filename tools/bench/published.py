@@ -26,7 +26,7 @@ from simulate.play import Player                          # noqa: E402
 from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
 GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
-            MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.15, 0.2, 0.25, 0.3])
+            MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6])
 
 
 def flags_of(run, folder):
@@ -72,8 +72,7 @@ def simulated(run, kept):
     recordings, ranks, batch = notes_of(run, kept)
     gpu = gpus.GPUS[run["gpu"]]
     if run["watts"]:
-        slower = (float(run["watts"]) / gpu.watts) ** (1 / 3)
-        gpu = gpu._replace(peak={kind: slower * peak for kind, peak in gpu.peak.items()}, hbm=float(run["hbm_tb_s"]) * 1e12)
+        gpu = gpus.at_power(gpu, float(run["watts"]))._replace(hbm=float(run["hbm_tb_s"]) * 1e12)
     cluster = gpus.Cluster(gpu, network=float(run["network_gb_s"]) * 1e9, taken=gpus.TAKEN)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     return batch * int(run["seq_len"]) / played.seconds / int(run["gpus"])

@@ -3,7 +3,7 @@
 Of a chain of them in a layer or the head, from one product or attention to the next, is read what was not made in it, and written
 what is still there after it. What is kept for backward stays what it is without the compiler.
 """
-from simulate.kernels import Kernel
+from simulate.gpus import Kernel
 
 
 def fuse(notes, kernels, touched, events):

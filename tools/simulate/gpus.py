@@ -4,35 +4,59 @@ from collections import Counter
 from typing import NamedTuple
 
 
+class Kernel(NamedTuple):
+    name: str
+    kind: str                                             # product, attention or memory
+    dtype: str
+    flops: int
+    bytes: int                                            # read and written
+    shape: tuple = ()                                     # of products: how many, and each one's rows, columns, inner
+
+
 class Gpu(NamedTuple):
-    peak: dict                                            # FLOPs per second of dense products, by dtype
+    bfloat16: float                                       # FLOPs per second of dense products, by dtype
+    float32: float
+    float64: float
     hbm: float                                            # bytes per second of its memory
     memory: float                                         # GiB
     multiprocessors: int
     nvlink: float                                         # bytes per second to the others of its node, in one direction
-    watts: int
+    watts: float
     product: float                                        # of the peak, what a large product reaches in training: fitted
     attention: tuple                                      # of the peak, what FlashAttention-2 reaches, forward and backward
+    clock: float = 1.0                                    # of the datasheet's, where it may not take all its power
+
+    def peak(self, dtype):
+        return self.clock * getattr(self, dtype, self.bfloat16)
 
 
-def peaks(bfloat16, float32, float64):
-    return dict(bfloat16=bfloat16 * 1e12, float32=float32 * 1e12, float64=float64 * 1e12)
+def at_power(gpu, watts):
+    """A GPU that may not take all its power: what it takes grows with the clock's third power."""
+    return gpu._replace(clock=(watts / gpu.watts) ** (1 / 3))
 
 
-# peak, memory, NVLink, watts: NVIDIA's datasheets of the SXM modules (without sparsity; float32 without TF32; half of the
-# NVLink that is given for both directions). multiprocessors: NVIDIA's architecture white papers.
+# peak, memory, NVLink, watts: the makers' datasheets of the SXM (AMD: OAM) modules, without sparsity; float32 without TF32; half
+# of the NVLink that is given for both directions. multiprocessors: their architecture white papers. h800: an H100 with 400 GB/s of
+# NVLink. v100: of 32 GB, float16, for it has no bfloat16. rtx4090: products that add up in float32 (Ada's white paper); no NVLink,
+# PCIe 4.0 in its place. gb200: one of two GPUs of a superchip. mi300x: seven links of Infinity Fabric, 64 GB/s each way.
 # attention, of heads of 128, causal, 8k to 16k tokens: H100 of the FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6,
 # where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100: about
-# what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. H200 and B200 have H100's shares.
+# what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. Others have the shares of the GPU that is most like them.
 GPUS = {
-    "a100": Gpu(peaks(312, 19.5, 19.5), 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
-    "h100": Gpu(peaks(989.5, 66.9, 66.9), 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
-    "h200": Gpu(peaks(989.5, 66.9, 66.9), 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
-    "b200": Gpu(peaks(2250, 75, 37), 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29))}
+    "a100": Gpu(312e12, 19.5e12, 19.5e12, 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
+    "h100": Gpu(989.5e12, 66.9e12, 66.9e12, 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
+    "h200": Gpu(989.5e12, 66.9e12, 66.9e12, 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
+    "h800": Gpu(989.5e12, 66.9e12, 1e12, 3.35e12, 80, 132, 200e9, 700, 0.66, (0.335, 0.29)),
+    "b200": Gpu(2250e12, 75e12, 37e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29)),
+    "gb200": Gpu(2500e12, 80e12, 40e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29)),
+    "v100": Gpu(125e12, 15.7e12, 7.8e12, 0.9e12, 32, 80, 150e9, 300, 0.78, (0.64, 0.56)),
+    "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 1.008e12, 24, 128, 32e9, 450, 0.78, (0.64, 0.56)),
+    "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29))}
+TESTED = "a100", "h100"                                   # of the others no published run has been compared
 
 # Fitted, with `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked so.
 MEMORY = 0.90                                             # of the memory's speed, what a kernel that only moves data reaches
-TAKEN = 0.25                                              # of the multiprocessors, what a collective has while it runs
+TAKEN = 0.50                                              # of their speed, what kernels lose while a collective runs beside them
 
 ISSUE = 6e-6                                              # seconds of the host for one kernel, in Python: assumed
 NETWORK = 0.80                                            # of the network's speed, what a ring reaches: assumed
@@ -56,16 +80,13 @@ class Cluster(NamedTuple):
             return max(self.product(kernel), moved, START)
         if kernel.kind == "attention":
             efficiency = self.gpu.attention[kernel.name.endswith("backward")]
-            return max(kernel.flops / (self.peak(kernel) * efficiency), moved, START)
+            return max(kernel.flops / (self.gpu.peak(kernel.dtype) * efficiency), moved, START)
         return max(moved, START)
-
-    def peak(self, kernel):
-        return self.gpu.peak.get(kernel.dtype, self.gpu.peak["bfloat16"])
 
     def product(self, kernel):
         """Its tiles, as many at a time as there are multiprocessors. The last time there may be fewer."""
         many, rows, columns, inner = kernel.shape
-        one = self.peak(kernel) * self.gpu.product / self.gpu.multiprocessors     # FLOPs per second
+        one = self.gpu.peak(kernel.dtype) * self.gpu.product / self.gpu.multiprocessors     # FLOPs per second
         seconds = []
         for (high, wide), efficiency in TILES.items():
             tiles = many * min(math.ceil(rows / a) * math.ceil(columns / b) for a, b in ((high, wide), (wide, high)))
@@ -76,19 +97,22 @@ class Cluster(NamedTuple):
     def transfer(self, operation):
         """(seconds before the first byte, seconds for all, which link) of a collective or message."""
         nodes = Counter(rank // self.gpus_per_node for rank in operation.ranks)
-        if len(operation.ranks) == 1:
+        return self.travel(operation.what, operation.wire, len(operation.ranks), len(nodes), min(nodes.values()))
+
+    def travel(self, what, wire, ranks, nodes, fewest):
+        """The same, by how many ranks it has, on how many nodes, and where it has fewest."""
+        if ranks == 1:
             return 0.0, 0.0, "nvlink"
-        inside = self.gpu.nvlink * NVLINK
-        link = "nvlink" if len(nodes) == 1 else "network"
+        inside, outside = self.gpu.nvlink * NVLINK, self.network * NETWORK
+        link = "nvlink" if nodes == 1 else "network"
         once, hop = LATENCY[link]
-        if operation.what in ("send", "receive"):
-            return once, operation.wire / min(inside, self.network * NETWORK if link == "network" else inside), link
-        if link == "nvlink":
-            return once + hop * (len(operation.ranks) - 1), operation.wire / inside, link
-        fewest, ranks = min(nodes.values()), len(operation.ranks)
-        if operation.what == "all_to_all":                # each card takes what leaves the node, NVLink the rest
+        if what in ("send", "receive"):
+            return once, wire / (inside if nodes == 1 else min(inside, outside)), link
+        if nodes == 1:
+            return once + hop * (ranks - 1), wire / inside, link
+        if what == "all_to_all":                          # each card takes what leaves the node, NVLink the rest
             leaves = (ranks - fewest) / max(1, ranks - 1)
-            return once, operation.wire * max(leaves / (self.network * NETWORK), (1 - leaves) / inside), link
+            return once, wire * max(leaves / outside, (1 - leaves) / inside), link
         # a ring enters and leaves a node once for each of its GPUs there, each time by another card
-        hops = len(nodes) + LATENCY["nvlink"][1] / hop * (ranks - len(nodes))
-        return once + hop * min(hops, 64), operation.wire / min(inside, fewest * self.network * NETWORK), link
+        hops = nodes + LATENCY["nvlink"][1] / hop * (ranks - nodes)
+        return once + hop * min(hops, 64), wire / min(inside, fewest * outside), link

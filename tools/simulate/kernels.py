@@ -1,7 +1,7 @@
 """What an operation costs a device: the FLOPs of its products, the bytes that it reads and writes. Seen from its arguments."""
-from typing import NamedTuple
-
 import torch
+
+from simulate.gpus import Kernel
 
 #                         products of [seq, seq]; which argument is q, which says whether it is causal; the first once more
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
@@ -13,15 +13,6 @@ WRITES = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "
           "fill_", "_foreach_zero_"}                      # and reads nothing
 COPIES = {"copy_", "_foreach_copy_"}                      # does not read what it writes to
 ROWS = {"embedding", "index_select", "gather", "index", "scatter_add_", "scatter_"}     # reads, or adds to, some of its rows
-
-
-class Kernel(NamedTuple):
-    name: str
-    kind: str                                             # product, attention or memory
-    dtype: str
-    flops: int
-    bytes: int                                            # read and written
-    shape: tuple = ()                                     # of products: how many, and each one's rows, columns, inner
 
 
 def tensors(values):

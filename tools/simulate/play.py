@@ -11,6 +11,7 @@ What overlaps is decided by the code's own waits, and by streams, as on a GPU wi
   what they lose is added where it is waited for.
 """
 import heapq
+from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from functools import cache
 from itertools import count
@@ -32,7 +33,7 @@ class Transfer:
 
     def __init__(self, operation, needs, queues):
         self.operation, self.needs, self.queues = operation, needs, queues
-        self.started, self.before = {}, {}                # {rank, and which end: when}; {rank: what it had computed by then}
+        self.started, self.paid = {}, set()               # {rank, and which end: when}; ranks whose kernels it has slowed
         self.ready = self.end = None                      # when the last had; when it was over
 
 
@@ -53,6 +54,7 @@ class Player:
         # what comes of it: when each note was done; what happened; and the seconds of each rank, of which `idle` are those of
         # `waited` in which a rank of another stage was not so far
         self.times, self.events = {rank: [] for rank in recordings}, []
+        self.kernels = {rank: ([], []) for rank in recordings}                     # when each started; seconds of all before it
         self.computing, self.host, self.idle, self.waited = Counter(), Counter(), Counter(), defaultdict(Counter)
 
     def play(self):
@@ -106,6 +108,8 @@ class Player:
         start = max(self.now[rank], self.issued[rank])
         self.host[rank] += start - self.now[rank]
         self.now[rank] = start + self.takes[rank][number]
+        for of_all, one in zip(self.kernels[rank], (start, self.computing[rank])):
+            of_all.append(one)
         self.computing[rank] += self.takes[rank][number]
         kernel, (action, _) = self.of[rank].kernels[number], self.action[rank]
         self.events.append(Event(rank, "compute", kernel.name, start, self.now[rank], layer, action))
@@ -126,7 +130,6 @@ class Player:
         if operation.wire > transfer.operation.wire:      # it takes as long as the rank with most to send
             transfer.operation = operation
         self.issued[rank] += self.cluster.issue
-        transfer.before[rank] = self.computing[rank]
         transfer.started[rank, operation.what] = max(self.now[rank], self.issued[rank])
         if transfer.queues:
             self.queues[transfer.queues[0][0], rank].append(transfer)
@@ -143,13 +146,20 @@ class Player:
                 self.idle[rank] += waited if dimension == "pp" else max(0, transfer.ready - self.now[rank])
             self.events.append(Event(rank, "compute", f"wait for {dimension}", self.now[rank], transfer.end, site))
             self.now[rank] = transfer.end
-        hidden = min(transfer.end - transfer.ready - max(0, waited), self.computing[rank] - transfer.before[rank])
-        if hidden > 0 and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
+        hidden = self.computed(rank, transfer.end) - self.computed(rank, transfer.ready)
+        if hidden > 0 and rank not in transfer.paid and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
             lost, start = hidden * self.cluster.taken, self.now[rank]
+            transfer.paid.add(rank)                       # its wait may be noted twice, by a function and by one in it
             self.now[rank] += lost
             self.computing[rank] += lost
             self.events.append(Event(rank, "compute", f"slowed by {transfer.operation.dimension}", start, start + lost, site))
         return True
+
+    def computed(self, rank, when):
+        """Seconds of kernels until then."""
+        starts, before = self.kernels[rank]
+        i = bisect_right(starts, when) - 1
+        return 0.0 if i < 0 else min(before[i] + when - starts[i], before[i + 1] if i + 1 < len(before) else self.computing[rank])
 
     # --------------------------------------------------------------------------------------------- what travels
     def try_to_begin(self, transfer):

@@ -11,7 +11,7 @@ class Result:
         self.args, self.gpu = self.seen.args, cluster.gpu
         self.tokens = self.args.global_batch_size * self.args.seq_len
         self.speed = self.tokens / played.seconds / count
-        self.mfu = self.speed * self.seen.flops_per_token / self.gpu.peak[str(self.args.dtype).removeprefix("torch.")]
+        self.mfu = self.speed * self.seen.flops_per_token / self.gpu.peak(str(self.args.dtype).removeprefix("torch."))
         self.exposed, self.waits, many = Counter(), Counter(), len(recordings)
         for of_rank in played.waited.values():
             for (dimension, site), seconds in of_rank.items():

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simulate.kernels import Kernel, sizes
+from simulate.gpus import Kernel
+from simulate.kernels import sizes
 
 LEFT_OUT = "init_from", "save", "log_file", "profile", "checkpoint", "resume"
 fused_kernels = []                                        # who wants to know of kernels that no operation here stands for

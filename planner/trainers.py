@@ -1,0 +1,45 @@
+"""Whose trainer: what others do otherwise, as overlays of speed.py's sums, and what they keep.
+
+Constants are physics, or are taken from the simulator or a paper as their comments say. None was fitted to a run that
+docs/proof.md counts as not fitted.
+"""
+from speed import USUAL
+
+# a chain of passes over memory becomes one or two: what tools/simulate --compile leaves of llama-8b's (fuse.py)
+COMPILED = dict(memory=0.48, loss=0.61)
+FLOAT8 = dict(product=0.6)        # twice the peak, but for scales and casts: by judgement
+ASYNC_TP = dict(tp_shown=0.5)     # half of it is hidden: by judgement
+TRAINERS = {
+    "this": {},
+    # fused kernels; attention by cuDNN, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper, figure 5);
+    # --tp-comm-overlap hides most of tp's traffic, and its schedules send while they compute
+    "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5, waits=0.0),
+    "torchtitan": dict(gathers_again=0.0, waits=0.0)}
+ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
+HOPPER = "h100", "h200", "h800"                           # which cuDNN's attention is so much faster on
+
+
+def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", base=USUAL):
+    found = {**base, **TRAINERS[trainer]}
+    if gpu not in HOPPER:
+        found["attention"] = base["attention"]
+    if trainer != "megatron":                             # which has these anyway
+        found |= scaled(found, COMPILED) if compiled else {}
+        found |= scaled(found, ASYNC_TP) if async_tp else {}
+    return found | (scaled(found, FLOAT8) if float8 else {})
+
+
+def scaled(found, more):
+    return {name: found[name] * share for name, share in more.items()}
+
+
+def fused(trainer, compiled):
+    """Whether SwiGLU keeps its two inputs alone, and a norm its input."""
+    return trainer == "megatron" or compiled
+
+
+def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
+    """What a question is answered with: known is what --constants or the usual gives."""
+    base = dict(time=known["time"], slack=known["slack"])
+    time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
+    return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8, fused=fused(trainer, compiled))
