@@ -240,5 +240,7 @@ if __name__ == "__main__":
             text = (ROOT / name / "README.md").read_text()
             print(f"{main_path_words(text):6,} of {all_words(text):6,} {name}")
         print(f"{sum(all_words((ROOT / page).read_text()) for page in PAGES):15,} in all")
+    elif sys.argv[1:]:
+        sys.exit("error: readme.py takes --run PAGE, --words, or nothing")
     else:
         write_tables()

@@ -13,6 +13,7 @@ from exercise import rung
 from observe import check
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from unforgiving import unforgiving
 
 STEP = "step04_tp_sp"
 # the matrices of the README: 2 -> 4 and 4 -> 2
@@ -241,11 +242,11 @@ def sequence_job():
     whole = torch.stack((whole, -whole)).permute(1, 2, 0)                          # [batch, seq, 2], not in order in memory
     found = []
     for collective, x in ((all_gather, whole[:, 2 * rank:2 * rank + 2]), (reduce_scatter, whole * 100**rank)):
-        with watched() as calls:
+        with unforgiving(), watched() as calls:           # until it is waited for the result is NaN
             result = collective(x, group)
             started = list(calls)
-        assert callable(result), f"{collective.__name__} has returned {type(result)}, not a function without arguments"
-        y = result()
+            assert callable(result), f"{collective.__name__} has returned {type(result)}, not a function without arguments"
+            y = result()
         found.append((started, list(y.shape), y[..., 0].tolist(), y[..., -1].tolist()))
     return found
 

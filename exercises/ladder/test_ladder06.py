@@ -166,7 +166,7 @@ def stages_job(sizes, layouts):
         first[layers, vocab_size, stages] = pipeline_parallel.first_layers(config, stages)
     for schedule, pp, stages_per_rank in layouts:
         args = SimpleNamespace(schedule=schedule, pp=pp, stages_per_rank=stages_per_rank)
-        mine[schedule, pp] = [pipeline_parallel.my_stages(SimpleNamespace(get_local_rank=lambda name: rank), args)
+        mine[schedule, pp] = [pipeline_parallel.my_stages(SimpleNamespace(get_local_rank=dict(pp=rank, dp=9, tp=9, cp=9).get), args)
                               for rank in range(pp)]
     return first, mine
 
@@ -189,7 +189,8 @@ def test_which_layers_are_mine(pool):
     each stage has one layer at least. `my_stages(mesh, args)` lists the stages of a rank, of pp * stages_per_rank: with
     dualpipe there and back, else every pp-th. The rank's place is mesh.get_local_rank("pp")."""
     first = {(6, 20, 4): [0, 1, 3, 5, 6], (8, 40, 4): [0, 1, 4, 7, 8], (7, 20, 3): [0, 2, 5, 7], (6, 20, 3): [0, 2, 4, 6],
-             (8, 2, 4): [0, 2, 4, 6, 8], (4, 2000, 4): [0, 1, 2, 3, 4], (40, 200, 4): [0, 5, 20, 35, 40]}
+             (8, 2, 4): [0, 2, 4, 6, 8], (4, 2000, 4): [0, 1, 2, 3, 4], (40, 200, 4): [0, 5, 20, 35, 40],
+             (9, 110, 5): [0, 1, 3, 7, 8, 9]}
     mine = {("1f1b", 3, 1): [[0], [1], [2]], ("interleaved", 3, 2): [[0, 3], [1, 4], [2, 5]],
             ("interleaved", 2, 3): [[0, 2, 4], [1, 3, 5]], ("dualpipe", 3, 2): [[0, 5], [1, 4], [2, 3]]}
     (found_first, found_mine), = pool.call(stages_job, STEP, sizes=list(first), layouts=list(mine))
@@ -213,8 +214,8 @@ class Put:
 
 def small_pipeline(weights):
     """A Pipeline with nothing but what running takes. Stage s multiplies by weights[s], and its I puts something into the queue.
-    Two micro-batches of one number: 3 and 1. The head takes the squared difference to the target, and the batch is of two
-    tokens."""
+    Two micro-batches of one number: 3 and 1. The head takes twice the squared difference to the target, and the batch is of two
+    sequences of two tokens."""
     import pipeline_parallel
     import torch
     pipeline = object.__new__(pipeline_parallel.Pipeline)
@@ -228,8 +229,8 @@ def small_pipeline(weights):
             return y
         return multiply
     pipeline.stages, pipeline.last = {s: stage(weight) for s, weight in enumerate(weights)}, len(weights) - 1
-    pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=1, tp=2, dtype=torch.float64, device="cpu")
-    pipeline.model = SimpleNamespace(lm_head=lambda y, targets: (y - targets).square().sum())
+    pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=2, tp=2, dtype=torch.float64, device="cpu")
+    pipeline.model = SimpleNamespace(lm_head=lambda y, targets: 2 * (y - targets.detach()).square().sum())
     pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
     pipeline.kept, pipeline.deferred, pipeline.ready, pipeline.receiving, pipeline.sending = {}, {}, {}, {}, []
 
@@ -284,7 +285,7 @@ def test_over_a_border_and_back(pool):
     (there, back, grads, loss, kept, queue, deferred), = pool.call(border_job, STEP)
     begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
     assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
-    assert loss == 6.5, f"{begin} The loss is (2² + 3²) / 2 tokens = 6.5, not {loss}"
+    assert loss == 6.5, f"{begin} The head's is 2 (2² + 3²), of 2 x 2 tokens: the loss is 6.5, not {loss}"
     assert back == [4, 20, None, 6, 30, None], \
         f"{begin} The gradients of the stages' inputs, from the last stage, are [4, 20, None, 6, 30, None], not {back}"
     assert grads == [90, 36, 90], f"{begin} The gradients of the weights are [90, 36, 90], not {grads}"
@@ -326,8 +327,9 @@ def run_job():
         losses.append(pipeline.forward_backward(pipeline.micro_batches).item())
     left = [name for name in ("kept", "deferred", "ready", "receiving", "sending") if getattr(pipeline, name)]
     program = [kind if kind != "compute" else f"{what.kind}{what.stage}{what.micro_batch}" for kind, what, _ in pipeline.program]
-    pipeline.program, pipeline.args.dtype = [], torch.bfloat16
-    wide = str(pipeline.forward_backward([]).dtype)
+    pipeline.program, wide = [], []
+    for pipeline.args.dtype in (torch.bfloat16, torch.float64):
+        wide.append(str(pipeline.forward_backward([]).dtype))
     return losses, [weight.grad and weight.grad.item() for weight in weights], " ".join(ran), left, Put.done, did, program, wide
 
 
@@ -370,7 +372,8 @@ def test_running_a_list(pool):
         assert waits == right, f"a receive is waited for (<) when an action needs it: rank {rank} did {waits}, not {right}"
         early = [following for what, following in zip(did, did[1:]) if what == "wait for a send" and following[0] in "FB"]
         assert not early, f"sends are waited for at the end: one can compute meanwhile; rank {rank} waited before {early[0]}"
-        assert wide == "torch.float32", f"with weights in bfloat16 the loss is added up in float32, not in {wide}"
+        right = ["torch.float32", "torch.float64"]
+        assert wide == right, f"with weights in bfloat16 and float64 the loss is added up in {right}, not in {wide}"
         assert worked_off == [4, 8][rank], f"W of rank {rank} had {worked_off} things to do in two calls, not {[4, 8][rank]}"
 
 

@@ -390,7 +390,8 @@ def damage_job(folder):
         for rank, ranks in ((0, 1), (0, 2), (1, 2)):
             read.clear()
             with patch.object(resume, "digest", noted):
-                found.append((outcome(resume.damage, folder, index, rank, ranks), sorted(read)))
+                share = [rank, ranks] if ranks > 1 else []            # one rank reads all, if nothing is said
+                found.append((outcome(resume.damage, folder, index, *share), sorted(read)))
         return found
     found = {"whole": seen(), "other": seen({**index, "digests": {**digests, files[1].name: "0"}}), "none": seen(None)}
     text = files[1].read_bytes()
