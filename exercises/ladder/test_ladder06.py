@@ -157,18 +157,25 @@ def test_who_waits_for_whom(pool):
 
 
 def stages_job(sizes, layouts):
-    """first_layers of models whose layers' matrices are 20 numbers wide, and my_stages of each rank."""
+    """first_layers of models whose layers' matrices are 40 numbers wide, and my_stages of each rank."""
     import pipeline_parallel
-    shape = dict(hidden_size=8, num_attention_heads=3, num_key_value_heads=1, head_dim=1, intermediate_size=4)
+    shape = dict(hidden_size=8, num_attention_heads=5, num_key_value_heads=2, head_dim=2, intermediate_size=4)
     first, mine = {}, {}
     for layers, vocab_size, stages in sizes:
         config = SimpleNamespace(num_hidden_layers=layers, vocab_size=vocab_size, **shape)
         first[layers, vocab_size, stages] = pipeline_parallel.first_layers(config, stages)
     for schedule, pp, stages_per_rank in layouts:
         args = SimpleNamespace(schedule=schedule, pp=pp, stages_per_rank=stages_per_rank)
-        mine[schedule, pp] = [pipeline_parallel.my_stages(SimpleNamespace(get_local_rank=dict(pp=rank, dp=9, tp=9, cp=9).get), args)
+        mine[schedule, pp] = [pipeline_parallel.my_stages(SimpleNamespace(get_local_rank=place_in_pp(rank)), args)
                               for rank in range(pp)]
     return first, mine
+
+
+def place_in_pp(rank):
+    def get_local_rank(name):
+        assert name == "pp", f"a rank's stages follow from its place in the group pp; here its place in {name} was asked for"
+        return rank
+    return get_local_rank
 
 
 @rung({"pipeline_parallel.py": ["first_layers", "my_stages"]}, hints="""
@@ -188,15 +195,15 @@ def test_which_layers_are_mine(pool):
     Embedding and head count as layers, by the size of their matrices (norms do not count), so that stages are of even size;
     each stage has one layer at least. `my_stages(mesh, args)` lists the stages of a rank, of pp * stages_per_rank: with
     dualpipe there and back, else every pp-th. The rank's place is mesh.get_local_rank("pp")."""
-    first = {(6, 20, 4): [0, 1, 3, 5, 6], (8, 40, 4): [0, 1, 4, 7, 8], (7, 20, 3): [0, 2, 5, 7], (6, 20, 3): [0, 2, 4, 6],
-             (8, 2, 4): [0, 2, 4, 6, 8], (4, 2000, 4): [0, 1, 2, 3, 4], (40, 200, 4): [0, 5, 20, 35, 40],
-             (9, 110, 5): [0, 1, 3, 7, 8, 9]}
+    first = {(6, 40, 4): [0, 1, 3, 5, 6], (8, 80, 4): [0, 1, 4, 7, 8], (7, 40, 3): [0, 2, 5, 7], (6, 40, 3): [0, 2, 4, 6],
+             (8, 4, 4): [0, 2, 4, 6, 8], (4, 4000, 4): [0, 1, 2, 3, 4], (40, 400, 4): [0, 5, 20, 35, 40],
+             (300, 1600, 4): [0, 55, 150, 245, 300]}
     mine = {("1f1b", 3, 1): [[0], [1], [2]], ("interleaved", 3, 2): [[0, 3], [1, 4], [2, 5]],
             ("interleaved", 2, 3): [[0, 2, 4], [1, 3, 5]], ("dualpipe", 3, 2): [[0, 5], [1, 4], [2, 3]]}
     (found_first, found_mine), = pool.call(stages_job, STEP, sizes=list(first), layouts=list(mine))
     for (layers, vocab, stages), expected in first.items():
         found = found_first[layers, vocab, stages]
-        assert found == expected, (f"{layers} layers, each 20 times hidden in size, embedding and head {vocab} times hidden, in "
+        assert found == expected, (f"{layers} layers, each 40 times hidden in size, embedding and head {vocab} times hidden, in "
                                    f"{stages} stages: the first layers, and the end, are {found}, not {expected}")
     for (schedule, pp, each), expected in mine.items():
         found = found_mine[schedule, pp]
@@ -214,7 +221,7 @@ class Put:
 
 def small_pipeline(weights):
     """A Pipeline with nothing but what running takes. Stage s multiplies by weights[s], and its I puts something into the queue.
-    Two micro-batches of one number: 3 and 1. The head takes twice the squared difference to the target, and the batch is of two
+    Two micro-batches of one number: 3 and 1. The head takes the squared difference to the target, and the batch has two
     sequences of two tokens."""
     import pipeline_parallel
     import torch
@@ -230,7 +237,11 @@ def small_pipeline(weights):
         return multiply
     pipeline.stages, pipeline.last = {s: stage(weight) for s, weight in enumerate(weights)}, len(weights) - 1
     pipeline.args = SimpleNamespace(global_batch_size=2, seq_len=2, tp=2, dtype=torch.float64, device="cpu")
-    pipeline.model = SimpleNamespace(lm_head=lambda y, targets: 2 * (y - targets.detach()).square().sum())
+
+    def lm_head(y, targets):
+        assert not targets.requires_grad, "self.model.lm_head takes the last stage's output first, then the targets"
+        return (y - targets).square().sum()
+    pipeline.model = SimpleNamespace(lm_head=lm_head)
     pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
     pipeline.kept, pipeline.deferred, pipeline.ready, pipeline.receiving, pipeline.sending = {}, {}, {}, {}, []
 
@@ -285,10 +296,10 @@ def test_over_a_border_and_back(pool):
     (there, back, grads, loss, kept, queue, deferred), = pool.call(border_job, STEP)
     begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
     assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
-    assert loss == 6.5, f"{begin} The head's is 2 (2² + 3²), of 2 x 2 tokens: the loss is 6.5, not {loss}"
-    assert back == [4, 20, None, 6, 30, None], \
-        f"{begin} The gradients of the stages' inputs, from the last stage, are [4, 20, None, 6, 30, None], not {back}"
-    assert grads == [90, 36, 90], f"{begin} The gradients of the weights are [90, 36, 90], not {grads}"
+    assert loss == 3.25, f"{begin} The loss is (2² + 3²) / (2 sequences of 2 tokens) = 3.25, not {loss}"
+    assert back == [2, 10, None, 3, 15, None], \
+        f"{begin} The gradients of the stages' inputs, from the last stage, are [2, 10, None, 3, 15, None], not {back}"
+    assert grads == [45, 18, 45], f"{begin} The gradients of the weights are [45, 18, 45], not {grads}"
     assert kept == 0, f"after backward self.kept still has {kept} entries: their memory is not given back"
     right = {(stage, i): 1 for stage in range(3) for i in range(2)}
     assert (queue, deferred) == (0, right), \
@@ -296,8 +307,8 @@ def test_over_a_border_and_back(pool):
 
 
 def run_job():
-    """Stage 0 on rank 0, stages 1 and 2 on rank 1: what `forward_backward` returns, this rank's gradients of weights, and what
-    is left."""
+    """Two pipelines side by side, each with stage 0 on its rank 0, stages 1 and 2 on its rank 1: what `forward_backward` returns,
+    this rank's gradients of weights, and what is left."""
     from unittest.mock import patch
 
     import schedules
@@ -308,9 +319,10 @@ def run_job():
     def refused(*args, **kwargs):
         raise AssertionError("dist.send and dist.recv wait at once; dist.isend and dist.irecv return a work to wait for")
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
-    pipeline.group = dist.group.WORLD
+    pipeline.group, _ = dist.new_subgroups(2)
+    rank = pipeline.group.rank()
+    dist.barrier()                                        # no group may end while the other still connects
     lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]                 # kind, stage, micro-batch
     lists = [[schedules.Action(kind, int(stage), int(i)) for kind, stage, i in text.split()] for text in lists]
     pipeline.program, Put.done = schedules.program(lists, rank), 0
@@ -350,18 +362,20 @@ def run_job():
     self.loss / self.args.tp.""")
 def test_running_a_list(pool):
     """`forward_backward(micro_batches)` does what self.program says, step by step, and returns this rank's loss divided by tp.
-    It begins with a loss of zero, in float32 or wider, and an empty self.kept, deferred, ready and receiving. Nobody waits earlier
-    than he must: for a receive when an action needs it, in `wait_for`, and for sends at the end of forward_backward. A send that
-    is over by the next one is dropped with its tensor; in the end self.sending is empty. `wait_for(message)` returns what an
-    action waits for: made on this rank itself (self.ready), or under way (self.receiving)."""
-    answers = pool.call(run_job, STEP, world=2, timeout=HANGS)
-    begin = "Stages multiply by 2 (on rank 0), 5 and 2 (on rank 1); micro-batches 3 and 1 with targets 58 and 17"
+    It begins with a loss of zero, in float32, or in args.dtype if that is wider, and an empty self.kept, deferred, ready and
+    receiving. Nobody waits earlier than he must: for a receive when an action needs it, in `wait_for`, and for sends at the end
+    of forward_backward. A send that is over by the next one is dropped with its tensor; in the end self.sending is empty.
+    `wait_for(message)` returns what an action waits for: made on this rank itself (self.ready), or under way (self.receiving)."""
+    answers = pool.call(run_job, STEP, world=4, timeout=HANGS)
+    begin = ("Two pipelines side by side, ranks 0, 1 and 2, 3 (self.group is this rank's, and peer a place in it): stages multiply "
+             "by 2 (on the first), 5 and 2 (on the second); micro-batches 3 and 1 with targets 58 and 17")
     lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]
     for rank, (losses, grads, ran, left, worked_off, did, program, wide) in enumerate(answers):
-        right = [0.0, 3.25][rank]
+        rank %= 2
+        right = [0.0, 1.625][rank]
         assert losses == [right] * 2, \
-            f"{begin}: the loss is 6.5, tp is 2; of two calls came {losses} on rank {rank}, not {[right] * 2}"
-        right = [[180, None, None], [None, 72, 180]][rank]
+            f"{begin}: the loss is 3.25, tp is 2; of two calls came {losses} on rank {rank}, not {[right] * 2}"
+        right = [[90, None, None], [None, 36, 90]][rank]
         assert grads == right, f"{begin}: after two calls, rank {rank}'s weights have the gradients {grads}, not {right}"
         assert ran == lists[rank], f"the last call on rank {rank} did (kind, stage, micro-batch) {ran}, not {lists[rank]}"
         assert not left, f"after forward_backward, on rank {rank}, something is left in self.{', self.'.join(left)}"
@@ -372,8 +386,8 @@ def test_running_a_list(pool):
         assert waits == right, f"a receive is waited for (<) when an action needs it: rank {rank} did {waits}, not {right}"
         early = [following for what, following in zip(did, did[1:]) if what == "wait for a send" and following[0] in "FB"]
         assert not early, f"sends are waited for at the end: one can compute meanwhile; rank {rank} waited before {early[0]}"
-        right = ["torch.float32", "torch.float64"]
-        assert wide == right, f"with weights in bfloat16 and float64 the loss is added up in {right}, not in {wide}"
+        assert wide == ["torch.float32", "torch.float64"], \
+            f"with weights in bfloat16 and in float64 the loss is added up in float32 and in float64, not in {wide}"
         assert worked_off == [4, 8][rank], f"W of rank {rank} had {worked_off} things to do in two calls, not {[4, 8][rank]}"
 
 

@@ -336,8 +336,12 @@ def cut_job(pp, dp, cp, tp, ep):
     assert came == ([4, 2, 2], [part], 2), (
         "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers that 6 ranks have become 4 x 2 x 2 that 2 have, with the part "
         f"noted; came shape, parts, times_counted {came}")
-    with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: layer):                  # of rung 6
+    cut_by_tp = []                                        # what rung 6 does
+    with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: cut_by_tp.append(layer) or layer):
         expert_parallel.expert_parallel(model, config, mesh, args)
+    expected = [layers[i].mlp for i in "12"] if tp > 1 else []
+    assert cut_by_tp == expected, (f"with tp {tp} a TensorParallelMoE is made of each of {len(expected)} layers (two have experts; "
+                                   f"without tp none is to be cut), and was made of {len(cut_by_tp)}")
     dist.barrier()                                        # no rank may end while others still connect
 
     def group_of(weight):
