@@ -264,8 +264,8 @@ def test_which_gradients_share_a_bucket(pool):
     """Returns a list of Bucket. Parameters go in, the last first; a bucket is closed when its main_grads have at least
     `bucket_bytes`. The rest make a last, smaller one."""
     expected_by_size = {1: [[40], [30], [20], [10]], 81: [[40], [30], [20, 10]], 200: [[40, 30], [20, 10]],
-                        280: [[40, 30], [20, 10]],
-                        281: [[40, 30, 20], [10]], 10**6: [[40, 30, 20, 10]]}
+                        280: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]],
+                        10**6: [[40, 30, 20, 10]]}
     for size, expected in expected_by_size.items():
         found = pool.call(runs_job, STEP, bucket_bytes=size)[0]
         assert found == expected, (f"with {size} bytes, parameters of 10, 20, 30, 40 numbers in bfloat16, their main_grads in "
