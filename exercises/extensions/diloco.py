@@ -23,6 +23,11 @@ two more float32 of a slice. Simulated on H100s with a line of so many Gbit/s fo
 | 1 Gbit/s | 14.6 | 8.27 | 1.52 | 0.92 |
 
 (The simulator plays the step that ends in a meeting; for H steps its wait for the other island is divided by H.)
+
+Loss on 256 sequences after 100 steps of tiny, 64 tokens, two islands of one rank: data parallelism 2.68; islands that go to their
+mean 2.68 (H = 1) and 2.74 (H = 50); with the outer step as it is by default 2.94 (H = 1), 2.96 (10) and 2.79 (50). A run so short gives
+momentum nothing to gain.
+
 If one machine stops for a while, the other goes on until they are to meet, and waits there. So pauses at different times within a
 round cost as much as the longer one, not their sum. If it never comes back, the other waits for ten minutes and ends, as any
 all-reduce would.
