@@ -1,0 +1,172 @@
+"""fp8.patch: quantised bits are those of one process, for the scales and the groups that the theory names; bytes; and it trains.
+
+Tensor cores multiply 8-bit floats twice as fast as bfloat16. But such a float has two or three bits of fraction and a small
+range, so numbers are divided by a scale, which is remembered. --fp8 says how many share one: a whole tensor, a row along the
+dimension that the product sums over, or a block of --fp8_block (128) of such a row. The scale is the largest magnitude among
+them, the amax, divided by the largest 8-bit number: 448 for e4m3, which weights and activations take, 57,344 for e5m2, for
+gradients.
+
+By hand: a row 1 2 3 | 4, cut over two ranks. One process finds the amax 4. Alone, the first rank would find 3, divide by another
+scale, and get other bits, and no error would tell. So the rule is: whoever shares a scale agrees on the amax. With a scale per
+tensor every cut separates numbers that share one, and the amax is all-reduced over tp, one number. With one per row only a cut
+along the sum does (o_proj and down_proj going forward, the others going backward), and it is a number for each row. With blocks
+that no cut crosses nobody has to ask anybody, and that is why blocks are refused which a cut would cross. Ranks of dp see other
+tokens and never agree. A tensor is quantised once along each of its two dimensions, since backward sums over the other.
+
+Not in 8 bits: masters and sums of gradients (an update would round to nothing), norms, softmax, embedding and head, and what is
+sent. Activations that backward needs are kept in one byte. On a CPU torch._scaled_mm takes tensor and row scales; a product with
+blocks is made of one for each block, added up in float32.
+
+Cost of agreeing per layer and micro-batch, bytes of payload on a rank of tp: tensor 4 x 28, row 4 x 7 x (tokens + hidden), block
+0.
+"""
+import cases
+import observe
+import pytest
+import torch
+from harness import relative
+from jobs import assert_refused
+
+STEP = "step04_tp_sp"
+SHAPE = cases.SHAPE | dict(head_dim=8, hidden_size=64, intermediate_size=64, num_hidden_layers=2)       # blocks of 8 fit into them
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return cases.make(tmp_path_factory.mktemp("case"), **SHAPE) + " --dtype float32"
+
+
+# ------------------------------------------------------------------------------------- who must agree, on a matrix
+def same_bits_job(scaling, cut, agree):
+    """Whether this rank's part of a matrix has the bits that it has in the whole one, and the same scales."""
+    import eight_bits
+    import torch.distributed as dist
+    import train
+    with train.processes():
+        group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+        whole = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).exp()
+        same = True
+        for dtype in (eight_bits.E4M3, eight_bits.E5M2):
+            q, scale = eight_bits.quantize(whole, dtype, (scaling, 8))
+            over = {"rows_over" if cut == 0 else "sum_over": group} if agree else {}
+            mine, its_scale = eight_bits.quantize(whole.chunk(size, cut)[rank], dtype, (scaling, 8), **over)
+            expected = scale.expand(64, -1)
+            expected = expected.chunk(size, cut)[rank] if cut == 0 or scaling == "block" else expected
+            same &= torch.equal(mine.view(torch.uint8), q.view(torch.uint8).chunk(size, cut)[rank])
+            same &= torch.equal(its_scale.expand(expected.shape), expected)
+        return same
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("scaling, cut, alone", [
+    ("tensor", 0, False), ("tensor", 1, False),           # any cut crosses a tensor
+    ("row", 0, True), ("row", 1, False),                  # a cut between rows crosses none
+    ("block", 0, True), ("block", 1, True)])
+def test_whoever_shares_a_scale_must_agree(pool, world, scaling, cut, alone):
+    assert all(pool.call(same_bits_job, STEP, world=world, scaling=scaling, cut=cut, agree=True))
+    assert all(pool.call(same_bits_job, STEP, world=world, scaling=scaling, cut=cut, agree=False)) == alone
+
+
+def product_job(scaling):
+    """The product, and a plain one of what the 8-bit numbers stand for. And how far both are from the exact one."""
+    import eight_bits
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 96, generator=draw) for rows in (32, 40))
+    a8, b8 = eight_bits.quantize(a, eight_bits.E5M2, (scaling, 16)), eight_bits.quantize(b, eight_bits.E4M3, (scaling, 16))
+
+    def value(q, scale):
+        return (q.double().unflatten(1, (scale.shape[1], -1)) * scale.double().unsqueeze(2)).flatten(1)
+    plain, exact = value(*a8) @ value(*b8).T, a.double() @ b.double().T
+    return float((eight_bits.product(*a8, *b8) - plain).norm() / plain.norm()), float((plain - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_product_is_that_of_what_the_numbers_stand_for(pool, scaling):
+    off, rounded = pool.call(product_job, STEP, scaling=scaling)[0]
+    assert off < 1e-6 and 0.01 < rounded < 0.1            # two and three bits of fraction: some percent of each term
+
+
+# ------------------------------------------------------------------------------------- in the trainer
+def first_bits_job(argv):
+    """What the first attention quantizes in the first forward pass: x, x.T, three weights; the same of o_proj."""
+    from unittest.mock import patch
+
+    import eight_bits
+    import train
+    made, quantize = [], eight_bits.quantize
+
+    def keep(*arguments):
+        result = quantize(*arguments)
+        if len(made) < 8:
+            made.append(result[0].view(torch.uint8).clone())
+        return result
+    with patch.object(eight_bits, "quantize", keep):
+        train.main(argv)
+    return made
+
+
+def parts_of(tp, rank):
+    """Of each of the eight: the dimension that is cut, if one is."""
+    cut = [None, None, 0, 0, 0, 1, 0, 1]
+    return [lambda x, dim=dim: x if dim is None else x.chunk(tp, dim)[rank % tp] for dim in cut]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("world, tp, more", [(2, 2, ""), (4, 4, "--sp off"), (4, 2, "--zero 3")])
+def test_bits_of_a_layer_are_those_of_one_process(pool, base, scaling, world, tp, more):
+    flags = f"{base} --steps 1 --micro_batch_size 6 --fp8 {scaling} --fp8_block 8"
+    one = pool.once((base, scaling), lambda: pool.call(first_bits_job, STEP, argv=flags.split())[0])
+    ranks = pool.call(first_bits_job, STEP, world=world, argv=f"{flags} --tp {tp} {more}".split())
+    for rank in range(tp):                                # of the first dp rank: the others have other tokens
+        for i, (part, bits) in enumerate(zip(parts_of(tp, rank), ranks[rank], strict=True)):
+            assert torch.equal(bits, part(one[i])), (rank, i)
+
+
+def without_agreement_job(argv, optimizer):
+    from unittest.mock import patch
+
+    import eight_bits
+    quantize = eight_bits.quantize
+    with patch.object(eight_bits, "quantize", lambda x, dtype, scales, *over: quantize(x, dtype, scales)):
+        return observe.observed_job(argv, optimizer)
+
+
+@pytest.mark.parametrize("scaling, numbers", [("tensor", 28), ("row", 7 * (6 * 16 + 64)), ("block", 0)])
+@pytest.mark.parametrize("world, tp, more", [(2, 2, ""), (4, 2, "--sp off --zero 2"), (4, 4, "")])
+def test_trains_as_one_process_and_sends_what_it_says(pool, base, scaling, numbers, world, tp, more):
+    """Sums in other orders flip a bit here and there: losses to 1e-3, the first to 1e-5. Of what agreeing takes, to the byte."""
+    flags = f"{base} --micro_batch_size 6 --fp8 {scaling} --fp8_block 8"
+    one = pool.reference(STEP, flags)
+    run = pool.train(STEP, f"{flags} --tp {tp} {more}", world, job=observe.observed_job)
+    assert relative(run.losses[0], one.losses[0]) < 1e-5 and max(map(relative, run.losses, one.losses)) < 1e-3
+    operations, per_rank = zip(*run.answers)
+    assert observe.assert_all_meet(operations) > 0
+    assert all(seen == formula for sent in per_rank for seen, formula in sent.values()), per_rank
+    if "--sp" not in more:                                # of 24 sequences in fours of 6; the head's three, and norms and the loss
+        dp = world // tp
+        sent = per_rank[0].get(("tp", "all_reduce"), (0, 0))[0]
+        bare = pool.train(STEP, f"{flags} --tp {tp} {more}", world, job=without_agreement_job)
+        assert sent - bare.answers[0][1]["tp", "all_reduce"][0] == 4 * numbers * 2 * (24 // dp // 6)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_agrees_again(pool, base, recompute):
+    for scaling in ("tensor", "row"):
+        flags = f"{base} --micro_batch_size 6 --fp8 {scaling} --tp 2"
+        run = pool.train(STEP, f"{flags} --recompute {recompute}", 2, job=observe.observed_job)
+        assert run.losses == pool.train(STEP, flags, 2).losses
+        assert all(seen == formula for _, sent in run.answers for seen, formula in sent.values()), run.answers[0][1]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_learns_as_bfloat16_does(pool, scaling):
+    flags = "--steps 40 --seq_len 32 --micro_batch_size 16 --dtype bfloat16"
+    plain = pool.reference(STEP, flags)
+    eight = pool.train(STEP, f"{flags} --fp8 {scaling} --fp8_block 16", weights=False)
+    assert plain.losses[-1] < 0.8 * plain.losses[0]
+    assert relative(eight.losses[-1], plain.losses[-1]) < 0.03
+
+
+def test_a_block_that_a_cut_crosses_is_refused(pool, base):
+    assert_refused(pool, STEP, 4, f"{base} --micro_batch_size 1 --tp 4 --fp8 block --fp8_block 16",
+                   "--fp8_block 16: a rank sums over 8; it could be 1, 2, 4, 8")
