@@ -2,6 +2,7 @@
 # make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
 # make extend [NAME=muon] | make kernels
+# make hang N=3 [ANSWER="2 hang3.py:14"] | make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=grad_norm RANK=0 [STEP_OF=1]
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
@@ -14,7 +15,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution hang hunt probe extend break mutate plot carry figures bench simulate kernels
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -45,6 +46,9 @@ diff:
 # a red rung, status 3, is no mistake: make has nothing to add
 exercise restart check watch hint solution: $(VENV)
 	@$(PYTHON) tools/exercise.py "$(STEP)" $@ LEVEL="$(LEVEL)" FROM="$(FROM)" RUNG="$(RUNG)" || [ $$? -eq 3 ]
+
+hang: $(VENV)
+	@$(PYTHON) exercises/hangs/lab.py "$(N)" "$(ANSWER)" || [ $$? -eq 3 ]
 
 extend: $(VENV)
 	@$(PYTHON) tools/extend.py $(NAME)
