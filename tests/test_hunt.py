@@ -11,7 +11,6 @@ from steps import ROOT
 @pytest.mark.slow
 def test_every_mistake_shows_in_a_number_or_is_excluded_with_a_reason(pool, tmp_path):
     assert all(len(reason) > 20 for reason in hunt.EXCLUDED.values())
-    assert set(hunt.EXCLUDED) <= {patch.stem for patch in hunt.patches()}
     shown = {patch.stem: bool(hunt.plant(pool, patch.stem, tmp_path / patch.stem)) for patch in hunt.patches()
              if hunt.LAYOUTS[int(patch.stem[4:6])] and "differ from run to run" not in hunt.EXCLUDED.get(patch.stem, "")}
     assert {name for name, shows in shown.items() if not shows} == set(hunt.EXCLUDED) & set(shown)
@@ -40,7 +39,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("level, seed", [("one", "monday"), ("any", "tuesday"), ("one", "2026-11-24")])
+@pytest.mark.parametrize("level, seed", [("one", "monday"), ("any", "tuesday")])
 def test_played_to_its_end(pool, place, capsys, level, seed):
     hunt.begin(pool, seed, level)
     first = hunt.present()
@@ -55,7 +54,8 @@ def test_played_to_its_end(pool, place, capsys, level, seed):
     for number, (of, *name) in enumerate(asked, 1):
         assert call("probe", f"OF={of}", "RANK=0", "AT=2", *name) == 0
         assert f"(probe {number})" in capsys.readouterr().out and hunt.present()["probes"] == number
-    for words in (["OF=x"], ["OF=loss", "RANK=99"], ["OF=loss", "AT=0"], ["OF=loss", "NAME=x"], ["OF=weight", "NAME=x"], ["OF=loss", "RANK=²"]):
+    for words in ("OF=x", "OF=loss RANK=99", "OF=loss AT=0", "OF=loss NAME=x", "OF=weight NAME=x", "OF=loss RANK=²"):
+        words = words.split()
         assert call("probe", *words) == 2 and one_line(capsys)
     assert hunt.present()["probes"] == len(asked), "what is refused is no probe"
 
@@ -81,7 +81,8 @@ def one_line(capsys):
     return printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["hunt"], ["hunt", "SEED="], ["hunt", "SEED=a b"], ["hunt", "SEED=x", "LEVEL=two"], ["probe"], ["probe", "OF=loss"],
+@pytest.mark.parametrize("words", [["hunt"], ["hunt", "SEED="], ["hunt", "SEED=a b"], ["hunt", "SEED=x", "LEVEL=two"],
+                                   ["probe"], ["probe", "OF=loss"], ["probe", "X=1", "OF=loss"],
                                    ["hunt", "ANSWER=zero.py:1"], ["hunt", "SEED=x", "ANSWER=zero.py:1"]])
 def test_bad_input_is_refused_in_one_line(words, place, capsys):
     assert call(*words) == 2 and one_line(capsys)

@@ -38,7 +38,7 @@ FIELDS = ["collective_seq_id", "p2p_seq_id", "profiling_name", "process_group", 
 
 # ------------------------------------------------------------------------------------------- on every rank
 class Recorder:
-    """Notes each call of torch.distributed, in the fields of PyTorch's flight recorder: once when it starts, once when it is over."""
+    """Notes each call of torch.distributed, in the fields of PyTorch's flight recorder: when it starts and when it is over."""
 
     def __init__(self, file):
         self.file, self.records, self.numbers = file, itertools.count(), {}
@@ -132,8 +132,9 @@ class Run:
 
     def calls(self, rank):
         """The newest state of each call."""
-        lines = self.read(rank, "calls").splitlines(keepends=True)
-        return list({entry["record_id"]: entry for entry in map(json.loads, (line for line in lines if line.endswith("\n")))}.values())
+        whole, _, _ = self.read(rank, "calls").rpartition("\n")                    # of the last line a part may be missing
+        entries = map(json.loads, whole.splitlines())
+        return list({entry["record_id"]: entry for entry in entries}.values())
 
     def moved(self):
         return [len(self.read(rank, "calls")) for rank in range(RANKS)]
@@ -174,7 +175,8 @@ class Run:
             if "on_rank" in functions:                    # the main thread; below is how the lab has started it
                 frames = frames[:functions.index("on_rank")]
             if "heart" not in functions:
-                found += [(function, file, int(line)) for file, line, function in frames if not file.endswith(("lab.py", "c10d_logger.py"))]
+                found += [(function, file, int(line)) for file, line, function in frames
+                          if not file.endswith(("lab.py", "c10d_logger.py"))]
         return found
 
 
@@ -221,7 +223,7 @@ def print_calls(calls):
 
 # ------------------------------------------------------------------------------------------- judging
 def lines_of(number):
-    """The line that has to change and those in which the rank stands or that lead there: each of them will do, and one beside it."""
+    """The line that has to change, and those in which the rank stands or that lead there: each will do, and one beside it."""
     from answers import ANSWERS
     lines = (HERE / f"hang{number}.py").read_text().splitlines()
     return [i for i, line in enumerate(lines, 1) if any(text in line for text in ANSWERS[number]["lines"])]
@@ -266,7 +268,7 @@ def main(words):
     number = int(number)
     if not answer:
         show(number, *look(number))
-        print(f'\nWhich rank, which line? make hang N={number} ANSWER="RANK hang{number}.py:LINE", with "slow " before it where nothing hangs.')
+        print(f'\nWhich rank, which line? make hang N={number} ANSWER="RANK hang{number}.py:LINE"; if nothing hangs, "slow RANK ..."')
         return 0
     if answer == "hint":
         print(hint(number))
