@@ -268,7 +268,7 @@ def main(words):
     number = int(number)
     if not answer:
         show(number, *look(number))
-        print(f'\nWhich rank, which line? make hang N={number} ANSWER="RANK hang{number}.py:LINE"; if nothing hangs, "slow RANK ..."')
+        print(f'\nWhich rank and line? make hang N={number} ANSWER="RANK hang{number}.py:LINE"; if nothing hangs, "slow RANK ..."')
         return 0
     if answer == "hint":
         print(hint(number))
