@@ -5,9 +5,9 @@
     make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT=1 if it is not said; without NAME of all that the rank has
     make hunt ANSWER="zero.py:120"                        # a line of ours; LEVEL=any: ANSWER="step03_zero/zero.py:120"
 
-OF= is loss, grad_norm, gradient (the norm of this rank's, before clipping), weight (norm and digest of the rank's own part after the
-update), bytes (payload that the rank sends) or operations (the first collective that differs). A line is near enough if it is at
-most three lines from one that the mistake changes. The fewest probes win.
+OF= is loss, grad_norm, gradient (the norm of this rank's, before clipping), weight (norm and digest of the rank's own part after
+the update), bytes (payload that the rank sends) or operations (the first collective that differs). A line is near enough if it is
+at most three lines from one that the mistake changes. The fewest probes win.
 """
 import datetime
 import difflib
@@ -35,7 +35,8 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            3: ["2 --zero 1", "2 --zero 3", "4 --zero 2 --zero_shard 2"],
            4: ["2 --tp 2", "2 --tp 2 --sp off"],
            5: ["2 --cp 2", "2 --cp 2 --cp_mode ring", "4 --cp 2 --dp 2"],
-           6: ["2 --pp 2", "2 --pp 2 --schedule zerobubble", "4 --pp 2 --schedule zerobubble", "4 --pp 2 --zero 3"],
+           6: ["2 --pp 2", "2 --pp 2 --schedule zerobubble", "2 --pp 2 --schedule interleaved", "4 --pp 2 --schedule zerobubble",
+               "4 --pp 2 --zero 3"],
            7: ["2 --ep 2", "4 --ep 2 --tp 2", "4 --ep 2 --cp 2 --balance aux", "4 --ep 2 --pp 2 --schedule zerobubble"],
            8: []}                                         # its mistakes show only in runs that are saved, killed or resumed
 RACE = "whether a message has come in time is chance: its numbers differ from run to run, or are none"
