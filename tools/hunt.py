@@ -44,8 +44,8 @@ TIME = "all numbers are right; it takes longer, or more memory, which no number 
 EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed while it saves",
             "step02_refused_alone": "shows only where one rank refuses its data",
             "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
-            "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step06_deferred_gradients_kept": TIME,
-            "step04_partial_sums_kept": TIME, "step05_halves_of_one_token": "shows only with --seq_len 1",
+            "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
+            "step06_deferred_gradients_kept": TIME, "step05_halves_of_one_token": "shows only with --seq_len 1",
             "step07_empty_experts_not_zeroed": "shows only with a kernel that leaves what was in memory"}
 
 
@@ -109,9 +109,8 @@ def probed_job(argv):
 
 def described(tensors):
     """The norm, and a digest of every bit."""
-    import torch
     digest = zlib.crc32(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors))
-    return f"{float(torch.stack([tensor.norm() for tensor in tensors]).norm()):.6g}, digest {digest:08x}"
+    return f"{sum(float(tensor.norm()) ** 2 for tensor in tensors) ** 0.5:.6g}, digest {digest:08x}"
 
 
 def drawn(seed):
@@ -125,8 +124,8 @@ def run(pool, step, layout):
     import cases
     from harness import JobFailed
     world, *flags = layout.split()
-    config = pool.folder() / "config.json"                # a small model, of bytes
-    config.write_text(json.dumps(cases.shape("top2-4" if "--ep" in flags else "dense-4-kv1") | dict(vocab_size=256)))
+    shape = cases.shape("top2-4" if "--ep" in flags else "dense-4-kv1") | dict(vocab_size=256)
+    (pool.folder() / "config.json").write_text(json.dumps(shape))
     try:
         return pool.call(probed_job, step, int(world), timeout=200, argv=["--model", str(pool.folder()), *RUN.split(), *flags])
     except JobFailed:
@@ -151,12 +150,11 @@ def begin(pool, seed, level):
     shutil.rmtree(HIDDEN, ignore_errors=True)
     HIDDEN.mkdir(parents=True)
     hunt = next(filter(None, (plant(pool, name, HIDDEN) for name in drawn(seed))))
-    remember(hunt | dict(seed=seed, level=level))
-    where = f"{hunt['step']}, run as --nproc_per_node {hunt['layout']}" if level == "one" else "a step"
+    remember(hunt | dict(level=level))
+    where = f"{hunt['step']}, --nproc_per_node {hunt['layout']}" if level == "one" else f"a step, {len(hunt['bug'])} ranks"
     print(f"There is a mistake in a copy of {where}. The loss, right and with the mistake:")
     for t, (right, bug) in enumerate(zip(hunt["right"][0], hunt["bug"][0]), 1):
         print(f"    training step {t}   {right['loss']:.4f}   {bug['loss']:.4f}")
-    print(f"{len(hunt['bug'])} ranks. Next: make probe OF=grad_norm RANK=0 AT=1")
 
 
 def remember(hunt):
@@ -179,11 +177,11 @@ def probe(of, rank="0", at="1", name=""):
         if not re.fullmatch("[0-9]{1,6}", text) or not first <= int(text) <= last:
             refuse(f"{key}={text}: there are {first} to {last}")
     right, bug = (hunt[which][int(rank)][int(at) - 1][of] for which in ("right", "bug"))
-    if name and (of not in ("gradient", "weight") or name not in right or name not in bug):
-        known = ", ".join(right) if of in ("gradient", "weight") else "none"
-        refuse(f"NAME={name}: of {of} rank {rank} has {known}")
-    if of in ("gradient", "weight"):
-        right, bug = right[name or "all"], bug[name or "all"]
+    names = right if of in ("gradient", "weight") else {}
+    if name and name not in names:
+        refuse(f"NAME={name}: of {of} rank {rank} has {', '.join(names) or 'no names'}")
+    if names:
+        right, bug = right[name or "all"], bug.get(name or "all")
     if of == "operations":
         both = [*zip([*right, "no more"], [*bug, "no more"])]
         i = next((i for i, (a, b) in enumerate(both) if a != b), len(both) - 1)    # the first that differs
@@ -208,11 +206,10 @@ def judge(hunt, answer, copy):
     """Whether it is right."""
     found = re.fullmatch(r"(?:(step0[1-8]\w*)/)?(\w+\.py):([0-9]{1,6})", answer.strip())
     if not found or hunt["level"] == "any" and not found[1]:
-        step = "step03_zero/" if hunt["level"] == "any" else ""
-        refuse(f'ANSWER="{answer}": an answer is a file and a line of it, "{step}zero.py:120"')
+        refuse(f'ANSWER="{answer}": an answer is "zero.py:120", and with LEVEL=any "step03_zero/zero.py:120"')
     step, file, line = found[1] or hunt["step"], found[2], int(found[3])
-    near = changed_lines(hunt["step"], copy).get(file, ())
-    return hunt["step"].startswith(step) and any(abs(line - changed) <= NEAR for changed in near)
+    changed = changed_lines(hunt["step"], copy).get(file, ())
+    return hunt["step"].startswith(step) and any(abs(line - one) <= NEAR for one in changed)
 
 
 def answered(answer):
@@ -223,8 +220,8 @@ def answered(answer):
     best = json.loads(best_of.read_text()) if best_of.exists() else {}
     best[hunt["patch"]] = min(hunt["probes"], best.get(hunt["patch"], hunt["probes"]))
     best_of.write_text(json.dumps(best))
-    print(f"yes, with {hunt['probes']} probes; the fewest with which it was found here: {best[hunt['patch']]}\n")
-    print((FOLDER / f"{hunt['patch']}.patch").read_text())
+    print(f"yes, with {hunt['probes']} probes; the fewest with which it was found here: {best[hunt['patch']]}\n\n"
+          + (FOLDER / f"{hunt['patch']}.patch").read_text())
 
 
 def main():
@@ -236,7 +233,7 @@ def main():
         return answered(given["ANSWER"])
     seed, level = given.get("SEED", ""), given.get("LEVEL", "one")
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", seed):
-        refuse("which hunt? make hunt SEED=today, or any word; make hunt ANSWER=\"FILE:LINE\" answers")
+        refuse('which hunt? make hunt SEED=today, or any word; make hunt ANSWER="FILE:LINE" answers')
     if level not in ("one", "any"):
         refuse(f"LEVEL={level}: there are one and any")
     sys.path += [path for path in PYTHONPATH if path not in sys.path]
