@@ -2,7 +2,8 @@
 # make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
 # make extend [NAME=muon] | make kernels
-# make hang N=3 [ANSWER="2 hang3.py:14"] | make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]
+# make hang N=3 [ANSWER="2 hang3.py:14"]
+# make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #

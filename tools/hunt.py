@@ -41,8 +41,7 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            8: []}                                         # its mistakes show only in runs that are saved, killed or resumed
 RACE = "whether a message has come in time is chance: its numbers differ from run to run, or are none"
 TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
-EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed while it saves",
-            "step02_refused_alone": "shows only where one rank refuses its data",
+EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where one rank refuses",
             "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
             "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
             "step06_deferred_gradients_kept": TIME, "step05_halves_of_one_token": "shows only with --seq_len 1",
@@ -149,7 +148,6 @@ def plant(pool, name, folder):
 
 def begin(pool, seed, level):
     shutil.rmtree(HIDDEN, ignore_errors=True)
-    HIDDEN.mkdir(parents=True)
     hunt = next(filter(None, (plant(pool, name, HIDDEN) for name in drawn(seed))))
     remember(hunt | dict(level=level))
     where = f"{hunt['step']}, --nproc_per_node {hunt['layout']}" if level == "one" else f"a step, {len(hunt['bug'])} ranks"
