@@ -41,7 +41,7 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            8: []}                                         # its mistakes show only in runs that are saved, killed or resumed
 RACE = "whether a message has come in time is chance: its numbers differ from run to run, or are none"
 TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
-EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where one rank refuses",
+EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where a rank refuses",
             "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
             "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
             "step06_deferred_gradients_kept": TIME, "step05_halves_of_one_token": "shows only with --seq_len 1",
