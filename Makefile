@@ -1,8 +1,9 @@
 # make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
 # make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
-# make hang N=3 [ANSWER="2 hang3.py:14" | ANSWER=hint]
 # make extend [NAME=muon] | make kernels
+# make hang N=3 [ANSWER="2 hang3.py:14"]
+# make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make attack SEED=7 COUNT=50
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
@@ -16,7 +17,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack hang
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack hang hunt probe
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -48,11 +49,17 @@ diff:
 exercise restart check watch hint solution: $(VENV)
 	@$(PYTHON) tools/exercise.py "$(STEP)" $@ LEVEL="$(LEVEL)" FROM="$(FROM)" RUNG="$(RUNG)" || [ $$? -eq 3 ]
 
+hang: $(VENV)
+	@$(PYTHON) exercises/hangs/lab.py "$(N)" "$(ANSWER)" || [ $$? -eq 3 ]
+
+hunt: $(VENV)
+	@$(PYTHON) tools/hunt.py hunt SEED="$(SEED)" LEVEL="$(LEVEL)" ANSWER="$(ANSWER)" || [ $$? -eq 3 ]
+
+probe: $(VENV)
+	@$(PYTHON) tools/hunt.py probe OF="$(OF)" RANK="$(RANK)" AT="$(AT)" NAME="$(NAME)"
+
 extend: $(VENV)
 	@$(PYTHON) tools/extend.py $(NAME)
-
-hang: $(VENV)
-	@$(PYTHON) exercises/hangs/lab.py "$(N)" $(if $(ANSWER),"$(ANSWER)") || [ $$? -eq 3 ]
 
 kernels: $(VENV)
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0

@@ -1,18 +1,23 @@
-"""Layers of experts, one on each rank: tokens travel to their experts, and back."""
+"""Two experts, and two copies of each: ranks 0 and 1 have one of each, ranks 2 and 3 the other."""
 import torch
 import torch.distributed as dist
 
-CHOSEN = [[3, 2, 2, 1], [2, 4, 1, 1], [4, 0, 0, 4]]       # tokens of a rank for each expert; each layer a row
+#         ranks 0 and 1   ranks 2 and 3: tokens of each of them for expert 0 and for expert 1
+CHOSEN = [((5, 3),        (4, 4)),
+          ((2, 6),        (7, 1)),
+          ((6, 2),        (8, 0)),
+          ((3, 5),        (6, 2))]
 
 
 def main(rank, world):
-    experts = dist.new_group(list(range(world)))
-    for layer, sends in enumerate(CHOSEN):                # here all ranks choose alike
-        gets = [sends[rank]] * world
-        rows = torch.empty(sum(gets), 32)
-        dist.all_to_all_single(rows, torch.ones(sum(sends), 32), gets, sends, group=experts)
-        if len(rows) == 0:
-            continue                                      # nothing for this expert to do
-        back = torch.empty(sum(sends), 32)
-        dist.all_to_all_single(back, rows * 2, sends, gets, group=experts)
-    dist.all_reduce(torch.ones(1))                        # the gradients' norm
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for step in range(4):
+        sends = CHOSEN[step][rank // 2]
+        gets = [sends[rank % 2]] * 2
+        rows = torch.empty(sum(gets), 16)
+        dist.all_to_all_single(rows, torch.ones(sum(sends), 16), gets, sends, group=pairs[rank // 2])
+        if len(rows):
+            gradient = rows.T @ rows                      # in the place of a backward pass
+            dist.all_reduce(gradient, group=copies[rank % 2])
+        dist.all_reduce(torch.ones(1))                    # the gradient norm

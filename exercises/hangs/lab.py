@@ -1,13 +1,17 @@
-"""Runs that hang, and what a cluster would tell you of them: where each rank stands, and what it called last.
+"""Runs that hang, and what a cluster would show you of them: where each rank stands, and what it called last.
 
-    make hang N=3                                         # or: python exercises/hangs/lab.py 3; N from 1 to 8
-    make hang N=3 ANSWER="2 hang3.py:14"                  # which rank, and which line of it, is to blame
-    make hang N=3 ANSWER=hint                             # the next hint
+    make hang N=3                                         # or: python exercises/hangs/lab.py 3
+    make hang N=3 ANSWER="2 hang3.py:14"                  # which rank, and which line of the program, is to blame
+    make hang N=3 ANSWER="slow 2 hang3.py:14"             # if nothing hangs, and that rank holds up the others
+    make hang N=3 ANSWER=hint                             # the next hint; a wrong answer brings it, too
+
+exercises/hangs/README.md says how to read what it prints.
 """
 import contextlib
 import faulthandler
 import functools
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,204 +19,275 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-RANKS = 4
-QUIET, LONGEST, AGAIN = 3, 15, 12                         # seconds: nothing moved; a first look at the latest; a second one
-COLLECTIVES = ["all_reduce", "all_gather_into_tensor", "all_to_all_single", "barrier"]
-NOT_SHOWN = ("lab.py", "c10d_logger.py", "process.py", "forkserver.py", "spawn.py", "popen_", "<string>")
-MESSAGES = ["send", "recv", "isend", "irecv"]
+HINTS = HERE.parent.parent / "exercise/hangs"             # how many hints were shown; exercise/ is the reader's
+RANKS, NUMBERS = 4, range(1, 9)
+# A hang is that no rank has called anything while the heart of each has beaten so often. A beat takes a fifth of a second, and
+# longer where the machine has other things to do: then a rank needs longer for its next call, too.
+BEAT, QUIET, LATEST, AGAIN = 0.2, 20, 40, 30              # seconds; beats: to the first look, at the latest; to the second look
+LIMIT = 180                                               # seconds, after which all is ended, whatever it is
+#          arguments: output, input, peer
+CALLS = {"all_reduce": (0, 0, None), "all_gather_into_tensor": (0, 1, None), "all_to_all_single": (0, 1, None),
+         "barrier": (None, None, None), "send": (None, 0, 1), "isend": (None, 0, 1), "recv": (0, None, 1), "irecv": (0, None, 1)}
+FIELDS = ["collective_seq_id", "p2p_seq_id", "profiling_name", "process_group", "input_sizes", "output_sizes", "state"]
 
 
 # ------------------------------------------------------------------------------------------- on every rank
-def recorded(name, function, note, numbers):
-    """A function of torch.distributed that notes what it is called with, in the words of PyTorch's flight recorder."""
-    import torch
-    import torch.distributed as dist
+class Recorder:
+    """Notes each call of torch.distributed, in the fields of PyTorch's flight recorder: when it starts and when it is over."""
 
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        group = kwargs.get("group")
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        of = "world" if group in (None, dist.group.WORLD) else f"{group.group_name} of ranks {' '.join(map(str, ranks))}"
-        counted = "p2p_seq_id" if name in MESSAGES else "collective_seq_id"
-        numbers[counted, of] = numbers.get((counted, of), 0) + 1
-        sizes = [list(arg.shape) for arg in args if torch.is_tensor(arg)]
-        peer = {"peer": args[1]} if name in MESSAGES else {}
-        entry = {counted: numbers[counted, of], "profiling_name": f"gloo:{name}", "process_group": of, "sizes": sizes, **peer}
-        note(entry | {"state": "started"})
-        result = function(*args, **kwargs)
-        if name in ("isend", "irecv"):                    # over when it is waited for
-            wait = result.wait
-            result = Waited(lambda: (wait(), note(entry | {"state": "completed"})))
-        else:
-            note(entry | {"state": "completed"})
-        return result
-    return call
+    def __init__(self, file):
+        self.file, self.records, self.numbers = file, itertools.count(), {}
+
+    def note(self, entry, state):
+        print(json.dumps(entry | {"state": state}), file=self.file)
+
+    def wrap(self, name, function):
+        import torch.distributed as dist
+        message = CALLS[name][2] is not None
+
+        @functools.wraps(function)
+        def call(*args, group=None, **kwargs):
+            group = group or dist.group.WORLD
+            members = dist.get_process_group_ranks(group)
+            counter = "p2p_seq_id" if message else "collective_seq_id"
+            number = self.numbers[counter, *members] = self.numbers.get((counter, *members), 0) + 1
+            sizes = [[] if i is None else list(args[i].shape) for i in CALLS[name][:2]]
+            way = {"send": " ->", "recv": " <-"}[name[-4:]] + str(args[1]) if message else ""
+            entry = {"record_id": next(self.records), counter: number, "profiling_name": f"gloo:{name}{way}",
+                     "process_group": "world" if len(members) == RANKS else "ranks " + ",".join(map(str, members)),
+                     "output_sizes": sizes[0], "input_sizes": sizes[1]}
+            self.note(entry, "started")
+            result = function(*args, group=group, **kwargs)
+            if name not in ("isend", "irecv"):
+                self.note(entry, "completed")
+                return result
+            return Waited(result, lambda: self.note(entry, "completed"))           # over when it has been waited for
+        return call
 
 
 class Waited:
-    def __init__(self, wait):
-        self.wait = wait
+    def __init__(self, work, over):
+        self.work, self.over = work, over
+
+    def wait(self):
+        self.work.wait()
+        self.over()
+
+
+def heart(file):
+    """A thread of its own, so that it beats while the main thread waits in a collective."""
+    while multiprocessing.parent_process().is_alive():    # nobody is left behind when the lab is killed
+        time.sleep(BEAT)
+        print(end=".", file=file, flush=True)
+    os._exit(1)
 
 
 def on_rank(rank, number, folder):
-    stacks = open(f"{folder}/{rank}.stack", "w")
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    sys.stdout = sys.stderr = open(f"{folder}/{rank}.out", "w", buffering=1)
+    files = {name: open(f"{folder}/{rank}.{name}", "w", buffering=1) for name in ("stack", "out", "calls", "beats")}
+    faulthandler.enable(files["stack"])
+    faulthandler.register(signal.SIGUSR1, files["stack"], all_threads=True)
+    sys.stdout = sys.stderr = files["out"]
+    os.dup2(files["out"].fileno(), 2)                     # what gloo's own threads say
+    threading.Thread(target=heart, args=(files["beats"],), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch.distributed as dist
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    calls, numbers = open(f"{folder}/{rank}.calls", "w", buffering=1), {}
-
-    def note(entry):
-        print(json.dumps(entry), file=calls)
-    for name in COLLECTIVES + MESSAGES:
-        setattr(dist, name, recorded(name, getattr(dist, name), note, numbers))
+    recorder = Recorder(files["calls"])
+    for name in CALLS:
+        setattr(dist, name, recorder.wrap(name, getattr(dist, name)))
     importlib.import_module(f"hang{number}").main(rank, RANKS)
-    note({"state": "ended"})
-    while True:                                           # the launcher waits for the others
-        signal.pause()
+    while True:                                           # as a rank that waits for the launcher to end
+        time.sleep(BEAT)
 
 
-# ------------------------------------------------------------------------------------------- looking
-def calls_of(folder, rank):
-    path = Path(folder, f"{rank}.calls")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+# ------------------------------------------------------------------------------------------- looking at them
+class Run:
+    """The ranks, each a process of its own; what they write lies in a folder."""
 
+    def __init__(self, number, folder):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.folder, self.deadline = Path(folder), time.monotonic() + LIMIT
+        self.processes = [context.Process(target=on_rank, args=(rank, number, folder), daemon=True) for rank in range(RANKS)]
 
-def last_calls(folder, rank, count=4):
-    """The newest state of each call, as the flight recorder has it."""
-    newest = {}
-    for call in calls_of(folder, rank):
-        newest[json.dumps({key: value for key, value in call.items() if key != "state"})] = call
-    return list(newest.values())[-count:]
-
-
-def stack_of(folder, rank, pid):
-    """The innermost frames of each thread, as py-spy dump shows them."""
-    path = Path(folder, f"{rank}.stack")
-    with contextlib.suppress(ProcessLookupError):         # it has died, and its output says of what
-        os.kill(pid, signal.SIGUSR1)
-    before, text, deadline = None, "", time.monotonic() + 5
-    while (not text or text != before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        before, text = text, path.read_text()
-    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text.split("Current thread")[-1])
-    frames = [(Path(file).name, line, name) for file, line, name in frames]
-    return [f"{file}:{line} in {name}" for file, line, name in frames if not file.startswith(NOT_SHOWN)]
-
-
-def moved(folder):
-    return [Path(folder, f"{rank}.calls").stat().st_size if Path(folder, f"{rank}.calls").exists() else 0 for rank in range(RANKS)]
-
-
-@contextlib.contextmanager
-def running(number, folder):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    processes = [context.Process(target=on_rank, args=(rank, number, folder), daemon=True) for rank in range(RANKS)]
-    try:
-        for process in processes:
+    def __enter__(self):
+        for process in self.processes:
             process.start()
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            if process.pid:
+                process.kill()
+                process.join()
+
+    def read(self, rank, name):
+        path = self.folder / f"{rank}.{name}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def calls(self, rank):
+        """The newest state of each call."""
+        whole, _, _ = self.read(rank, "calls").rpartition("\n")                    # of the last line a part may be missing
+        entries = map(json.loads, whole.splitlines())
+        return list({entry["record_id"]: entry for entry in entries}.values())
+
+    def moved(self):
+        return [len(self.read(rank, "calls")) for rank in range(RANKS)]
+
+    def beats(self):
+        """How often the slowest of the living ranks has."""
+        living = [len(self.read(rank, "beats")) for rank, process in enumerate(self.processes) if process.is_alive()]
+        return min(living, default=float("inf"))
+
+    def wait(self, until):
+        while not until():
+            if time.monotonic() > self.deadline:
+                sys.exit(f"error: no answer within {LIMIT} s; is there so much else to do on this machine?")
+            time.sleep(BEAT / 2)
+
+    def wait_for_quiet(self):
+        """Until no rank has called anything for a while, or, if they go on, not for ever."""
+        self.wait(lambda: all(self.moved()))
+        began, since, seen = self.beats(), self.beats(), self.moved()
+
+        def quiet():
+            nonlocal since, seen
+            if self.moved() != seen:
+                since, seen = self.beats(), self.moved()
+            return self.beats() - since >= QUIET or self.beats() - began >= LATEST or self.beats() == float("inf")
+        self.wait(quiet)
+
+    def stack(self, rank):
+        """Each thread's frames, the innermost first, as py-spy dump shows them; of a process that is dead what it left."""
+        process = self.processes[rank]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            self.wait(lambda: self.read(rank, "stack").endswith("in <module>\n") or not process.is_alive())
+        found = []
+        for text in re.split(r"^(?:Current t|T)hread ", self.read(rank, "stack"), flags=re.M)[1:]:
+            frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+            functions = [function for _, _, function in frames]
+            if "on_rank" in functions:                    # the main thread; below is how the lab has started it
+                frames = frames[:functions.index("on_rank")]
+            if "heart" not in functions:
+                found += [(function, file, int(line)) for file, line, function in frames
+                          if not file.endswith(("lab.py", "c10d_logger.py"))]
+        return found
 
 
 def look(number):
-    """Starts the ranks; two looks at them, the first when nothing has moved for a while: (per rank its stack, calls, output; what
-    has moved since)"""
-    with tempfile.TemporaryDirectory() as folder, running(number, folder) as processes:
-        began, seen, since = time.monotonic(), None, time.monotonic()
-        while not all(moved(folder)) or time.monotonic() - since < QUIET and time.monotonic() - began < LONGEST:
-            if moved(folder) != seen:
-                seen, since = moved(folder), time.monotonic()
-            if time.monotonic() - began > 120:
-                sys.exit("error: the ranks did not start within two minutes")
-            time.sleep(0.1)
+    """What a rank is found to be (stack, calls, output, exit code), for each; and each's last call a while later."""
+    with tempfile.TemporaryDirectory() as folder, Run(number, folder) as run:
+        run.wait_for_quiet()
         ranks = []
-        for rank, process in enumerate(processes):
-            out = Path(folder, f"{rank}.out").read_text()
-            ranks.append((stack_of(folder, rank, process.pid), last_calls(folder, rank), out))
-        first, deadline = moved(folder), time.monotonic() + AGAIN
-        while moved(folder) == first and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return ranks, [after > before for before, after in zip(first, moved(folder))]
+        for rank, process in enumerate(run.processes):
+            calls = run.calls(rank)
+            ranks.append(dict(stack=run.stack(rank), calls=calls, out=run.read(rank, "out"), exit=process.exitcode))
+        began, seen = run.beats(), run.moved()
+        run.wait(lambda: run.beats() - began >= AGAIN or run.moved() != seen or run.beats() == float("inf"))
+        run.wait(lambda: run.beats() - began >= AGAIN / 3 or run.beats() == float("inf"))
+        return ranks, [run.calls(rank)[-1] for rank in range(RANKS)]
 
 
-def show(number, ranks, since):
-    print(f"exercises/hangs/hang{number}.py on {RANKS} ranks does not come to its end.\n")
-    for rank, (stack, calls, out) in enumerate(ranks):
-        print(f"--- rank {rank} stands here, the innermost call first")
-        print(*(f"    {frame}" for frame in stack[:5]), sep="\n")
-        for line in out.splitlines()[-3:]:
-            print(f"    it has printed: {line}")
-    print("\nwhat each rank called last")
-    for rank, (_, calls, _) in enumerate(ranks):
-        for call in calls:
-            words = [f"{key} {value}" for key, value in call.items()]
-            print(f"    rank {rank}:  {'  '.join(words)}")
-    went_on = [str(rank) for rank, has in enumerate(since) if has]
-    said = f"ranks {', '.join(went_on)} have called something since" if went_on else "nothing has moved"
-    print(f"\na second look, {AGAIN} s later at the most: {said}")
+def show(number, ranks, later):
+    print(f"exercises/hangs/hang{number}.py on {RANKS} ranks: the training does not go on.\n")
+    for rank, found in enumerate(ranks):
+        print(f"rank {rank}" + (f": the process has ended, exit code {found['exit']}" if found["exit"] is not None else ""))
+        for function, file, line in found["stack"]:
+            print(f"    {function} ({Path(file).name}:{line})")
+        for line in printed(number, found["out"]):
+            print(f"    it has printed: {line[:150]}")
+    print("\nthe last calls of each rank")
+    print_calls((rank, entry) for rank, found in enumerate(ranks) for entry in found["calls"][-4:])
+    print("\na second look some seconds later: the last call of each rank")
+    print_calls(enumerate(later))
+
+
+def printed(number, text):
+    """Of what a rank has printed: its own lines, and of a traceback the places in the program and the error."""
+    lines = [re.sub(r'^  File ".*/(hang\d.py)", line (\d+),', r"\1:\2", line) for line in text.splitlines()]
+    return [line for line in lines if line.strip() and not line.startswith(("  File", "    "))][-5:]
+
+
+def print_calls(calls):
+    rows = [["rank", *FIELDS], *([str(rank), *(str(entry.get(field, "")) for field in FIELDS)] for rank, entry in calls)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 # ------------------------------------------------------------------------------------------- judging
-def lines_of(number, texts):
-    """Line numbers of a program's lines that hold one of these texts."""
+def lines_of(number):
+    """The line that has to change, and those in which the rank stands or that lead there: each will do, and one beside it."""
+    from answers import ANSWERS
     lines = (HERE / f"hang{number}.py").read_text().splitlines()
-    return [i for i, line in enumerate(lines, 1) if any(text in line for text in texts)]
+    return [i for i, line in enumerate(lines, 1) if any(text in line for text in ANSWERS[number]["lines"])]
 
 
 def judge(number, answer):
-    """(right, what to say)"""
+    """(whether it is right, what to say); None where it is no answer."""
     from answers import ANSWERS
-    found = re.fullmatch(r"(slow )?(\d+) (?:hang\d\.py:)?(\d+)", answer.strip())
-    if not found:
-        return False, f"error: an answer is a rank and a line, \"2 hang{number}.py:14\"; with \"slow \" before it if nothing hangs"
-    slow, rank, line = bool(found[1]), int(found[2]), int(found[3])
-    wanted = ANSWERS[number]
-    if slow != wanted.get("slow", False):
-        return False, "no: " + ("it hangs" if slow else "does it hang? look at the two looks")
+    found = re.fullmatch(rf"(slow )?\s*([0-9]{{1,4}})\s+(?:hang{number}\.py:)?([0-9]{{1,6}})", answer.strip())
+    if not found or int(found[2]) >= RANKS:
+        return None, (f'ANSWER="{answer}": an answer is a rank, 0 to {RANKS - 1}, and a line, "2 hang{number}.py:14"; '
+                      'with "slow " before it where nothing hangs')
+    wanted, rank, line = ANSWERS[number], int(found[2]), int(found[3])
+    if bool(found[1]) != wanted.get("slow", False):
+        return False, "no: " + ("it does hang" if found[1] else "does it hang? compare the two looks")
     if rank not in wanted["ranks"]:
-        return False, f"no: rank {rank} waits for another"
-    if not any(abs(line - right) <= 1 for right in lines_of(number, wanted["lines"])):
-        return False, f"the rank is right, line {line} is not: neither what has to change nor where it stands (one off would do)"
-    return True, "yes. " + wanted["why"]
+        return False, f"no: rank {rank} is not to blame"
+    if not any(abs(line - right) <= 1 for right in lines_of(number)):
+        return False, f"no: the rank is right, line {line} is not, nor one beside it"
+    return True, f"yes. {wanted['why']}"
 
 
-def hint(number, given=None):
+def hint(number):
+    """The hints so far, and one more."""
     from answers import ANSWERS
-    notes = Path(given or tempfile.gettempdir(), f"hang{number}.hints")
-    seen = int(notes.read_text()) if notes.exists() else 0
-    notes.write_text(str(seen + 1))
-    hints = ANSWERS[number]["hints"]
-    return "\n".join(f"hint {i + 1}: {text}" for i, text in enumerate(hints[:seen + 1]))
+    notes, hints = HINTS / f"hang{number}.hints", ANSWERS[number]["hints"]
+    shown = min(len(notes.read_text()) if notes.exists() else 0, len(hints) - 1) + 1
+    HINTS.mkdir(parents=True, exist_ok=True)
+    notes.write_text("." * shown)
+    return "\n".join(f"hint {i} of {len(hints)}: {text}" for i, text in enumerate(hints[:shown], 1))
+
+
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    return 2
 
 
 def main(words):
-    number = int(words[0]) if words and words[0] in "12345678" and len(words[0]) == 1 else None
-    if number is None or len(words) > 2:
-        print('error: make hang N=1 to N=8, and ANSWER="2 hang1.py:14" or ANSWER=hint', file=sys.stderr)
-        return 2
-    answer = words[1] if len(words) == 2 else ""
+    number, answer = [*words, "", ""][:2]
+    if not re.fullmatch("[1-8]", number) or len(words) > 2:
+        return refuse(f"which program? make hang N=1 to N={NUMBERS[-1]}")
+    number = int(number)
+    if not answer:
+        show(number, *look(number))
+        print(f'\nWhich rank and line? make hang N={number} ANSWER="RANK hang{number}.py:LINE"; if nothing hangs, "slow RANK ..."')
+        return 0
     if answer == "hint":
         print(hint(number))
-    elif answer:
-        right, said = judge(number, answer)
-        print(said)
-        return 0 if right else 3
-    else:
-        show(number, *look(number))
-    return 0
+        return 0
+    right, said = judge(number, answer)
+    if right is None:
+        return refuse(said)
+    print(said if right else f"{said}\n{hint(number)}")
+    if right:
+        (HINTS / f"hang{number}.hints").unlink(missing_ok=True)
+    return 0 if right else 3
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.path.insert(0, str(HERE))
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            sys.exit(main(sys.argv[1:]))
+    except OSError as error:                              # a folder that cannot be written
+        sys.exit(refuse(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
