@@ -127,13 +127,17 @@ def card(step, one):
     numbers = [row.new for row in rows[one.first:one.last + 1] if row.new]
     opened = {diffs.function_at(step, one.file, row.new) for row in rows[one.first:one.last + 1] if row.new}
     whole = "new in" if not (ROOT / diffs.before(step) / one.file).exists() else f"step {int(step[4:6]) - 1} →"
+    if len(numbers) < 2:
+        which = f"line {numbers[0]}" if numbers else "lines that go"
+    else:
+        which = f"lines {numbers[0]} to {numbers[-1]}"
     hunk = "".join(line(step, one.file, rows[i]) for i in shown)
     modes = "".join(f'<label><input type="radio" name="mode-{one.number}" value="{mode}"{" checked" * (mode == "both")}> '
                     f'{mode}</label>' for mode in ("before", "both", "after"))
     touched = sorted({m for i in shown for m in diffs.marks(step, one.file).get(i, ()) if m.kind != "said"})
     tags = "".join(f' <a class="mark {m.kind}" href="{m.where}">{html.escape(m.title)}</a>' for m in touched)
     return (f'<div class="card" id="card-{one.number}"><div class="card-head"><a href="{one.file}.html#L{numbers[0] if numbers else 1}">'
-            f'{one.file}</a> {whole} step {int(step[4:6])}, lines {numbers[0] if numbers else "?"} to {numbers[-1] if numbers else "?"} '
+            f'{one.file}</a> {whole} step {int(step[4:6])}, {which} '
             f'<a href="diff.html#{one.file}-{one.first}">in the whole diff</a></div>'
             f'<div class="highlight code hunk" tabindex="0" role="group" aria-label="{one.file}, changed lines">{hunk}</div>'
             f'<details class="around"><summary>{one.file} around it</summary>'
@@ -314,8 +318,9 @@ def timeline(step, output, events):
 # ------------------------------------------------------------------------------------------------ what runs
 def ran(python, kind, step):
     """What a program printed, and its trace. It runs again only where its code has changed."""
-    number, digest = int(step[4:6]), hashlib.sha256()
-    files = [*(ROOT / step).glob("*.py"), *(ROOT / "tools/simulate").glob("*.py"), *(ROOT / "planner").glob("*.py"), Path(__file__)]
+    number = int(step[4:6])
+    digest = hashlib.sha256(SIMULATED[number].encode())
+    files = [*(ROOT / step).glob("*.py"), *(ROOT / "tools/simulate").glob("*.py"), *(ROOT / "planner").glob("*.py")]
     files = sorted(files) if kind == "timeline" else [ROOT / step / "by_hand.py"]
     for path in files:
         digest.update(path.read_bytes())
