@@ -3,6 +3,7 @@
 # make restart STEP=4 [LEVEL=blank] [FROM=3]
 # make extend [NAME=muon] | make kernels
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
+# make site, then make site-open or make site-test | make slides
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or not of this requirements.txt; a .venv that is a link stays as it is.
@@ -14,7 +15,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels site slides site-open site-test
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -75,3 +76,25 @@ figures: $(VENV)
 
 bench: $(VENV)
 	set -e; for bench in tools/bench/bench*.py; do $(PYTHON) $$bench; done
+
+# Sphinx, and what it wants, in an environment of its own: out/site-venv
+SPHINX = out/site-venv/bin/python
+$(SPHINX): tools/site/requirements.txt
+	python3 -m venv out/site-venv
+	$(SPHINX) -m pip install -q -r $<
+	@touch $@
+
+site: $(VENV) $(SPHINX)
+	$(SPHINX) tools/site/build.py $(PYTHON)
+	$(SPHINX) tools/site/slides.py
+
+slides: $(SPHINX)
+	$(SPHINX) tools/site/slides.py
+
+site-open:
+	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }
+	python3 -m http.server --bind 127.0.0.1 --directory out/site 8000
+
+# of what make site has built; without a site, or without a Chromium, these fail
+site-test: $(VENV)
+	SITE=out/site $(PYTEST) tests/test_site.py
