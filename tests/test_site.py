@@ -162,7 +162,7 @@ def test_the_panel_follows(browser):
 
 @built
 def test_search_finds(browser):
-    for word, page in (("reduce-scatter", "step03_zero"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05")):
+    for word, page in (("reduce-scatter", "glossary"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05")):
         browser.visit(f"file://{SITE}/search.html?q={word}")
         browser.wait("document.querySelectorAll('#search-results li a').length > 0")
         browser.wait("/search (finished|found)|matching|found/i.test(document.querySelector('#search-results').textContent)")

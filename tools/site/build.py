@@ -68,11 +68,12 @@ def line(step, name, row, extra="", marks=()):
 def code(step, name, opened, said=range(0), marked=None, ids=False, side=False):
     """A whole file with its changes, each function that is not in `opened` (by line of its def) folded to that line."""
     rows, parts, now, at = diffs.rows(diffs.before(step), step, name), [], None, 0
+    ends = {start: end for _, start, end in diffs.functions(step, name)}
     pieces = []                                           # (function it is in, row's index); a def's own line stands before it
     for index, row in enumerate(rows):
         at = row.new or at
         function = diffs.function_at(step, name, at)
-        end = next((end for _, start, end in diffs.functions(step, name) if start == function), 0)
+        end = ends.get(function, 0)
         inside = function if row.kind != "-" or at < end else None
         pieces.append((inside, index))
     changes = {function: sum(rows[i].kind != " " for f, i in pieces if f == function) for function, _ in pieces}

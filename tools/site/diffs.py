@@ -68,6 +68,7 @@ def functions(step, name):
     return found
 
 
+@cache
 def function_at(step, name, new):
     """The function that the row after line `new` of the new file still belongs to, by the line of its def."""
     return next((start for _, start, end in functions(step, name) if start <= new <= end), None)

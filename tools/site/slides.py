@@ -33,15 +33,18 @@ def parts(text):
     return found
 
 
+def without_links(text):
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
 def shown(text):
     text = re.sub(r"^<!--.*?-->$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)                         # a slide has no links
-    return MARKDOWN.render(text)
+    return MARKDOWN.render(without_links(text))
 
 
 def sentences(text):
     """What is said, a sentence a line."""
-    words = re.sub(r"^\*\*Say\*\*[^.]*?\.\s*", "", " ".join(text.split()))
+    words = re.sub(r"^\*\*Say\*\*[^.]*?\.\s*", "", " ".join(without_links(text).split()))
     return "".join(f"<p>{MARKDOWN.renderInline(one)}</p>" for one in re.split(r"(?<=[.?:]) (?=[A-Z])", words))
 
 
