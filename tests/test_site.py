@@ -1,5 +1,5 @@
-"""The site: what its cards and diffs show against the files themselves, and, of what `make site` has built, its links, its search, and
-how it looks and behaves in a browser. `make site-test` sets SITE; then nothing here is skipped."""
+"""The site: what its cards and diffs show against the files themselves, and, of what `make site` has built, its links, its search,
+and how it looks and behaves in a browser. `make site-test` sets SITE; then nothing here is skipped."""
 import html
 import os
 import re
@@ -44,7 +44,8 @@ def test_rows_are_both_files(step):
 @pytest.mark.parametrize("step", LESSONS)
 def test_every_rung_is_marked(step):
     wanted = {f"rung {number}" for number, _, write in diffs.rungs(step) if any(write.values())}
-    found = {mark.label for part in diffs.changed(step) for name in part for marks in diffs.marks(step, name).values() for mark in marks}
+    marks = [diffs.marks(step, name) for part in diffs.changed(step) for name in part]
+    found = {mark.label for of_file in marks for of_row in of_file.values() for mark in of_row}
     assert wanted and wanted <= found
 
 
@@ -127,8 +128,8 @@ def browser(tmp_path_factory):
     one.stop()
 
 
-PAGES = ["index.html", "step04_tp_sp/index.html", "step06_pp/diff.html", "step06_pp/timeline.html", "step02_dp/by_hand.html", "matrix.html",
-         "step04_tp_sp/zero.py.html", "docs/FAQ.html", "slides.html"]
+PAGES = ["index.html", "step04_tp_sp/index.html", "step06_pp/diff.html", "step06_pp/timeline.html", "step02_dp/by_hand.html",
+         "matrix.html", "step04_tp_sp/zero.py.html", "docs/FAQ.html", "slides.html"]
 
 
 @built
@@ -153,8 +154,8 @@ def test_the_panel_follows(browser):
         said = "[...document.querySelectorAll('#panel [data-said]')]"
         assert browser.run(f"{said}.map((row) => row.textContent).join('')") == browser.run(
             f"[...document.querySelectorAll('#card-{number} .hunk .l')].map((row) => row.textContent).join('')")
-        seen = f"(() => {{ const box = {said}[0].getBoundingClientRect(); return box.top >= 0 && box.bottom <= innerHeight && box.height > 0 }})()"
-        assert browser.run(seen)
+        box = f"{said}[0].getBoundingClientRect()"
+        assert browser.run(f"{box}.top >= 0 && {box}.bottom <= innerHeight && {box}.height > 0")
         browser.run("document.querySelector('#panel [value=before]').click()")
         assert browser.run("[...document.querySelectorAll('#panel .add')].every((row) => !row.offsetHeight)")
         browser.run("document.querySelector('#panel [value=both]').click()")
@@ -162,7 +163,8 @@ def test_the_panel_follows(browser):
 
 @built
 def test_search_finds(browser):
-    for word, page in (("reduce-scatter", "glossary"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05")):
+    wanted = (("reduce-scatter", "glossary"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05"))
+    for word, page in wanted:
         browser.visit(f"file://{SITE}/search.html?q={word}")
         browser.wait("document.querySelectorAll('#search-results li a').length > 0")
         browser.wait("/search (finished|found)|matching|found/i.test(document.querySelector('#search-results').textContent)")

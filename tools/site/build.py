@@ -137,7 +137,8 @@ def card(step, one):
                     f'{mode}</label>' for mode in ("before", "both", "after"))
     touched = sorted({m for i in shown for m in diffs.marks(step, one.file).get(i, ()) if m.kind != "said"})
     tags = "".join(f' <a class="mark {m.kind}" href="{m.where}">{html.escape(m.title)}</a>' for m in touched)
-    return (f'<div class="card" id="card-{one.number}"><div class="card-head"><a href="{one.file}.html#L{numbers[0] if numbers else 1}">'
+    return (f'<div class="card" id="card-{one.number}"><div class="card-head">'
+            f'<a href="{one.file}.html#L{numbers[0] if numbers else 1}">'
             f'{one.file}</a> {whole} step {int(step[4:6])}, {which} '
             f'<a href="diff.html#{one.file}-{one.first}">in the whole diff</a></div>'
             f'<div class="highlight code hunk" tabindex="0" role="group" aria-label="{one.file}, changed lines">{hunk}</div>'
@@ -237,10 +238,11 @@ def diff_page(step):
     lesson, support = diffs.changed(step)
     number = int(step[4:6])
     said = {name: sum(c.last - c.first + 1 for c in diffs.cards(step) if c.file == name) for name in lesson | support}
-    text = [f"# The whole diff of step {number}\n", "[The lesson](index.md), which shows some of it, one piece at a time. Removed lines "
+    text = [f"# The whole diff of step {number}\n",
+            "[The lesson](index.md), which shows some of it, one piece at a time. Removed lines "
             "stand beside what replaces them; functions without a change are folded. In the margin: "]
-    text += [raw('<p class="legend"><span class="mark said">§</span> README shows it <span class="mark rung">rung</span> the ladder '
-                 'wants the function <span class="mark mistake">mistake</span> a planted one touches the line</p>')]
+    text += [raw('<p class="legend"><span class="mark said">§</span> README shows it <span class="mark rung">rung</span> the '
+                 'ladder wants the function <span class="mark mistake">mistake</span> a planted one touches the line</p>')]
     if number == 1:
         text[1] = "Step 1 has nothing before it: all of it is new. In the margin: "
     for name, rows in (lesson | support).items():
@@ -259,7 +261,8 @@ def diff_page(step):
         if name in lesson:
             text += [f"## {name}\n", raw(head + shown)]
         else:
-            text += [raw(f'<details class="support" id="{name.replace(".", "-")}"><summary>{name} {sizes(rows)}</summary>{head}{shown}</details>')]
+            name_id = name.replace(".", "-")
+            text += [raw(f'<details class="support" id="{name_id}"><summary>{name} {sizes(rows)}</summary>{head}{shown}</details>')]
     write(f"{step}/diff.md", "\n".join(text))
 
 
@@ -284,15 +287,16 @@ def matrix():
             cells.append(f'<td class="{kind}"><a href="{link}">{lines}<br><small>{what}</small></a></td>')
         rows.append(f"<tr><th scope=row>{name}</th>{''.join(cells)}</tr>")
     head = "".join(f'<th scope="col"><a href="{step}/index.html">{step.replace("_", " ", 1)}</a></th>' for step in STEPS)
-    write("matrix.md", "# Files by steps\n\nLines of each file in each step, and what the step changes in it. Blue is the lesson, grey "
-          "only supports it.\n\n" + raw(f'<div class="scroll" tabindex="0" role="group" aria-label="files by steps"><table class="matrix">'
-                                        f'<thead><tr><td></td>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'))
-
+    table = (f'<div class="scroll" tabindex="0" role="group" aria-label="files by steps"><table class="matrix">'
+             f'<thead><tr><td></td>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
+    write("matrix.md", "# Files by steps\n\nLines of each file in each step, and what the step changes in it. Blue is the lesson, "
+          "grey only supports it.\n\n" + raw(table))
 
 def by_hand(step, output):
     shown = "".join(f'<span class="l same" id="L{n}" data-n="{n}">{text}\n</span>'
                     for n, text in enumerate(coloured(f"{step}/by_hand.py"), 1))
-    write(f"{step}/by_hand.md", f"# Step {int(step[4:6])} by hand\n\n`python {step}/by_hand.py` printed, when this page was built:\n\n"
+    write(f"{step}/by_hand.md", f"# Step {int(step[4:6])} by hand\n\n"
+          f"`python {step}/by_hand.py` printed, when this page was built:\n\n"
           f"```text\n{output.rstrip()}\n```\n\nThe [lesson](index.md) says why. The whole program:\n\n"
           + raw(f'<div class="highlight code whole" tabindex="0" role="group" aria-label="by_hand.py">{shown}</div>'))
 
@@ -308,8 +312,8 @@ def timeline(step, output, events):
               round(e["ts"] * 10), round(e["dur"] * 10)] for e in events if e["ph"] == "X"]
     data = json.dumps(dict(names=names, places=places, streams=streams, ranks=ranks, events=shown), separators=(",", ":"))
     write(f"{step}/timeline.md", f"# Step {number} as simulated\n\nOne training step on GPUs that nobody has here: "
-          "the step's own trainer, played by the simulator. Drag over a stretch to zoom, point at a bar to read it; with the keyboard "
-          "← and → move, + and − zoom, 0 shows all.\n\n```bash\npython tools/simulate "
+          "the step's own trainer, played by the simulator. Drag over a stretch to zoom, point at a bar to read it; with the "
+          "keyboard ← and → move, + and − zoom, 0 shows all.\n\n```bash\npython tools/simulate "
           f"{number} {SIMULATED[number]}\n```\n\n"
           + raw(f'<div class="timeline"><noscript>The picture needs JavaScript; the numbers are below.</noscript>'
                 f'<script type="application/json">{data.replace("</", "<" + chr(92) + "/")}</script></div>')

@@ -104,7 +104,8 @@ def block_slides(heading, text):
             question, answer = exit_question(piece)
             yield slide(f"{heading}: exit", question, answer)
         elif name in ROOM:
-            yield slide(f"{heading}: {name.lower().removeprefix('the ')}", shown(piece), notes if first and name != "Whiteboard" else "")
+            own = notes if first and name != "Whiteboard" else ""
+            yield slide(f"{heading}: {name.lower().removeprefix('the ')}", shown(piece), own)
             first = first and name == "Whiteboard"
     if first and notes and not any(name in ROOM for name, _ in found):
         yield slide(heading, notes)
@@ -122,7 +123,8 @@ def slides():
 
 
 SCRIPT = """
-const all = [...document.querySelectorAll("section")], at = () => all.findIndex((one) => one.getBoundingClientRect().bottom > innerHeight / 2);
+const all = [...document.querySelectorAll("section")];
+const at = () => all.findIndex((one) => one.getBoundingClientRect().bottom > innerHeight / 2);
 addEventListener("keydown", (press) => {
   const by = {ArrowRight: 1, PageDown: 1, " ": 1, ArrowLeft: -1, PageUp: -1}[press.key];
   if (!by || press.target.closest("summary")) return;
@@ -133,7 +135,7 @@ addEventListener("keydown", (press) => {
 
 
 def main():
-    light, dark = HtmlFormatter(style="xcode").get_style_defs(".highlight"), HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    light, dark = (HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("xcode", "github-dark"))
     style = (HERE / "slides.css").read_text()
     pages = "".join(slides())
     (OUT / "slides").mkdir(parents=True, exist_ok=True)
