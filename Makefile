@@ -6,6 +6,7 @@
 # make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
 # make attack SEED=7 COUNT=50
+# make site, then make site-open or make site-test | make slides
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
 # The environment is made in .venv when it is missing or not of this requirements.txt; a .venv that is a link stays as it is.
@@ -17,7 +18,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack hang hunt probe
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack hang hunt probe site slides site-open site-test
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -90,3 +91,25 @@ bench: $(VENV)
 
 attack: $(VENV)
 	$(PYTHON) tests/attack --seed "$(or $(SEED),0)" --count $(or $(COUNT),36)
+
+# Sphinx, and what it wants, in an environment of its own: out/site-venv
+SPHINX = out/site-venv/bin/python
+$(SPHINX): tools/site/requirements.txt
+	python3 -m venv out/site-venv
+	$(SPHINX) -m pip install -q -r $<
+	@touch $@
+
+site: $(VENV) $(SPHINX)
+	$(SPHINX) tools/site/build.py $(PYTHON)
+	$(SPHINX) tools/site/slides.py
+
+slides: $(SPHINX)
+	$(SPHINX) tools/site/slides.py
+
+site-open:
+	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }
+	python3 -m http.server --bind 127.0.0.1 --directory out/site 8000
+
+# of what make site has built; without a site, or without a Chromium, these fail
+site-test: $(VENV)
+	SITE=out/site $(PYTEST) tests/test_site.py

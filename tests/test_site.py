@@ -1,0 +1,188 @@
+"""The site: what its cards and diffs show against the files themselves, and, of what `make site` has built, its links, its search,
+and how it looks and behaves in a browser. `make site-test` sets SITE; then nothing here is skipped."""
+import html
+import os
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import chromium
+import pytest
+from readme import blocks, hunks
+from steps import ROOT, STEPS
+
+sys.path.insert(0, str(ROOT / "tools/site"))
+import diffs  # noqa: E402
+
+SITE = ROOT / os.environ.get("SITE", "no")
+built = pytest.mark.skipif("SITE" not in os.environ, reason="looks at the built site: make site, then make site-test")
+LESSONS = STEPS[1:]
+
+
+# ------------------------------------------------------------------------------------------- what needs no site
+@pytest.mark.parametrize("step", LESSONS)
+def test_every_hunk_has_one_card_that_shows_it(step):
+    wanted = [hunk for block in blocks((ROOT / step / "README.md").read_text()) if block.language == "diff"
+              for hunk in hunks(block.text)]
+    cards = diffs.cards(step)
+    assert wanted and len(cards) == len(wanted)
+    for card, hunk in zip(cards, wanted):
+        rows = diffs.rows(diffs.before(step), step, card.file)[card.first:card.last + 1]
+        assert [(row.kind + row.text).rstrip() for row in rows] == [one.rstrip() for one in hunk]
+
+
+@pytest.mark.parametrize("step", LESSONS)
+def test_rows_are_both_files(step):
+    lesson, support = diffs.changed(step)
+    for name, rows in (lesson | support).items():
+        assert "".join(f"{row.text}\n" for row in rows if row.kind != "-") == (ROOT / step / name).read_text()
+        old = ROOT / diffs.before(step) / name
+        assert "".join(f"{row.text}\n" for row in rows if row.kind != "+") == (old.read_text() if old.exists() else "")
+
+
+@pytest.mark.parametrize("step", LESSONS)
+def test_every_rung_is_marked(step):
+    wanted = {f"rung {number}" for number, _, write in diffs.rungs(step) if any(write.values())}
+    marks = [diffs.marks(step, name) for part in diffs.changed(step) for name in part]
+    found = {mark.label for of_file in marks for of_row in of_file.values() for mark in of_row}
+    assert wanted and wanted <= found
+
+
+# ------------------------------------------------------------------------------------------- of the built site
+class Code(HTMLParser):
+    """The rows of each piece of code of a class in a page, as (classes, text); marks are no text."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.pieces, self.depth, self.row, self.mark = kind, [], 0, None, False
+
+    def handle_starttag(self, tag, attributes):
+        classes = dict(attributes).get("class", "").split()
+        if tag == "div" and "code" in classes and self.kind in classes:
+            self.pieces.append([])
+            self.depth = 1
+        elif self.depth and tag == "span" and "l" in classes:
+            self.row = [classes[1], "", 1]
+            self.pieces[-1].append(self.row)
+        elif self.row and tag == "span":
+            self.row[2] += 1
+        self.mark = self.mark or tag == "a" and "mark" in classes
+
+    def handle_endtag(self, tag):
+        self.mark = self.mark and tag != "a"
+        if tag == "div":
+            self.depth = 0
+        elif self.row and tag == "span":
+            self.row[2] -= 1
+            self.row = self.row if self.row[2] else None
+
+    def handle_data(self, data):
+        if self.row and not self.mark:
+            self.row[1] += data
+
+
+def shown(page, kind):
+    reader = Code(kind)
+    reader.feed((SITE / page).read_text())
+    return [["".join(text for what, text, _ in rows if what != left_out) for left_out in ("del", "add")] for rows in reader.pieces]
+
+
+@built
+@pytest.mark.parametrize("step", LESSONS)
+def test_cards_and_diffs_show_the_files_byte_for_byte(step):
+    def files(name):
+        old = ROOT / diffs.before(step) / name
+        return [(ROOT / step / name).read_text(), old.read_text() if old.exists() else ""]
+    assert shown(f"{step}/index.html", "view") == [files(card.file) for card in diffs.cards(step)]
+    lesson, support = diffs.changed(step)
+    assert shown(f"{step}/diff.html", "wide") == [files(name) for name in lesson | support]
+
+
+@built
+def test_links_lead_somewhere_and_nothing_is_fetched_from_elsewhere():
+    pages = {path: path.read_text() for path in SITE.rglob("*.html") if "_static" not in path.parts}
+    assert len(pages) > 80
+    ids = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in pages.items()}
+    broken, fetched = [], []
+    for path, text in pages.items():
+        text = re.sub(r"<script type=\"application/json\">.*?</script>", "", text, flags=re.DOTALL)
+        fetched += re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"', text)
+        for link in map(html.unescape, re.findall(r'\b(?:href|src)="([^"]*)"', text)):
+            name, _, place = link.partition("#")
+            if re.match(r"\w+:", link):
+                continue
+            target = (path.parent / name.partition("?")[0]).resolve() if name else path
+            if not target.exists() or place and target in ids and place not in ids[target]:
+                broken.append((str(path.relative_to(SITE)), link))
+    assert not broken, broken[:20]
+    assert not fetched, fetched[:5]
+    assert not [path for path in SITE.rglob("*.css") if re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text())]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    assert chromium.FOUND, "the pages are looked at in a Chromium; none is installed"
+    one = chromium.Chromium(tmp_path_factory.mktemp("chromium"))
+    yield one
+    one.stop()
+
+
+PAGES = ["index.html", "step04_tp_sp/index.html", "step06_pp/diff.html", "step06_pp/timeline.html", "step02_dp/by_hand.html",
+         "matrix.html", "step04_tp_sp/zero.py.html", "docs/FAQ.html", "slides.html"]
+
+
+@built
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_scrolls_sideways_or_complains(browser, page, width):
+    for dark in (False, True):
+        browser.events.clear()
+        browser.screen(width, 900, dark)
+        browser.visit(f"file://{SITE / page}")
+        assert browser.run("document.documentElement.scrollWidth") <= width, page
+        assert not browser.complaints()
+
+
+@built
+def test_the_panel_follows(browser):
+    browser.screen(1280, 900)
+    browser.visit(f"file://{SITE}/step04_tp_sp/index.html")
+    for number in (2, 5):
+        browser.run(f"document.querySelector('#card-{number}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        browser.wait(f"document.querySelector('#card-{number}').classList.contains('now')")
+        said = "[...document.querySelectorAll('#panel [data-said]')]"
+        assert browser.run(f"{said}.map((row) => row.textContent).join('')") == browser.run(
+            f"[...document.querySelectorAll('#card-{number} .hunk .l')].map((row) => row.textContent).join('')")
+        box = f"{said}[0].getBoundingClientRect()"
+        assert browser.run(f"{box}.top >= 0 && {box}.bottom <= innerHeight && {box}.height > 0")
+        browser.run("document.querySelector('#panel [value=before]').click()")
+        assert browser.run("[...document.querySelectorAll('#panel .add')].every((row) => !row.offsetHeight)")
+        browser.run("document.querySelector('#panel [value=both]').click()")
+
+
+@built
+def test_search_finds(browser):
+    wanted = (("reduce-scatter", "glossary"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05"))
+    for word, page in wanted:
+        browser.visit(f"file://{SITE}/search.html?q={word}")
+        browser.wait("document.querySelectorAll('#search-results li a').length > 0")
+        browser.wait("/search (finished|found)|matching|found/i.test(document.querySelector('#search-results').textContent)")
+        assert page in browser.run("[...document.querySelectorAll('#search-results li a')].map((a) => a.href).join(' ')"), word
+
+
+@built
+def test_without_javascript_all_is_there(browser):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.screen(390, 900)
+        browser.visit(f"file://{SITE}/step04_tp_sp/index.html")
+        count = len(diffs.cards("step04_tp_sp"))
+        assert browser.run("[...document.querySelectorAll('.card .hunk')].filter((one) => one.offsetHeight).length") == count
+        assert browser.run("[...document.querySelectorAll('.card .around')].filter((one) => one.offsetHeight).length") == count
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_a_run_for_the_site_has_a_site():
+    assert "SITE" not in os.environ or (Path(SITE) / "index.html").exists(), "make site builds it first"

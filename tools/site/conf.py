@@ -1,0 +1,18 @@
+"""Sphinx's settings. The sources are what build.py has laid out in out/site-src."""
+from pathlib import Path
+
+project = "LLM training over many GPUs"
+html_title = project
+extensions = ["myst_parser"]
+html_theme = "furo"
+html_static_path = [str(Path(__file__).parent / "static")]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+myst_heading_anchors = 4
+exclude_patterns = ["**/*.txt"]
+suppress_warnings = ["misc.highlighting_failure"]         # a block of a README is no complete program
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = dict(top_of_page_buttons=[])
+pygments_style = "xcode"
+pygments_dark_style = "github-dark"
