@@ -140,7 +140,7 @@ def nothing_fits(question):
     if missing <= 0:
         return f"no layout fits and meets the batch: {name_of(l)} fits, with another batch"
     return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU can give; "
-            f"{f'{fewest:,} GPUs are the fewest that do' if fewest < math.inf else 'no number of GPUs does'}, of powers of two")
+            + (f"{fewest:,} GPUs are the fewest that do, of powers of two" if fewest < math.inf else "no number of GPUs does"))
 
 
 # ---------------------------------------------------------------------- why
@@ -411,8 +411,9 @@ def as_json(question, one):
         model=question.model, notes=c.notes, gpus=cluster.gpus, fits=fits(one.held, cluster),
         memory_gib=round(one.held, 2), limit_gib=limit(cluster),
         tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
-        mfu=next(iter(found.values())), mfu_by_convention=found, provenance=trust.provenance(c, l, cluster, question.constants["trainer"]),
-        unmeasured=trust.unmeasured(c, l), interval=[round(low, 1), round(high, 1)],
+        mfu=next(iter(found.values())), mfu_by_convention=found,
+        provenance=trust.provenance(c, l, cluster, question.constants["trainer"]), unmeasured=trust.unmeasured(c, l),
+        interval=[round(low, 1), round(high, 1)],
         ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
         global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
         command=command(*to_run), dry_run=dry_run(c, question.model, l, question.steps, question.lr))
