@@ -236,12 +236,14 @@ def published_table():
         cut = "".join(f", {name} {run[name]}" for name in ("tp", "pp") if run[name] not in ("", "1"))
         more = ", " + run["schedule"] if run["schedule"] else ""
         more += ", compiled" * (run["compile"] == "yes") + ", float8" * (run["precision"] == "float8")
-        more += ", asynchronous tp" * (run["async_tp"] == "yes" and run["trainer"] == "torchtitan") + ", fitted" * bool(run["fitted"])
+        more += ", asynchronous tp" * (run["async_tp"] == "yes" and run["trainer"] == "torchtitan")
+        more += ", fitted" * bool(run["fitted"])
         yield (f"| {run['trainer']}: {run['model']}, {int(run['gpus']):,} {run['gpu']}{cut}{more} | {run['published']:,.0f} | "
                f"{run['planned']:,.0f} | {run['planned'] / run['published'] - 1:+.0%} | {run['low']:,.0f} to {run['high']:,.0f} |")
     yield ""
     judged = [run for run in runs if not run["fitted"]]
-    kinds = {"all": lambda run: True, "A100": lambda run: run["gpu"].lower() == "a100", "Megatron": lambda run: "gpt-" in run["model"],
+    kinds = {"all": lambda run: True, "A100": lambda run: run["gpu"].lower() == "a100",
+             "Megatron": lambda run: "gpt-" in run["model"],
              "ZeRO-3 alone, H100": lambda run: run["gpu"].lower() == "h100" and run["tp"] in ("", "1") and run["pp"] in ("", "1")}
     yield "| not fitted | runs | planned / published, median | error, median | inside the interval |"
     yield "|---|---|---|---|---|"
@@ -249,8 +251,8 @@ def published_table():
         some = [run for run in judged if is_one(run)]
         ratios = [run["planned"] / run["published"] for run in some]
         inside = statistics.fmean(run["low"] <= run["published"] <= run["high"] for run in some)
-        yield (f"| {kind} | {len(some)} | {statistics.median(ratios):.2f} | {statistics.median(abs(one - 1) for one in ratios):.0%} | "
-               f"{inside:.0%} |")
+        error = statistics.median(abs(one - 1) for one in ratios)
+        yield f"| {kind} | {len(some)} | {statistics.median(ratios):.2f} | {error:.0%} | {inside:.0%} |"
 
 
 def plans():
