@@ -124,7 +124,7 @@ def wanted(question, one):
     price = f", ${hours * ask.price:,.0f} at ${ask.price:g} a GPU-hour" if ask.price else ""
     yield f"{ask.tokens:.3g} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{price}"
     if ask.mtbf:
-        yield (f"of which {lost:.1%} for checkpoints and failures: one every {ask.mtbf:g} hours, {ask.checkpoint:g} s a checkpoint, "
+        yield (f"of which {lost:.1%} for checkpoints and failures: one in {ask.mtbf:g} hours, {ask.checkpoint:g} s a checkpoint, "
                f"one every {every / 60:,.0f} minutes (Young's rule), {ask.restart:g} s to start again")
 
 
