@@ -615,7 +615,7 @@ def test_json():
 
 
 def test_the_tables_of_the_planners_readme(rows):
-    text = fit_plan.README.read_text()
+    text = fit_plan.README.read_text() + fit_plan.PROOF.read_text()
     for name, content in fit_plan.readme_tables(rows, which=("query", "published")).items():
         assert fit_plan.between(text, name) == content + "\n", name
 
