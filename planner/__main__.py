@@ -172,7 +172,7 @@ def main():
         return print(json.dumps([explain.as_json(question, one) for one in best], indent=1))
     if not best:
         return print(explain.nothing_fits(question))
-    print("\n".join(explain.two_answers(question, search)), "\n")
+    print("\n".join(explain.two_answers(question, search)))
     print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
     print("\n".join(explain.table(question, best)), "\n")
     print("\n".join(explain.the_best_in_detail(question, best, search, batch)))

@@ -106,8 +106,8 @@ def two_answers(question, search):
         yield "They are the same."
     elif safest:
         new = [name for name in trust.of_layout(fastest.layout) if name not in trust.of_layout(safest.layout)]
-        yield (f"To trust the first, measure a few steps of both: {fastest.tokens_per_s / safest.tokens_per_s - 1:.1%} apart; what is "
-               f"new in it is {', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
+        yield (f"To trust the first, measure a few steps of both: {fastest.tokens_per_s / safest.tokens_per_s - 1:.1%} apart; "
+               f"what is new in it is {', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
 
 
 def wanted(question, one):
@@ -124,8 +124,8 @@ def wanted(question, one):
     price = f", ${hours * ask.price:,.0f} at ${ask.price:g} a GPU-hour" if ask.price else ""
     yield f"{ask.tokens:.3g} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{price}"
     if ask.mtbf:
-        yield (f"of which {lost:.1%} for checkpoints and failures: one every {ask.mtbf:g} hours, {ask.checkpoint:g} s a checkpoint, one "
-               f"every {every / 60:,.0f} minutes (Young's rule), {ask.restart:g} s to start again")
+        yield (f"of which {lost:.1%} for checkpoints and failures: one in {ask.mtbf:g} hours, {ask.checkpoint:g} s a checkpoint, "
+               f"one every {every / 60:,.0f} minutes (Young's rule), {ask.restart:g} s to start again")
 
 
 def nothing_fits(question):
@@ -140,7 +140,7 @@ def nothing_fits(question):
     if missing <= 0:
         return f"no layout fits and meets the batch: {name_of(l)} fits, with another batch"
     return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU can give; "
-            f"{f'{fewest:,} GPUs are the fewest that do' if fewest < math.inf else 'no number of GPUs does'}, of powers of two")
+            + (f"{fewest:,} GPUs are the fewest that do, of powers of two" if fewest < math.inf else "no number of GPUs does"))
 
 
 # ---------------------------------------------------------------------- why
@@ -166,8 +166,8 @@ def why_not(what, c, best, second, cluster):
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
     low, _ = trust.off_by(c, second.layout, cluster, experts=False)
     return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but with "
-            f"{', '.join(trust.of_layout(second.layout)) or 'its size'} it may be {1 - math.exp(low):.0%} slower than computed: it is "
-            "ranked as that much slower.")
+            f"{', '.join(trust.of_layout(second.layout)) or 'its size'} it may be {1 - math.exp(low):.0%} slower than computed: "
+            "it is ranked as that much slower.")
 
 
 def notches(c, l):
@@ -411,8 +411,9 @@ def as_json(question, one):
         model=question.model, notes=c.notes, gpus=cluster.gpus, fits=fits(one.held, cluster),
         memory_gib=round(one.held, 2), limit_gib=limit(cluster),
         tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
-        mfu=next(iter(found.values())), mfu_by_convention=found, provenance=trust.provenance(c, l, cluster, question.constants["trainer"]),
-        unmeasured=trust.unmeasured(c, l), interval=[round(low, 1), round(high, 1)],
+        mfu=next(iter(found.values())), mfu_by_convention=found,
+        provenance=trust.provenance(c, l, cluster, question.constants["trainer"]), unmeasured=trust.unmeasured(c, l),
+        interval=[round(low, 1), round(high, 1)],
         ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
         global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
         command=command(*to_run), dry_run=dry_run(c, question.model, l, question.steps, question.lr))

@@ -2,7 +2,6 @@
 
 What a source does not say is assumed here, and stated beside each prediction.
 """
-import math
 
 import costs
 import speed
@@ -125,7 +124,7 @@ def check(row, where):
         if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
             refuse(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
     if row["model"] not in PRESETS and not all(row.get(name) for name in SHAPE):
-        refuse(f"{where}: model {row['model']!r} is not known, and {', '.join(SHAPE)} are not all given; known are {', '.join(PRESETS)}")
+        refuse(f"{where}: model {row['model']!r} is not known; it is one of {', '.join(PRESETS)}, or has {', '.join(SHAPE)}")
     c, l, _ = run_of(row, [])
     if l.gpus != int(row["gpus"]):
         refuse(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "

@@ -21,7 +21,7 @@ import speed
 import trust
 from plan import RECOMPUTE, SCHEDULES
 from speed import GPUS, KINDS, NETWORKS, Cluster
-from trainers import TRAINERS, constants_of
+from trainers import ABOUT, TRAINERS, constants_of
 from trainer import Refused, make, refuse, simulate
 
 HERE = Path(__file__).resolve().parent
@@ -191,11 +191,12 @@ def turned_to(question, l, knob, value, batch):
 # ---------------------------------------------------------------------- the page
 def page(question, shown, served):
     """One file. With served it asks for more, without it has all that it shows."""
-    state = dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"], network=network_of(question.cluster.network),
+    state = dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
+                 network=network_of(question.cluster.network),
                  gpus=question.cluster.gpus, seq_len=question.seq_len,
                  tokens=round(question.sequences * question.seq_len))
     data = dict(state=state, served=served, models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS,
-                networks=list(NETWORKS), trainers=list(TRAINERS), columns=explain.COLUMNS, **shown)
+                networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from costs import BF16, FLOAT32, dense_layer, expert_layer, keeps_last_products, kv_parts, parameters
+from costs import BF16, FLOAT32, expert_layer, keeps_last_products, parameters
 from trainer import bubble, make, simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))

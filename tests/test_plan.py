@@ -1,6 +1,7 @@
 """The planner: its constants against the runs they were fitted to, its exact part against what the trainer's own files say."""
 import csv
 import json
+import math
 import os
 import random
 import re
@@ -30,6 +31,7 @@ import published
 import schedules
 import speed
 import trainer
+import trainers
 import trust
 from costs import Layout
 from layouts import in_turn
@@ -38,7 +40,7 @@ from steps import copy_repository
 from steps import run as steps_run
 
 TINY, MOE = models.PRESETS["tiny"], models.PRESETS["tiny-moe"]
-CONSTANTS = dict(time=speed.USUAL, slack=1.0)
+CONSTANTS = trainers.constants_of(dict(time=speed.USUAL, slack=1.0))
 
 
 def run(*flags):
@@ -113,17 +115,51 @@ def test_each_number_of_nodes_is_predicted_by_the_others(rows, folds):
 
 
 def test_published_runs():
-    """Nothing is fitted to them. Three things that the sources leave out are assumed, and stated."""
-    off, inside = [], []
-    for row in fit_plan.load_published():
-        said, seen = published.predict(row), published.measured(row)
-        assert said["provenance"] == "physics only" and said["assumed"]
-        if row["precision"] == "bfloat16":
-            off.append(abs(said["pred_tok_s_gpu"] / seen - 1))
-            inside.append(said["pred_low"] <= seen <= said["pred_high"])
-        else:                                             # a bound, and predicted as slower as it should be
-            assert said["pred_tok_s_gpu"] < seen
-    assert len(off) == 4 and statistics.median(off) <= 0.10 and max(off) <= 0.20 and statistics.fmean(inside) >= 0.8
+    """Of those that nothing was chosen by: four of five inside their interval, A100 as fast as published, Megatron within 15%."""
+    judged = [run for run in fit_plan.planned() if not run["fitted"]]
+    inside = statistics.fmean(run["low"] <= run["published"] <= run["high"] for run in judged)
+    assert len(judged) > 40 and 0.75 <= inside <= 0.90, inside
+    ratio = lambda some: [run["planned"] / run["published"] for run in judged if some(run)]
+    assert 0.95 <= statistics.median(ratio(lambda run: run["gpu"].lower() == "a100")) <= 1.05
+    assert statistics.median(abs(one - 1) for one in ratio(lambda run: run["model"].startswith("gpt-"))) <= 0.15
+    assert statistics.median(abs(one - 1) for one in ratio(lambda run: True)) <= 0.08
+
+
+def test_interleaving_gains_what_was_published():
+    """torchtitan's 405B with and without it."""
+    without, interleaved = (run["planned"] for run in fit_plan.planned() if run["model"] == "llama-405b" and run["gpus"] == "512")
+    assert interleaved / without == pytest.approx(1.28, abs=0.05)
+
+
+def test_llama_3s_own_layout_fits_its_own_kind_of_trainer():
+    c, l = models.PRESETS["llama-405b"], Layout(dp=128, tp=8, pp=16, zero=1, schedule="interleaved", virtual=4, seq_len=8192,
+                                                accumulation=16)
+    held = [sum(plan.memory(c, l._replace(fused=fused)).values()) for fused in (False, True)]
+    assert held[1] < plan.limit(speed.Cluster(16384)) < held[0]
+
+
+@pytest.mark.parametrize("layout, gpu, limit", [
+    ("dp=8,zero=3,recompute=selective", "h100", 0.1), ("tp=2,zero=1,acc=4", "a100", 0.1), ("tp=2,pp=2,zero=1,acc=4", "h100", 0.1),
+    ("cp=4,zero=1", "h100", 0.1), ("zero=0,acc=2", "a100", 0.1)])
+def test_its_seconds_are_the_simulators(pool, tmp_path, layout, gpu, limit):
+    """For a layout of 8 GPUs, by the same facts: what differs is how waits are added up."""
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["dense"], "hidden_size": 4096, "intermediate_size": 14336}))
+    c, cluster = models.load(str(tmp_path)), speed.Cluster(8, speed.GPUS[gpu])
+    l = plan.parse_config(layout, c, cluster, 8192, 8)
+    flags = shlex.split(explain.train_flags(str(tmp_path), l, 1, 1e-3))
+    simulated, = pool.call(simulated_job, "step08_5d", world=1, timeout=300, argv=flags, gpu=gpu)
+    planned = sum(speed.step_seconds(c, l, cluster, costs.our_stages(c, l)).values())
+    assert planned == pytest.approx(simulated, rel=limit)
+
+
+def simulated_job(argv, gpu):
+    from simulate import gpus
+    from simulate.play import Player
+    from simulate.ranks import Ranks, look
+    from simulate.record import record
+    ranks = Ranks(look(argv, 8, 0), 0)
+    recordings = {rank: record(argv, 8, rank) for rank in ranks.recorded}
+    return Player(recordings, gpus.Cluster(gpus.GPUS[gpu]), ranks.stands_for, ranks.stage_of).play().seconds
 
 
 def test_the_tables_in_the_readme(rows):
@@ -335,17 +371,21 @@ def test_the_batch_is_the_same_for_all():
 def test_what_is_unmeasured_leads_by_more_than_it_may_be_off(model, gpus, seq_len):
     c, cluster = models.PRESETS[model], speed.Cluster(gpus)
     best = plan.Search(c, cluster, seq_len, 512, CONSTANTS).best()
-    seen = [one.tokens_per_s for one in best if not trust.of_layout(one.layout)]
-    assert not trust.of_layout(best[0].layout) or not seen or best[0].held_back >= max(seen) - 0.1
+    ranked = [one.held_back for one in best]
+    assert ranked == pytest.approx([one.tokens_per_s * math.exp(trust.off_by(c, one.layout, cluster, experts=False)[0])
+                                    for one in best], rel=1e-6)
+    assert max(ranked) <= ranked[0] * 1.001
     assert len({one.layout.dp * one.layout.micro_batch * one.layout.accumulation for one in best}) == 1
 
 
 def test_how_it_is_known():
     def said(model, gpus, **degrees):
-        return trust.provenance(models.PRESETS[model], Layout(dp=gpus, **degrees), speed.Cluster(gpus))
-    assert said("llama-8b", 256) == "measured"
-    assert {said("llama-8b", 512), said("llama-70b", 64), said("tiny", 8), said("llama-8b", 8, seq_len=2048)} == {"extrapolated"}
-    assert {said("mixtral-8x7b", 64), said("llama-8b", 64, zero=3), said("llama-8b", 64, cp=2)} == {"physics only"}
+        trainer = degrees.pop("trainer", "this")
+        return trust.provenance(models.PRESETS[model], Layout(dp=gpus, **degrees), speed.Cluster(gpus), trainer)
+    assert {said("llama-8b", 256), said("llama-70b", 64, zero=3), said("llama-8b", 64, trainer="megatron")} == {"elsewhere"}
+    assert {said("llama-8b", 64, trainer="megatron", zero=1), said("llama-8b", 64, trainer="torchtitan", zero=3)} == {"measured"}
+    assert {said("llama-8b", 2**15), said("tiny", 8), said("llama-8b", 8, seq_len=65536)} == {"extrapolated"}
+    assert {said("mixtral-8x7b", 64), said("llama-8b", 64, cp=2)} == {"physics only"}
     narrow, wide = (trust.off_by(models.PRESETS[name], Layout(dp=64), speed.Cluster(64)) for name in ("llama-8b", "mixtral-8x7b"))
     assert wide[0] < narrow[0] < 0 < narrow[1] < wide[1]
 
@@ -537,12 +577,12 @@ def test_what_is_printed():
     found = run("--model", "llama-8b", "--gpus", 16, "--global_batch_tokens", "1e6")
     assert found.returncode == 0, found.stderr
     for part in ("layouts that were timed", "GPUs are the fewest that hold it", "all layouts have the same batch: 256 sequences",
-                 "The second, ", "The playbook, its recipe", "one notch", "MFU ", "(causal half, embedding not counted)",
+                 "The second, ", "fastest by estimate: ", "safest: ", "one notch", "MFU ", "(causal half, embedding not counted)",
                  "The nearest measured run: ", "sbatch --nodes 2 ", "python tools/simulate 8 16 --rank "):
         assert part in found.stdout, part
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full")
     assert said.returncode == 0 and "physics only" not in said.stdout
-    assert "no run was measured with full, ep" in said.stdout and "ep 8" in said.stdout
+    assert "no run was measured with ep, experts" in said.stdout and "ep 8" in said.stdout
 
 
 def test_every_notch_is_one_notch():
@@ -564,7 +604,7 @@ def test_every_notch_is_one_notch():
 
 def test_json():
     one = json.loads(run("--gpus", 64, "--config", "tp=2,zero=1,mbs=2", "--json").stdout)
-    assert one["notes"] == [] and one["fits"] and one["tp"] == 2 and one["provenance"] == "measured"
+    assert one["notes"] == [] and one["fits"] and one["tp"] == 2 and one["provenance"] == "elsewhere"
     assert one["interval"][0] < one["tokens_per_s_per_gpu"] < one["interval"][1]
     flops = costs.flops_per_token(models.PRESETS["llama-8b"], 4096)
     assert one["mfu"] == pytest.approx(one["tokens_per_s_per_gpu"] * flops / 989.5e12, rel=1e-3)
@@ -575,7 +615,7 @@ def test_json():
 
 
 def test_the_tables_of_the_planners_readme(rows):
-    text = fit_plan.README.read_text()
+    text = fit_plan.README.read_text() + fit_plan.PROOF.read_text()
     for name, content in fit_plan.readme_tables(rows, which=("query", "published")).items():
         assert fit_plan.between(text, name) == content + "\n", name
 
@@ -913,4 +953,5 @@ def test_what_was_asked_is_said_again():
 
 def test_nothing_fits_for_programs():
     said = run("--model", "llama-405b", "--json")
-    assert said.returncode == 0 and json.loads(said.stdout) == [] and said.stderr.startswith("no layout fits: it takes more GPUs")
+    assert said.returncode == 0 and json.loads(said.stdout) == []
+    assert said.stderr.startswith("no layout fits: the nearest, tp 8, ") and "128 GPUs are the fewest" in said.stderr

@@ -21,10 +21,11 @@ import models
 import plan
 import serve
 import speed
+import trainers
 
 needs_chromium = pytest.mark.skipif(
     not chromium.FOUND, reason=f"none of {', '.join(chromium.NAMES)} is installed: the page was not looked at")
-CONSTANTS = dict(time=speed.USUAL, slack=1.0)
+CONSTANTS = trainers.constants_of(dict(time=speed.USUAL, slack=1.0))
 
 
 def question(model="llama-8b", gpus=64, seq_len=4096, sequences=1024, gpu="h100"):

@@ -10,8 +10,9 @@ import models
 import plan
 import serve
 import speed
+import trainers
 
-CONSTANTS = dict(time=speed.USUAL, slack=1.0)
+CONSTANTS = trainers.constants_of(dict(time=speed.USUAL, slack=1.0))
 
 
 def seconds(what, rounds):

@@ -26,11 +26,13 @@ import nanotron
 import plan
 import published
 import speed
+import trainers
 import trust
 from measured import write_csv
 
 DATA = ROOT / "tests/data/ultrascale_benchmarks.csv"
 PUBLISHED = ROOT / "tests/data/published_speeds.csv"
+SIMULATED = ROOT / "tests/data/published_runs.csv"
 NODES = (1, 2, 8, 32)
 
 # name: (value, factor that it may well be off by)
@@ -155,6 +157,7 @@ def main():
 
 # ------------------------------------------------------------------------------------------- the tables of the planner's README
 README = ROOT / "planner/README.md"
+PROOF = ROOT / "docs/proof.md"                              # has the table of published runs
 FENCED = "```text\n{}\n```"
 
 
@@ -187,10 +190,12 @@ def place(name):
 
 
 def write_readme(rows):
-    text = README.read_text()
-    for name, content in readme_tables(rows).items():
-        text = re.sub(place(name), lambda found: f"{found[1]}{content}\n{found[3]}", text, flags=re.S)
-    README.write_text(text)
+    tables = readme_tables(rows)
+    for path in (README, PROOF):
+        text = path.read_text()
+        for name, content in tables.items():
+            text = re.sub(place(name), lambda found: f"{found[1]}{content}\n{found[3]}", text, flags=re.S)
+        path.write_text(text)
 
 
 def held_out_table(rows, whole, held_out):
@@ -213,16 +218,41 @@ def undisturbed(rows):
     return [row for row in rows if nanotron.key(row) != ("1B", 8, 64, 1, 1, 0, 2, 2)]
 
 
+def planned():
+    """Of every published run what was measured, what the planner says, and its interval."""
+    simulated = [published.of_a_simulated_run(row) for row in csv.DictReader(open(SIMULATED))]
+    others = [row for row in load_published() if "table 1" not in row["source"]]   # those are among the simulated
+    for row in simulated + others:
+        said = published.predict(row)
+        yield dict(row, published=published.measured(row), planned=said["pred_tok_s_gpu"], low=said["pred_low"],
+                   high=said["pred_high"], assumed=said["assumed"])
+
+
 def published_table():
-    yield "| run | tokens/s/GPU, published | predicted | off by | interval | what was assumed |"
-    yield "|---|---|---|---|---|---|"
-    for row in load_published():
-        said, seen = published.predict(row), published.measured(row)
-        compiled = ", compiled" if row["compile"] == "yes" else ""
-        schedule = ", " + row["schedule"] if row["schedule"] else ""
-        name = f"{row['model']}, {int(row['gpus']):,} H100, {row['precision']}{compiled}{schedule}"
-        yield (f"| {name} | {seen:,.0f} | {said['pred_tok_s_gpu']:,.0f} | {said['pred_tok_s_gpu'] / seen - 1:+.0%} | "
-               f"{said['pred_low']:,.0f} to {said['pred_high']:,.0f} | {said['assumed']} |")
+    yield "| run | published | planned | | four of five |"
+    yield "|---|---|---|---|---|"
+    runs = list(planned())
+    for run in runs[len(runs) - len(load_published()) + 2:]:
+        cut = "".join(f", {name} {run[name]}" for name in ("tp", "pp") if run[name] not in ("", "1"))
+        more = ", " + run["schedule"] if run["schedule"] else ""
+        more += ", compiled" * (run["compile"] == "yes") + ", float8" * (run["precision"] == "float8")
+        more += ", asynchronous tp" * (run["async_tp"] == "yes" and run["trainer"] == "torchtitan")
+        more += ", fitted" * bool(run["fitted"])
+        yield (f"| {run['trainer']}: {run['model']}, {int(run['gpus']):,} {run['gpu']}{cut}{more} | {run['published']:,.0f} | "
+               f"{run['planned']:,.0f} | {run['planned'] / run['published'] - 1:+.0%} | {run['low']:,.0f} to {run['high']:,.0f} |")
+    yield ""
+    judged = [run for run in runs if not run["fitted"]]
+    kinds = {"all": lambda run: True, "A100": lambda run: run["gpu"].lower() == "a100",
+             "Megatron": lambda run: "gpt-" in run["model"],
+             "ZeRO-3 alone, H100": lambda run: run["gpu"].lower() == "h100" and run["tp"] in ("", "1") and run["pp"] in ("", "1")}
+    yield "| not fitted | runs | planned / published, median | error, median | inside the interval |"
+    yield "|---|---|---|---|---|"
+    for kind, is_one in kinds.items():
+        some = [run for run in judged if is_one(run)]
+        ratios = [run["planned"] / run["published"] for run in some]
+        inside = statistics.fmean(run["low"] <= run["published"] <= run["high"] for run in some)
+        error = statistics.median(abs(one - 1) for one in ratios)
+        yield f"| {kind} | {len(some)} | {statistics.median(ratios):.2f} | {error:.0%} | {inside:.0%} |"
 
 
 def plans():
@@ -230,7 +260,7 @@ def plans():
     sizes = (8, 64, 512, 2048)
     yield "| model | " + " | ".join(f"{gpus:,} GPUs" for gpus in sizes) + " |"
     yield "|---|" + "---|" * len(sizes)
-    constants = dict(time=speed.USUAL, slack=1.0)
+    constants = trainers.constants_of(dict(time=speed.USUAL, slack=1.0))
     for model in ("llama-1b", "llama-8b", "llama-70b", "llama-405b", "mixtral-8x7b"):
         c = models.PRESETS[model]
         yield f"| `{model}` | " + " | ".join(recommended(c, speed.Cluster(gpus), constants) for gpus in sizes) + " |"
@@ -239,7 +269,7 @@ def plans():
 def recommended(c, cluster, constants):
     best = plan.Search(c, cluster, 4096, 1024, constants).best(1)
     if not best:
-        return f"none: at least {plan.fewest_gpus(c, cluster, 4096, 1.0)} GPUs"
+        return f"none: at least {plan.fewest_gpus(c, cluster, 4096, constants)} GPUs"
     mfu = next(iter(explain.mfus(c, best[0], cluster).values()))
     return f"{explain.name_of(best[0].layout)}: {mfu:.0%}, {best[0].held:.1f} GiB, {trust.provenance(c, best[0].layout, cluster)}"
 

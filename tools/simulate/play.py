@@ -7,7 +7,7 @@ What overlaps is decided by the code's own waits, and by streams, as on a GPU wi
   all its ranks have come to where they start it, and those before it in the same stream are over.
 - a rank has two links, NVLink and a network card, and each sends and receives at the same time. What travels over one at the same
   time shares it.
-- a wait lets the stream of kernels wait, not the host. A collective takes multiprocessors from the kernels that run meanwhile;
+- a wait lets the stream of kernels wait, not the host. A collective takes some of the GPU from the kernels that run meanwhile;
   what they lose is added where it is waited for.
 """
 import heapq
@@ -147,7 +147,8 @@ class Player:
             self.events.append(Event(rank, "compute", f"wait for {dimension}", self.now[rank], transfer.end, site))
             self.now[rank] = transfer.end
         hidden = self.computed(rank, transfer.end) - self.computed(rank, transfer.ready)
-        if hidden > 0 and rank not in transfer.paid and transfer.operation.what not in ("send", "receive"):      # what was computed meanwhile had fewer of them
+        collective = transfer.operation.what not in ("send", "receive")
+        if hidden > 0 and collective and rank not in transfer.paid:                # what was computed meanwhile had less of the GPU
             lost, start = hidden * self.cluster.taken, self.now[rank]
             transfer.paid.add(rank)                       # its wait may be noted twice, by a function and by one in it
             self.now[rank] += lost
