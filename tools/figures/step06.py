@@ -62,6 +62,7 @@ def one_run(kind, argv):
         watch(seen)
     else:
         train.Pipeline = sleeping(seen)
+        argv += " --steps 8"
     train.main(argv.split())
     for name, value in kept.items():
         setattr(train, name, value)
@@ -120,15 +121,15 @@ def sleeping(seen):
             dist.barrier()
             self.events.clear()
             loss = super().forward_backward(micro_batches)
-            seen["events"] = [(event.rank, list(event.action), event.start, event.end)
-                              for event in self.events]
+            seen.setdefault("steps", []).append([(event.rank, list(event.action), event.start, event.end)
+                                                 for event in self.events])
             return loss
     return Sleeping
 
 
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
-    """Fills SEEN with what the ranks saw of the last training step of each run."""
+    """Fills SEEN with what the ranks saw of each run."""
     SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "rank", PP, RUNS, timeout=900)))
 
 
@@ -147,10 +148,11 @@ def length(events):
 
 
 def ran(name):
-    """The events of a sleeping run, of all ranks, in units of time."""
-    ranks = SEEN["sleep", flags(name)]
-    return [schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
-            for seen in ranks for rank, action, start, end in seen["events"]]
+    """The events of a sleeping run, of all ranks, in units of time: of its steps the shortest."""
+    steps = zip(*(seen["steps"] for seen in SEEN["sleep", flags(name)]))
+    events = [[schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
+               for of_rank in step for rank, action, start, end in of_rank] for step in steps]
+    return min(events, key=length)
 
 
 def idle_formula(name):
