@@ -201,6 +201,14 @@ def test_a_rank_has_its_part_of_the_weights(pool, flags, tp):
     assert {parameters for _, parameters in measured} == {4 * (LAYERS * layer + 2 * VOCAB // tp * HIDDEN + HIDDEN)}
 
 
+@slow
+def test_the_head_is_cut_though_no_number_tells(pool, flags):
+    """With --sp off a whole head on every rank gives the same loss, norm and weights, and takes tp times the memory."""
+    whole, cut = (pool.call(kept_job, STEP, world=world, argv=f"{flags} --steps 1 --tp {world} --sp off".split())[0][1]
+                  for world in (1, 2))
+    assert cut == (whole + 4 * (2 * LAYERS + 1) * HIDDEN) / 2           # norms are whole on both
+
+
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
     (2, "--tp 3", "num_attention_heads 8 is not a multiple of tp(3); tp could be 1, 2, 4, 8"),

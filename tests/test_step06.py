@@ -363,6 +363,39 @@ def test_memory_follows_what_is_in_flight(watched, schedules):
             assert watched[name][rank][5] / size == pytest.approx(schedules.in_flight(lists[name][rank]), rel=0.1), (name, rank)
 
 
+def most_alive_job(argv):
+    """The most bytes alive in a pipeline's step, beyond those before it, of what operations made."""
+    import live_storages
+    import train
+
+    class Watched(train.Pipeline):
+        def forward_backward(self, micro_batches):
+            with live_storages.LiveStorages() as live:
+                for param in self.model.parameters():
+                    live.note(param, "parameters")
+                live.events.clear()
+                loss = super().forward_backward(micro_batches)
+            most.append(max(sum(row[1:]) for row in live.timeline()))
+            return loss
+    most, kept = [], train.Pipeline
+    train.Pipeline = Watched
+    try:
+        train.main(argv)
+    finally:
+        train.Pipeline = kept
+    return most[0]
+
+
+@slow
+def test_more_micro_batches_keep_no_more(pool, flags):
+    """Of zero bubble: as many are in flight, and each weight's gradient is added up at once."""
+    few, many = (pool.call(most_alive_job, STEP, world=2, argv=(
+        f"{flags[8]} --steps 1 --pp 2 --schedule zerobubble --micro_batch_size {size} --global_batch_size {count * size}").split())
+        for size, count in ((2, 4), (2, 12)))
+    for rank in range(2):
+        assert many[rank] == pytest.approx(few[rank], rel=0.1), rank
+
+
 # ------------------------------------------------------------------------------------- what is sent
 @slow
 def test_zero_3_gathers_once_a_step(pool, flags):

@@ -117,6 +117,33 @@ def test_all_tokens_to_two_experts(pool, flags, tmp_path, bias):
         assert trained.balance == pytest.approx(one.balance)
 
 
+def hooks_job(argv, bias):
+    """How often each parameter's gradient came, of a run in which this bias chooses."""
+    import expert_parallel
+    import train
+
+    class Forced(expert_parallel.Balance):
+        def __init__(self, model, *rest):
+            super().__init__(model, *rest)
+            self.bias += torch.tensor(bias)
+            for name, param in model.named_parameters():
+                came[name] = 0
+                param.register_post_accumulate_grad_hook(lambda _, name=name: came.__setitem__(name, came[name] + 1))
+    came, train.Balance = {}, Forced
+    try:
+        train.main(argv)
+    finally:
+        train.Balance = expert_parallel.Balance
+    return came
+
+
+def test_a_rank_without_tokens_does_what_the_others_do(pool, flags):
+    """Its experts have gradients, of zero: another rank with the same experts, and tokens for them, waits for these."""
+    argv = f"{flags[2, 2]} --steps 1 --balance none --micro_batch_size 6 --ep 2".split()
+    some, none = pool.call(hooks_job, STEP, world=2, argv=argv, bias=[9.0, 5] + [0] * 6)
+    assert some == none and len(set(none.values())) == 1 and min(none.values()) > 0
+
+
 # ------------------------------------------------------------------------------------- against transformers
 @pytest.fixture(scope="module")
 def initial(pool, flags, tmp_path_factory):

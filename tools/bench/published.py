@@ -1,6 +1,6 @@
 """Runs that others published, beside the same ones as tools/simulate sees them.
 
-    python tools/bench/published.py                      # the table in docs/proof.md
+    python tools/bench/published.py                      # the table that docs/proof.md sums up
     python tools/bench/published.py --fit                # the constants in tools/simulate/gpus.py
 
 The runs are in tests/data/published_runs.csv. Of more than four micro-batches four are simulated.

@@ -8,10 +8,11 @@ The runs are done first, by a torchrun of this file; rank 0 writes what all saw 
 import contextlib
 import gc
 import os
+import subprocess
 import sys
 import time
 
-from common import do_runs, paths_of, put_into_page, seen_in_runs
+from common import ROOT, do_runs, paths_of, put_into_page, seen_in_runs
 
 STEP, FIGURES = paths_of(6)
 
@@ -61,6 +62,7 @@ def one_run(kind, argv):
         watch(seen)
     else:
         train.Pipeline = sleeping(seen)
+        argv += " --steps 8"
     train.main(argv.split())
     for name, value in kept.items():
         setattr(train, name, value)
@@ -119,15 +121,15 @@ def sleeping(seen):
             dist.barrier()
             self.events.clear()
             loss = super().forward_backward(micro_batches)
-            seen["events"] = [(event.rank, list(event.action), event.start, event.end)
-                              for event in self.events]
+            seen.setdefault("steps", []).append([(event.rank, list(event.action), event.start, event.end)
+                                                 for event in self.events])
             return loss
     return Sleeping
 
 
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
-    """Fills SEEN with what the ranks saw of the last training step of each run."""
+    """Fills SEEN with what the ranks saw of each run."""
     SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "rank", PP, RUNS, timeout=900)))
 
 
@@ -146,10 +148,11 @@ def length(events):
 
 
 def ran(name):
-    """The events of a sleeping run, of all ranks, in units of time."""
-    ranks = SEEN["sleep", flags(name)]
-    return [schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
-            for seen in ranks for rank, action, start, end in seen["events"]]
+    """The events of a sleeping run, of all ranks, in units of time: of its steps the shortest."""
+    steps = zip(*(seen["steps"] for seen in SEEN["sleep", flags(name)]))
+    events = [[schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
+               for of_rank in step for rank, action, start, end in of_rank] for step in steps]
+    return min(events, key=length)
 
 
 def idle_formula(name):
@@ -331,59 +334,12 @@ def dualpipe_picture(traced=(0, 6)):
     plt.close(figure)
 
 
-def fold_picture():
-    """Who has which stage in DualPipe, and in DualPipeV; from the lists of the latter."""
-    stages = [sorted({action.stage for action in actions}) for actions in schedules.make("dualpipe", PP, M)]
-    last = 2 * PP - 1
-    ways = ("#4878a8", "#d9a441")
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8.4, 5.2), height_ratios=(1, 1))
-
-    def box(axes, rank, row, stage, color):
-        axes.add_patch(plt.Rectangle((rank - 0.36, row - 0.3), 0.72, 0.6, facecolor=color,
-                                     edgecolor="black", lw=0.8))
-        axes.text(rank, row, f"stage {stage}", ha="center", va="center", fontsize=8.5,
-                  color="white" if color == ways[0] else "black")
-
-    def arrow(axes, start, end, color):
-        axes.annotate("", end, start,
-                      arrowprops=dict(arrowstyle="-|>", color=color, lw=1.8, shrinkA=0, shrinkB=0))
-    for rank in range(2 * PP):                            # the right half is the left one's mirror image
-        mine = stages[rank] if rank < PP else stages[last - rank][::-1]
-        for row, stage, color in zip((1, 0), mine, ways):
-            box(top, rank, row, stage, color)
-        if rank < last:
-            arrow(top, (rank + 0.36, 1), (rank + 0.64, 1), ways[0])
-            arrow(top, (rank + 0.64, 0), (rank + 0.36, 0), ways[1])
-    top.axvline(PP - 0.5, color="black", ls="--", lw=1.2)
-    top.text(PP - 0.42, 1.52, "cut here", fontsize=9, va="center")
-    top.text(-0.5, 1.52, "half of the micro-batches enter here", fontsize=9, va="center", color=ways[0])
-    top.text(last + 0.5, -0.52, "the other half enters here", fontsize=9, va="center", ha="right",
-             color="#9a6a10")
-    top.set_title("DualPipe: 8 ranks, each stage exists twice (upper row one way, lower row the other)",
-                  fontsize=10, loc="left")
-    for rank, (there, back) in enumerate(stages):
-        box(bottom, rank, 1, there, ways[0])
-        box(bottom, rank, 0, back, ways[1])
-        if rank < PP - 1:
-            arrow(bottom, (rank + 0.36, 1), (rank + 0.64, 1), ways[0])
-            arrow(bottom, (rank + 0.64, 0), (rank + 0.36, 0), ways[1])
-    arrow(bottom, (PP - 1, 0.7), (PP - 1, 0.3), "black")
-    there, back = stages[-1]
-    bottom.text(PP - 0.5, 0.5, f"from stage {there} to stage {back}:\nsame rank, no message",
-                fontsize=9, va="center")
-    bottom.text(-0.5, 1.52, "all micro-batches enter here", fontsize=9, va="center", color=ways[0])
-    bottom.text(-0.5, -0.52, "and have their loss here", fontsize=9, va="center", color="#9a6a10")
-    bottom.set_title("DualPipeV: 4 ranks, each stage exists once; a micro-batch goes there and back",
-                     fontsize=10, loc="left")
-    for axes, ranks in ((top, 2 * PP), (bottom, PP)):
-        axes.set(xlim=(-0.55, 2 * PP - 0.45), ylim=(-0.75, 1.75), yticks=[])
-        axes.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=9)
-        axes.tick_params(length=0)
-        for side in axes.spines.values():
-            side.set_visible(False)
-    figure.tight_layout()
-    figure.savefig(os.path.join(FIGURES, "fold.png"), dpi=150)
-    plt.close(figure)
+def simulated_picture():
+    """1F1B of the same size with a real model, as tools/simulate plays and draws it."""
+    words = ("6 4 --pp 4 --schedule 1f1b --model llama-8b --dtype bfloat16 --seq_len 4096 --global_batch_size 8 "
+             "--micro_batch_size 1 --plot").split()
+    subprocess.run([sys.executable, ROOT / "tools/simulate", *words, os.path.join(FIGURES, "simulated.png")],
+                   check=True, stdout=subprocess.DEVNULL)
 
 
 def in_flight_picture():
@@ -425,7 +381,7 @@ def in_flight_picture():
 
 def bubble_picture():
     """Idle share against micro-batches; memory per rank."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2))
     many = range(PP, 33)
     for name in SCHEDULES:
         style = dict(color=COLORS[name])
@@ -449,11 +405,11 @@ def bubble_picture():
         measured = [seen["kept"] / seen["of_one"] / share(name) for seen in ranks]
         right.plot(places, measured, "k_", ms=9, mew=1.5, label="measured" if i == 4 else None)
     right.set(ylabel="micro-batches kept, of a rank's whole share",
-              title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 11.5))
+              title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 12))
     right.set_xticks(range(PP), [f"rank {rank}" for rank in range(PP)])
     right.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
     figure.tight_layout()
-    figure.savefig(os.path.join(FIGURES, "bubble_and_memory.png"), dpi=110)
+    figure.savefig(os.path.join(FIGURES, "bubble_and_memory.png"), dpi=150)
 
 
 if __name__ == "__main__":
@@ -462,7 +418,7 @@ if __name__ == "__main__":
     else:
         list_pictures()
         dualpipe_picture()
-        fold_picture()
+        simulated_picture()
         in_flight_picture()
         put_into_page(STEP / "README.md", dict(messages=message_table()))
         if sys.argv[1:2] != ["drawn"]:
