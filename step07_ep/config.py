@@ -163,6 +163,8 @@ def from_hugging_face(theirs):
         raise ValueError(f"rope scaling of type {rope['rope_type']!r}, only 'llama3' is known here")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
     values = {field.name: getattr(theirs, field.name, field.default) for field in fields(ModelConfig)}
+    if values["head_dim"] is None:                        # a Mixtral's may leave it out
+        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
     return ModelConfig(**{**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
 
 

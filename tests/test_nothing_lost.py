@@ -79,6 +79,15 @@ def test_a_config_that_is_none(pool, tmp_path, step):
 
 
 @pytest.mark.parametrize("step", STEPS[6:])
+def test_a_mixtral_need_not_say_how_wide_its_heads_are(pool, tmp_path, step):
+    folder = write_config(tmp_path, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    config = json.loads((folder / "config.json").read_text())
+    for without in (dict(config, head_dim=None), {name: value for name, value in config.items() if name != "head_dim"}):
+        (folder / "config.json").write_text(json.dumps(without))
+        pool.call(main_job, step, argv=f"{TINY} --steps 1 --model {folder}".split())
+
+
+@pytest.mark.parametrize("step", STEPS[6:])
 @pytest.mark.parametrize("experts", [
     dict(num_local_experts=None, num_experts_per_tok=2), dict(num_local_experts=8, num_experts_per_tok="2")])
 def test_a_mixtral_without_experts_does_not_become_dense(pool, tmp_path, step, experts):
