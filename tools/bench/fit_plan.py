@@ -9,7 +9,6 @@ both: what the runs do not determine stays where it was. The loss is robust (Cau
 import argparse
 import csv
 import json
-import math
 import re
 import statistics
 import subprocess
@@ -149,7 +148,6 @@ def main():
     print("nanotron.py's MEMORY =", json.dumps(memory))
     folds = leave_out(rows, whole)
     held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
-    print("\ntrust.py's MEASURED =", {kind: tuple(round(x, 2) for x in middle(errors(held_out, kind))) for kind in trust.MEASURED})
     print("\n".join(["", *held_out_table(rows, whole, held_out), "", *published_table()]))
     if args.out:
         write_csv(args.out, held_out, [*nanotron.KEYS, *nanotron.PREDICTED])
@@ -278,19 +276,6 @@ def recommended(c, cluster, constants):
 def load_published():
     with open(PUBLISHED) as file:
         return list(csv.DictReader(file))
-
-
-def errors(rows, kind):
-    """Logarithms of measured over predicted, the smallest first, of one of trust.py's kinds of layouts. A failed run has no
-    speed."""
-    found = [math.log(float(row["tok_s_gpu"]) / row["pred_tok_s_gpu"]) for row in judged(rows)
-             if trust.kind_of(int(row["tp"]), int(row["pp"])) == kind]
-    return sorted(found)
-
-
-def middle(errors):
-    """The ends of the middle four fifths."""
-    return errors[len(errors) // 10], errors[len(errors) * 9 // 10]
 
 
 # ------------------------------------------------------------------------------------------- what the runs say themselves
