@@ -177,14 +177,14 @@ LONG = f"5 16 {ONES} --model llama-8b --global_batch_size 2 --micro_batch_size 1
      [f"7 16 {nodes} --model mixtral-8x7b {OF_16} --zero 1 --ep 8" for nodes in (EIGHTS, ONES)]),
     ("Keep it in a node or", "2% of a step at 131,072 tokens", "a tenth at 32,768", "cp",
      [f"{LONG} --seq_len {length}" for length in (131072, 32768)]),
-    ("greater than 10:1", "0% of a step in nodes of eight H100", "two thirds in nodes of one", "dp",
+    ("greater than 10:1", "0% of a step in nodes of eight H100", "half in nodes of one", "dp",
      [f"3 16 {nodes} --model llama-8b --seq_len 4096 --global_batch_size 16 --micro_batch_size 1" for nodes in (EIGHTS, ONES)])],
     ids=["ep", "cp", "dp"])
 def test_what_is_simulated(claim, little, much, of, runs, tmp_path):
     """Its GPUs are a model: what they are said to wait for is rounded, and so compared."""
     few, many = (one["exposed"][of] / one["step_seconds"] for one in (simulated(run, tmp_path) for run in runs))
     assert little in row_of(claim) and few == pytest.approx(float(little.split("%")[0]) / 100, abs=0.015)
-    share = {"two": 2 / 3, "a fifth": 1 / 5, "a tenth": 1 / 10}[re.match(r"two|a \w+", much)[0]]
+    share = {"half": 1 / 2, "a fifth": 1 / 5, "a tenth": 1 / 10}[re.match(r"half|a \w+", much)[0]]
     assert much in row_of(claim) and many == pytest.approx(share, abs=0.05)
 
 

@@ -284,7 +284,7 @@ def test_numbers_for_programs(tmp_path):
     ("8 8 --rank 8", "--rank 8: of 8 ranks the last is 7"), ("8 8 --rank -1", "--rank -1: of 8 ranks"),
     ("3 8 --rank 3 --tp 2", "unrecognized arguments: --tp 2"),
     ("8 8 --rank 5 --attention flash", "takes --attention sdpa"),
-    ("8 8 --network 0", "--network 0: both must be more than nothing"), ("8 8 --gpu v100", "invalid choice: 'v100'"),
+    ("8 8 --network 0", "--network 0: both must be more than nothing"), ("8 8 --gpu p100", "invalid choice: 'p100'"),
     ("8 8 --json nowhere/seen.json", "nowhere/seen.json: cannot be written (No such file or directory)"),
     *((f"8 8 --rank 2 {flag}", f"leave out {flag.split()[0]}") for flag in (
         "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out"))])
