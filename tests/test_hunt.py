@@ -8,7 +8,7 @@ import hunt
 from steps import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_mistake_shows_in_a_number_or_is_excluded_with_a_reason(pool, tmp_path):
     assert all(len(reason) > 20 for reason in hunt.EXCLUDED.values())
     shown = {patch.stem: bool(hunt.plant(pool, patch.stem, tmp_path / patch.stem)) for patch in hunt.patches()
