@@ -5,7 +5,7 @@
 # make hang N=3 [ANSWER="2 hang3.py:14"]
 # make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]
 # make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
-# make attack SEED=7 COUNT=50
+# make attack SEED=7 COUNT=50 | make wrong [STEP=3]
 # make site, then make site-open or make site-test | make slides
 # make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
 #
@@ -18,7 +18,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack hang hunt probe site slides site-open site-test
+.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack wrong hang hunt probe site slides site-open site-test
 .PHONY: .venv/requirements.txt
 .DEFAULT_GOAL := run
 
@@ -88,6 +88,9 @@ figures: $(VENV)
 
 bench: $(VENV)
 	set -e; for bench in tools/bench/bench*.py; do $(PYTHON) $$bench; done
+
+wrong: $(VENV)
+	$(PYTHON) tools/wrong.py $(STEP)
 
 attack: $(VENV)
 	$(PYTHON) tests/attack --seed "$(or $(SEED),0)" --count $(or $(COUNT),36)

@@ -147,15 +147,19 @@ def test_a_sum_after_backward(pool):
 
 
 def counted_job():
-    """How often start had been called after each of six backwards, for which parameters, and main_grad then."""
+    """How often start had been called after each of six backwards, for which parameters, main_grad then, and whose gradient was
+    the last to come."""
     import data_parallel
     params, seen, called, shares = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)], [], [], []
+    came, number = [], {param: i for i, param in enumerate(params)}
     for param in params:
-        add_hook(param)
+        add_hook(param, lambda param: came.append(number[param]))
 
     def start(param):
-        called.append([i for i, p in enumerate(params) if p is param])
+        called.append([number[param]])
         shares.append(int(param.main_grad[0]))
+        assert came[-1:] == called[-1], ("start was called for a parameter when the gradient of another had come after its own: it "
+                                         "is called as soon as its own is final, while backward computes the others")
     data_parallel.when_final(params, 3, start)
     for backward in range(6):
         (params[0].sum() + params[1].sum()).backward()
@@ -177,7 +181,7 @@ def counted_job():
     `start(param)`. Do not reset at the end of a step: the rest of the division does that.""")
 def test_knowing_when_a_gradient_is_final(pool):
     """With 3 micro-batches `start` is called for each parameter in the 3rd backward, when main_grad has its share already,
-    and in the 6th again; in no other."""
+    and before backward goes on to the next; and in the 6th again; in no other."""
     (seen, called, shares), = pool.call(counted_job, STEP)
     expected = [0, 0, 2, 2, 2, 4]
     assert seen == expected, f"calls of start so far (2 parameters), after each of six backwards: {seen}, not {expected}"
@@ -207,8 +211,10 @@ def bucket_job():
     import data_parallel
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2,), (3, 1))]
     for i, param in enumerate(params):
-        param.main_grad = torch.full_like(param, 100.0 + 10 * i).detach()
+        param.main_grad = torch.full_like(param, 100.0 + 10 * i, dtype=torch.float64).detach()
     bucket = data_parallel.Bucket(params)
+    kinds = bucket.flat.dtype, *(param.main_grad.dtype for param in params)
+    assert set(kinds) == {torch.float64}, f"of main_grads in float64 flat and they are then in {', '.join(map(str, kinds))}"
     kept = len(bucket.params) == 2 and all(a is b for a, b in zip(bucket.params, params))
     before = bucket.flat.tolist()
     bucket.flat += 1

@@ -216,11 +216,12 @@ def test_parameters_in_a_flat_tensor(pool):
 def cut_job(ranks, rank):
     unit = numbered_unit("Unit", Ranks(ranks, rank), (2, 2), (3,), dtype=torch.bfloat16)
     assert unit.weights.dtype == torch.bfloat16, f"of parameters in bfloat16 self.weights is in {unit.weights.dtype}"
+    assert hasattr(unit, "grads"), "there are no gradients: `make_gradients` was not called"
     assert not unit.weights.requires_grad, "self.weights has a gradient function: join the parameters without it (.detach())"
     more = kept(unit) - (2 + 4) * len(unit.weights)
     assert more == 0, (
         f"the unit keeps {more} bytes more than self.weights and, made by make_gradients, self.grads: in stage 3 it must be "
-        f"possible to drop the weights, so only self.weights may hold them")
+        f"possible to drop the weights, so only self.weights may hold them: parameters and self.weight_slice are views of it")
     found = unit.weights.tolist(), (unit.my_slice.start, unit.my_slice.stop), unit.weight_slice.tolist()
     gradients = len(getattr(unit, "grads", ()))
     unit.weights += 10
@@ -509,7 +510,15 @@ def stage_2_job():
         work, part = start_reduce(unit, events)
         work.wait()
         unit.finish_reduce(part)
-    return rank, gone, second, once, unit.grad_slice.tolist(), sum((piece.main_grad.tolist() for piece in pieces), [])
+    of_pieces = sum((piece.main_grad.tolist() for piece in pieces), [])
+    wide = numbered_unit("Unit2", group, (3,), dtype=torch.float64)
+    add_gradients(wide, 1)
+    found = wide.grads.dtype
+    assert found == torch.float64, f"of weights in float64, whose self.grad_slice is in float64, self.grads is in {found}"
+    work, part = wide.start_reduce()
+    work.wait()
+    assert part.dtype == torch.float64, f"of weights in float64 the new tensor for the sums is in {part.dtype}"
+    return rank, gone, second, once, unit.grad_slice.tolist(), of_pieces
 
 
 @rung({"zero.py": ["Unit2.add_gradient", "Unit2.start_reduce", "Unit2.finish_reduce"]}, hints="""
@@ -526,10 +535,11 @@ def stage_2_job():
     `self.grad_slice += part`.""")
 def test_only_the_slice_of_the_gradients_is_kept(pool):
     """Stage 2. `add_gradient` makes self.grads and self.grad_views if there are none; as in stage 1 they are in float32 if the
-    weights are in bfloat16 (self.grad_slice is), and have the padding. `start_reduce` starts to sum self.grads over the ranks of
-    self.shard into a new tensor of the slice's length, and returns the work and this tensor, without waiting; then self.grads and
-    self.grad_views are None, and nothing else in the unit holds this memory. `finish_reduce` adds the new tensor to
-    self.grad_slice, of which the optimizer's pieces are views, and which has the sum of all micro-batches."""
+    weights are in bfloat16 (self.grad_slice is; and in float64 if they are), and have the padding. `start_reduce` starts to sum
+    self.grads over the ranks of self.shard into a new tensor of the slice's length, and returns the work and this tensor,
+    without waiting; then self.grads and self.grad_views are None, and nothing else in the unit holds this memory.
+    `finish_reduce` adds the new tensor to self.grad_slice, of which the optimizer's pieces are views, and which has the sum of
+    all micro-batches."""
     for rank, (gone, more), second, once, twice, of_pieces in pool.call(stage_2_job, STEP, world=4):
         assert gone, "after start_reduce self.grads must be None: what comes from now on belongs to the next micro-batch"
         assert more == 0, (
