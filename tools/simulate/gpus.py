@@ -39,6 +39,7 @@ def at_power(gpu, watts):
 # of the NVLink that is given for both directions. multiprocessors: their architecture white papers. h800: an H100 with 400 GB/s of
 # NVLink. v100: of 32 GB, float16, for it has no bfloat16. rtx4090: products that add up in float32 (Ada's white paper); no NVLink,
 # PCIe 4.0 in its place. gb200: one of two GPUs of a superchip. mi300x: seven links of Infinity Fabric, 64 GB/s each way.
+# These five were not read off their makers' papers, but from pages of others that repeat them.
 # attention, of heads of 128, causal, 8k to 16k tokens: H100 of the FlashAttention-3 paper (arXiv 2407.08608), figures 5 and 6,
 # where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100: about
 # what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. Others have the shares of the GPU that is most like them.
