@@ -264,7 +264,7 @@ def small_pipeline(weights):
 
     def number(x):
         return torch.full((1, 1, 1), x, dtype=torch.float64)
-    pipeline.micro_batches = [(number(x), f"those of {i}", number(target)) for i, (x, target) in enumerate([(3.0, 58.0), (1.0, 17.0)])]
+    pipeline.micro_batches = [(number(x), f"those of {i}", number(target)) for i, x, target in ((0, 3.0, 58.0), (1, 1.0, 17.0))]
     return pipeline, weights
 
 
@@ -279,7 +279,7 @@ def border_job():
             assert not x.requires_grad, "what forward returns goes to another rank, without its history: it must be detached"
             there.append(x.item())
     of_each = ["those of 0"] * 3 + ["those of 1"] * 3
-    assert pipeline.seen == of_each, f"the stages were given the positions {pipeline.seen}, and each micro-batch has its own: {of_each}"
+    assert pipeline.seen == of_each, f"stages were given the positions {pipeline.seen}, not each micro-batch its own, {of_each}"
     assert pipeline.loss == 0, \
         "head and loss are for input_gradient: made in F they are kept until I, and with them a gradient as large as the head"
     for i in range(2):
@@ -391,8 +391,8 @@ def test_running_a_list(pool):
     of forward_backward. A send that is over by the next one is dropped with its tensor; in the end self.sending is empty.
     `wait_for(message)` returns what an action waits for: made on this rank itself (self.ready), or under way (self.receiving)."""
     answers = pool.call(run_job, STEP, world=4, timeout=HANGS)[1:]
-    begin = ("A pipeline of ranks 1, 2 and 3 of the world (they are self.group, and peer is a place in it): stages multiply by 2 (on "
-             "its first rank), 5 and 2 (on the second) and 1 (on the third); micro-batches 3 and 1 with targets 58 and 17")
+    begin = ("A pipeline of ranks 1, 2 and 3 of the world (they are self.group, and peer is a place in it): stages multiply by 2 "
+             "(on its first rank), 5 and 2 (on the second) and 1 (on the third); micro-batches 3 and 1 with targets 58 and 17")
     for rank, (losses, grads, ran, left, worked_off, did, program, wide) in enumerate(answers):
         right = [0.0, 0.0, 1.625][rank]
         assert losses == [right] * 2, \
@@ -445,7 +445,8 @@ def test_several_stages_on_a_rank(pool):
             f"{in_words(case)}: the ranks idle {idle} units of a stage, not {units} each{timelines(case, lists)}"
         most = [min(m * stages, (stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1) for rank in range(ranks)]
         enough = all(k <= n for k, n in zip(kept, most))
-        assert enough, f"{in_words(case)}: the ranks keep {kept} micro-batches of a stage, and need only {most}{timelines(case, lists)}"
+        assert enough, \
+            f"{in_words(case)}: the ranks keep {kept} micro-batches of a stage, and need only {most}{timelines(case, lists)}"
 
 
 def split_job():
