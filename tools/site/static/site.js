@@ -54,7 +54,7 @@ function panel(cards) {
   follow();
 }
 
-const COLOURS = ["#3f76ad", "#c9a227", "#8064a2", "#e08e45", "#4f9d9d", "#b05c8a", "#7a7a3a"];
+const COLOURS = ["#66727f", "#c9a227", "#9a80bb", "#e08e45", "#4f9d9d", "#b05c8a", "#7a7a3a"];
 
 function timeline(box) {
   const data = JSON.parse(box.querySelector("script").textContent);
@@ -73,6 +73,7 @@ function timeline(box) {
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-label", "timeline of a step; arrows move, plus and minus zoom, 0 shows all, comma and full stop go from bar to bar");
   out.setAttribute("aria-live", "polite");
+  out.textContent = "what is pointed at is read here";
   key.className = "key";
   const kinds = streams.filter(([name]) => name !== "actions").map(([name, i]) => [name === "compute" ? "kernels" : `${name} on a link`, COLOURS[i % COLOURS.length]]);
   for (const [name, shade] of [...kinds, ["waiting", "#d9534f"], ["forward", "#9ec5e8"], ["backward", "#3f76ad"], ["the rest", "#a9a9a9"]]) {
