@@ -351,10 +351,11 @@ def ran(python, kind, step):
     return found
 
 
-MENDED = {                                                # what Sphinx and Furo leave out for readers without a mouse, or without eyes
+MENDED = {                                                # what Sphinx and Furo leave out for who has no mouse, or cannot see
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="all pages">',
     '<aside class="toc-drawer': '<aside aria-label="on this page" class="toc-drawer',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
     "<pre>": '<pre tabindex="0">',
     '<th class="head"><p></p></th>': "<td></td>",
     '<div id="search-results">': '<h1>Search</h1><div id="search-results">',

@@ -39,7 +39,7 @@ def without_links(text):
 
 def shown(text):
     text = re.sub(r"^<!--.*?-->$", "", text, flags=re.MULTILINE)
-    return MARKDOWN.render(without_links(text))
+    return MARKDOWN.render(without_links(text)).replace("<table>", '<table tabindex="0">')
 
 
 def sentences(text):
@@ -171,7 +171,8 @@ def main():
         shutil.copy(ROOT / step / "figures" / figure, OUT / "slides" / name)
     (OUT / "slides.html").write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>Workshop</title><link rel=icon href=_static/icon.svg><style>{light}@media (prefers-color-scheme: dark) {{{dark}}}{style}</style>"
+        f"<title>Workshop</title><link rel=icon href=_static/icon.svg>"
+        f"<style>{light}@media (prefers-color-scheme: dark) {{{dark}}}{style}</style>"
         f"<main><h1>A workshop: LLM training over many GPUs</h1>{pages}</main><script>{SCRIPT}</script></html>")
     print(os.path.relpath(OUT / "slides.html", ROOT))
 

@@ -39,6 +39,7 @@ function panel(cards) {
   }
 
   function follow() {                                     // the card whose middle is nearest to the middle of the window
+    if (aside.querySelector(":focus-visible")) return;    // who works in the panel keeps it
     const middle = innerHeight / 2;
     const far = (card) => { const box = card.getBoundingClientRect(); return Math.abs((box.top + box.bottom) / 2 - middle); };
     show(cards.reduce((best, card) => far(card) < far(best) ? card : best));
@@ -49,7 +50,17 @@ function panel(cards) {
     waiting = true;
     requestAnimationFrame(() => { waiting = false; follow(); });
   }, { passive: true });
-  for (const card of cards) card.addEventListener("focusin", () => show(card));
+  for (const card of cards) {
+    const hunk = card.querySelector(".hunk");
+    hunk.title = "Enter goes to the whole file, Escape comes back";
+    hunk.addEventListener("keydown", (press) => {
+      if (press.key !== "Enter") return;
+      show(card);                                         // a scroll may have brought another
+      aside.querySelector(":checked").focus();
+    });
+    card.addEventListener("focusin", () => show(card));
+  }
+  aside.addEventListener("keydown", (press) => { if (press.key === "Escape") now.querySelector(".hunk").focus(); });
   addEventListener("resize", center);
   follow();
 }
