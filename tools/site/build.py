@@ -35,7 +35,7 @@ SIMULATED = {                                             # a step of few micro-
     2: f"8 {EIGHT_B.replace('8b', '1b')} --global_batch_size 16",
     3: f"8 {EIGHT_B} --global_batch_size 8 --zero 3",
     4: f"8 {EIGHT_B} --global_batch_size 2 --tp 8",
-    5: f"8 {EIGHT_B.replace('4096', '32768')} --global_batch_size 1 --cp 8 --zero 3",
+    5: f"8 {EIGHT_B.replace('8b', '1b').replace('4096', '32768')} --global_batch_size 1 --cp 8 --zero 3",
     6: f"4 {EIGHT_B.replace('8b', '1b')} --global_batch_size 8 --pp 4",
     7: "4 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --ep 4",
     8: "8 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --pp 2 --tp 2 --ep 2",
@@ -382,7 +382,8 @@ def main(python):
             by_hand(step, jobs["by_hand", step].result()[0])
             timeline(step, *jobs["timeline", step].result())
     shutil.rmtree(OUT, ignore_errors=True)
-    wrong = build_main(["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(ROOT / "out/site-doctrees"), str(SOURCE), str(OUT)])
+    kept = str(ROOT / "out/site-doctrees")
+    wrong = build_main(["-q", "-W", "--keep-going", "-j", "2", "-c", str(HERE), "-d", kept, str(SOURCE), str(OUT)])
     mend()
     return wrong
 
