@@ -51,7 +51,8 @@ STEP, EXACT = "step08_5d", "--dtype float64"
 LAYOUTS = [  # ranks, model, flags of training, ranks of an engine
     (2, "dense-2", "", 2), (3, "dense-2", "--zero 3", 1), (4, "dense-4", "--pp 2 --zero 3", 2),
     (4, "dense-2", "--tp 4 --sp off", 2), (4, "dense-2", "--tp 2 --zero 1", 4),
-    (4, "dense-5", "--pp 2 --schedule dualpipe --cp 2", 4), (4, "top2-2", "--ep 2 --cp 2 --zero 2", 2), (4, "dense-2-kv2", "--tp 2 --zero 3", 4),
+    (4, "dense-5", "--pp 2 --schedule dualpipe --cp 2", 4), (4, "top2-2", "--ep 2 --cp 2 --zero 2", 2),
+    (4, "dense-2-kv2", "--tp 2 --zero 3", 4),
     (8, "dense-4", "--pp 2 --tp 2 --zero 3", 2), (8, "top2-2", "--ep 4 --tp 2 --zero 3 --zero_shard 2", 8),
     (8, "dense-5", "--pp 2 --schedule interleaved --tp 4", 8)]
 
