@@ -9,11 +9,11 @@ By hand: they met at 10; one is at 8 now, the other at 7: the "gradient" is 2.5.
 descent, this is data parallelism itself (a test holds it to 1e-9); with AdamW it is not, as AdamW divides by a root.
 
 Between islands travels one float32 per weight in H steps, a slice from each GPU: of llama-1b on 2 x 8 GPUs 749,241,344 bytes per
-rank each time they meet, where the plain all-reduce has a payload of 5,993,930,752 in every step. A rank keeps two more slices.
-Simulated on H100s with a line of so many Gbit/s for each GPU, seconds a step of 128 x 4,096 tokens:
+rank each time they meet, where plain all-reduce has 5,993,930,752 in every step. A rank keeps two more slices. Simulated on
+H100s, a line for each GPU, seconds a step of 128 x 4,096 tokens:
 
     python tools/simulate exercise/diloco 16 --model llama-1b --dtype bfloat16 --seq_len 4096 --global_batch_size 128
-        --micro_batch_size 4 --recompute selective --network 0.125 --islands 2      (--network is in GB/s: 1 Gbit/s is 0.125)
+        --micro_batch_size 4 --recompute selective --network 0.125 --islands 2      # GB/s: 1 Gbit/s
 
 | line | all the time | meeting after 1 step | 10 steps | 50 steps |
 |---|---|---|---|---|
