@@ -175,7 +175,7 @@ def main():
     print("\n".join(explain.two_answers(question, search)))
     print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
     print("\n".join(explain.table(question, best)), "\n")
-    print("\n".join(explain.the_best_in_detail(question, best, search, batch)))
+    print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
     for one in best[:args.verify]:
         print(verify.beside_the_simulator(question, args, one), flush=True)
 
@@ -190,7 +190,7 @@ def heading_of_one(question, l, batch):
 
 def fit(args, cluster):
     path = args.constants or refuse("--fit needs --constants FILE to write to")
-    measured.check_writable("--constants", path)          # better now than after the fit
+    measured.check_folder("--constants", path)
     constants, runs = measured.fit_own(args.fit, cluster)
     measured.write_text("--constants", path, json.dumps(constants, indent=1))
     print(f"fitted to {runs} runs: {path}")

@@ -218,8 +218,6 @@ def moments(c, l, rank, stage, number, fused_norm):
     the first block's, the next one's, the embedding's."""
     h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
     block = dense + bool(c.num_local_experts) * expert_layer(c, l)
-    # the unit of the block before: experts are in it where they are shared by the same process group
-    before = block if l.ep == l.tp == l.pp == 1 else dense
     split, cut = l.schedule in ("zerobubble", "dualpipe"), FLOAT32 * (l.zero >= 2)
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
     stream = number * l.tokens * h / l.tp
@@ -230,15 +228,15 @@ def moments(c, l, rank, stage, number, fused_norm):
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
     # ZeRO-3: whole weights; in a pipeline all of them. From ZeRO-2 on whole gradients, of the unit in
-    # backward and of the one before it, which are under way. But where W is put off norms have theirs before
-    # it, so that all units with norms have some.
+    # backward and of the one before it, which are under way (a block's experts are a unit, and all else one). But
+    # where W is put off norms have theirs before it, so that all units with norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:
         whole_units = block + ends, 2 * block, block
         at_head, in_block, at_start = [all_weights or number * size for size in whole_units]
     grads, others = cut * block, cut * dense * (stage.layers - 1) * split
-    last = ends if stage.embedding or stage.head and split else before        # unit of the micro-batch before
+    last = ends if stage.embedding or stage.head and split else dense         # unit of the micro-batch before
     last_micro_batch = cut * (l.accumulation > 1) * last
     for layers, stages, delayed, at_end in in_backward(l, rank, stage):
         alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
@@ -249,9 +247,9 @@ def moments(c, l, rank, stage, number, fused_norm):
         buffers = in_block + inside + grads + others + cut * stage.head * ends
         yield dict(activations=alive + again, loss=0, buffers=buffers)
         if layers and stage.layers > 1:
-            buffers = in_block + inside + grads + max(others, cut * before)
+            buffers = in_block + inside + grads + max(others, cut * dense)
             yield dict(activations=alive + again - layer, loss=0, buffers=buffers)
-        buffers = at_start + number * ends + cut * (ends + before) + (grads + others) * split
+        buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
         if stage.embedding and delayed and l.schedule == "zerobubble":

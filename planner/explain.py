@@ -5,14 +5,15 @@ import math
 import shlex
 
 import costs
-import measured
+import nanotron
 import trust
-from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, fullest, impossible, limit, nearest
+from plan import MEMORY_ERROR, RECOMPUTE, changed_to, evaluate, fewest_gpus, fits, fullest, impossible, limit, nearest
 from speed import KINDS
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
+SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
 FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
 
 
@@ -82,10 +83,6 @@ def details(question, one):
     low, high = interval(question, one)
     yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
            f"{high:,.0f}: {known_by(question, l)}")
-    yield ""
-    yield f"the step, {one.step:.2f} s, of the average GPU"
-    yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
-                for name, s in one.seconds.items() if s >= 0.0005 * one.step)
 
 
 def known_by(question, l):
@@ -171,25 +168,18 @@ def why_not(what, c, best, second, cluster):
 
 
 def notches(c, l):
-    """(knob, what is changed, layout) one notch either way. What tp, cp and pp take they take from dp; dp
-    alone changes the number of GPUs."""
-    def batch_kept(l):
-        m = one_batch / l.dp / l.micro_batch
-        return l._replace(accumulation=int(m)) if m == int(m) else None
-    one_batch = l.dp * l.micro_batch * l.accumulation
-    for dp in (2 * l.dp, l.dp / 2):
-        if dp == int(dp):
-            gpus = int(dp * l.gpus / l.dp)
-            yield "dp", f"{int(dp)}, with {gpus:,} GPUs", batch_kept(l._replace(dp=int(dp)))
-    for knob in ("tp", "cp", "pp", "ep"):
-        for more in (True, False):
-            now = getattr(l, knob)
-            size = 2 * now if more else now // 2
-            if size == 0 or knob == "ep" and not c.num_local_experts:
-                continue
-            dp = l.dp if knob == "ep" else l.dp * now / size
-            changed = l._replace(**{knob: size}, dp=int(dp)) if dp >= 1 and dp == int(dp) else None
-            yield knob, str(size), changed and batch_kept(changed)
+    """(knob, what is changed, layout or why there is none) one notch either way. What tp, cp and pp take they take from dp;
+    dp alone changes the number of GPUs."""
+    def turn(gpus=l.gpus, **changed):
+        return changed_to(l, gpus, l.dp * l.micro_batch * l.accumulation, **changed)
+    for gpus in (2 * l.gpus, l.gpus // 2):
+        dp = l.dp * gpus // l.gpus
+        if dp and dp * l.gpus == l.dp * gpus:
+            yield "dp", f"{dp}, with {gpus:,} GPUs", turn(gpus)
+    for knob in ("tp", "cp", "pp", "ep")[:4 if c.num_local_experts else 3]:
+        for size in (2 * getattr(l, knob), getattr(l, knob) // 2):
+            if size:
+                yield knob, str(size), turn(**{knob: size})
     for zero in (l.zero + 1, l.zero - 1):
         if 0 <= zero <= 3:
             yield "zero", str(zero), l._replace(zero=zero)
@@ -202,25 +192,22 @@ def notches(c, l):
                 yield "schedule", schedule_of(other), other
     for size in (2 * l.micro_batch, l.micro_batch // 2):
         if size:
-            yield "mbs", str(size), batch_kept(l._replace(micro_batch=size))
+            yield "mbs", str(size), turn(micro_batch=size)
     for mode in RECOMPUTE:
         if mode != l.recompute:
             yield "recompute", mode, l._replace(recompute=mode)
 
 
 def turned(c, best, cluster, constants):
-    """What one notch of each knob does: dicts of knob, to, layout, held, step, tokens_per_s, or why not."""
+    """What one notch of each knob does, or why it cannot be."""
     for knob, to, l in notches(c, best.layout):
-        said = dict(knob=knob, to=to, layout=l)
-        why = impossible(c, l) if l else "not so many ranks, or not whole micro-batches of the same batch"
+        said, why = dict(knob=knob, to=to, layout=l), l if isinstance(l, str) else impossible(c, l)
         if why:
             yield dict(said, why=why)
             continue
-        of = cluster._replace(gpus=l.gpus)
-        one = evaluate(c, l, of, constants)
-        said |= dict(held=one.held, step=one.step, tokens_per_s=one.tokens_per_s)
-        said |= dict(fits=fits(one.held, cluster), more=one.held - best.held)
-        yield dict(said, faster=one.tokens_per_s / best.tokens_per_s - 1)
+        one = evaluate(c, l, cluster._replace(gpus=l.gpus), constants)
+        yield dict(said, held=one.held, step=one.step, tokens_per_s=one.tokens_per_s, fits=fits(one.held, cluster),
+                   more=one.held - best.held, faster=one.tokens_per_s / best.tokens_per_s - 1)
 
 
 def knobs(c, best, cluster, constants):
@@ -324,17 +311,19 @@ def heading(question, batch):
            f"tokens, for {question.sequences * seq_len:,.0f} wanted")
 
 
-def one_in_detail(question, one):
-    c, cluster, constants = question.c, question.cluster, question.constants
-    yield name_of(one.layout)
-    yield from details(question, one)
-    yield from wanted(question, one)
-    yield from ["", *knobs(c, one, cluster, constants), ""]
-    yield measured.nearest_run(c, one.layout, cluster)
-    why = hindrance(c, one.layout)
-    yield from ["", *[f"# refused as it stands: {why}"] * bool(why)]
-    yield "# " * bool(why) + command(question.model, one.layout, cluster, question.steps, question.lr)
-    yield "# " * bool(c.untrained) + dry_run(c, question.model, one.layout, question.steps, question.lr)
+def one_in_detail(question, one, more=()):
+    """more: lines about it among others."""
+    c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
+    yield name_of(l)
+    yield from [*details(question, one), *wanted(question, one), *more, ""]
+    yield f"the step, {one.step:.2f} s, of the average GPU"
+    yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
+                for name, s in one.seconds.items() if s >= 0.0005 * one.step)
+    yield from ["", *knobs(c, one, cluster, constants), "", nanotron.nearest_run(c, l), ""]
+    why = hindrance(c, l)
+    yield from [f"# refused as it stands: {why}"] * bool(why)
+    yield "# " * bool(why) + command(question.model, l, cluster, question.steps, question.lr)
+    yield "# " * bool(c.untrained) + dry_run(c, question.model, l, question.steps, question.lr)
 
 
 def hindrance(c, l):
@@ -344,14 +333,10 @@ def hindrance(c, l):
     return "the builtin text is shorter than a sequence; add --dataset" if l.seq_len > BUILTIN else ""
 
 
-def the_best_in_detail(question, best, search, batch):
-    c, cluster = question.c, question.cluster
-    lines = list(one_in_detail(question, best[0]))
-    where = lines.index("", 1)                            # before the step
-    yield from lines[:where]
-    yield from why_the_first(c, best, search, cluster)
-    yield from (f"The playbook, {line}" for line in disagreements(c, best[0], search, cluster))
-    yield from lines[where:]
+def among_others(question, search, best):
+    """Why the best is the first, and where the playbook says otherwise."""
+    yield from why_the_first(question.c, best, search, question.cluster)
+    yield from (f"The playbook, {line}" for line in disagreements(question.c, best[0], search, question.cluster))
 
 
 # ---------------------------------------------------------------------- to run it
@@ -373,25 +358,23 @@ def command(model, l, cluster, steps=1000, lr=3e-4):
     if cluster.gpus <= cluster.gpus_per_node:
         flags = train_flags(model, l, steps, lr)
         return f"torchrun --standalone --nproc_per_node {cluster.gpus} step08_5d/train.py {flags}"
-    job = shlex.quote(on_nodes(model, l, cluster, steps, lr))
+    job = shlex.quote("srun " + on_nodes(model, l, cluster, steps, lr))
     return (f"sbatch --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} "
             f"--wrap {job}")
 
 
-def on_nodes(model, l, cluster, steps, lr):
-    """What a job runs: the ranks meet on its own first node."""
+def on_nodes(model, l, cluster, steps, lr, job="$SLURM_JOB_ID", host=SLURM_HOST):
+    """What runs on each node: the ranks meet on the job's own first one."""
     each = min(cluster.gpus, cluster.gpus_per_node)
-    return (f"srun torchrun --nnodes {cluster.nodes} --nproc_per_node {each} "
-            "--rdzv_backend c10d --rdzv_id $SLURM_JOB_ID "
-            '--rdzv_endpoint "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500" '
-            f"step08_5d/train.py {train_flags(model, l, steps, lr)}")
+    return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {each} --rdzv_backend c10d --rdzv_id {job} "
+            f"--rdzv_endpoint {host} step08_5d/train.py {train_flags(model, l, steps, lr)}")
 
 
 def script(model, l, cluster, steps=1000, lr=3e-4):
     """The same as a file for sbatch."""
     return (f"#!/bin/bash\n#SBATCH --nodes={cluster.nodes}\n#SBATCH --ntasks-per-node=1\n"
             f"#SBATCH --gpus-per-node={min(cluster.gpus, cluster.gpus_per_node)}\n"
-            f"{on_nodes(model, l, cluster, steps, lr)}\n")
+            f"srun {on_nodes(model, l, cluster, steps, lr)}\n")
 
 
 def dry_run(c, model, l, steps=1000, lr=3e-4):

@@ -3,9 +3,12 @@
 What it holds and how long it takes differ from this trainer's in a few named things. tools/bench/fit_plan.py
 fits the constants to the runs in tests/data, and --predict predicts runs like those.
 """
+import csv
 import math
 import sys
 from collections import defaultdict
+from functools import lru_cache
+from pathlib import Path
 
 import costs
 import published
@@ -35,6 +38,7 @@ OWN_TIME = dict(
     jitter=0.0214)                   # [F] a stall takes so much longer with each doubling of the nodes
 OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}
 TIME = {**OTHERWISE, **OWN_TIME}
+RUNS = Path(__file__).resolve().parents[1] / "tests/data/ultrascale_benchmarks.csv"
 MEMORY = dict(
     parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4
     bucket_bytes=1.63,               # [P] with dp: a bfloat16 copy of the gradients, 2
@@ -182,9 +186,40 @@ def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
                 pred_oom=int(benchmark_memory(run, memory) > usable))
 
 
+# ---------------------------------------------------------------------- the nearest of them
+def nearest_run(c, l):
+    """The run of tests/data that is most like a layout, in words. A folder without them has none."""
+    runs = measured_runs()
+    if not runs:
+        return "The nearest measured run is told where tests/data is."
+    wanted = point(c, l)
+    _, best = min(runs, key=lambda run: math.dist(wanted, run[0]))
+    said = "dp {dp}, tp {tp}, pp {pp}, ZeRO-{zero}, {mbs} x {grad_acc}".format(**best)
+    return (f"The nearest measured run: {best['model']} on {8 * int(best['nodes'])} H100, {said}: "
+            f"{float(best['tok_s_gpu']):,.0f} tokens/s/GPU, {float(best['mem_gb']):.1f} GiB (nanotron).")
+
+
+@lru_cache(maxsize=1)
+def measured_runs():
+    """(point, row) of each run that the constants were fitted to."""
+    try:
+        with open(RUNS, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["status"] == "ok" and row["code"] == "new"]
+    except OSError:
+        return []
+    return [(point(*benchmark_run(row)[:2]), row) for row in rows]
+
+
+def point(c, l):
+    """Doublings. The model counts as much as any degree, and ZeRO or none as one doubling."""
+    sizes = costs.model_parameters(c), l.dp, l.tp, l.pp, l.micro_batch
+    return [*map(math.log2, sizes), float(l.zero > 0)]
+
+
+# ---------------------------------------------------------------------- --predict
 def predict_file(path, out):
     """A file of the benchmark's runs, or of published ones (published.py): whose it is, its columns say."""
-    rows = read_csv("--predict", path, [])
+    rows = read_csv("--predict", path)
     whose = published if "fsdp_stage" in rows[0] else sys.modules[__name__]
     need("--predict", path, rows, whose.KEYS)
     for number, row in enumerate(rows, 2):

@@ -26,16 +26,6 @@ def divisors(number, most=None):
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
 
 
-def valid(c, l):
-    """As config.py's checks of the degrees."""
-    cut = (c.num_attention_heads, c.intermediate_size, c.vocab_size, l.seq_len)
-    heads = all(size % l.tp == 0 for size in cut)
-    kv_heads = c.num_key_value_heads % l.tp == 0 or l.tp % c.num_key_value_heads == 0
-    chunks = l.cp == 1 or l.seq_len % math.lcm(2 * l.cp, l.cp * l.tp) == 0
-    experts = l.dp * l.cp % l.ep == 0 and max(1, c.num_local_experts) % l.ep == 0
-    return heads and kv_heads and chunks and experts
-
-
 def impossible(c, l):
     """Why the trainer would refuse it, in its own words, or the planner; None if neither does."""
     if l.ep > 1 and not c.num_local_experts:
@@ -69,7 +59,7 @@ def meshes(c, cluster, seq_len, fused=False):
                 dp = cluster.gpus // tp // cp // pp
                 for ep in divisors(math.gcd(dp * cp, max(1, c.num_local_experts))):
                     l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len, fused=fused)
-                    if valid(c, l):
+                    if not impossible(c, l):
                         yield l
 
 
@@ -132,6 +122,18 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
     return l
 
 
+def changed_to(l, gpus, batch, **changed):
+    """The layout with something changed and dp being what is left of the GPUs, for the same batch; or why there is none."""
+    l = l._replace(**changed)
+    used = l.tp * l.cp * l.pp
+    if gpus % used:
+        return f"{gpus:,} GPUs are not a multiple of tp x cp x pp = {used}"
+    dp = gpus // used
+    if batch % (dp * l.micro_batch):
+        return f"{batch:,} sequences are not a multiple of dp({dp}) x micro-batch({l.micro_batch})"
+    return l._replace(dp=dp, accumulation=batch // dp // l.micro_batch)
+
+
 # ---------------------------------------------------------------------- one layout
 def memory_of_ranks(c, l, slack=1.0):
     """GiB by kind, of each rank of pp."""
@@ -170,14 +172,6 @@ def limit(cluster):
 
 def fits(held, cluster):
     return held * (1 + MEMORY_ERROR) <= limit(cluster)
-
-
-def fits_on_every_rank(c, l, cluster, slack):
-    """The ranks that are most often the fullest first."""
-    stages = costs.our_stages(c, l)
-    order = dict.fromkeys((0, l.pp - 1, 1 % l.pp, *range(l.pp)))
-    held = (slack * sum(costs.our_memory(c, l, rank, stages[rank]).values()) / GIB for rank in order)
-    return all(fits(one, cluster) for one in held)
 
 
 def may_fit(c, l, cluster, slack):
@@ -260,10 +254,11 @@ class Search:
         if l.micro_batch >= self.too_large.get(but_size, math.inf):
             return False
         if one.memory is None:
-            if not fits_on_every_rank(self.c, l, self.cluster, self.slack):
+            held = memory(self.c, l, self.slack)
+            if not fits(sum(held.values()), self.cluster):
                 self.too_large[but_size] = l.micro_batch
                 return False
-            one.memory = memory(self.c, l, self.slack)
+            one.memory = held
         return True
 
     def safest(self):
@@ -299,7 +294,7 @@ def fewest_gpus(c, cluster, seq_len, constants):
     """The smallest power of two on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
         few = cluster._replace(gpus=gpus)
-        if any(fits_on_every_rank(c, l, few, constants["slack"]) for l in smallest(c, few, seq_len, constants)):
+        if any(fits(sum(memory(c, l, constants["slack"]).values()), few) for l in smallest(c, few, seq_len, constants)):
             return gpus
     return math.inf
 

@@ -16,6 +16,7 @@ import costs
 import explain
 import measured
 import models
+import nanotron
 import plan
 import speed
 import trust
@@ -85,8 +86,7 @@ def recommendation(question, constants):
     words = [explain.nothing_fits(question)]
     if best:
         words = [*explain.two_answers(question, search), *explain.wanted(question, best[0])]
-        words += explain.why_the_first(c, best, search, cluster)
-        words += [f"The playbook, {line}" for line in explain.disagreements(c, best[0], search, cluster)]
+        words += explain.among_others(question, search, best)
     return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),
                 heading=list(explain.heading(question, batch)))
 
@@ -122,19 +122,11 @@ def report(question, one):
         room=plan.limit(cluster), whole=cluster.gpu.memory,
         gpus_per_node=cluster.gpus_per_node, ranks=plan.memory_of_ranks(c, l, constants["slack"]),
         seconds=one.seconds, mfu=explain.mfus(c, one, cluster), unmeasured=trust.unmeasured(c, l),
-        turns=turns, sent=sent, nearest=measured.nearest_run(c, l, cluster), timeline=timeline(question, one),
+        turns=turns, sent=sent, nearest=nanotron.nearest_run(c, l), timeline=timeline(question, one),
         stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation,
-        command=explain.command(*to_run), script=explain.script(*to_run), by_hand=by_hand(*to_run),
+        command=explain.command(*to_run), script=explain.script(*to_run),
+        by_hand=explain.on_nodes(*to_run, job=1, host="HOST:29500") if cluster.nodes > 1 else None,
         dry_run=explain.dry_run(c, model, l, question.steps, question.lr))
-
-
-def by_hand(model, l, cluster, steps, lr):
-    """On several nodes without Slurm: the same on each, and they meet on HOST."""
-    if cluster.nodes == 1:
-        return None
-    return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.gpus_per_node} "
-            "--rdzv_backend c10d --rdzv_id 1 --rdzv_endpoint HOST:29500 "
-            f"step08_5d/train.py {explain.train_flags(model, l, steps, lr)}")
 
 
 def timeline(question, one):
@@ -175,17 +167,10 @@ def why_not(question, l, knob, value, batch):
 
 
 def turned_to(question, l, knob, value, batch):
-    """The layout with one knob at a value, dp being what is left; or why there is none."""
-    changed = l._replace(**{knob: value})
+    """The layout with one knob at a value; or why there is none."""
     if knob == "schedule" and l.pp == 1 and value != "1f1b":
         return "needs pp"
-    used = changed.tp * changed.cp * changed.pp
-    if question.cluster.gpus % used:
-        return f"{question.cluster.gpus:,} GPUs are not a multiple of tp x cp x pp = {used}"
-    dp = question.cluster.gpus // used
-    if batch % (dp * changed.micro_batch):
-        return f"{batch:,} sequences are not a multiple of dp({dp}) x micro-batch({changed.micro_batch})"
-    return changed._replace(dp=dp, accumulation=batch // dp // changed.micro_batch)
+    return plan.changed_to(l, question.cluster.gpus, batch, **{knob: value})
 
 
 # ---------------------------------------------------------------------- the page
@@ -207,7 +192,7 @@ def network_of(network):
 
 def write(question, config, path):
     """The recommendation and all of the best layouts in detail, in a page that needs nothing."""
-    measured.check_writable("--html", path)               # better now than after the search
+    measured.check_folder("--html", path)               # better now than after the search
     found = answer(question, config)
     reports = {found["layout"]["config"]: found["layout"]} if found["layout"] else {}
     for one in recommendation(*hashable(question))["best"]:
