@@ -47,7 +47,6 @@ class Layout(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What a rank of pp holds."""
     layers: int
     embedding: bool
     head: bool
@@ -57,8 +56,12 @@ class Stage(NamedTuple):
 
 def layer_width(c):
     """Parameters of a layer's matrices that a token meets, over hidden."""
-    attention = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    return attention + 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
+    attention = sum(inner * columns for inner, columns in attention_products(c)) // c.hidden_size
+    return attention + 3 * c.intermediate_size * experts_met(c)
+
+
+def experts_met(c):
+    return max(1, c.num_experts_per_tok) + c.shared_experts
 
 
 def first_layers(c, stages):
@@ -90,6 +93,18 @@ def stages_of(c, l):
 
 
 # ---------------------------------------------------------------------- parameters on a rank
+def attention_products(c, l=Layout()):
+    """(inner, columns) of each matrix of attention on a rank, the output's last. Latent attention first makes q, and k
+    and v, small; those two matrices tp does not cut."""
+    h, heads = c.hidden_size, c.num_attention_heads // l.tp
+    q, kv = heads * c.head_dim, c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    if not c.latent:
+        return [(h, q), (h, kv), (h, kv), (q, h)]
+    of_q, of_kv, plain, turned, v = c.latent
+    made = [(h, of_q), (of_q, heads * (plain + turned))] if of_q else [(h, heads * (plain + turned))]
+    return [*made, (h, of_kv + turned), (of_kv, heads * (plain + v)), (heads * v, h)]
+
+
 def kv_parts(c, l):
     return min(l.tp, c.num_key_value_heads)              # more ranks than heads: neighbours have the same one
 
@@ -97,16 +112,20 @@ def kv_parts(c, l):
 def block_tensors(c, l):
     """(parameters, the ranks that must sum their gradients once more) of a block on a rank, without experts,
     in their order."""
-    h = c.hidden_size
-    q = c.num_attention_heads * c.head_dim // l.tp
-    kv = c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    h, i = c.hidden_size, c.intermediate_size // l.tp
     of_all = "tp" * (l.tp > 1)
     same_heads = "kv_heads" * (l.tp > c.num_key_value_heads)
-    attention = [(h * q, ""), (h * kv, same_heads), (h * kv, same_heads), (q * h, "")]
-    attention += [(q, ""), (kv, same_heads), (kv, same_heads)] * c.attention_bias
-    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm
-    router = [(c.num_local_experts * h, of_all)]
-    mlp = router if c.num_local_experts else [(h * c.intermediate_size // l.tp, "")] * 3
+    groups = ["", same_heads, same_heads, ""] if not c.latent else [""] * 5
+    attention = [(inner * columns, group) for (inner, columns), group in zip(attention_products(c, l), groups)]
+    attention += [(columns, group) for (_, columns), group in zip(attention_products(c, l)[:3], groups)] * c.attention_bias
+    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm + [(rank, of_all) for rank in c.latent[:2]]
+    mlp = [(h * i, "")] * 3
+    if c.num_local_experts:
+        mlp = [(c.num_local_experts * h, of_all)] + [(h * i, "")] * 3 * c.shared_experts
+    if c.dense_layers:                                    # the average layer
+        share = 1 - c.dense_layers / c.num_hidden_layers
+        mlp = [(round(share * size), group) for size, group in mlp]
+        mlp.append((round((1 - share) * 3 * h * c.dense_size / l.tp), ""))
     return [(h, of_all), *attention, (h, of_all), *mlp]
 
 
@@ -117,7 +136,9 @@ def dense_layer(c, l):
 
 
 def expert_layer(c, l):
-    return c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp
+    """Of the average layer; all have some in what this trainer takes."""
+    layers = c.num_hidden_layers - c.dense_layers
+    return c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp * layers // c.num_hidden_layers
 
 
 def units(c, l, stage):
@@ -136,12 +157,13 @@ def parameters(c, l, stage):
 
 def model_parameters(c, active=False):
     """Of the whole model; active: those that a token meets."""
-    h, experts = c.hidden_size, c.num_experts_per_tok if active else c.num_local_experts
-    attention = 2 * h * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    mlp = 3 * h * c.intermediate_size * max(1, experts) + h * c.num_local_experts
+    h, i, experts = c.hidden_size, c.intermediate_size, c.num_experts_per_tok if active else c.num_local_experts
+    attention = sum(inner * columns for inner, columns in attention_products(c))
+    mlp = 3 * h * i * (max(1, experts) + c.shared_experts) + h * c.num_local_experts
     vectors = 2 * h + c.attention_bias * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    vectors += 2 * c.head_dim * c.qk_norm
-    return 2 * c.vocab_size * h + c.num_hidden_layers * (attention + mlp + vectors) + h
+    vectors += 2 * c.head_dim * c.qk_norm + sum(c.latent[:2])
+    of_layers = c.num_hidden_layers * (attention + vectors + mlp) + c.dense_layers * (3 * h * c.dense_size - mlp)
+    return 2 * c.vocab_size * h + of_layers + h
 
 
 def flops_per_token(c, seq_len, causal=False, embedding=True):
@@ -166,10 +188,9 @@ def flops(c, l, stage):
 def product_widths(c, l):
     """Weights of a layer's matrix products that a token meets on a rank, over hidden: all but the last of
     attention, that one; the same of the MLP."""
-    out = c.num_attention_heads * c.head_dim // l.tp
-    qkv = out + 2 * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
-    down = c.intermediate_size // l.tp * max(1, c.num_experts_per_tok)
-    return qkv, out, 2 * down + c.num_local_experts, down
+    *qkv, out = (inner * columns // c.hidden_size for inner, columns in attention_products(c, l))
+    down = c.intermediate_size // l.tp * experts_met(c)
+    return sum(qkv), out, 2 * down + c.num_local_experts, down
 
 
 def repeated(c, l):
@@ -224,7 +245,7 @@ def moments(c, l, rank, stage, number, fused_norm):
     output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # of a stage; and rotary tables
     before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last one's input
     # in an MLP's backward; what tp gathers and is to scatter there; a matrix's gradient
-    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * max(1, c.num_experts_per_tok)
+    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
     # ZeRO-3: whole weights; in a pipeline all of them. From ZeRO-2 on whole gradients, of the unit in
@@ -308,7 +329,7 @@ def kept(c, l, number, fused_norm):
     """Bytes that a layer keeps for backward of one micro-batch."""
     q, kv = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
     h, i, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
-    times = max(1, c.num_experts_per_tok)
+    times = experts_met(c)
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
     inside = number * (2 * q / l.tp + kv / kv_parts(c, l)) + FLOAT32 * heads / l.tp
@@ -317,6 +338,7 @@ def kept(c, l, number, fused_norm):
         out, down = keeps_last_products(c, l)
         products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down
         return l.tokens * (inside + ring + number * products)
+    inside += number * 2 * sum(c.latent[:2])              # before their norms and after
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
     mlp = number * (2 if l.fused else 4) * times * i / l.tp
     if c.num_local_experts:        # the gathered input, each choice's row in and out, and the router's scores
@@ -330,7 +352,7 @@ def noted(c, l, number):
     q, kv, h = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim, c.hidden_size
     attention = h / l.tp + 2 * q / l.tp + kv / kv_parts(c, l) + h
     mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
-    return number * l.tokens * (attention + mlp * max(1, c.num_experts_per_tok))
+    return number * l.tokens * (attention + mlp * experts_met(c))
 
 
 def loss_memory(c, l, number):

@@ -19,7 +19,6 @@ FITTED = ("product", "attention", "memory", "nvlink", "network", "overlap", "opt
 
 
 def fit_own(path, cluster):
-    """(constants, how many runs they were fitted to)"""
     rows = read_csv("--fit", path, RESULTS)
     runs = [read_run(row, f"--fit {path}, line {number}") for number, row in enumerate(rows, 2)
             if row["status"] == "ok"]
@@ -31,7 +30,6 @@ def fit_own(path, cluster):
 
 
 def read_run(row, where):
-    """(model, layout, tokens per second and GPU, GiB)"""
     try:
         degrees = {name: int(row[name]) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "seq_len")}
         l = Layout(**degrees, schedule=row["schedule"], recompute=row["recompute"],
@@ -89,10 +87,8 @@ def load_constants(path):
     return dict(time=time, slack=slack)
 
 
-# ---------------------------------------------------------------------- files
 @contextmanager
 def refusing(what):
-    """What is wrong with a file is said in one line."""
     try:
         yield
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -125,9 +121,3 @@ def write_csv(path, rows, columns):
 def write_text(flag, path, text):
     with refusing(f"{flag} {path}"):
         Path(path).write_text(text, encoding="utf-8")
-
-
-def check_folder(flag, path):
-    """Better before the work than after it."""
-    if not Path(path).parent.is_dir():
-        refuse(f"{flag} {path}: No such directory")

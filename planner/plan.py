@@ -71,13 +71,7 @@ def batch_near(wanted, gpus):
     unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # of very many sequences not every number is tried
     first, last = max(1, math.ceil(0.9 * wanted / unit)), max(1, math.floor(1.1 * wanted / unit))
     near = [unit * i for i in range(first, last + 1)]
-    divided = lambda batch: (math.gcd(batch, odd), batch & -batch)
-    return max(near, key=lambda batch: (*divided(batch), -abs(batch - wanted)))
-
-
-def micro_batches(per_rank):
-    """Powers of two that divide a rank's sequences."""
-    return [2**i for i in range(int(math.log2(per_rank)) + 1) if per_rank % 2**i == 0]
+    return max(near, key=lambda batch: (math.gcd(batch, odd), batch & -batch, -abs(batch - wanted)))
 
 
 def schedules(c, pp):
@@ -90,13 +84,7 @@ def schedules(c, pp):
     return [("1f1b", 2), *interleaved, *[(name, 2) for name in ("zerobubble", "dualpipe") if most >= 2]]
 
 
-def fewest(schedule, pp):
-    """Micro-batches. Zero bubble takes any number, but with fewer than ranks it is no better than 1F1B."""
-    return pp if schedule == "zerobubble" else least(schedule, pp)
-
-
 def parse_config(text, c, cluster, seq_len, batch, fused=False):
-    """One layout. What is not said: dp is what is left of the GPUs, the accumulation what the batch takes."""
     said = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -135,34 +123,21 @@ def changed_to(l, gpus, batch, **changed):
 
 
 # ---------------------------------------------------------------------- one layout
-def memory_of_ranks(c, l, slack=1.0):
-    """GiB by kind, of each rank of pp."""
-    stages = costs.our_stages(c, l)
-    each = [costs.our_memory(c, l, rank, stages[rank]) for rank in range(l.pp)]
-    return [{kind: slack * size / GIB for kind, size in kinds.items()} for kinds in each]
-
-
-def memory(c, l, slack=1.0):
-    """GiB by kind, of the rank that needs most."""
-    return {kind: slack * size / GIB for kind, size in fullest(c, l)[1].items()}
+def memory(c, l, slack=1.0, rank=None):
+    """GiB by kind, of a rank of pp, or of the one that needs most."""
+    rank = fullest(c, l) if rank is None else rank
+    held = costs.our_memory(c, l, rank, costs.our_stages(c, l)[rank])
+    return {kind: slack * size / GIB for kind, size in held.items()}
 
 
 def fullest(c, l):
-    """(rank of pp, its bytes by kind) of the one that needs most."""
+    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one rank to
+    the next, but for the very last, which puts off all."""
     stages = costs.our_stages(c, l)
-    found = [(rank, costs.our_memory(c, l, rank, stages[rank])) for rank in may_be_fullest(l, stages)]
-    return max(found, key=lambda one: sum(one[1].values()))
-
-
-def may_be_fullest(l, stages):
-    """Of ranks with the same stages the first, which keeps most. Where W is put off this may grow instead
-    from one rank to the next, but for the very last, which puts off all."""
-    found = {stage: rank for rank, stage in reversed([*enumerate(stages)])}
-    ranks = {*found.values()}
+    ranks = {stages.index(stage) for stage in stages}
     if l.schedule in ("zerobubble", "dualpipe"):
-        last = {stage: rank for rank, stage in enumerate(stages)}
-        ranks |= {*last.values(), max(0, l.pp - 2)}
-    return sorted(ranks)
+        ranks |= {max(0, l.pp - 2), *(l.pp - 1 - stages[::-1].index(stage) for stage in stages)}
+    return max(sorted(ranks), key=lambda rank: sum(costs.our_memory(c, l, rank, stages[rank]).values()))
 
 
 def limit(cluster):
@@ -222,20 +197,21 @@ def timed(c, cluster, seq_len, batch, constants):
         ways = [(schedule, v, costs.our_stages(c, mesh._replace(schedule=schedule, virtual=v)))
                 for schedule, v in schedules(c, mesh.pp)]
         for recompute in RECOMPUTE:
-            for size in micro_batches(batch // mesh.dp):
-                m = batch // mesh.dp // size
+            each = batch // mesh.dp
+            for size in (2**i for i in range(int(math.log2(each)) + 1) if each % 2**i == 0):
+                m = each // size
                 l = mesh._replace(recompute=recompute, micro_batch=size, accumulation=m)
                 alike = l.tp, l.cp, l.ep, recompute, size
                 times = known[alike] = known.get(alike) or speed.Times(c, l, cluster, k)
                 for schedule, v, stages in ways:
-                    if m < fewest(schedule, mesh.pp):
+                    if m < (mesh.pp if schedule == "zerobubble" else least(schedule, mesh.pp)):
                         continue
                     l = l._replace(schedule=schedule, virtual=v)
-                    of_pipeline = speed.of_micro_batches(c, l, cluster, stages, k, times)
+                    seconds, windows = speed.of_micro_batches(c, l, cluster, stages, k, times)
                     for zero in stages_of_zero:
                         one = l._replace(zero=zero)
-                        seconds = speed.with_data_parallel(c, one, cluster, stages, k, *of_pipeline)
-                        yield Candidate(one, seconds)
+                        of_dp = speed.data_parallel_seconds(c, one, cluster, stages[0], k, *windows)
+                        yield Candidate(one, seconds | of_dp)
 
 
 class Search:
@@ -293,20 +269,15 @@ def simplicity(l):
 def fewest_gpus(c, cluster, seq_len, constants):
     """The smallest power of two on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
-        few = cluster._replace(gpus=gpus)
-        if any(fits(sum(memory(c, l, constants["slack"]).values()), few) for l in smallest(c, few, seq_len, constants)):
+        found = nearest(c, cluster._replace(gpus=gpus), seq_len, constants)
+        if found and fits(found[0], cluster):
             return gpus
     return math.inf
 
 
-def smallest(c, cluster, seq_len, constants):
-    """Of each mesh the layout that holds least: ZeRO-3, all recomputed, one sequence at a time."""
-    for mesh in meshes(c, cluster, seq_len, constants.get("fused", False)):
-        zero = 3 if mesh.dp * mesh.cp > 1 else 0
-        yield mesh._replace(zero=zero, recompute="full", accumulation=mesh.pp)
-
-
 def nearest(c, cluster, seq_len, constants):
-    """Where nothing fits, what comes nearest: (GiB that it holds, layout), or None."""
-    held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in smallest(c, cluster, seq_len, constants)]
+    """(GiB, layout) of the one that holds least, or None: all have ZeRO-3, recompute all, one sequence at a time."""
+    least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
+             for mesh in meshes(c, cluster, seq_len, constants.get("fused", False))]
+    held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]
     return min(held, key=lambda one: one[0], default=None)

@@ -16,10 +16,8 @@ import costs
 import explain
 import measured
 import models
-import nanotron
 import plan
 import speed
-import trust
 from plan import RECOMPUTE, SCHEDULES
 from speed import GPUS, KINDS, NETWORKS, Cluster
 from trainers import ABOUT, TRAINERS, constants_of
@@ -35,17 +33,7 @@ KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "virtual", "micro_batch", "
 DEGREES = [2**i for i in range(9)]
 
 
-class Training(NamedTuple):
-    """How much is to be trained, and what breaks meanwhile."""
-    tokens: float = 0                                     # 0: it is not asked
-    price: float = 0                                      # of a GPU-hour
-    mtbf: float = 0                                       # hours between failures of the job
-    checkpoint: float = 60                                # seconds that one holds it up
-    restart: float = 600                                  # seconds until it goes on
-
-
 class Question(NamedTuple):
-    """What is asked: a model on a cluster, for a batch."""
     model: str
     c: models.Model
     gpu: str
@@ -53,12 +41,10 @@ class Question(NamedTuple):
     seq_len: int
     sequences: float
     constants: dict
-    steps: int = 1000
-    lr: float = 3e-4
-    training: Training = Training()
+    training: tuple = (0, 0, 0, 60, 600)                  # tokens, price of a GPU-hour, hours between failures; what a
+                                                          # checkpoint takes, and going on after a failure, seconds
 
 
-# ---------------------------------------------------------------------- what the page shows
 def answer(question, config=""):
     """The recommendation, and the layout that is looked at: config's, or the best."""
     found = recommendation(*hashable(question))
@@ -92,11 +78,11 @@ def recommendation(question, constants):
 
 
 def row(question, one):
-    c, cluster, l = question.c, question.cluster, one.layout
+    l = one.layout
     return dict(config=config_of(l), name=explain.name_of(l), cells=explain.row_of(l), held=one.held,
                 step=one.step, tokens_per_s=one.tokens_per_s,
                 interval=explain.interval(question, one), known=explain.known_by(question, l),
-                provenance=trust.provenance(c, l, cluster, question.constants["trainer"]))
+                provenance=explain.provenance(question, l))
 
 
 def config_of(l):
@@ -107,26 +93,20 @@ def config_of(l):
 
 
 def report(question, one):
-    """Everything about one layout."""
-    c, cluster, l = question.c, question.cluster, one.layout
-    constants = question.constants
-    model = FOLDER if question.model == PASTED else question.model
-    to_run = model, l, cluster, question.steps, question.lr
+    if question.model == PASTED:
+        question = question._replace(model=FOLDER)
+    c, cluster, l, slack = question.c, question.cluster, one.layout, question.constants["slack"]
+    to_run = question.model, l, cluster
     turns = [{name: value for name, value in turn.items() if name != "layout"}
-             for turn in explain.turned(c, one, cluster, constants)]
-    sent = [dict(dimension=dim, collective=name, bytes=size)
-            for (dim, name), size in costs.sent(c, l).items()]
-    return row(question, one) | dict(
+             for turn in explain.turned(c, one, cluster, question.constants)]
+    sent = [dict(dimension=dim, collective=name, bytes=size) for (dim, name), size in costs.sent(c, l).items()]
+    return explain.as_json(question, one) | row(question, one) | dict(
         degrees={name: getattr(l, name) for name in ("dp", "tp", "cp", "pp", "ep", "zero")},
-        knobs={name: getattr(l, name) for name in KNOBS}, fits=plan.fits(one.held, cluster),
-        room=plan.limit(cluster), whole=cluster.gpu.memory,
-        gpus_per_node=cluster.gpus_per_node, ranks=plan.memory_of_ranks(c, l, constants["slack"]),
-        seconds=one.seconds, mfu=explain.mfus(c, one, cluster), unmeasured=trust.unmeasured(c, l),
-        turns=turns, sent=sent, nearest=nanotron.nearest_run(c, l), timeline=timeline(question, one),
-        stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation,
-        command=explain.command(*to_run), script=explain.script(*to_run),
-        by_hand=explain.on_nodes(*to_run, job=1, host="HOST:29500") if cluster.nodes > 1 else None,
-        dry_run=explain.dry_run(c, model, l, question.steps, question.lr))
+        knobs={name: getattr(l, name) for name in KNOBS}, room=plan.limit(cluster), whole=cluster.gpu.memory,
+        gpus_per_node=cluster.gpus_per_node, ranks=[plan.memory(c, l, slack, rank) for rank in range(l.pp)],
+        mfu=explain.mfus(c, one, cluster), turns=turns, sent=sent, timeline=timeline(question, one),
+        stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation, script=explain.script(*to_run),
+        by_hand=explain.on_nodes(*to_run, job=1, host="HOST:29500") if cluster.nodes > 1 else None)
 
 
 def timeline(question, one):
@@ -154,16 +134,12 @@ def stops(question, l):
                   schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
     if l.pp == 1 or l.schedule != "interleaved":
         del values["virtual"]
-    found = {}
-    for knob, of in values.items():
-        of = of if getattr(l, knob) in of else sorted([*of, getattr(l, knob)])
-        found[knob] = [dict(value=value, why=why_not(question, l, knob, value, batch)) for value in of]
-    return found
 
-
-def why_not(question, l, knob, value, batch):
-    changed = turned_to(question, l, knob, value, batch)
-    return changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+    def why_not(knob, value):
+        changed = turned_to(question, l, knob, value, batch)
+        return changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+    return {knob: [dict(value=value, why=why_not(knob, value)) for value in dict.fromkeys([*of, getattr(l, knob)])]
+            for knob, of in values.items()}
 
 
 def turned_to(question, l, knob, value, batch):
@@ -173,7 +149,6 @@ def turned_to(question, l, knob, value, batch):
     return plan.changed_to(l, question.cluster.gpus, batch, **{knob: value})
 
 
-# ---------------------------------------------------------------------- the page
 def page(question, shown, served):
     """One file. With served it asks for more, without it has all that it shows."""
     state = dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
@@ -192,7 +167,6 @@ def network_of(network):
 
 def write(question, config, path):
     """The recommendation and all of the best layouts in detail, in a page that needs nothing."""
-    measured.check_folder("--html", path)               # better now than after the search
     found = answer(question, config)
     reports = {found["layout"]["config"]: found["layout"]} if found["layout"] else {}
     for one in recommendation(*hashable(question))["best"]:
@@ -200,7 +174,6 @@ def write(question, config, path):
     measured.write_text("--html", path, page(question, dict(answer=found, reports=reports), served=False))
 
 
-# ---------------------------------------------------------------------- the server
 def run(question, config, port):
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
@@ -221,7 +194,7 @@ def asked(question, state):
     """The question that the page asks, out of its state; what it leaves out is as on the command line."""
     def number(name, otherwise, most):
         value = state.get(name, otherwise)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if type(value) is not int or not 1 <= value <= most:
             refuse(f"{name} must be a whole number from 1 to {most:,}")
         return value
 
@@ -235,7 +208,10 @@ def asked(question, state):
     model = choice("model", question.model, [*models.PRESETS, PASTED])
     c = question.c if model == question.model else models.PRESETS.get(model)
     if model == PASTED:
-        c = pasted(state.get("pasted"))
+        try:
+            c = models.read(json.loads(str(state.get("pasted"))), "the pasted config.json")
+        except (ValueError, RecursionError):
+            refuse("the pasted config.json is not JSON")
     now, gpus = question.cluster, number("gpus", question.cluster.gpus, 2**17)
     gpu = choice("gpu", question.gpu, GPUS)
     network = choice("network", network_of(now.network), NETWORKS)
@@ -250,14 +226,6 @@ def asked(question, state):
     constants = constants_of(said["base"], trainer, said["compiled"], said["float8"], gpu)
     return question._replace(model=model, c=c, gpu=gpu, cluster=cluster, seq_len=seq_len,
                              sequences=tokens / seq_len, constants=constants)
-
-
-def pasted(text):
-    try:
-        raw = json.loads(text if isinstance(text, str) else "")
-    except (ValueError, RecursionError):
-        refuse("the pasted config.json is not JSON")
-    return models.read(raw, "the pasted config.json")
 
 
 def handler(question, config):

@@ -36,7 +36,6 @@ DID = dict(
 
 
 def of_layout(l):
-    """What a layout has beside dp and ZeRO."""
     found = ["tp"] * (l.tp > 1) + ["pp"] * (l.pp > 1) + [l.schedule] * (l.pp > 1 and l.schedule != "1f1b")
     found += [l.recompute] * (l.recompute != "none") + ["zero2"] * (l.zero == 2)
     return found + ["cp"] * (l.cp > 1) + ["ep"] * (l.ep > 1)
@@ -61,7 +60,6 @@ def beyond(c, l, cluster):
 
 
 def name_of(gpu):
-    """Of its own or another's power and memory."""
     return next((name for name, one in simulated.GPUS.items()
                  if one.bfloat16 == gpu.bfloat16 and one.nvlink == gpu.nvlink and one.memory == gpu.memory), "")
 
