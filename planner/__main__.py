@@ -41,6 +41,13 @@ def count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number; 4096, 4k, 4e6 and 4M are") from None
 
 
+def network(text):
+    try:
+        return NETWORKS.get(text) or float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: {', '.join(NETWORKS)}, or bytes per second per GPU") from None
+
+
 def parse_args():
     parser = argparse.ArgumentParser(prog="planner", description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -50,7 +57,7 @@ def parse_args():
         help=f"one of {', '.join(models.PRESETS)}; or a directory or hub id with a config.json")
     add("--gpus", type=count, default=8)
     add("--gpu", choices=GPUS, default="h100")
-    add("--network", default="infiniband",
+    add("--network", type=network, default="infiniband",
         help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
     add("--gpus_per_node", type=count, default=8)
     for name, what in OF_A_GPU.items():
@@ -88,9 +95,10 @@ def check(args):
         if not 1 <= value <= most or value != int(value):
             refuse(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
         setattr(args, name, int(value))
-    for name in RANGES:
-        if name != "network" and getattr(args, name) is not None:
-            check_range(name, getattr(args, name))
+    for name, (least, most) in RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
     tokens = args.global_batch_tokens
     if not 1 <= tokens <= MOST_TOKENS:
         refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {MOST_TOKENS:,}")
@@ -99,25 +107,14 @@ def check(args):
                f"{args.seq_len:,} tokens")
 
 
-def check_range(name, value):
-    least, most = RANGES[name]
-    if not least <= value <= most:
-        refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
-
-
 def cluster_of(args):
     own = {"bfloat16" if name == "flops" else name: getattr(args, name) for name in OF_A_GPU if getattr(args, name)}
-    try:
-        network = NETWORKS.get(args.network) or float(args.network)
-    except ValueError:
-        refuse(f"--network {args.network}: {', '.join(NETWORKS)}, or bytes per second per GPU")
-    check_range("network", network)
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
     gpu = GPUS[args.gpu]._replace(**own)
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
-    return Cluster(args.gpus, gpu, network, args.gpus_per_node)
+    return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
 def main():

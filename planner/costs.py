@@ -1,9 +1,7 @@
-"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, FLOPs, bytes on the wire.
+"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, bytes on the wire.
 
-What persists, what is multiplied and what is sent is exact: tests compare it with a dry run (tools/simulate),
-number by number. So is what a layer keeps for backward; what comes and goes beside it is followed at the few
-moments at which it may be most.
-Speed is in speed.py, another trainer in nanotron.py.
+What persists, what is sent and what a layer keeps for backward is exact: tests compare it with a dry run
+(tools/simulate), number by number. What comes and goes is followed at the few moments at which it may be most.
 """
 import math
 from collections import defaultdict
@@ -84,7 +82,6 @@ def our_stages(c, l):
 
 @lru_cache(maxsize=1024)
 def stages_of(c, l):
-    """The same for a layout of which nothing else is said: many layouts share it."""
     first = first_layers(c, l.pp * l.stages_per_rank)
     last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
     sizes = [tuple(first[s + 1] - first[s] for s in mine) for mine in held]
@@ -173,16 +170,6 @@ def flops_per_token(c, seq_len, causal=False, embedding=True):
     met = model_parameters(c, active=True) - (0 if embedding else c.vocab_size * c.hidden_size)
     scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
     return 6 * met + (6 if causal else 12) * scores
-
-
-def flops(c, l, stage):
-    """Of a rank in a training step: matrix products, 6 per weight and token, and causal attention, which
-    makes its scores twice: 7 products of [seq, seq], halved. Recomputation repeats a part of forward."""
-    tokens, h = l.tokens * l.accumulation, c.hidden_size
-    scores = tokens * l.seq_len * c.num_attention_heads * c.head_dim // l.tp * stage.layers
-    layer = 6 * sum(product_widths(c, l)) + 2 * repeated(c, l)
-    weights = stage.layers * layer + stage.head * 6 * c.vocab_size // l.tp
-    return tokens * h * weights + (9 if l.recompute == "full" else 7) * scores
 
 
 def product_widths(c, l):

@@ -16,7 +16,6 @@ SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"
 FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
 
 
-# ---------------------------------------------------------------------- a table of layouts
 def schedule_of(l):
     if l.pp == 1:
         return "-"
@@ -65,29 +64,14 @@ def mfus(c, one, cluster):
     return found
 
 
-def details(question, one):
-    c, cluster = question.c, question.cluster
-    l, found = one.layout, mfus(c, one, cluster)
-    kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
-    verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
-    yield f"memory of the fullest GPU, GiB: {kinds}"
-    yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
-           f"for what this may be off by: {verdict}")
-    sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
-    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
-    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
-    low, high = interval(question, one)
-    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
-           f"{high:,.0f}: {known_by(question, l)}")
-
-
 def known_by(question, l):
     return trust.MEANS[provenance(question, l)].format(", ".join(trust.unmeasured(question.c, l)))
 
 
 def two_answers(question, search):
     """The fastest by estimate, the safest, and what would have to be measured to trust the first."""
-    fastest, safest = search.fastest(), search.safest()
+    dense = question.c._replace(num_local_experts=0)      # all layouts of a model have its experts
+    fastest, safest = search.fastest(), search.first(lambda l: not trust.unmeasured(dense, l))
     for what, one in (("fastest by estimate", fastest), ("safest", safest)):
         if one:
             low, high = interval(question, one)
@@ -270,13 +254,10 @@ def disagreements(c, best, search, cluster):
             yield f"{rule}: {name_of(one.layout)}, {abs(lost):.1%} {than_best}."
 
 
-# ---------------------------------------------------------------------- all of it
 def heading(question, batch):
     c = question.c
     fewest = fewest_gpus(c, question.cluster, question.seq_len, question.constants)
-    needed = "no number of GPUs holds it"
-    if fewest < math.inf:
-        needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two"
+    needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two" if fewest < math.inf else "no number of GPUs holds it"
     billions = costs.model_parameters(c) / 1e9
     yield f"{question.model}, {billions:.2f}B parameters, on {question.cluster.gpus:,} x {question.gpu}; {needed}"
     yield from c.notes
@@ -293,7 +274,19 @@ def one_in_detail(question, one, more=()):
     """more: lines about it among others."""
     c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
     yield name_of(l)
-    yield from [*details(question, one), *wanted(question, one), *more, ""]
+    found = mfus(c, one, cluster)
+    kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
+    verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
+    yield f"memory of the fullest GPU, GiB: {kinds}"
+    yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
+           f"for what this may be off by: {verdict}")
+    sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
+    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
+    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
+    low, high = interval(question, one)
+    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
+           f"{high:,.0f}: {known_by(question, l)}")
+    yield from [*wanted(question, one), *more, ""]
     yield f"the step, {one.step:.2f} s, of the average GPU"
     yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
                 for name, s in one.seconds.items() if s >= 0.0005 * one.step)

@@ -60,9 +60,13 @@ def read(raw, where):
     try:
         from transformers import AutoConfig
         theirs = AutoConfig.for_model(**raw)
-        kind, refused = theirs.model_type, trainers_refusal(theirs)
     except Exception as error:                            # a file may hold anything
         refuse(f"{where}: not a config.json that transformers reads ({one_line(error)})")
+    kind, refused = theirs.model_type, ""
+    try:
+        trainer.from_hugging_face(theirs)
+    except Exception as error:
+        refused = one_line(error)
     if kind not in KNOWN:
         refuse(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
     if theirs.hidden_act != "silu" or getattr(theirs, "mlp_bias", False):
@@ -75,19 +79,14 @@ def read(raw, where):
             refuse(f"{where}: {name} {value} is not a positive whole number below {MOST:,}")
     if heads % kv_heads:
         refuse(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    model = Model(**sizes, attention_bias=theirs.attention_bias if kind != "qwen2" else True, tied=theirs.tie_word_embeddings,
-                  qk_norm=kind.startswith("qwen3"), untrained=refused)
-    model = model._replace(**experts(theirs, kind, where), **latent_attention(theirs, kind))
+    model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
+                  tied=theirs.tie_word_embeddings, qk_norm=kind.startswith("qwen3"), untrained=refused)
+    model = model._replace(**experts(theirs, kind, where))
+    if kind == "deepseek_v3":            # scores, and q, k, v and the output, are as of heads of the mean width of q and v
+        rope, plain, v = theirs.qk_rope_head_dim, theirs.qk_nope_head_dim, theirs.v_head_dim
+        latent = theirs.q_lora_rank or 0, theirs.kv_lora_rank, plain, rope, v
+        model = model._replace(latent=latent, head_dim=(plain + rope + v) // 2)
     return model._replace(notes=tuple(notes(model, theirs)))
-
-
-def trainers_refusal(theirs):
-    """In its own words; empty if it takes the model."""
-    try:
-        trainer.from_hugging_face(theirs)
-    except ValueError as error:
-        return one_line(error)
-    return ""
 
 
 def experts(theirs, kind, where):
@@ -99,19 +98,13 @@ def experts(theirs, kind, where):
     found = dict(num_local_experts=count, num_experts_per_tok=chosen)
     if kind == "mixtral":
         return found
-    dense = getattr(theirs, "first_k_dense_replace", 0) or sum(
-        i in theirs.mlp_only_layers or (i + 1) % theirs.decoder_sparse_step > 0 for i in range(theirs.num_hidden_layers))
+    if kind == "deepseek_v3":
+        dense = theirs.first_k_dense_replace
+    else:
+        dense = sum(i in theirs.mlp_only_layers or (i + 1) % theirs.decoder_sparse_step > 0
+                    for i in range(theirs.num_hidden_layers))
     return dict(found, intermediate_size=theirs.moe_intermediate_size, dense_layers=dense,
                 dense_size=theirs.intermediate_size, shared_experts=getattr(theirs, "n_shared_experts", 0))
-
-
-def latent_attention(theirs, kind):
-    """Scores, and what q, k, v and the output are, are those of heads as wide as q's and v's are on average."""
-    if kind != "deepseek_v3":
-        return {}
-    q, v = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim, theirs.v_head_dim
-    latent = theirs.q_lora_rank or 0, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim, v
-    return dict(latent=latent, head_dim=(q + v) // 2)
 
 
 def notes(c, theirs):

@@ -19,6 +19,7 @@ RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
 # Memory at the peak is followed, not measured: costs.py's is at most so much less than what a dry run sees
 MEMORY_ERROR = 0.03
+progress = dict(share=0.0)                                # of the search that goes on: the page asks for it
 
 
 # ---------------------------------------------------------------------- all layouts
@@ -189,7 +190,9 @@ def timed(c, cluster, seq_len, batch, constants):
     """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
     worked out once."""
     k, known = constants["time"], {}                      # of layers: the same whatever dp is
-    for mesh in meshes(c, cluster, seq_len, constants.get("fused", False)):
+    every = list(meshes(c, cluster, seq_len, constants.get("fused", False)))
+    for done, mesh in enumerate(every):
+        progress["share"] = done / len(every)
         if batch % mesh.dp:
             continue
         stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
@@ -236,10 +239,6 @@ class Search:
                 return False
             one.memory = held
         return True
-
-    def safest(self):
-        """The best of those that do nothing that no run did; or None."""
-        return self.first(lambda l: not trust.unmeasured(self.c._replace(num_local_experts=0), l))
 
     def first(self, wanted):
         """The best of those that fit and are wanted, or None."""

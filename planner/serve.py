@@ -1,14 +1,17 @@
-"""The answer as a web page: python planner --serve, or --html FILE for one without sliders.
+"""The answer as a web page: python planner --serve, or --html FILE for one whose answers are computed beforehand.
 
 The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
 nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.
 """
 import json
+import os
 import signal
+import sys
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +27,13 @@ from trainers import ABOUT, TRAINERS, constants_of
 from trainer import Refused, make, refuse, simulate
 
 HERE = Path(__file__).resolve().parent
+TEXTS = {f"/{path.relative_to(HERE.parent)}": path          # that the page sends its readers to
+         for path in [*HERE.parent.glob("*/README.md"), *HERE.parent.glob("docs/glossary.md")]}
 PASTED = "pasted"                                         # the model of a config.json that was pasted
 FOLDER = "DIR"                                            # what commands call the folder that has it
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
-KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "virtual", "micro_batch", "recompute")
 DEGREES = [2**i for i in range(9)]
 
 
@@ -47,7 +51,7 @@ class Question(NamedTuple):
 
 def answer(question, config=""):
     """The recommendation, and the layout that is looked at: config's, or the best."""
-    found = recommendation(*hashable(question))
+    found = recommendation(question._replace(constants=None), json.dumps(question.constants, sort_keys=True))
     batch = plan.batch_near(question.sequences, question.cluster.gpus)
     one = found["best"][0] if found["best"] else None
     if config:
@@ -55,11 +59,6 @@ def answer(question, config=""):
         one = plan.evaluate(question.c, l, question.cluster, question.constants)
     said = dict(heading=found["heading"], timed=found["timed"], best=found["rows"], words=found["words"])
     return said | dict(layout=report(question, one) if one else None)
-
-
-def hashable(question):
-    constants = json.dumps(question.constants, sort_keys=True)
-    return question._replace(constants=None), constants
 
 
 @lru_cache(maxsize=32)
@@ -99,13 +98,11 @@ def report(question, one):
     to_run = question.model, l, cluster
     turns = [{name: value for name, value in turn.items() if name != "layout"}
              for turn in explain.turned(c, one, cluster, question.constants)]
-    sent = [dict(dimension=dim, collective=name, bytes=size) for (dim, name), size in costs.sent(c, l).items()]
+    sent = [(*what, size) for what, size in costs.sent(c, l).items()]
     return explain.as_json(question, one) | row(question, one) | dict(
-        degrees={name: getattr(l, name) for name in ("dp", "tp", "cp", "pp", "ep", "zero")},
-        knobs={name: getattr(l, name) for name in KNOBS}, room=plan.limit(cluster), whole=cluster.gpu.memory,
-        gpus_per_node=cluster.gpus_per_node, ranks=[plan.memory(c, l, slack, rank) for rank in range(l.pp)],
-        mfu=explain.mfus(c, one, cluster), turns=turns, sent=sent, timeline=timeline(question, one),
-        stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation, script=explain.script(*to_run),
+        ranks=[plan.memory(c, l, slack, rank) for rank in range(l.pp)], whole=cluster.gpu.memory,
+        gpus_per_node=cluster.gpus_per_node, mfu=explain.mfus(c, one, cluster), turns=turns, sent=sent,
+        timeline=timeline(question, one), stops=stops(question, l), script=explain.script(*to_run),
         by_hand=explain.on_nodes(*to_run, job=1, host="HOST:29500") if cluster.nodes > 1 else None)
 
 
@@ -128,18 +125,18 @@ def timeline(question, one):
 
 
 def stops(question, l):
-    """For each knob its values, and why one is not possible."""
+    """For each knob its values, and what they lead to, or why one is not possible."""
     batch = l.dp * l.micro_batch * l.accumulation
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
                   schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
     if l.pp == 1 or l.schedule != "interleaved":
         del values["virtual"]
 
-    def why_not(knob, value):
+    def stop(knob, value):
         changed = turned_to(question, l, knob, value, batch)
-        return changed if isinstance(changed, str) else plan.impossible(question.c, changed)
-    return {knob: [dict(value=value, why=why_not(knob, value)) for value in dict.fromkeys([*of, getattr(l, knob)])]
-            for knob, of in values.items()}
+        why = changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+        return dict(value=value, why=why, config="" if why else config_of(changed))
+    return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])] for knob, of in values.items()}
 
 
 def turned_to(question, l, knob, value, batch):
@@ -149,16 +146,18 @@ def turned_to(question, l, knob, value, batch):
     return plan.changed_to(l, question.cluster.gpus, batch, **{knob: value})
 
 
-def page(question, shown, served):
-    """One file. With served it asks for more, without it has all that it shows."""
-    state = dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
-                 network=network_of(question.cluster.network),
-                 gpus=question.cluster.gpus, seq_len=question.seq_len,
-                 tokens=round(question.sequences * question.seq_len))
-    data = dict(state=state, served=served, models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS,
-                networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
+def page(question, shown, served, root="/"):
+    """One file. With served it asks for more, without it has all that it shows. root: where the READMEs are."""
+    data = dict(state=state_of(question), served=served, root=root, models=list(models.PRESETS), gpu_names=list(GPUS),
+                kinds=KINDS, networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
+
+
+def state_of(question):
+    return dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
+                network=network_of(question.cluster.network), gpus=question.cluster.gpus, seq_len=question.seq_len,
+                tokens=round(question.sequences * question.seq_len))
 
 
 def network_of(network):
@@ -166,12 +165,21 @@ def network_of(network):
 
 
 def write(question, config, path):
-    """The recommendation and all of the best layouts in detail, in a page that needs nothing."""
-    found = answer(question, config)
-    reports = {found["layout"]["config"]: found["layout"]} if found["layout"] else {}
-    for one in recommendation(*hashable(question))["best"]:
-        reports[config_of(one.layout)] = report(question, one)
-    measured.write_text("--html", path, page(question, dict(answer=found, reports=reports), served=False))
+    """A page that needs no server: answers with half and twice as many GPUs and tokens, of each the best layout; of the
+    question itself all of the table, too, and where each knob leads."""
+    now, answers = state_of(question), {}
+    for gpus, tokens in product((1, 0.5, 2), repeat=2):
+        state = dict(gpus=int(gpus * now["gpus"]), tokens=int(tokens * now["tokens"]))
+        print(f"{state['gpus']:,} GPUs, {state['tokens']:,} tokens", file=sys.stderr)
+        with suppress(Refused):                           # it is less than a GPU, or no whole nodes
+            answers["{gpus},{tokens}".format(**state)] = answer(asked(question, state)) | dict(reports={})
+    of_it = answers["{gpus},{tokens}".format(**now)] = answer(question, config)
+    layout, rows = of_it["layout"], of_it["best"]
+    turned = [stop for stops in layout["stops"].values() for stop in stops if stop["config"]] if layout else []
+    of_it["reports"] = {one["config"]: answer(question, one["config"])["layout"] for one in rows + turned}
+    root = os.path.relpath(HERE.parent, Path(path).resolve().parent) + "/"
+    shown = dict(answers=answers, config=layout["config"] if config else "")
+    measured.write_text("--html", path, page(question, shown, False, root))
 
 
 def run(question, config, port):
@@ -241,7 +249,12 @@ def handler(question, config):
             return super().parse_request() and self.is_for_us()
 
         def do_GET(self):
-            if self.path.split("?")[0] != "/":
+            path = self.path.split("?")[0]
+            if path == "/progress":
+                return self.reply(200, f"{plan.progress['share']:.2f}")
+            if path in TEXTS:
+                return self.reply(200, TEXTS[path].read_text(encoding="utf-8"))
+            if path != "/":
                 return self.reply(404, "there is only /")
             text = page(question, dict(config=config or ""), served=True)
             self.reply(200, text, "text/html; charset=utf-8")

@@ -32,8 +32,7 @@ class Cluster(NamedTuple):
 
     def hardware(self, k=None):
         """The simulator's, with what an overlay says of its links."""
-        if k is None:
-            return gpus.Cluster(self.gpu, self.gpus_per_node, self.network)
+        k = k or USUAL
         gpu = self.gpu._replace(nvlink=self.gpu.nvlink * k["nvlink"])
         return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"])
 

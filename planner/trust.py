@@ -1,11 +1,5 @@
-"""How far an answer can be trusted: whether runs like it were measured, and how far off it may be.
-
-measured      the same trainer was measured doing the same
-elsewhere     runs that do the same things were published, of other trainers
-extrapolated  the same, of another size: other models, more nodes, other sequences, GPUs that nobody compared
-physics only  it has something that no published run had
-
-The interval is meant to hold for four of five runs. docs/proof.md has what it held of runs that it was not made from.
+"""How far an answer can be trusted: whether runs like it were measured (the README says what the four words mean),
+and how far off it may be. Of five runs four should lie in the interval; docs/proof.md has how many did.
 """
 import math
 

@@ -47,7 +47,7 @@ def test_the_page_is_one_file(tmp_path):
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     data = data_of(text)
-    assert not data["served"] and data["answer"]["layout"]["knobs"]["tp"] == 2
+    assert not data["served"] and data["answer"]["layout"]["tp"] == 2
     assert len(data["reports"]) >= len(data["answer"]["best"])
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|XMLHttp|@import|<link(?! rel=\"icon\" href=\"data:)|src=", text)
     assert text.count("</script>") == 1
@@ -306,7 +306,7 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     found = serve.answer(asked, config)
     layout = found["layout"]
     assert text(opened, "#name") == layout["name"]
-    assert f"{layout['held']:.1f} GiB of {layout['room']:.1f}" in text(opened, "#verdict")
+    assert f"{layout['held']:.1f} GiB of {layout['limit_gib']:.1f}" in text(opened, "#verdict")
     worst = max(layout["ranks"], key=lambda one: sum(one.values()))
     memory = {kind: f"{size:.1f} GiB" for kind, size in worst.items() if size > 0.0005 * sum(worst.values())}
     assert shown(opened, "#memory .key li") == memory
@@ -314,7 +314,7 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     assert shown(opened, "#time .key li") == seconds
     assert "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in layout["mfu"].items()) in text(opened, "#time")
     assert all(re.fullmatch(r"\w+ \d+\.\d GiB", title) for title in titles(opened, "#memory .row i"))
-    assert text(opened, "#knobs p").startswith(f"dp follows: {layout['degrees']['dp']};")
+    assert text(opened, "#knobs p").startswith(f"dp follows: {layout['dp']};")
     drawn, step, *left = map(float, re.findall(r"(\d+\.\d\d) s", text(opened, "#timeline p")))
     assert f"{step:.2f}" == f"{layout['step']:.2f}" and drawn + sum(left) == pytest.approx(step, abs=0.021)
     assert shown(opened, "#numbers dd")["tokens/s/GPU"] == f"{layout['tokens_per_s']:,.0f}"
