@@ -1,7 +1,4 @@
-"""From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept.
-
-What a layout holds and sends is in costs.py, how fast it is in speed.py, how far to trust that in trust.py.
-"""
+"""From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept."""
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -225,7 +222,8 @@ class Search:
         found, known = list(timed(c, cluster, seq_len, batch, constants)), {}
         for one in found:
             one.held_back = trust.held_back(c, one.layout, cluster, one.tokens_per_s, known)
-        self.ordered = sorted(found, key=lambda one: (-float(f"{one.held_back:.4g}"), simplicity(one.layout)))
+        simple = lambda l: (l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual)
+        self.ordered = sorted(found, key=lambda one: (-float(f"{one.held_back:.4g}"), *simple(one.layout)))
 
     def fits(self, one):
         l = one.layout
@@ -259,10 +257,6 @@ class Search:
             if len(best) == count:
                 break
         return list(best.values())
-
-
-def simplicity(l):
-    return l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual
 
 
 def fewest_gpus(c, cluster, seq_len, constants):

@@ -2,7 +2,6 @@
 
 What a source does not say is assumed here, and stated beside each prediction.
 """
-
 import costs
 import speed
 import trainers
