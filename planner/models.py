@@ -44,6 +44,8 @@ def load(name):
         return PRESETS[name]
     if os.path.isfile(name):
         refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
+    if not os.path.isdir(name) and "/" not in name:       # as hub ids of Llamas have
+        refuse(f"--model {name}: no such directory, and no hub id; the presets are {', '.join(PRESETS)}")
     try:
         from transformers import PretrainedConfig         # and with it torch, which nothing else here needs
         raw, _ = PretrainedConfig.get_config_dict(name)

@@ -209,7 +209,7 @@ def test_nobody_else_can_reach_it(server):
     ('{"gpus": true}', "gpus must be"), ('{"gpus": 12}', "not a multiple of 8"), ('{"model": "x"}', "model must be"),
     ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config is a text"), ('{"config": "tp=3"}', "!= gpus(64)"),
     ('{"seq_len": 0}', "seq_len must be"), ('{"model": "pasted"}', "not JSON"),
-    ('{"model": "pasted", "pasted": "{}"}', "model_type null"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
+    ('{"model": "pasted", "pasted": "{}"}', "not a config.json"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
     ("x" * 70_000, "at most"), ('{"config": "\\ud800=1"}', "take =value")])
 def test_bad_requests_get_one_line(server, body, message):
     status, text = send(server, "POST", "/answer", body)
