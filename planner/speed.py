@@ -55,7 +55,6 @@ USUAL = dict(
     overlap=1.0,                  # of the last micro-batch: sums of gradients hide behind it
     taken=gpus.TAKEN,             # of the speed of kernels, what a hidden collective takes
     gathers_again=1.0,            # what tp gathers is not kept, and gathered again for W; 0: it is kept
-    waits=1.0,                    # ZeRO-1 waits for each reduction but the last inside backward; 0: after it
     step=0.0)                     # s per step, whatever it is
 NOTHING = (0.0, 0.0, 0.0)
 
@@ -337,16 +336,14 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing is left to hide them
     units = stage.layers + stage.embedding + stage.head
     latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
-    waits = l.zero == 1 and k["waits"] > 0                # then what later stages of the rank do hides nothing
-    window, forward, m = k["overlap"] * (each if waits else last) * 2 / 3, k["overlap"] * last / 3, l.accumulation
+    window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
     sums = {0: 0, 1: 4, 2: m * (4 + 12 / ranks), 3: m * (4 + 12 / ranks)}[l.zero]   # bytes: zeroed, slices added up
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
     if l.zero < 2:                                        # an all-reduce is two halves
         halves = FLOAT32 * (1 if l.zero else 2)
         behind = halves * (byte - last_units) + latency
         taken = k["taken"] * min(behind, window)
-        chain = l.pp - 1 if waits else 0
-        seconds["dp"] += l.pp * taken + (1 + chain) * exposed(behind, window) + halves * last_units
+        seconds["dp"] += l.pp * taken + exposed(behind, window) + halves * last_units
     else:                                                 # after every micro-batch, with ZeRO-3's second gather
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
         hidden = again + FLOAT32 * (byte - last_units / m) + latency

@@ -13,8 +13,8 @@ TRAINERS = {
     "this": {},
     # fused kernels; attention by cuDNN, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper, figure 5);
     # --tp-comm-overlap hides most of tp's traffic, and its schedules send while they compute
-    "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5, waits=0.0),
-    "torchtitan": dict(gathers_again=0.0, waits=0.0)}
+    "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5),
+    "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
 HOPPER = "h100", "h200", "h800"                           # which cuDNN's attention is so much faster on
 
