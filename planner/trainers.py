@@ -33,13 +33,9 @@ def scaled(found, more):
     return {name: found[name] * share for name, share in more.items()}
 
 
-def fused(trainer, compiled):
-    """Whether SwiGLU keeps its two inputs alone, and a norm its input."""
-    return trainer == "megatron" or compiled
-
-
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
     """What a question is answered with: known is what --constants or the usual gives."""
     base = dict(time=known["time"], slack=known["slack"])
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
-    return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8, fused=fused(trainer, compiled))
+    return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,
+                fused=trainer == "megatron" or compiled)
