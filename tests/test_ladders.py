@@ -258,8 +258,8 @@ def meet_job(case):
     ("refuses", "rank 1: error: no such folder"),
     ("dies", "rank 1: the process died, exit code -9"),
     ("returns a function", "rank 1: what it returned cannot be sent to the test: "),
-    ("loops", "ranks wait for what does not come, 20 s long:\nrank 0 waits: mine.py:23 in meet: given()\n"
-              "rank 1 waits: mine.py:18 in meet: "),
+    pytest.param("loops", "ranks wait for what does not come, 20 s long:\nrank 0 waits: mine.py:23 in meet: given()\n"
+                          "rank 1 waits: mine.py:18 in meet: ", marks=pytest.mark.slow),
     ("leaves", "ranks wait for what does not come:\nrank 0 waited, until another was gone: mine.py:23 in meet: given()\n"
                "rank 1 had ended")])
 def test_what_ranks_have_met_is_said(pool, tmp_path, case, reason):

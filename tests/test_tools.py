@@ -398,12 +398,16 @@ def test_plot_replaces_nothing_but_a_picture(tmp_path):
     ("--out mine.csv", "not of a sweep with these columns"), ("--out of.csv", "of.png is there already, of something else"),
     ("--out x.csv --gpus 0", "--gpus 0: at least 1"), ("--out x.csv --time_limit 0", "more than 0"),
     ("--out x.csv --trainer nowhere.py", "--trainer nowhere.py: no such file")])
-def test_sweep_refuses(tmp_path, words, message):
+def test_sweep_refuses(tmp_path, monkeypatch, capsys, words, message):
+    import sweep
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.csv").mkdir()
     for name in ("mine.csv", "of.png"):
         (tmp_path / name).write_text("a,b\n1,2\n")
-    status, output = run([sys.executable, ROOT / "tools/sweep.py", *words.split()], tmp_path, timeout=120)
-    assert status == 2 and output.startswith("error: ") and message in output and output.count("\n") == 1, output
+    with pytest.raises(SystemExit) as refused:
+        sweep.main(words.split())
+    output = "".join(capsys.readouterr())
+    assert refused.value.code == 2 and output.startswith("error: ") and message in output and output.count("\n") == 1, output
     assert {(tmp_path / name).read_text() for name in ("mine.csv", "of.png")} == {"a,b\n1,2\n"}
 
 
