@@ -804,10 +804,12 @@ def test_what_must_not_be_lost(pool, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ a run that goes on
 def train_job(argv, optimizer, breaks=None):
-    """Trains. Of each rename: the old and the new name, and what is in the folder then; what is deleted. breaks: what every step
-    does besides, and why the run ends, of which the status is returned."""
+    """Trains. Of each rename: the old and the new name, and what is in the folder then; what is deleted. breaks: what is
+    broken when `write` begins, a box that another rank writes or the folder; then the status that ends the run is returned."""
+    import torch
     import train
-    renamed, rename, step, rmtree = [], os.rename, train.Optimizer.step, shutil.rmtree
+    from resume import Checkpoints
+    renamed, rename, write, rmtree = [], os.rename, Checkpoints.write, shutil.rmtree
 
     def watched(old, new, *more, **named):
         files = sorted(os.listdir(old)) if os.path.isdir(old) else []
@@ -818,14 +820,15 @@ def train_job(argv, optimizer, breaks=None):
         renamed.append((os.path.basename(path), "deleted", []))
         rmtree(path, *more, **named)
 
-    def broken(self, lr):
-        step(self, lr)
-        if breaks == "weights":
-            self.masters[-1].view(-1)[0] = float("inf")
-        if breaks == "folder":
-            Path(argv[argv.index("--checkpoint") + 1], "step_00000001.tmp").touch()
+    def broken(self, folder, state):
+        if breaks == "box":
+            key = next(key for key in state if key not in self.mine)
+            state = {**state, key: torch.full_like(state[key], torch.inf)}
+        else:
+            folder.touch()
+        return write(self, folder, state)
     with (patch.object(os, "rename", watched), patch.object(shutil, "rmtree", deleted),
-          patch.object(train.Optimizer, "step", broken if breaks else step)):
+          patch.object(Checkpoints, "write", broken if breaks else write)):
         try:
             train.main(argv)
         except SystemExit as end:
@@ -919,10 +922,11 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     losses = pool.train(STEP, f"{low} --resume", weights=False).losses
     assert losses == whole_run.losses[2:], f"bfloat16: a resumed run should have the losses {whole_run.losses[2:]}, not {losses}"
     argv = f"{case} --micro_batch_size 12 --ep 2 --save_every 1 --checkpoint {tmp_path / 'broken'}".split()
-    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="weights")
-    assert broken == [3, 3], f"where a weight is infinite all ranks should end with status 3, by refuse; they ended with {broken}"
+    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="box")
+    assert broken == [3, 3], \
+        f"where a number of the state is infinite all ranks should end with status 3, by refuse; they ended with {broken}"
     there = [name for name in os.listdir(tmp_path / "broken") if name != ".lock" and not name.endswith(".tmp")]
-    assert not there, f"where a weight is infinite nothing may look like a whole checkpoint; there is {there}"
+    assert not there, f"where a number is infinite nothing may look like a whole checkpoint; there is {there}"
     argv[-1] = str(tmp_path / "not a folder")
     broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="folder")
     said = "".join(pool.last.printed.values())
