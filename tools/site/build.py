@@ -51,7 +51,9 @@ def coloured(name):
         lexer = get_lexer_for_filename(name, stripnl=False, ensurenl=False)
     except ClassNotFound:
         lexer = TextLexer(stripnl=False, ensurenl=False)
-    return highlight(text, lexer, HtmlFormatter(nowrap=True)).split("\n")[:len(text.splitlines())]
+    coloured = highlight(text, lexer, HtmlFormatter(nowrap=True))
+    coloured = re.sub(r'(<span class="p">[^<]*[(\[{]</span>)', r"\1<wbr>", coloured)            # where a long line may go on below
+    return coloured.split("\n")[:len(text.splitlines())]
 
 
 KINDS = {" ": "same", "+": "add", "-": "del"}
@@ -373,7 +375,7 @@ def mend():
 def main(python):
     shutil.rmtree(SOURCE, ignore_errors=True)
     RAN.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {(kind, step): pool.submit(ran, python, kind, step) for step in STEPS for kind in ("timeline", "by_hand")}
         texts()
         matrix()

@@ -84,7 +84,7 @@ function timeline(box) {
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-label", "timeline of a step; arrows move, plus and minus zoom, 0 shows all, comma and full stop go from bar to bar");
   out.setAttribute("aria-live", "polite");
-  out.textContent = "what is pointed at is read here";
+  out.textContent = "point at a bar: here stands what it is";
   key.className = "key";
   const kinds = streams.filter(([name]) => name !== "actions").map(([name, i]) => [name === "compute" ? "kernels" : `${name} on a link`, COLOURS[i % COLOURS.length]]);
   for (const [name, shade] of [...kinds, ["waiting", "#d9534f"], ["forward", "#9ec5e8"], ["backward", "#3f76ad"], ["the rest", "#a9a9a9"]]) {
