@@ -6,9 +6,9 @@ numbers in place of matrices and a gate of 1/2: tokens 4, 2 on rank 0 and 6, 8 o
 starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens are the map S ->
 S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank finds what reaches it: rank 1 gets 4, the end is 12.
 
-So ranks all-gather one pair each, and in backward their gradients are reduce-scattered. With zigzag a rank has an early and a
-late run, and two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join backward, too: else
-they wait for ever. --softmax_every 4 has three linear layers for each with softmax.
+Ranks all-gather one pair each, and in backward their gradients are reduce-scattered. With zigzag a rank has an early and a late
+run, and two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join backward, too: else they
+wait for ever. --softmax_every 4 has three linear layers for each with softmax.
 
 Payload per step of llama-1b, 16,384 tokens on cp 8: the ring sends 2,013,265,920 bytes on each rank. With linear layers alone the
 formula says 134,250,496 gathered and as many reduce-scattered, at any length; half with one run per rank (ulysses), as simulated
