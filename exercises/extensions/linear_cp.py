@@ -1,19 +1,32 @@
 """linear_cp.patch: a plain recurrence, however it is cut, and bytes that do not grow with the sequence.
 
-Softmax lets every token look at every earlier one, so context parallelism has to show a rank all other ranks' keys and values. A
-gated linear layer keeps of the past one matrix per head, the state. Each token fades it by a gate and adds its key times its
-value. By hand, with numbers in place of matrices and a gate of 1/2: tokens 4, 2 on rank 0 and 6, 8 on rank 1. Rank 0 ends with 2
-+ 4/2 = 4. Rank 1 starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens
-are the map S -> S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank finds what reaches it: rank 1 gets 4, the end
-is 12.
+Softmax lets every token look at every earlier one, so a rank has to see all other ranks' keys and values. A gated linear layer
+keeps of the past one matrix per head, the state. Each token fades it by a gate and adds its key times its value. By hand, with
+numbers in place of matrices and a gate of 1/2: tokens 4, 2 on rank 0 and 6, 8 on rank 1. Rank 0 ends with 2 + 4/2 = 4. Rank 1
+starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens are the map S ->
+S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank finds what reaches it: rank 1 gets 4, the end is 12.
 
-So ranks all-gather one pair each, and in backward their gradients are reduce-scattered. With zigzag a rank has an early and a
-late run, and two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join backward all the same:
-left out, the others wait for ever. --softmax_every 4 has three linear layers for each with softmax.
+Ranks all-gather one pair each, and in backward their gradients are reduce-scattered. With zigzag a rank has an early and a late
+run, and two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join backward, too: else they
+wait for ever. --softmax_every 4 has three linear layers for each with softmax.
 
-Payload per step of llama-1b, 16,384 tokens on cp 8: the ring sends 2,013,265,920 bytes on each rank (simulated, H100s with a 50
-GB/s network: 0.37 s a step, 0.24 s of it waiting). With linear layers alone the formula says 134,250,496 gathered and as many
-reduce-scattered, for any number of tokens.
+Payload per step of llama-1b, 16,384 tokens on cp 8: the ring sends 2,013,265,920 bytes on each rank. With linear layers alone the
+formula says 134,250,496 gathered and as many reduce-scattered, at any length; half with one run per rank (ulysses), as simulated
+here. Seconds a step on H100s, of them waiting for what these layers send:
+
+| | 16,384 tokens | 65,536 tokens |
+|---|---|---|
+| one machine, ring | 0.125, 0.002 | 0.643, 0.007 |
+| states | 0.280, 0.006 | 0.965, 0.001 |
+| eight machines, ring | 0.368, 0.052 | 0.848, 0.027 |
+| states | 0.488, 0.194 | 1.044, 0.116 |
+
+    python tools/simulate exercise/linear_cp 8 --model llama-1b --dtype bfloat16 --cp 8 --global_batch_size 1 --micro_batch_size 1
+        --seq_len 16384 --cp_mode ulysses --softmax_every 99 --gpus_per_node 1
+
+The ring is faster: its kernels are fused, these are plain products of 64 tokens in float32. But four times the tokens take it 5.2
+times as long on one machine, states 3.5 times. Between machines few bytes do not help: gradients are summed in the same group (dp
+is 1), and backward's small reduce-scatter queues behind them.
 """
 import cases
 import observe

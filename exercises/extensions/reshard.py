@@ -195,6 +195,12 @@ def test_bytes_of_the_first_send(pool, world, flags, tp, by_hand):
     assert sum(sent for ((sent, _, _),), _ in ranks) == 8 * by_hand(*parameters(4))
 
 
+def test_replicas_share_the_sending(pool):
+    ranks = every_send(pool, 4, f"{EXACT} --steps 1 --pp 2 --infer_tp 2")
+    sent = [size for ((size, _, _),), _ in ranks]
+    assert all(abs(size / sum(sent) - 1 / 4) < 0.02 for size in sent), sent
+
+
 @pytest.mark.parametrize("lr", ["1e-5", "0"])
 def test_then_only_what_has_changed(pool, lr):
     """Six bytes for each number of bfloat16 with other bits; if there are none, nothing."""
