@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 
 import numpy as np
@@ -267,7 +268,11 @@ def told_to_end(draw, folder, house):
     run = start(step, f"{runs.TINY} --steps 100000 --save {folder / 'save'}{more}", folder, ranks=1 if step == 1 else 2)
     time.sleep(late)
     runs.kill(run.process.pid, number)
+    again = threading.Timer(20, runs.kill, (run.process.pid, number))
+    if number == signal.SIGINT and not run.workers():     # an import of torch's may swallow a Ctrl-C: a user gives another
+        again.start()
     end = run.end(90)
+    again.cancel()
     left = run.sweep()
     what = f"step {step}, {signal.Signals(number).name} after {late:.1f} s"
     if end.status is None or left:
