@@ -1,12 +1,6 @@
 """From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
 
     python planner --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
-    python planner --gpus 64 --config dp=32,tp=2,zero=1,mbs=2      # explains this one
-    python planner --serve                                         # a page with sliders
-    python planner --html plan.html                                # the answer as a page to keep
-    python planner --json                                          # the same for programs
-    python planner --fit results.csv --constants mine.json         # your cluster's constants
-    python planner --predict runs.csv --out predicted.csv          # of other trainers
 """
 import argparse
 import json
@@ -29,9 +23,11 @@ from trainers import TRAINERS, constants_of
 
 OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
                 nvlink="bytes per second inside a node")
-RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15),
-              network=(1e6, 1e15), power=(1, 1e5))        # beyond them a unit was mistaken
-MOST_GPUS, MOST_SEQ_LEN, MOST_TOKENS = 2**17, 2**24, 2**36
+RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0, 1e18),
+              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))               # beyond them a unit was mistaken
+WHOLE = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24)
+MOST_TOKENS = 2**36
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -40,10 +36,16 @@ def count(text):
     plain = text.strip().lower().replace(",", "").replace("_", "")
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmg]?)", plain)
     try:
-        value = float(found[1]) * UNITS[found[2]]
+        return float(found[1]) * UNITS[found[2]]
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is no number; 4096, 4k, 4e6 and 4M are") from None
-    return value
+
+
+def network(text):
+    try:
+        return NETWORKS.get(text) or float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: {', '.join(NETWORKS)}, or bytes per second per GPU") from None
 
 
 def parse_args():
@@ -55,7 +57,7 @@ def parse_args():
         help=f"one of {', '.join(models.PRESETS)}; or a directory or hub id with a config.json")
     add("--gpus", type=count, default=8)
     add("--gpu", choices=GPUS, default="h100")
-    add("--network", default="infiniband",
+    add("--network", type=network, default="infiniband",
         help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
     add("--gpus_per_node", type=count, default=8)
     for name, what in OF_A_GPU.items():
@@ -74,8 +76,6 @@ def parse_args():
     add("--checkpoint_s", type=float, default=60, help="seconds that a checkpoint holds it up, for --mtbf")
     add("--restart_s", type=float, default=600, help="seconds from a failure until it goes on, for --mtbf")
     add("--verify", type=int, default=0, metavar="K", help="have tools/simulate run the best K (needs torch)")
-    add("--steps", type=int, default=1000, help="of the command that is printed")
-    add("--lr", type=float, default=3e-4, help="of the command that is printed")
     add("--json", action="store_true", help="print the answer for programs")
     add("--constants", help="a file that --fit wrote, or is to write")
     add("--fit", help="a CSV file of tools/sweep.py: fit the constants to this cluster")
@@ -85,29 +85,20 @@ def parse_args():
     add("--predict", help="a CSV file of runs of other trainers")
     add("--out", help="where --predict writes")
     args = parser.parse_args()
-    check_sizes(args)
-    for name in (*OF_A_GPU, "power"):
-        if getattr(args, name) is not None:
-            check_range(name, getattr(args, name))
-    for name in ("tokens", "price", "mtbf", "checkpoint_s", "restart_s", "verify"):
-        if not 0 <= getattr(args, name) < 1e18:
-            refuse(f"--{name} {getattr(args, name)}: not below 0, and no more than can be")
-    for name in ("steps", "lr"):
-        if not 0 <= getattr(args, name) < MOST:
-            refuse(f"--{name} {getattr(args, name)}: the trainer takes 0 to below {MOST:,}")
-    if not 0 <= args.port < 2**16:
-        refuse(f"--port {args.port}: 0 to {2**16 - 1}")
+    check(args)
     return args
 
 
-def check_sizes(args):
-    for name, most in dict(gpus=MOST_GPUS, gpus_per_node=MOST_GPUS, seq_len=MOST_SEQ_LEN).items():
+def check(args):
+    for name, most in WHOLE.items():
         value = getattr(args, name)
-        if value <= 0:
-            refuse(f"--{name} {value}: must be positive")
-        if value > most or value != int(value):
-            refuse(f"--{name} {value}: must be a whole number up to {most:,}")
+        if not 1 <= value <= most or value != int(value):
+            refuse(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
         setattr(args, name, int(value))
+    for name, (least, most) in RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
     tokens = args.global_batch_tokens
     if not 1 <= tokens <= MOST_TOKENS:
         refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {MOST_TOKENS:,}")
@@ -116,26 +107,14 @@ def check_sizes(args):
                f"{args.seq_len:,} tokens")
 
 
-def check_range(name, value):
-    least, most = RANGES[name]
-    if not least <= value <= most:
-        refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
-
-
 def cluster_of(args):
-    own = {name: getattr(args, name) for name in OF_A_GPU if getattr(args, name) is not None}
-    try:
-        network = NETWORKS.get(args.network) or float(args.network)
-    except ValueError:
-        refuse(f"--network {args.network}: {', '.join(NETWORKS)}, or bytes per second per GPU")
-    check_range("network", network)
+    own = {"bfloat16" if name == "flops" else name: getattr(args, name) for name in OF_A_GPU if getattr(args, name)}
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
-    own = {"bfloat16" if name == "flops" else name: value for name, value in own.items()}
     gpu = GPUS[args.gpu]._replace(**own)
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
-    return Cluster(args.gpus, gpu, network, args.gpus_per_node)
+    return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
 def main():
@@ -144,12 +123,15 @@ def main():
         return nanotron.predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
     cluster = cluster_of(args)
     if args.fit:
-        return fit(args, cluster)
+        path = args.constants or refuse("--fit needs --constants FILE to write to")
+        constants, runs = measured.fit_own(args.fit, cluster)
+        measured.write_text("--constants", path, json.dumps(constants, indent=1))
+        return print(f"fitted to {runs} runs: {path}")
     c, known = models.load(args.model), measured.load_constants(args.constants)
     constants = constants_of(known, args.trainer, args.compile, args.fp8, args.gpu)
-    training = serve.Training(args.tokens, args.price, args.mtbf, args.checkpoint_s, args.restart_s)
+    training = args.tokens, args.price, args.mtbf, args.checkpoint_s, args.restart_s
     question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
-                              args.global_batch_tokens / args.seq_len, constants, args.steps, args.lr, training)
+                              args.global_batch_tokens / args.seq_len, constants, training)
     if args.serve:
         return serve.run(question, args.config, args.port)
     if args.html:
@@ -159,8 +141,10 @@ def main():
         one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch, constants["fused"]), cluster, constants)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
-        return print("\n".join([*heading_of_one(question, one.layout, batch), "",
-                                *explain.one_in_detail(question, one)]))
+        l = one.layout
+        its_own = explain.batch_line("its batch", l.dp * l.micro_batch * l.accumulation, question)
+        heading = [*explain.heading(question, batch)][:-1]
+        return print("\n".join([*heading, its_own, "", *explain.one_in_detail(question, one)]))
     if not args.json:
         for line in explain.heading(question, batch):     # the search takes seconds
             print(line, flush=True)
@@ -175,25 +159,9 @@ def main():
     print("\n".join(explain.two_answers(question, search)))
     print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
     print("\n".join(explain.table(question, best)), "\n")
-    print("\n".join(explain.the_best_in_detail(question, best, search, batch)))
+    print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
     for one in best[:args.verify]:
         print(verify.beside_the_simulator(question, args, one), flush=True)
-
-
-def heading_of_one(question, l, batch):
-    """As the search's, but for the batch, which is this layout's."""
-    yield from list(explain.heading(question, batch))[:-1]
-    sequences = l.dp * l.micro_batch * l.accumulation
-    yield (f"its batch: {sequences:,} sequences of {l.seq_len:,} = {sequences * l.seq_len:,} tokens, for "
-           f"{question.sequences * l.seq_len:,.0f} wanted")
-
-
-def fit(args, cluster):
-    path = args.constants or refuse("--fit needs --constants FILE to write to")
-    measured.check_writable("--constants", path)          # better now than after the fit
-    constants, runs = measured.fit_own(args.fit, cluster)
-    measured.write_text("--constants", path, json.dumps(constants, indent=1))
-    print(f"fitted to {runs} runs: {path}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, FLOPs, bytes on the wire.
+"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, bytes on the wire.
 
-What persists, what is multiplied and what is sent is exact: tests compare it with a dry run (tools/simulate),
-number by number. So is what a layer keeps for backward; what comes and goes beside it is followed at the few
-moments at which it may be most.
-Speed is in speed.py, another trainer in nanotron.py.
+What persists, what is sent and what a layer keeps for backward is exact: tests compare it with a dry run
+(tools/simulate), number by number. What comes and goes is followed at the few moments at which it may be most.
 """
 import math
 from collections import defaultdict
@@ -47,7 +45,6 @@ class Layout(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What a rank of pp holds."""
     layers: int
     embedding: bool
     head: bool
@@ -57,8 +54,12 @@ class Stage(NamedTuple):
 
 def layer_width(c):
     """Parameters of a layer's matrices that a token meets, over hidden."""
-    attention = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    return attention + 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
+    attention = sum(inner * columns for inner, columns in attention_products(c)) // c.hidden_size
+    return attention + 3 * c.intermediate_size * experts_met(c)
+
+
+def experts_met(c):
+    return max(1, c.num_experts_per_tok) + c.shared_experts
 
 
 def first_layers(c, stages):
@@ -81,7 +82,6 @@ def our_stages(c, l):
 
 @lru_cache(maxsize=1024)
 def stages_of(c, l):
-    """The same for a layout of which nothing else is said: many layouts share it."""
     first = first_layers(c, l.pp * l.stages_per_rank)
     last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
     sizes = [tuple(first[s + 1] - first[s] for s in mine) for mine in held]
@@ -90,6 +90,18 @@ def stages_of(c, l):
 
 
 # ---------------------------------------------------------------------- parameters on a rank
+def attention_products(c, l=Layout()):
+    """(inner, columns) of each matrix of attention on a rank, the output's last. Latent attention first makes q, and k
+    and v, small; those two matrices tp does not cut."""
+    h, heads = c.hidden_size, c.num_attention_heads // l.tp
+    q, kv = heads * c.head_dim, c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    if not c.latent:
+        return [(h, q), (h, kv), (h, kv), (q, h)]
+    of_q, of_kv, plain, turned, v = c.latent
+    made = [(h, of_q), (of_q, heads * (plain + turned))] if of_q else [(h, heads * (plain + turned))]
+    return [*made, (h, of_kv + turned), (of_kv, heads * (plain + v)), (heads * v, h)]
+
+
 def kv_parts(c, l):
     return min(l.tp, c.num_key_value_heads)              # more ranks than heads: neighbours have the same one
 
@@ -97,16 +109,20 @@ def kv_parts(c, l):
 def block_tensors(c, l):
     """(parameters, the ranks that must sum their gradients once more) of a block on a rank, without experts,
     in their order."""
-    h = c.hidden_size
-    q = c.num_attention_heads * c.head_dim // l.tp
-    kv = c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    h, i = c.hidden_size, c.intermediate_size // l.tp
     of_all = "tp" * (l.tp > 1)
     same_heads = "kv_heads" * (l.tp > c.num_key_value_heads)
-    attention = [(h * q, ""), (h * kv, same_heads), (h * kv, same_heads), (q * h, "")]
-    attention += [(q, ""), (kv, same_heads), (kv, same_heads)] * c.attention_bias
-    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm
-    router = [(c.num_local_experts * h, of_all)]
-    mlp = router if c.num_local_experts else [(h * c.intermediate_size // l.tp, "")] * 3
+    groups = ["", same_heads, same_heads, ""] if not c.latent else [""] * 5
+    attention = [(inner * columns, group) for (inner, columns), group in zip(attention_products(c, l), groups)]
+    attention += [(columns, group) for (_, columns), group in zip(attention_products(c, l)[:3], groups)] * c.attention_bias
+    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm + [(rank, of_all) for rank in c.latent[:2]]
+    mlp = [(h * i, "")] * 3
+    if c.num_local_experts:
+        mlp = [(c.num_local_experts * h, of_all)] + [(h * i, "")] * 3 * c.shared_experts
+    if c.dense_layers:                                    # the average layer
+        share = 1 - c.dense_layers / c.num_hidden_layers
+        mlp = [(round(share * size), group) for size, group in mlp]
+        mlp.append((round((1 - share) * 3 * h * c.dense_size / l.tp), ""))
     return [(h, of_all), *attention, (h, of_all), *mlp]
 
 
@@ -117,7 +133,9 @@ def dense_layer(c, l):
 
 
 def expert_layer(c, l):
-    return c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp
+    """Of the average layer; all have some in what this trainer takes."""
+    layers = c.num_hidden_layers - c.dense_layers
+    return c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp * layers // c.num_hidden_layers
 
 
 def units(c, l, stage):
@@ -136,12 +154,13 @@ def parameters(c, l, stage):
 
 def model_parameters(c, active=False):
     """Of the whole model; active: those that a token meets."""
-    h, experts = c.hidden_size, c.num_experts_per_tok if active else c.num_local_experts
-    attention = 2 * h * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    mlp = 3 * h * c.intermediate_size * max(1, experts) + h * c.num_local_experts
+    h, i, experts = c.hidden_size, c.intermediate_size, c.num_experts_per_tok if active else c.num_local_experts
+    attention = sum(inner * columns for inner, columns in attention_products(c))
+    mlp = 3 * h * i * (max(1, experts) + c.shared_experts) + h * c.num_local_experts
     vectors = 2 * h + c.attention_bias * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    vectors += 2 * c.head_dim * c.qk_norm
-    return 2 * c.vocab_size * h + c.num_hidden_layers * (attention + mlp + vectors) + h
+    vectors += 2 * c.head_dim * c.qk_norm + sum(c.latent[:2])
+    of_layers = c.num_hidden_layers * (attention + vectors + mlp) + c.dense_layers * (3 * h * c.dense_size - mlp)
+    return 2 * c.vocab_size * h + of_layers + h
 
 
 def flops_per_token(c, seq_len, causal=False, embedding=True):
@@ -153,23 +172,12 @@ def flops_per_token(c, seq_len, causal=False, embedding=True):
     return 6 * met + (6 if causal else 12) * scores
 
 
-def flops(c, l, stage):
-    """Of a rank in a training step: matrix products, 6 per weight and token, and causal attention, which
-    makes its scores twice: 7 products of [seq, seq], halved. Recomputation repeats a part of forward."""
-    tokens, h = l.tokens * l.accumulation, c.hidden_size
-    scores = tokens * l.seq_len * c.num_attention_heads * c.head_dim // l.tp * stage.layers
-    layer = 6 * sum(product_widths(c, l)) + 2 * repeated(c, l)
-    weights = stage.layers * layer + stage.head * 6 * c.vocab_size // l.tp
-    return tokens * h * weights + (9 if l.recompute == "full" else 7) * scores
-
-
 def product_widths(c, l):
     """Weights of a layer's matrix products that a token meets on a rank, over hidden: all but the last of
     attention, that one; the same of the MLP."""
-    out = c.num_attention_heads * c.head_dim // l.tp
-    qkv = out + 2 * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
-    down = c.intermediate_size // l.tp * max(1, c.num_experts_per_tok)
-    return qkv, out, 2 * down + c.num_local_experts, down
+    *qkv, out = (inner * columns // c.hidden_size for inner, columns in attention_products(c, l))
+    down = c.intermediate_size // l.tp * experts_met(c)
+    return sum(qkv), out, 2 * down + c.num_local_experts, down
 
 
 def repeated(c, l):
@@ -218,27 +226,25 @@ def moments(c, l, rank, stage, number, fused_norm):
     the first block's, the next one's, the embedding's."""
     h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
     block = dense + bool(c.num_local_experts) * expert_layer(c, l)
-    # the unit of the block before: experts are in it where they are shared by the same process group
-    before = block if l.ep == l.tp == l.pp == 1 else dense
     split, cut = l.schedule in ("zerobubble", "dualpipe"), FLOAT32 * (l.zero >= 2)
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
     stream = number * l.tokens * h / l.tp
     output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # of a stage; and rotary tables
     before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last one's input
     # in an MLP's backward; what tp gathers and is to scatter there; a matrix's gradient
-    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * max(1, c.num_experts_per_tok)
+    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
     # ZeRO-3: whole weights; in a pipeline all of them. From ZeRO-2 on whole gradients, of the unit in
-    # backward and of the one before it, which are under way. But where W is put off norms have theirs before
-    # it, so that all units with norms have some.
+    # backward and of the one before it, which are under way (a block's experts are a unit, and all else one). But
+    # where W is put off norms have theirs before it, so that all units with norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:
         whole_units = block + ends, 2 * block, block
         at_head, in_block, at_start = [all_weights or number * size for size in whole_units]
     grads, others = cut * block, cut * dense * (stage.layers - 1) * split
-    last = ends if stage.embedding or stage.head and split else before        # unit of the micro-batch before
+    last = ends if stage.embedding or stage.head and split else dense         # unit of the micro-batch before
     last_micro_batch = cut * (l.accumulation > 1) * last
     for layers, stages, delayed, at_end in in_backward(l, rank, stage):
         alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
@@ -249,9 +255,9 @@ def moments(c, l, rank, stage, number, fused_norm):
         buffers = in_block + inside + grads + others + cut * stage.head * ends
         yield dict(activations=alive + again, loss=0, buffers=buffers)
         if layers and stage.layers > 1:
-            buffers = in_block + inside + grads + max(others, cut * before)
+            buffers = in_block + inside + grads + max(others, cut * dense)
             yield dict(activations=alive + again - layer, loss=0, buffers=buffers)
-        buffers = at_start + number * ends + cut * (ends + before) + (grads + others) * split
+        buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
         if stage.embedding and delayed and l.schedule == "zerobubble":
@@ -310,7 +316,7 @@ def kept(c, l, number, fused_norm):
     """Bytes that a layer keeps for backward of one micro-batch."""
     q, kv = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
     h, i, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
-    times = max(1, c.num_experts_per_tok)
+    times = experts_met(c)
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
     inside = number * (2 * q / l.tp + kv / kv_parts(c, l)) + FLOAT32 * heads / l.tp
@@ -319,6 +325,7 @@ def kept(c, l, number, fused_norm):
         out, down = keeps_last_products(c, l)
         products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down
         return l.tokens * (inside + ring + number * products)
+    inside += number * 2 * sum(c.latent[:2])              # before their norms and after
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
     mlp = number * (2 if l.fused else 4) * times * i / l.tp
     if c.num_local_experts:        # the gathered input, each choice's row in and out, and the router's scores
@@ -332,7 +339,7 @@ def noted(c, l, number):
     q, kv, h = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim, c.hidden_size
     attention = h / l.tp + 2 * q / l.tp + kv / kv_parts(c, l) + h
     mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
-    return number * l.tokens * (attention + mlp * max(1, c.num_experts_per_tok))
+    return number * l.tokens * (attention + mlp * experts_met(c))
 
 
 def loss_memory(c, l, number):

@@ -5,18 +5,17 @@ import math
 import shlex
 
 import costs
-import measured
 import trust
-from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fewest_gpus, fits, fullest, impossible, limit, nearest
+from plan import MEMORY_ERROR, RECOMPUTE, changed_to, evaluate, fewest_gpus, fits, fullest, impossible, limit, nearest
 from speed import KINDS
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
+SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
 FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
 
 
-# ---------------------------------------------------------------------- a table of layouts
 def schedule_of(l):
     if l.pp == 1:
         return "-"
@@ -25,23 +24,23 @@ def schedule_of(l):
 
 def row_of(l):
     batch = l.dp * l.micro_batch * l.accumulation
-    return (l.dp, l.tp, l.cp, l.pp, l.ep, l.zero, schedule_of(l), l.micro_batch, l.accumulation, batch,
-            l.recompute)
-
-
-def cells(values):
-    widths = dict(schedule=15, recompute=11)
-    return "".join(f" {value:>{widths.get(name, 6) - 1}}" for name, value in zip(COLUMNS, values))
+    return (l.dp, l.tp, l.cp, l.pp, l.ep, l.zero, schedule_of(l), l.micro_batch, l.accumulation, batch, l.recompute)
 
 
 def table(question, candidates):
-    c, cluster, trainer = question.c, question.cluster, question.constants["trainer"]
+    def cells(values):
+        widths = dict(schedule=14, recompute=10)
+        return "".join(f" {value:>{widths.get(name, 5)}}" for name, value in zip(COLUMNS, values))
     yield cells(COLUMNS) + f"{'GiB':>7}{'step, s':>9}{'tokens/s/GPU':>14}{'four of five':>17}  known by"
     for one in candidates:
         low, high = interval(question, one)
         between = f"{low:,.0f} to {high:,.0f}"
         numbers = f"{one.held:>7.1f} {one.step:>8.2f} {one.tokens_per_s:>13,.0f} {between:>16}"
-        yield cells(row_of(one.layout)) + numbers + f"  {trust.provenance(c, one.layout, cluster, trainer)}"
+        yield cells(row_of(one.layout)) + numbers + f"  {provenance(question, one.layout)}"
+
+
+def provenance(question, l):
+    return trust.provenance(question.c, l, question.cluster, question.constants["trainer"])
 
 
 def interval(question, one):
@@ -49,54 +48,30 @@ def interval(question, one):
 
 
 def name_of(l):
-    """In a few words."""
     cut = [f"{name} {getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep") if getattr(l, name) > 1]
     cut += [f"ZeRO-{l.zero}"] * (l.zero > 0) + [schedule_of(l)] * (l.pp > 1)
     cut += [f"recompute {l.recompute}"] * (l.recompute != "none")
     return ", ".join([*cut, f"{l.micro_batch} x {l.accumulation}"])
 
 
-# ---------------------------------------------------------------------- one layout
 def mfus(c, one, cluster):
     """In each convention. metrics.py, and so the trainer's log, has the first."""
-    flops = {(causal, embedding): costs.flops_per_token(c, one.layout.seq_len, causal, embedding)
-             for causal in (False, True) for embedding in (True, False)}
-    names = {False: "all of attention", True: "causal half"}
-    ends = {True: "embedding counted", False: "embedding not counted"}
-    peak = cluster.gpu.bfloat16
-    return {f"{names[causal]}, {ends[embedding]}": one.tokens_per_s * flop / peak
-            for (causal, embedding), flop in flops.items()}
-
-
-def details(question, one):
-    c, cluster = question.c, question.cluster
-    l, found = one.layout, mfus(c, one, cluster)
-    kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
-    verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
-    yield f"memory of the fullest GPU, GiB: {kinds}"
-    yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
-           f"for what this may be off by: {verdict}")
-    sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
-    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
-    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
-    low, high = interval(question, one)
-    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
-           f"{high:,.0f}: {known_by(question, l)}")
-    yield ""
-    yield f"the step, {one.step:.2f} s, of the average GPU"
-    yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
-                for name, s in one.seconds.items() if s >= 0.0005 * one.step)
+    found = {}
+    for causal, attention in enumerate(("all of attention", "causal half")):
+        for left_out, ends in enumerate(("embedding counted", "embedding not counted")):
+            flops = costs.flops_per_token(c, one.layout.seq_len, causal, not left_out)
+            found[f"{attention}, {ends}"] = one.tokens_per_s * flops / cluster.gpu.bfloat16
+    return found
 
 
 def known_by(question, l):
-    meaning = trust.MEANS[trust.provenance(question.c, l, question.cluster, question.constants["trainer"])]
-    return meaning.format(", ".join(trust.unmeasured(question.c, l)))
+    return trust.MEANS[provenance(question, l)].format(", ".join(trust.unmeasured(question.c, l)))
 
 
-# ---------------------------------------------------------------------- two answers
 def two_answers(question, search):
     """The fastest by estimate, the safest, and what would have to be measured to trust the first."""
-    fastest, safest = search.fastest(), search.safest()
+    dense = question.c._replace(num_local_experts=0)      # all layouts of a model have its experts
+    fastest, safest = search.fastest(), search.first(lambda l: not trust.unmeasured(dense, l))
     for what, one in (("fastest by estimate", fastest), ("safest", safest)):
         if one:
             low, high = interval(question, one)
@@ -112,45 +87,32 @@ def two_answers(question, search):
 
 def wanted(question, one):
     """Days, GPU-hours and dollars for so many tokens, and what checkpoints and failures take."""
-    ask, gpus = question.training, question.cluster.gpus
-    if not ask.tokens:
+    (tokens, price, mtbf, checkpoint, restart), gpus, lost = question.training, question.cluster.gpus, 0.0
+    if not tokens:
         return
-    lost = 0.0
-    if ask.mtbf:
-        every = math.sqrt(2 * ask.checkpoint * ask.mtbf * 3600)                    # Young's
-        lost = min(0.99, ask.checkpoint / every + every / 2 / (ask.mtbf * 3600) + ask.restart / (ask.mtbf * 3600))
-    seconds = ask.tokens / one.tokens_per_s / gpus / (1 - lost)
-    hours = seconds / 3600 * gpus
-    price = f", ${hours * ask.price:,.0f} at ${ask.price:g} a GPU-hour" if ask.price else ""
-    yield f"{ask.tokens:.3g} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{price}"
-    if ask.mtbf:
-        yield (f"of which {lost:.1%} for checkpoints and failures: one in {ask.mtbf:g} hours, {ask.checkpoint:g} s a checkpoint, "
-               f"one every {every / 60:,.0f} minutes (Young's rule), {ask.restart:g} s to start again")
+    if mtbf:
+        every = math.sqrt(2 * checkpoint * mtbf * 3600)                            # Young's
+        lost = min(0.99, checkpoint / every + (every / 2 + restart) / (mtbf * 3600))
+    hours = tokens / one.tokens_per_s / (1 - lost) / 3600
+    yield (f"{tokens:.3g} tokens: {hours / gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
+           + f", ${hours * price:,.0f} at ${price:g} a GPU-hour" * bool(price))
+    if mtbf:
+        yield (f"of which {lost:.1%} for checkpoints and failures: one in {mtbf:g} hours, {checkpoint:g} s a checkpoint, "
+               f"one every {every / 60:,.0f} minutes (Young's rule), {restart:g} s to start again")
 
 
 def nothing_fits(question):
     """How much is missing, the nearest layout, and the fewest GPUs."""
-    c, cluster, constants = question.c, question.cluster, question.constants
-    found = nearest(c, cluster, question.seq_len, constants)
+    of = question.c, question.cluster, question.seq_len, question.constants
+    found = nearest(*of)
     if found is None:
         return "no layout fits: none has this many GPUs"
     held, l = found
-    missing = held * (1 + MEMORY_ERROR) - limit(cluster)
-    fewest = fewest_gpus(c, cluster, question.seq_len, constants)
-    if missing <= 0:
+    if fits(held, question.cluster):
         return f"no layout fits and meets the batch: {name_of(l)} fits, with another batch"
+    missing, fewest = held * (1 + MEMORY_ERROR) - limit(question.cluster), fewest_gpus(*of)
     return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU can give; "
             + (f"{fewest:,} GPUs are the fewest that do, of powers of two" if fewest < math.inf else "no number of GPUs does"))
-
-
-# ---------------------------------------------------------------------- why
-def why_the_first(c, best, search, cluster):
-    """Why the second row is not the first; and, where another should be faster than both, why that is not."""
-    if len(best) > 1:
-        yield why_not("The second", c, best[0], best[1], cluster)
-    fastest = search.fastest()
-    if fastest not in best[:2]:
-        yield why_not("The fastest by estimate", c, best[0], fastest, cluster)
 
 
 def why_not(what, c, best, second, cluster):
@@ -171,25 +133,18 @@ def why_not(what, c, best, second, cluster):
 
 
 def notches(c, l):
-    """(knob, what is changed, layout) one notch either way. What tp, cp and pp take they take from dp; dp
-    alone changes the number of GPUs."""
-    def batch_kept(l):
-        m = one_batch / l.dp / l.micro_batch
-        return l._replace(accumulation=int(m)) if m == int(m) else None
-    one_batch = l.dp * l.micro_batch * l.accumulation
-    for dp in (2 * l.dp, l.dp / 2):
-        if dp == int(dp):
-            gpus = int(dp * l.gpus / l.dp)
-            yield "dp", f"{int(dp)}, with {gpus:,} GPUs", batch_kept(l._replace(dp=int(dp)))
-    for knob in ("tp", "cp", "pp", "ep"):
-        for more in (True, False):
-            now = getattr(l, knob)
-            size = 2 * now if more else now // 2
-            if size == 0 or knob == "ep" and not c.num_local_experts:
-                continue
-            dp = l.dp if knob == "ep" else l.dp * now / size
-            changed = l._replace(**{knob: size}, dp=int(dp)) if dp >= 1 and dp == int(dp) else None
-            yield knob, str(size), changed and batch_kept(changed)
+    """(knob, what is changed, layout or why there is none) one notch either way. What tp, cp and pp take they take from dp;
+    dp alone changes the number of GPUs."""
+    def turn(gpus=l.gpus, **changed):
+        return changed_to(l, gpus, l.dp * l.micro_batch * l.accumulation, **changed)
+    for gpus in (2 * l.gpus, l.gpus // 2):
+        dp = l.dp * gpus // l.gpus
+        if dp and dp * l.gpus == l.dp * gpus:
+            yield "dp", f"{dp}, with {gpus:,} GPUs", turn(gpus)
+    for knob in ("tp", "cp", "pp", "ep")[:4 if c.num_local_experts else 3]:
+        for size in (2 * getattr(l, knob), getattr(l, knob) // 2):
+            if size:
+                yield knob, str(size), turn(**{knob: size})
     for zero in (l.zero + 1, l.zero - 1):
         if 0 <= zero <= 3:
             yield "zero", str(zero), l._replace(zero=zero)
@@ -202,25 +157,22 @@ def notches(c, l):
                 yield "schedule", schedule_of(other), other
     for size in (2 * l.micro_batch, l.micro_batch // 2):
         if size:
-            yield "mbs", str(size), batch_kept(l._replace(micro_batch=size))
+            yield "mbs", str(size), turn(micro_batch=size)
     for mode in RECOMPUTE:
         if mode != l.recompute:
             yield "recompute", mode, l._replace(recompute=mode)
 
 
 def turned(c, best, cluster, constants):
-    """What one notch of each knob does: dicts of knob, to, layout, held, step, tokens_per_s, or why not."""
+    """What one notch of each knob does, or why it cannot be."""
     for knob, to, l in notches(c, best.layout):
-        said = dict(knob=knob, to=to, layout=l)
-        why = impossible(c, l) if l else "not so many ranks, or not whole micro-batches of the same batch"
+        said, why = dict(knob=knob, to=to, layout=l), l if isinstance(l, str) else impossible(c, l)
         if why:
             yield dict(said, why=why)
             continue
-        of = cluster._replace(gpus=l.gpus)
-        one = evaluate(c, l, of, constants)
-        said |= dict(held=one.held, step=one.step, tokens_per_s=one.tokens_per_s)
-        said |= dict(fits=fits(one.held, cluster), more=one.held - best.held)
-        yield dict(said, faster=one.tokens_per_s / best.tokens_per_s - 1)
+        one = evaluate(c, l, cluster._replace(gpus=l.gpus), constants)
+        yield dict(said, held=one.held, step=one.step, tokens_per_s=one.tokens_per_s, fits=fits(one.held, cluster),
+                   more=one.held - best.held, faster=one.tokens_per_s / best.tokens_per_s - 1)
 
 
 def knobs(c, best, cluster, constants):
@@ -229,10 +181,9 @@ def knobs(c, best, cluster, constants):
         name = f"{turn['knob']} {turn['to']}"
         if "why" in turn:
             yield f"{name:<26}  cannot be: {turn['why']}"
-            continue
-        end = "" if turn["fits"] else "  does not fit"
-        yield (f"{name:<26}{turn['held']:>8.1f}{turn['more']:>+9.1f}{turn['step']:>9.2f}"
-               f"{turn['tokens_per_s']:>14,.0f}{turn['faster']:>+8.1%}{end}")
+        else:
+            yield (f"{name:<26}{turn['held']:>8.1f}{turn['more']:>+9.1f}{turn['step']:>9.2f}{turn['tokens_per_s']:>14,.0f}"
+                   f"{turn['faster']:>+8.1%}{'' if turn['fits'] else '  does not fit'}")
 
 
 # ---------------------------------------------------------------------- the playbook
@@ -251,30 +202,25 @@ def playbook(c, search, cluster):
 def by_size(billions, node):
     """The table of sizes. Its tp 8 is the node of its runs."""
     if billions < 10:
-        return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute",
-                lambda l: l.pp == 1 and (l.tp == node and l.zero == 0
-                                         or l.tp == 1 and l.zero == 3 and l.recompute == "full"))
+        return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute", lambda l: l.pp == 1
+                and (l.tp, l.zero) == (node, 0) or (l.tp, l.pp, l.zero, l.recompute) == (1, 1, 3, "full"))
     if billions < 100:
         return (f"by size, 10B to 100B: tp {node} with pp or ZeRO-3, or ZeRO-3 alone",
-                lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or l.tp == l.pp == 1 and l.zero == 3)
-    return (f"by size, above 100B: tp {node}, pp, and dp with ZeRO-2",
-            lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
+                lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or (l.tp, l.pp, l.zero) == (1, 1, 3))
+    return f"by size, above 100B: tp {node}, pp, and dp with ZeRO-2", lambda l: l.tp == node and l.pp > 1 and l.zero == 2
 
 
 def by_gpus(cluster):
     """The table of GPUs has four rows and gaps between them: what lies in a gap takes the row before."""
     node = cluster.gpus_per_node
     if cluster.gpus <= node:
-        return (f"by GPUs, one node: tp {node}, or ZeRO-3",
-                lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3))
+        return f"by GPUs, one node: tp {node}, or ZeRO-3", lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3)
     if cluster.gpus < 128:
         return (f"by GPUs, 16 to 64: tp {node} with pp or ZeRO-3",
                 lambda l: l.tp == node and (l.pp > 1) != (l.zero == 3))
-    if cluster.gpus < 1024:
-        return (f"by GPUs, 128 to 512: tp {node}, pp, and dp with ZeRO-1 or 2",
-                lambda l: l.tp == node and l.pp > 1 and l.zero in (1, 2))
-    return (f"by GPUs, 1,024 and more: tp {node}, pp, and dp with ZeRO-2",
-            lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
+    few = cluster.gpus < 1024
+    return (f"by GPUs, {'128 to 512' if few else '1,024 and more'}: tp {node}, pp, and dp with ZeRO-{'1 or ' * few}2",
+            lambda l: l.tp == node and l.pp > 1 and 2 - few <= l.zero <= 2)
 
 
 def recipe(search, cluster):
@@ -300,62 +246,68 @@ def disagreements(c, best, search, cluster):
     for rule, one in playbook(c, search, cluster):
         if one is None:
             yield f"{rule}: nothing that follows it fits and meets the batch."
-            continue
-        lost = one.tokens_per_s / best.tokens_per_s - 1
-        if one.layout == best.layout:
+        elif one.layout == best.layout:
             yield f"{rule}: agrees."
         else:
+            lost = one.tokens_per_s / best.tokens_per_s - 1
             than_best = "slower" if lost < 0 else "faster by estimate"
             yield f"{rule}: {name_of(one.layout)}, {abs(lost):.1%} {than_best}."
 
 
-# ---------------------------------------------------------------------- all of it
 def heading(question, batch):
-    c, cluster, seq_len = question.c, question.cluster, question.seq_len
-    fewest = fewest_gpus(c, cluster, seq_len, question.constants)
-    needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two"
-    if fewest == math.inf:
-        needed = "no number of GPUs holds it"
+    c = question.c
+    fewest = fewest_gpus(c, question.cluster, question.seq_len, question.constants)
+    needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two" if fewest < math.inf else "no number of GPUs holds it"
     billions = costs.model_parameters(c) / 1e9
-    yield (f"{question.model}, {billions:.2f}B parameters, on {cluster.gpus:,} x {question.gpu}; "
-           f"{needed}")
+    yield f"{question.model}, {billions:.2f}B parameters, on {question.cluster.gpus:,} x {question.gpu}; {needed}"
     yield from c.notes
-    yield (f"all layouts have the same batch: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} "
-           f"tokens, for {question.sequences * seq_len:,.0f} wanted")
+    yield batch_line("all layouts have the same batch", batch, question)
 
 
-def one_in_detail(question, one):
-    c, cluster, constants = question.c, question.cluster, question.constants
-    yield name_of(one.layout)
-    yield from details(question, one)
-    yield from wanted(question, one)
+def batch_line(what, batch, question):
+    seq_len = question.seq_len
+    return (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens, for "
+            f"{question.sequences * seq_len:,.0f} wanted")
+
+
+def one_in_detail(question, one, more=()):
+    """more: lines about it among others."""
+    c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
+    yield name_of(l)
+    found = mfus(c, one, cluster)
+    kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
+    verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
+    yield f"memory of the fullest GPU, GiB: {kinds}"
+    yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
+           f"for what this may be off by: {verdict}")
+    sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
+    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
+    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
+    low, high = interval(question, one)
+    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
+           f"{high:,.0f}: {known_by(question, l)}")
+    yield from [*wanted(question, one), *more, ""]
+    yield f"the step, {one.step:.2f} s, of the average GPU"
+    yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
+                for name, s in one.seconds.items() if s >= 0.0005 * one.step)
     yield from ["", *knobs(c, one, cluster, constants), ""]
-    yield measured.nearest_run(c, one.layout, cluster)
-    why = hindrance(c, one.layout)
-    yield from ["", *[f"# refused as it stands: {why}"] * bool(why)]
-    yield "# " * bool(why) + command(question.model, one.layout, cluster, question.steps, question.lr)
-    yield "# " * bool(c.untrained) + dry_run(c, question.model, one.layout, question.steps, question.lr)
+    why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
+    yield from [f"# refused as it stands: {why}"] * bool(why)
+    yield "# " * bool(why) + command(question.model, l, cluster)
+    yield "# " * bool(c.untrained) + dry_run(c, question.model, l)
 
 
-def hindrance(c, l):
-    """Why the trainer refuses the command; empty if it takes it."""
-    if c.untrained:
-        return c.untrained
-    return "the builtin text is shorter than a sequence; add --dataset" if l.seq_len > BUILTIN else ""
-
-
-def the_best_in_detail(question, best, search, batch):
-    c, cluster = question.c, question.cluster
-    lines = list(one_in_detail(question, best[0]))
-    where = lines.index("", 1)                            # before the step
-    yield from lines[:where]
-    yield from why_the_first(c, best, search, cluster)
-    yield from (f"The playbook, {line}" for line in disagreements(c, best[0], search, cluster))
-    yield from lines[where:]
+def among_others(question, search, best):
+    """Why the second row is not the first, nor what should be faster than both; and where the playbook says otherwise."""
+    fastest = search.fastest()
+    others = {"The second": best[1:2], "The fastest by estimate": [fastest] * (fastest not in best[:2])}
+    for what, found in others.items():
+        yield from (why_not(what, question.c, best[0], one, question.cluster) for one in found)
+    yield from (f"The playbook, {line}" for line in disagreements(question.c, best[0], search, question.cluster))
 
 
 # ---------------------------------------------------------------------- to run it
-def train_flags(model, l, steps, lr):
+def train_flags(model, l, steps=1000, lr=3e-4):
     batch = l.dp * l.micro_batch * l.accumulation
     flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", batch,
              "--micro_batch_size", l.micro_batch, "--steps", steps, "--lr", lr]
@@ -368,43 +320,35 @@ def train_flags(model, l, steps, lr):
     return shlex.join(map(str, flags))
 
 
-def command(model, l, cluster, steps=1000, lr=3e-4):
-    """For this repository's trainer."""
+def command(model, l, cluster):
     if cluster.gpus <= cluster.gpus_per_node:
-        flags = train_flags(model, l, steps, lr)
-        return f"torchrun --standalone --nproc_per_node {cluster.gpus} step08_5d/train.py {flags}"
-    job = shlex.quote(on_nodes(model, l, cluster, steps, lr))
+        return f"torchrun --standalone --nproc_per_node {cluster.gpus} step08_5d/train.py {train_flags(model, l)}"
+    job = shlex.quote("srun " + on_nodes(model, l, cluster))
     return (f"sbatch --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} "
             f"--wrap {job}")
 
 
-def on_nodes(model, l, cluster, steps, lr):
-    """What a job runs: the ranks meet on its own first node."""
+def on_nodes(model, l, cluster, job="$SLURM_JOB_ID", host=SLURM_HOST):
+    """What runs on each node: the ranks meet on the job's own first one."""
     each = min(cluster.gpus, cluster.gpus_per_node)
-    return (f"srun torchrun --nnodes {cluster.nodes} --nproc_per_node {each} "
-            "--rdzv_backend c10d --rdzv_id $SLURM_JOB_ID "
-            '--rdzv_endpoint "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500" '
-            f"step08_5d/train.py {train_flags(model, l, steps, lr)}")
+    return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {each} --rdzv_backend c10d --rdzv_id {job} "
+            f"--rdzv_endpoint {host} step08_5d/train.py {train_flags(model, l)}")
 
 
-def script(model, l, cluster, steps=1000, lr=3e-4):
-    """The same as a file for sbatch."""
+def script(model, l, cluster):
     return (f"#!/bin/bash\n#SBATCH --nodes={cluster.nodes}\n#SBATCH --ntasks-per-node=1\n"
             f"#SBATCH --gpus-per-node={min(cluster.gpus, cluster.gpus_per_node)}\n"
-            f"{on_nodes(model, l, cluster, steps, lr)}\n")
+            f"srun {on_nodes(model, l, cluster)}\n")
 
 
-def dry_run(c, model, l, steps=1000, lr=3e-4):
+def dry_run(c, model, l):
     """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
-    rank = fullest(c, l)[0] * (l.gpus // l.pp) + (l.cp - 1) * l.tp
-    flags = train_flags(model, l, steps, lr)
-    return f"python tools/simulate 8 {l.gpus} --rank {rank} {flags}"
+    rank = fullest(c, l) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
+    return f"python tools/simulate 8 {l.gpus} --rank {rank} {train_flags(model, l)}"
 
 
-# ---------------------------------------------------------------------- for programs
 def as_json(question, one):
     c, cluster, l = question.c, question.cluster, one.layout
-    to_run = question.model, l, cluster, question.steps, question.lr
     low, high = interval(question, one)
     found = mfus(c, one, cluster)
     return dict(
@@ -412,8 +356,8 @@ def as_json(question, one):
         memory_gib=round(one.held, 2), limit_gib=limit(cluster),
         tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
         mfu=next(iter(found.values())), mfu_by_convention=found,
-        provenance=trust.provenance(c, l, cluster, question.constants["trainer"]), unmeasured=trust.unmeasured(c, l),
+        provenance=provenance(question, l), unmeasured=trust.unmeasured(c, l),
         interval=[round(low, 1), round(high, 1)],
         ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
         global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
-        command=command(*to_run), dry_run=dry_run(c, question.model, l, question.steps, question.lr))
+        command=command(question.model, l, cluster), dry_run=dry_run(c, question.model, l))

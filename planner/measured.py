@@ -3,10 +3,9 @@ import csv
 import json
 import math
 import statistics
-from functools import lru_cache
+from contextlib import contextmanager
 from pathlib import Path
 
-import costs
 import models
 import speed
 from costs import Layout
@@ -16,13 +15,10 @@ from trainer import refuse
 # the columns that tools/sweep.py writes, and the constants that a few runs can tell something about
 RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib")
-RUNS = Path(__file__).resolve().parents[1] / "tests/data/ultrascale_benchmarks.csv"
 FITTED = ("product", "attention", "memory", "nvlink", "network", "overlap", "optimizer")
 
 
-# ---------------------------------------------------------------------- the fit
 def fit_own(path, cluster):
-    """(constants, how many runs they were fitted to)"""
     rows = read_csv("--fit", path, RESULTS)
     runs = [read_run(row, f"--fit {path}, line {number}") for number, row in enumerate(rows, 2)
             if row["status"] == "ok"]
@@ -34,7 +30,6 @@ def fit_own(path, cluster):
 
 
 def read_run(row, where):
-    """(model, layout, tokens per second and GPU, GiB)"""
     try:
         degrees = {name: int(row[name]) for name in ("dp", "tp", "cp", "pp", "ep", "zero", "seq_len")}
         l = Layout(**degrees, schedule=row["schedule"], recompute=row["recompute"],
@@ -80,70 +75,29 @@ def load_constants(path):
     if path is None:
         return dict(time=speed.USUAL, slack=1.0)
     try:
-        with open(path, encoding="utf-8") as file:
-            raw = json.load(file)
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
         time, slack = {**speed.USUAL, **raw["time"]}, float(raw["slack"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"--constants {path}: not what --fit writes ({type(error).__name__}: {error})")
     for name, value in dict(time, slack=slack).items():
         if name != "slack" and name not in speed.USUAL:
             refuse(f"--constants {path}: there is no constant {name}")
-        positive = not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < math.inf
-        if not positive or value == 0 and name in ("slack", *FITTED):
+        if type(value) not in (int, float) or not 0 <= value < math.inf or value == 0 and name in ("slack", *FITTED):
             refuse(f"--constants {path}: {name} is {value!r}, and must be a positive number")
     return dict(time=time, slack=slack)
 
 
-# ---------------------------------------------------------------------- the benchmark's nearest run
-def nearest_run(c, l, cluster):
-    """The run of tests/data that is most like a layout, in words. A folder without them has none."""
-    runs = measured_runs()
-    if not runs:
-        return "The nearest measured run is told where tests/data is."
-    wanted = point(costs.model_parameters(c), l.dp, l.tp, l.pp, l.micro_batch, l.zero)
-    _, best = min(runs, key=lambda run: math.dist(wanted, run[0]))
-    said = "dp {dp}, tp {tp}, pp {pp}, ZeRO-{zero}, {mbs} x {grad_acc}".format(**best)
-    return (f"The nearest measured run: {best['model']} on {8 * int(best['nodes'])} H100, {said}: "
-            f"{float(best['tok_s_gpu']):,.0f} tokens/s/GPU, {float(best['mem_gb']):.1f} GiB (nanotron).")
-
-
-@lru_cache(maxsize=1)
-def measured_runs():
-    """(point, row) of each run that the constants were fitted to."""
+@contextmanager
+def refusing(what):
     try:
-        with open(RUNS, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["status"] == "ok" and row["code"] == "new"]
-    except OSError:
-        return []
-    return [(point_of(row), row) for row in rows]
+        yield
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        refuse(f"{what}: {getattr(error, 'strerror', None) or error}")
 
 
-def point_of(row):
-    shape = ("layers", "hidden", "intermediate", "vocab")
-    layers, hidden, intermediate, vocab = (int(row[name]) for name in shape)
-    parameters = layers * hidden * (4 * hidden + 3 * intermediate) + 2 * vocab * hidden
-    return point(parameters, *(int(row[name]) for name in ("dp", "tp", "pp", "mbs", "zero")))
-
-
-def point(parameters, *degrees):
-    """Doublings. The model counts as much as any degree, and ZeRO or none as one doubling."""
-    *sizes, zero = degrees
-    return [math.log2(parameters), *map(math.log2, sizes), float(zero > 0)]
-
-
-# ---------------------------------------------------------------------- CSV files
-def read_csv(flag, path, needed):
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        refuse(f"{flag} {path}: {error.strerror}")
-    except UnicodeDecodeError:
-        refuse(f"{flag} {path}: not a text file")
-    except csv.Error as error:
-        refuse(f"{flag} {path}: not a CSV file ({error})")
-    if not rows:
-        refuse(f"{flag} {path}: no rows")
+def read_csv(flag, path, needed=()):
+    with refusing(f"{flag} {path}"), open(path, newline="") as file:
+        rows = list(csv.DictReader(file)) or refuse(f"{flag} {path}: no rows")
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             refuse(f"{flag} {path}, line {number}: not as many values as there are columns")
@@ -158,28 +112,12 @@ def need(flag, path, rows, needed):
 
 
 def write_csv(path, rows, columns):
-    try:
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        refuse(f"--out {path}: {error.strerror}")
-
-
-def check_writable(flag, path):
-    """Without leaving a file where there was none."""
-    new = not Path(path).exists()
-    try:
-        open(path, "a").close()
-        if new:
-            Path(path).unlink()
-    except OSError as error:
-        refuse(f"{flag} {path}: {error.strerror}")
+    with refusing(f"--out {path}"), open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def write_text(flag, path, text):
-    try:
+    with refusing(f"{flag} {path}"):
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        refuse(f"{flag} {path}: {error.strerror}")

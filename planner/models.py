@@ -1,10 +1,8 @@
-"""The shapes of models: the trainer's presets, and what a config.json says.
+"""The shapes of models: the trainer's presets, and what a config.json says, which transformers reads.
 
 The trainer takes a Llama or a Mixtral and refuses the rest. To plan, less has to be known than to train: a
-Mistral is a Llama by shape, and so is a dense Qwen but for a few vectors, which are counted. What the trainer
-says of such a model is kept beside it.
+Mistral or a Qwen is a Llama by shape, but for a few vectors, and experts may be small or shared and attention latent.
 """
-import json
 import os
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from trainer import refuse
 class Model(NamedTuple):
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int                                # of each expert, where there are some
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -26,14 +24,17 @@ class Model(NamedTuple):
     attention_bias: bool = False                          # of q, k and v: Qwen2 has them
     qk_norm: bool = False                                 # norms of each head's q and k: Qwen3
     tied: bool = False                                    # one matrix for both ends
+    shared_experts: int = 0                               # of a layer, which every token meets as well
+    dense_layers: int = 0                                 # that have an MLP in place of experts,
+    dense_size: int = 0                                   # and its intermediate_size
+    latent: tuple = ()                # ranks of q, of k and v; head_dim of q and k without positions and with, of v
     notes: tuple = ()                                     # what is different when it is trained here
     untrained: str = ""                                   # why the trainer refuses it, in its words
 
 
-KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 TRAINED = ("llama", "mixtral")
-PLANNED = dict(attention_bias=False, sliding_window=None)  # what the trainer wants: here others are counted
-SIZES = Model._fields[:6]
+SIZES = Model._fields[:7]
 PRESETS = {name: Model(*(getattr(preset, field) for field in Model._fields[:9]))
            for name, preset in trainer.PRESETS.items()}
 
@@ -41,127 +42,85 @@ PRESETS = {name: Model(*(getattr(preset, field) for field in Model._fields[:9]))
 def load(name):
     if name in PRESETS:
         return PRESETS[name]
-    path = os.path.join(folder_of(name), "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            return read(json.load(file), f"--model {name}")
-    except OSError as error:
-        refuse(f"--model {name}: no config.json there ({error.strerror}); presets: {', '.join(PRESETS)}")
-    except (ValueError, RecursionError) as error:
-        refuse(f"--model {name}: config.json is not JSON ({one_line(error)})")
-
-
-def folder_of(name):
     if os.path.isfile(name):
         refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
-    if os.path.isdir(name):
-        return name
+    if not os.path.isdir(name) and "/" not in name:       # as hub ids of Llamas have
+        refuse(f"--model {name}: no such directory, and no hub id; the presets are {', '.join(PRESETS)}")
     try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(name, allow_patterns=["config.json"])
+        from transformers import PretrainedConfig         # and with it torch, which nothing else here needs
+        raw, _ = PretrainedConfig.get_config_dict(name)
     except Exception as error:
-        refuse(f"--model {name}: no such directory, and the hub gave none ({type(error).__name__}); "
-               f"the presets are {', '.join(PRESETS)}")
+        refuse(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are {', '.join(PRESETS)}")
+    return read(raw, f"--model {name}")
 
 
 def one_line(error):
-    return " ".join(str(error).split())[:120]
+    return " ".join(str(error).split())[:160]
 
 
 def read(raw, where):
-    """A config.json's content. The first thing that is wrong is named."""
-    if not isinstance(raw, dict):
-        refuse(f"{where}: a config.json is an object, this is {kind_of(raw)}")
-    kind = raw.get("model_type")
-    if kind not in KNOWN:
-        refuse(f"{where}: model_type {shown(kind)}; known are {', '.join(KNOWN)}")
-    sizes = {name: whole(raw, name, where) for name in SIZES if name != "num_key_value_heads"}
-    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    sizes["num_key_value_heads"] = whole(raw, "num_key_value_heads", where, heads)
-    if heads % sizes["num_key_value_heads"]:
-        refuse(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
-               f"{sizes['num_key_value_heads']}")
-    if raw.get("head_dim") is None and hidden % heads:
-        refuse(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there "
-               "is no head_dim")
-    head_dim = whole(raw, "head_dim", where, hidden // heads)
-    if head_dim % 2:
-        refuse(f"{where}: head_dim {head_dim} is odd, and rotary embeddings turn pairs")
-    if raw.get("hidden_act", "silu") != "silu":
-        refuse(f"{where}: hidden_act {shown(raw['hidden_act'])}; only 'silu' is known")
-    if flag(raw, "mlp_bias", where):
-        refuse(f"{where}: mlp_bias true is not known")
-    tied = flag(raw, "tie_word_embeddings", where)
-    bias = flag(raw, "attention_bias", where, kind == "qwen2")
-    of_experts = experts(raw, kind, where)
-    if kind in TRAINED and (why := trainers_refusal({**raw, **PLANNED})):
-        refuse(f"{where}: {why}")
-    untrained = trainers_refusal(raw)
-    said = tuple(notes(raw, kind, sizes, tied, bias, untrained, where))
-    return Model(**sizes, head_dim=head_dim, **of_experts, attention_bias=bias, qk_norm=kind == "qwen3",
-                 tied=tied, notes=said, untrained=untrained)
-
-
-def trainers_refusal(raw):
-    """In its own words; empty if it takes the model."""
     try:
-        trainer.from_hugging_face(trainer.as_transformers_reads(raw))
-    except ValueError as error:
-        return one_line(error)
+        from transformers import AutoConfig
+        theirs = AutoConfig.for_model(**raw)
     except Exception as error:                            # a file may hold anything
-        return f"not a config.json of a Llama ({type(error).__name__}: {one_line(error)})"
-    return ""
+        refuse(f"{where}: not a config.json that transformers reads ({one_line(error)})")
+    kind, refused = theirs.model_type, ""
+    try:
+        trainer.from_hugging_face(theirs)
+    except Exception as error:
+        refused = one_line(error)
+    if kind not in KNOWN:
+        refuse(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
+    if theirs.hidden_act != "silu" or getattr(theirs, "mlp_bias", False):
+        refuse(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; 'silu' without is known")
+    sizes = {name: getattr(theirs, name, None) for name in SIZES}
+    heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
+    sizes["head_dim"] = sizes["head_dim"] or theirs.hidden_size // max(1, heads)
+    for name, value in sizes.items():
+        if not 1 <= value < MOST:
+            refuse(f"{where}: {name} {value} is not a positive whole number below {MOST:,}")
+    if heads % kv_heads:
+        refuse(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
+                  tied=theirs.tie_word_embeddings, qk_norm=kind.startswith("qwen3"), untrained=refused)
+    model = model._replace(**experts(theirs, kind, where))
+    if kind == "deepseek_v3":            # scores, and q, k, v and the output, are as of heads of the mean width of q and v
+        rope, plain, v = theirs.qk_rope_head_dim, theirs.qk_nope_head_dim, theirs.v_head_dim
+        latent = theirs.q_lora_rank or 0, theirs.kv_lora_rank, plain, rope, v
+        model = model._replace(latent=latent, head_dim=(plain + rope + v) // 2)
+    return model._replace(notes=tuple(notes(model, theirs)))
 
 
-def experts(raw, kind, where):
-    if kind != "mixtral":
+def experts(theirs, kind, where):
+    if kind not in ("mixtral", "qwen3_moe", "deepseek_v3"):
         return {}
-    count, chosen = whole(raw, "num_local_experts", where), whole(raw, "num_experts_per_tok", where)
-    if chosen > count:
-        refuse(f"{where}: num_experts_per_tok {chosen} is more than num_local_experts {count}")
-    return dict(num_local_experts=count, num_experts_per_tok=chosen)
+    count, chosen = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts, theirs.num_experts_per_tok
+    if not 1 <= chosen <= count < MOST:
+        refuse(f"{where}: num_experts_per_tok {chosen} is less than 1, or more than num_local_experts {count}")
+    found = dict(num_local_experts=count, num_experts_per_tok=chosen)
+    if kind == "mixtral":
+        return found
+    if kind == "deepseek_v3":
+        dense = theirs.first_k_dense_replace
+    else:
+        dense = sum(i in theirs.mlp_only_layers or (i + 1) % theirs.decoder_sparse_step > 0
+                    for i in range(theirs.num_hidden_layers))
+    return dict(found, intermediate_size=theirs.moe_intermediate_size, dense_layers=dense,
+                dense_size=theirs.intermediate_size, shared_experts=getattr(theirs, "n_shared_experts", 0))
 
 
-def notes(raw, kind, sizes, tied, bias, untrained, where):
-    if tied:
-        shared = sizes["vocab_size"] * sizes["hidden_size"] / 1e9
+def notes(c, theirs):
+    kind = theirs.model_type
+    if c.tied:
+        shared = c.vocab_size * c.hidden_size / 1e9
         yield f"tied embeddings are trained untied here: {shared:.2f}B parameters more than in the checkpoint"
     if kind not in TRAINED:
-        extra = " with biases of q, k and v" * bool(bias) or " with norms of q and k" * (kind == "qwen3")
-        yield f"planned as a Llama{extra}; this trainer itself takes model_type llama and mixtral only"
-    elif untrained:
-        yield f"planned all the same, but this trainer refuses it: {untrained}"
-    slides = flag(raw, "use_sliding_window", where, kind not in ("qwen2", "qwen3"))
-    if slides and raw.get("sliding_window") is not None:
-        window = whole(raw, "sliding_window", where)
+        extra = " with biases of q, k and v" * c.attention_bias + " with norms of q and k" * c.qk_norm
+        extra += f" with {c.num_local_experts} experts of {c.intermediate_size:,}" * bool(c.num_local_experts)
+        extra += f", {c.shared_experts} shared" * bool(c.shared_experts) + " and latent attention" * bool(c.latent)
+        yield f"NOT TRAINABLE HERE: planned as a Llama{extra}; this trainer itself takes model_type llama and mixtral only"
+    elif c.untrained:
+        yield f"planned all the same, but this trainer refuses it: {c.untrained}"
+    window = getattr(theirs, "sliding_window", None)
+    if window and getattr(theirs, "use_sliding_window", True):
         yield f"sliding_window {window:,}: attention is counted over the whole sequence"
-
-
-def whole(raw, name, where, otherwise=None):
-    """A positive whole number."""
-    value = raw.get(name)
-    if value is None and otherwise is not None:
-        return otherwise
-    if value is None:
-        refuse(f"{where}: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MOST:
-        refuse(f"{where}: {name} {shown(value)} is not a positive whole number below {MOST:,}")
-    return value
-
-
-def flag(raw, name, where, otherwise=False):
-    value = raw.get(name)
-    if value is None:
-        return otherwise
-    if not isinstance(value, bool):
-        refuse(f"{where}: {name} {shown(value)} is neither true nor false")
-    return value
-
-
-def shown(value):
-    text = json.dumps(value)
-    return text if len(text) < 60 else kind_of(value)
-
-
-def kind_of(value):
-    return {list: "a list", str: "a text", type(None): "null", dict: "an object"}.get(type(value), "a number")

@@ -3,9 +3,11 @@
 What it holds and how long it takes differ from this trainer's in a few named things. tools/bench/fit_plan.py
 fits the constants to the runs in tests/data, and --predict predicts runs like those.
 """
+import json
 import math
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import costs
 import published
@@ -16,43 +18,17 @@ from models import Model
 from speed import Cluster, gpus
 from trainer import refuse
 
-# An overlay of speed.py's sums, fitted to its runs; and what no overlay of there says. [P] physics: a known number is
-# near it. [F] fudge: nobody knows why it is so large, or it stands for many small things
-OWN_TIME = dict(
-    product=1.19, head=0.879,        # [F] a layer's products take longer than the simulator's, the head's less
-    shape=1.25, memory=0.676, loss=1.12,      # [F] memory: some of its kernels are fused
-    launch=0.00453,                  # [P] s per layer with tp: Python and launches
-    fill_launch=0.377,               # [F]
-    nvlink=1.15, tp_shown=0.622,     # [P] the switch helps; some of tp hides behind products
-    pair=0.595,                      # [P] NCCL has the switch help groups of more than two
-    network=1.02, congestion=0.169, hop=9.14e-05, gather_hop=6.54e-06,                              # [P]
-    overlap=0.427, optimizer=1.89, step=0.0621,                                                     # [F]
-    stall_hop=0.000275,              # [F] s, a step of a tp ring when pp crosses nodes
-    stall_node=5.53e-5,              # [F] s, the same, per rank of tp and node that its ring leaves for
-    stage=0.00582,                   # [F] s per micro-batch when pp crosses nodes
-    gather_efficiency=0.262,         # [F] of the network: ZeRO-1 gathers weights tensor by tensor
-    unhidden_efficiency=0.0639,      # [F] of the network: what it sums after the step without ZeRO and with pp
-    jitter=0.0214)                   # [F] a stall takes so much longer with each doubling of the nodes
+# An overlay of speed.py's sums, and what it holds: fitted to its runs. What each constant means is said in the fit.
+FITTED = json.loads((Path(__file__).parent / "nanotron.json").read_text())
+OWN_TIME, MEMORY = FITTED["time"], FITTED["memory"]
 OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}
 TIME = {**OTHERWISE, **OWN_TIME}
-MEMORY = dict(
-    parameter_bytes=5.73,            # [P] weights 2, float32 gradients 4
-    bucket_bytes=1.63,               # [P] with dp: a bfloat16 copy of the gradients, 2
-    optimizer_bytes=12.6,            # [P] float32 master and two moments, 12
-    hidden_bytes=31.9,            # [F] kept per token, layer and hidden: inputs of norms, products, attention
-    mlp_bytes=5.77,                  # [P] per token, layer and intermediate: gate, up and product, 6
-    embedding_bytes=1.9,             # [P] per token and hidden on the first stage of several
-    logit_bytes=8.98,                # [P] per token and word: bfloat16 and float32 logits and a gradient, 10
-    old_logit_bytes=3.02,         # [P] with accumulation: logits of the micro-batch before are still there, 2
-    gathered=0.831,         # [P] of the two inputs per layer that tp gathers, kept whole without pp: 1 is all
-    gathered_pp=0.891,               # [F] the same in a pipeline, of all micro-batches in flight but two
-    base=0.23)                       # [F] GiB
-LARGEST_KEPT_TP = 16                 # [F] in groups of 32 nobody was seen to keep what tp gathers
+LARGEST_KEPT_TP = 16                                      # in groups of 32 nobody was seen to keep what tp gathers
 BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
 KEYS = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")
 PREDICTED = ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
-MOST = 10**6                         # of what a row counts
-BENCHMARKED = {                      # layers, hidden, heads, intermediate, one matrix for both ends
+MOST = 10**6                                              # of what a row counts
+BENCHMARKED = {                                           # layers, hidden, heads, intermediate, one matrix for both ends
     "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True),
     "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
 
@@ -61,7 +37,6 @@ def key(row):
     return row["model"], *(int(row[name]) for name in KEYS[1:])
 
 
-# ---------------------------------------------------------------------- what it holds
 def stages_of(c, l):
     """It gives blocks to a stage until that has more than its share. Of the ends only the head counts, so the
     last ranks may get nothing."""
@@ -85,20 +60,15 @@ def parameters(c, l, stage):
     return costs.parameters(c, l, stage) - once * c.vocab_size * c.hidden_size // l.tp
 
 
-def kept_of_gathered(l, flight, k):
-    """Of the two inputs of a layer that tp gathers: how many micro-batches' are kept whole."""
-    if not 1 < l.tp <= LARGEST_KEPT_TP:
-        return 0
-    return k["gathered"] if l.pp == 1 else k["gathered_pp"] * max(0, flight - 2)
-
-
 def memory_of(c, l, rank, stage, k=MEMORY):
     """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the fitted
     constants."""
     held, flight = parameters(c, l, stage), costs.in_flight(l, rank)
     weights, gradients, states = (l.dp if l.zero >= stage_of_zero else 1 for stage_of_zero in (3, 2, 1))
     layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp
-    layer += 2 * BF16 * kept_of_gathered(l, flight, k) * c.hidden_size
+    if 1 < l.tp <= LARGEST_KEPT_TP:                       # how many micro-batches' inputs are kept whole
+        whole = k["gathered"] if l.pp == 1 else k["gathered_pp"] * max(0, flight - 2)
+        layer += 2 * BF16 * whole * c.hidden_size
     logits = k["logit_bytes"] + k["old_logit_bytes"] * (l.accumulation > 1)
     first = k["embedding_bytes"] * stage.embedding * (l.pp > 1)
     return dict(
@@ -110,7 +80,6 @@ def memory_of(c, l, rank, stage, k=MEMORY):
         buffers=k["base"] * GIB + first * flight * l.tokens * c.hidden_size / l.tp)
 
 
-# ---------------------------------------------------------------------- how long it takes
 def step_seconds(c, l, cluster, stages, k):
     """As speed.py's; but when pp crosses nodes its ranks wait for longer than the messages take."""
     launch, wait = speed.launch_seconds(l, k), 0
@@ -135,10 +104,9 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     updated = held / (l.dp if l.zero else 1)
     optimizer, = speed.moved([50 * updated], cluster, k["optimizer"])
     seconds = dict(dp=0.0, optimizer=optimizer, other=k["step"])
-    network = k["network"] * gpus.NETWORK
     if l.dp == 1:
         return seconds
-    leaves = speed.span(cluster, l.dp, l.tp)[1] > 1
+    network, leaves = k["network"] * gpus.NETWORK, speed.span(cluster, l.dp, l.tp)[1] > 1
     byte = speed.ring_seconds(cluster, k, held, l.dp, l.tp)
     if l.zero == 0 and l.pp > 1 and leaves:
         seconds["dp"] += FLOAT32 * byte * network / k["unhidden_efficiency"]
@@ -149,9 +117,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     return seconds
 
 
-# ---------------------------------------------------------------------- its benchmark's runs
 def benchmark_run(row):
-    """(model, layout, cluster, stages or None) of a row of the file."""
     layers, hidden, heads, intermediate, tied = BENCHMARKED[row["model"]]
     c = Model(131072, hidden, intermediate, layers, heads, heads, hidden // heads, tied=tied)
     dp, tp, pp, zero, mbs, acc = (int(row[name]) for name in KEYS[2:])
@@ -184,7 +150,7 @@ def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
 
 def predict_file(path, out):
     """A file of the benchmark's runs, or of published ones (published.py): whose it is, its columns say."""
-    rows = read_csv("--predict", path, [])
+    rows = read_csv("--predict", path)
     whose = published if "fsdp_stage" in rows[0] else sys.modules[__name__]
     need("--predict", path, rows, whose.KEYS)
     for number, row in enumerate(rows, 2):

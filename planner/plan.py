@@ -1,7 +1,4 @@
-"""From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept.
-
-What a layout holds and sends is in costs.py, how fast it is in speed.py, how far to trust that in trust.py.
-"""
+"""From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept."""
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -19,21 +16,12 @@ RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
 # Memory at the peak is followed, not measured: costs.py's is at most so much less than what a dry run sees
 MEMORY_ERROR = 0.03
+progress = dict(share=0.0)                                # of the search that goes on: the page asks for it
 
 
 # ---------------------------------------------------------------------- all layouts
 def divisors(number, most=None):
     return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
-
-
-def valid(c, l):
-    """As config.py's checks of the degrees."""
-    cut = (c.num_attention_heads, c.intermediate_size, c.vocab_size, l.seq_len)
-    heads = all(size % l.tp == 0 for size in cut)
-    kv_heads = c.num_key_value_heads % l.tp == 0 or l.tp % c.num_key_value_heads == 0
-    chunks = l.cp == 1 or l.seq_len % math.lcm(2 * l.cp, l.cp * l.tp) == 0
-    experts = l.dp * l.cp % l.ep == 0 and max(1, c.num_local_experts) % l.ep == 0
-    return heads and kv_heads and chunks and experts
 
 
 def impossible(c, l):
@@ -69,7 +57,7 @@ def meshes(c, cluster, seq_len, fused=False):
                 dp = cluster.gpus // tp // cp // pp
                 for ep in divisors(math.gcd(dp * cp, max(1, c.num_local_experts))):
                     l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len, fused=fused)
-                    if valid(c, l):
+                    if not impossible(c, l):
                         yield l
 
 
@@ -81,13 +69,7 @@ def batch_near(wanted, gpus):
     unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # of very many sequences not every number is tried
     first, last = max(1, math.ceil(0.9 * wanted / unit)), max(1, math.floor(1.1 * wanted / unit))
     near = [unit * i for i in range(first, last + 1)]
-    divided = lambda batch: (math.gcd(batch, odd), batch & -batch)
-    return max(near, key=lambda batch: (*divided(batch), -abs(batch - wanted)))
-
-
-def micro_batches(per_rank):
-    """Powers of two that divide a rank's sequences."""
-    return [2**i for i in range(int(math.log2(per_rank)) + 1) if per_rank % 2**i == 0]
+    return max(near, key=lambda batch: (math.gcd(batch, odd), batch & -batch, -abs(batch - wanted)))
 
 
 def schedules(c, pp):
@@ -100,13 +82,7 @@ def schedules(c, pp):
     return [("1f1b", 2), *interleaved, *[(name, 2) for name in ("zerobubble", "dualpipe") if most >= 2]]
 
 
-def fewest(schedule, pp):
-    """Micro-batches. Zero bubble takes any number, but with fewer than ranks it is no better than 1F1B."""
-    return pp if schedule == "zerobubble" else least(schedule, pp)
-
-
 def parse_config(text, c, cluster, seq_len, batch, fused=False):
-    """One layout. What is not said: dp is what is left of the GPUs, the accumulation what the batch takes."""
     said = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -132,35 +108,34 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
     return l
 
 
+def changed_to(l, gpus, batch, **changed):
+    """The layout with something changed and dp being what is left of the GPUs, for the same batch; or why there is none."""
+    l = l._replace(**changed)
+    used = l.tp * l.cp * l.pp
+    if gpus % used:
+        return f"{gpus:,} GPUs are not a multiple of tp x cp x pp = {used}"
+    dp = gpus // used
+    if batch % (dp * l.micro_batch):
+        return f"{batch:,} sequences are not a multiple of dp({dp}) x micro-batch({l.micro_batch})"
+    return l._replace(dp=dp, accumulation=batch // dp // l.micro_batch)
+
+
 # ---------------------------------------------------------------------- one layout
-def memory_of_ranks(c, l, slack=1.0):
-    """GiB by kind, of each rank of pp."""
-    stages = costs.our_stages(c, l)
-    each = [costs.our_memory(c, l, rank, stages[rank]) for rank in range(l.pp)]
-    return [{kind: slack * size / GIB for kind, size in kinds.items()} for kinds in each]
-
-
-def memory(c, l, slack=1.0):
-    """GiB by kind, of the rank that needs most."""
-    return {kind: slack * size / GIB for kind, size in fullest(c, l)[1].items()}
+def memory(c, l, slack=1.0, rank=None):
+    """GiB by kind, of a rank of pp, or of the one that needs most."""
+    rank = fullest(c, l) if rank is None else rank
+    held = costs.our_memory(c, l, rank, costs.our_stages(c, l)[rank])
+    return {kind: slack * size / GIB for kind, size in held.items()}
 
 
 def fullest(c, l):
-    """(rank of pp, its bytes by kind) of the one that needs most."""
+    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one rank to
+    the next, but for the very last, which puts off all."""
     stages = costs.our_stages(c, l)
-    found = [(rank, costs.our_memory(c, l, rank, stages[rank])) for rank in may_be_fullest(l, stages)]
-    return max(found, key=lambda one: sum(one[1].values()))
-
-
-def may_be_fullest(l, stages):
-    """Of ranks with the same stages the first, which keeps most. Where W is put off this may grow instead
-    from one rank to the next, but for the very last, which puts off all."""
-    found = {stage: rank for rank, stage in reversed([*enumerate(stages)])}
-    ranks = {*found.values()}
+    ranks = {stages.index(stage) for stage in stages}
     if l.schedule in ("zerobubble", "dualpipe"):
-        last = {stage: rank for rank, stage in enumerate(stages)}
-        ranks |= {*last.values(), max(0, l.pp - 2)}
-    return sorted(ranks)
+        ranks |= {max(0, l.pp - 2), *(l.pp - 1 - stages[::-1].index(stage) for stage in stages)}
+    return max(sorted(ranks), key=lambda rank: sum(costs.our_memory(c, l, rank, stages[rank]).values()))
 
 
 def limit(cluster):
@@ -170,14 +145,6 @@ def limit(cluster):
 
 def fits(held, cluster):
     return held * (1 + MEMORY_ERROR) <= limit(cluster)
-
-
-def fits_on_every_rank(c, l, cluster, slack):
-    """The ranks that are most often the fullest first."""
-    stages = costs.our_stages(c, l)
-    order = dict.fromkeys((0, l.pp - 1, 1 % l.pp, *range(l.pp)))
-    held = (slack * sum(costs.our_memory(c, l, rank, stages[rank]).values()) / GIB for rank in order)
-    return all(fits(one, cluster) for one in held)
 
 
 def may_fit(c, l, cluster, slack):
@@ -220,7 +187,9 @@ def timed(c, cluster, seq_len, batch, constants):
     """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
     worked out once."""
     k, known = constants["time"], {}                      # of layers: the same whatever dp is
-    for mesh in meshes(c, cluster, seq_len, constants.get("fused", False)):
+    every = list(meshes(c, cluster, seq_len, constants.get("fused", False)))
+    for done, mesh in enumerate(every):
+        progress["share"] = done / len(every)
         if batch % mesh.dp:
             continue
         stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
@@ -228,20 +197,21 @@ def timed(c, cluster, seq_len, batch, constants):
         ways = [(schedule, v, costs.our_stages(c, mesh._replace(schedule=schedule, virtual=v)))
                 for schedule, v in schedules(c, mesh.pp)]
         for recompute in RECOMPUTE:
-            for size in micro_batches(batch // mesh.dp):
-                m = batch // mesh.dp // size
+            each = batch // mesh.dp
+            for size in (2**i for i in range(int(math.log2(each)) + 1) if each % 2**i == 0):
+                m = each // size
                 l = mesh._replace(recompute=recompute, micro_batch=size, accumulation=m)
                 alike = l.tp, l.cp, l.ep, recompute, size
                 times = known[alike] = known.get(alike) or speed.Times(c, l, cluster, k)
                 for schedule, v, stages in ways:
-                    if m < fewest(schedule, mesh.pp):
+                    if m < (mesh.pp if schedule == "zerobubble" else least(schedule, mesh.pp)):
                         continue
                     l = l._replace(schedule=schedule, virtual=v)
-                    of_pipeline = speed.of_micro_batches(c, l, cluster, stages, k, times)
+                    seconds, windows = speed.of_micro_batches(c, l, cluster, stages, k, times)
                     for zero in stages_of_zero:
                         one = l._replace(zero=zero)
-                        seconds = speed.with_data_parallel(c, one, cluster, stages, k, *of_pipeline)
-                        yield Candidate(one, seconds)
+                        of_dp = speed.data_parallel_seconds(c, one, cluster, stages[0], k, *windows)
+                        yield Candidate(one, seconds | of_dp)
 
 
 class Search:
@@ -252,7 +222,8 @@ class Search:
         found, known = list(timed(c, cluster, seq_len, batch, constants)), {}
         for one in found:
             one.held_back = trust.held_back(c, one.layout, cluster, one.tokens_per_s, known)
-        self.ordered = sorted(found, key=lambda one: (-float(f"{one.held_back:.4g}"), simplicity(one.layout)))
+        simple = lambda l: (l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual)
+        self.ordered = sorted(found, key=lambda one: (-float(f"{one.held_back:.4g}"), *simple(one.layout)))
 
     def fits(self, one):
         l = one.layout
@@ -260,15 +231,12 @@ class Search:
         if l.micro_batch >= self.too_large.get(but_size, math.inf):
             return False
         if one.memory is None:
-            if not fits_on_every_rank(self.c, l, self.cluster, self.slack):
+            held = memory(self.c, l, self.slack)
+            if not fits(sum(held.values()), self.cluster):
                 self.too_large[but_size] = l.micro_batch
                 return False
-            one.memory = memory(self.c, l, self.slack)
+            one.memory = held
         return True
-
-    def safest(self):
-        """The best of those that do nothing that no run did; or None."""
-        return self.first(lambda l: not trust.unmeasured(self.c._replace(num_local_experts=0), l))
 
     def first(self, wanted):
         """The best of those that fit and are wanted, or None."""
@@ -291,27 +259,18 @@ class Search:
         return list(best.values())
 
 
-def simplicity(l):
-    return l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual
-
-
 def fewest_gpus(c, cluster, seq_len, constants):
     """The smallest power of two on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
-        few = cluster._replace(gpus=gpus)
-        if any(fits_on_every_rank(c, l, few, constants["slack"]) for l in smallest(c, few, seq_len, constants)):
+        found = nearest(c, cluster._replace(gpus=gpus), seq_len, constants)
+        if found and fits(found[0], cluster):
             return gpus
     return math.inf
 
 
-def smallest(c, cluster, seq_len, constants):
-    """Of each mesh the layout that holds least: ZeRO-3, all recomputed, one sequence at a time."""
-    for mesh in meshes(c, cluster, seq_len, constants.get("fused", False)):
-        zero = 3 if mesh.dp * mesh.cp > 1 else 0
-        yield mesh._replace(zero=zero, recompute="full", accumulation=mesh.pp)
-
-
 def nearest(c, cluster, seq_len, constants):
-    """Where nothing fits, what comes nearest: (GiB that it holds, layout), or None."""
-    held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in smallest(c, cluster, seq_len, constants)]
+    """(GiB, layout) of the one that holds least, or None: all have ZeRO-3, recompute all, one sequence at a time."""
+    least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
+             for mesh in meshes(c, cluster, seq_len, constants.get("fused", False))]
+    held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]
     return min(held, key=lambda one: one[0], default=None)

@@ -2,7 +2,6 @@
 
 What a source does not say is assumed here, and stated beside each prediction.
 """
-
 import costs
 import speed
 import trainers
@@ -61,14 +60,6 @@ def predict_one(row, time):
         pred_mem_gb="", pred_oom="", provenance=trust.provenance(c, l, cluster, trainer), assumed="; ".join(assumed))
 
 
-def of_a_simulated_run(run):
-    """A row of published_runs.csv, all of them ZeRO-3 alone, as one of published_speeds.csv."""
-    batch = int(run["gpus"]) * int(run["micro_batch"]) * int(run["accumulation"])
-    return dict(run, dp=run["gpus"], tp="", cp="", pp="", fsdp_stage="3", schedule="", sequences_per_step=str(batch),
-                power_w=run["watts"], precision="bfloat16", head_dim=str(int(run["hidden"]) // int(run["heads"])),
-                trainer="torchtitan" if "torchtitan" in run["source"] else "this", tflops_per_gpu="")
-
-
 def model_of(row):
     if row["model"] in PRESETS:
         return PRESETS[row["model"]]
@@ -76,7 +67,6 @@ def model_of(row):
 
 
 def run_of(row, assumed):
-    """(model, layout, cluster)"""
     def number(name, otherwise):
         if row.get(name):
             return int(row[name])
@@ -103,14 +93,6 @@ def run_of(row, assumed):
                micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
                recompute=(row["recompute"] or "none").replace("every second", "selective"))
     return c, l, Cluster(int(row["gpus"]), gpu, network)
-
-
-def measured(row):
-    """Tokens per second and GPU, as published or out of its FLOPs, which count half of attention."""
-    if row["tokens_per_s_per_gpu"]:
-        return float(row["tokens_per_s_per_gpu"])
-    flops = costs.flops_per_token(model_of(row), int(row["seq_len"]), causal=True)
-    return float(row["tflops_per_gpu"]) * 1e12 / flops
 
 
 def check(row, where):

@@ -1,14 +1,17 @@
-"""The answer as a web page: python planner --serve, or --html FILE for one without sliders.
+"""The answer as a web page: python planner --serve, or --html FILE for one whose answers are computed beforehand.
 
 The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
 nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.
 """
 import json
+import os
 import signal
+import sys
 from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,33 +21,23 @@ import measured
 import models
 import plan
 import speed
-import trust
 from plan import RECOMPUTE, SCHEDULES
 from speed import GPUS, KINDS, NETWORKS, Cluster
 from trainers import ABOUT, TRAINERS, constants_of
 from trainer import Refused, make, refuse, simulate
 
 HERE = Path(__file__).resolve().parent
+TEXTS = {f"/{path.relative_to(HERE.parent)}": path          # that the page sends its readers to
+         for path in [*HERE.parent.glob("*/README.md"), *HERE.parent.glob("docs/glossary.md")]}
 PASTED = "pasted"                                         # the model of a config.json that was pasted
 FOLDER = "DIR"                                            # what commands call the folder that has it
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
-KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "virtual", "micro_batch", "recompute")
 DEGREES = [2**i for i in range(9)]
 
 
-class Training(NamedTuple):
-    """How much is to be trained, and what breaks meanwhile."""
-    tokens: float = 0                                     # 0: it is not asked
-    price: float = 0                                      # of a GPU-hour
-    mtbf: float = 0                                       # hours between failures of the job
-    checkpoint: float = 60                                # seconds that one holds it up
-    restart: float = 600                                  # seconds until it goes on
-
-
 class Question(NamedTuple):
-    """What is asked: a model on a cluster, for a batch."""
     model: str
     c: models.Model
     gpu: str
@@ -52,15 +45,13 @@ class Question(NamedTuple):
     seq_len: int
     sequences: float
     constants: dict
-    steps: int = 1000
-    lr: float = 3e-4
-    training: Training = Training()
+    training: tuple = (0, 0, 0, 60, 600)                  # tokens, price of a GPU-hour, hours between failures; what a
+                                                          # checkpoint takes, and going on after a failure, seconds
 
 
-# ---------------------------------------------------------------------- what the page shows
 def answer(question, config=""):
     """The recommendation, and the layout that is looked at: config's, or the best."""
-    found = recommendation(*hashable(question))
+    found = recommendation(question._replace(constants=None), json.dumps(question.constants, sort_keys=True))
     batch = plan.batch_near(question.sequences, question.cluster.gpus)
     one = found["best"][0] if found["best"] else None
     if config:
@@ -68,11 +59,6 @@ def answer(question, config=""):
         one = plan.evaluate(question.c, l, question.cluster, question.constants)
     said = dict(heading=found["heading"], timed=found["timed"], best=found["rows"], words=found["words"])
     return said | dict(layout=report(question, one) if one else None)
-
-
-def hashable(question):
-    constants = json.dumps(question.constants, sort_keys=True)
-    return question._replace(constants=None), constants
 
 
 @lru_cache(maxsize=32)
@@ -85,18 +71,17 @@ def recommendation(question, constants):
     words = [explain.nothing_fits(question)]
     if best:
         words = [*explain.two_answers(question, search), *explain.wanted(question, best[0])]
-        words += explain.why_the_first(c, best, search, cluster)
-        words += [f"The playbook, {line}" for line in explain.disagreements(c, best[0], search, cluster)]
+        words += explain.among_others(question, search, best)
     return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),
                 heading=list(explain.heading(question, batch)))
 
 
 def row(question, one):
-    c, cluster, l = question.c, question.cluster, one.layout
+    l = one.layout
     return dict(config=config_of(l), name=explain.name_of(l), cells=explain.row_of(l), held=one.held,
                 step=one.step, tokens_per_s=one.tokens_per_s,
                 interval=explain.interval(question, one), known=explain.known_by(question, l),
-                provenance=trust.provenance(c, l, cluster, question.constants["trainer"]))
+                provenance=explain.provenance(question, l))
 
 
 def config_of(l):
@@ -107,34 +92,18 @@ def config_of(l):
 
 
 def report(question, one):
-    """Everything about one layout."""
-    c, cluster, l = question.c, question.cluster, one.layout
-    constants = question.constants
-    model = FOLDER if question.model == PASTED else question.model
-    to_run = model, l, cluster, question.steps, question.lr
+    if question.model == PASTED:
+        question = question._replace(model=FOLDER)
+    c, cluster, l, slack = question.c, question.cluster, one.layout, question.constants["slack"]
+    to_run = question.model, l, cluster
     turns = [{name: value for name, value in turn.items() if name != "layout"}
-             for turn in explain.turned(c, one, cluster, constants)]
-    sent = [dict(dimension=dim, collective=name, bytes=size)
-            for (dim, name), size in costs.sent(c, l).items()]
-    return row(question, one) | dict(
-        degrees={name: getattr(l, name) for name in ("dp", "tp", "cp", "pp", "ep", "zero")},
-        knobs={name: getattr(l, name) for name in KNOBS}, fits=plan.fits(one.held, cluster),
-        room=plan.limit(cluster), whole=cluster.gpu.memory,
-        gpus_per_node=cluster.gpus_per_node, ranks=plan.memory_of_ranks(c, l, constants["slack"]),
-        seconds=one.seconds, mfu=explain.mfus(c, one, cluster), unmeasured=trust.unmeasured(c, l),
-        turns=turns, sent=sent, nearest=measured.nearest_run(c, l, cluster), timeline=timeline(question, one),
-        stops=stops(question, l), batch=l.dp * l.micro_batch * l.accumulation,
-        command=explain.command(*to_run), script=explain.script(*to_run), by_hand=by_hand(*to_run),
-        dry_run=explain.dry_run(c, model, l, question.steps, question.lr))
-
-
-def by_hand(model, l, cluster, steps, lr):
-    """On several nodes without Slurm: the same on each, and they meet on HOST."""
-    if cluster.nodes == 1:
-        return None
-    return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.gpus_per_node} "
-            "--rdzv_backend c10d --rdzv_id 1 --rdzv_endpoint HOST:29500 "
-            f"step08_5d/train.py {explain.train_flags(model, l, steps, lr)}")
+             for turn in explain.turned(c, one, cluster, question.constants)]
+    sent = [(*what, size) for what, size in costs.sent(c, l).items()]
+    return explain.as_json(question, one) | row(question, one) | dict(
+        ranks=[plan.memory(c, l, slack, rank) for rank in range(l.pp)], whole=cluster.gpu.memory,
+        gpus_per_node=cluster.gpus_per_node, mfu=explain.mfus(c, one, cluster), turns=turns, sent=sent,
+        timeline=timeline(question, one), stops=stops(question, l), script=explain.script(*to_run),
+        by_hand=explain.on_nodes(*to_run, job=1, host="HOST:29500") if cluster.nodes > 1 else None)
 
 
 def timeline(question, one):
@@ -156,49 +125,39 @@ def timeline(question, one):
 
 
 def stops(question, l):
-    """For each knob its values, and why one is not possible."""
+    """For each knob its values, and what they lead to, or why one is not possible."""
     batch = l.dp * l.micro_batch * l.accumulation
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
                   schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
     if l.pp == 1 or l.schedule != "interleaved":
         del values["virtual"]
-    found = {}
-    for knob, of in values.items():
-        of = of if getattr(l, knob) in of else sorted([*of, getattr(l, knob)])
-        found[knob] = [dict(value=value, why=why_not(question, l, knob, value, batch)) for value in of]
-    return found
 
-
-def why_not(question, l, knob, value, batch):
-    changed = turned_to(question, l, knob, value, batch)
-    return changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+    def stop(knob, value):
+        changed = turned_to(question, l, knob, value, batch)
+        why = changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+        return dict(value=value, why=why, config="" if why else config_of(changed))
+    return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])] for knob, of in values.items()}
 
 
 def turned_to(question, l, knob, value, batch):
-    """The layout with one knob at a value, dp being what is left; or why there is none."""
-    changed = l._replace(**{knob: value})
+    """The layout with one knob at a value; or why there is none."""
     if knob == "schedule" and l.pp == 1 and value != "1f1b":
         return "needs pp"
-    used = changed.tp * changed.cp * changed.pp
-    if question.cluster.gpus % used:
-        return f"{question.cluster.gpus:,} GPUs are not a multiple of tp x cp x pp = {used}"
-    dp = question.cluster.gpus // used
-    if batch % (dp * changed.micro_batch):
-        return f"{batch:,} sequences are not a multiple of dp({dp}) x micro-batch({changed.micro_batch})"
-    return changed._replace(dp=dp, accumulation=batch // dp // changed.micro_batch)
+    return plan.changed_to(l, question.cluster.gpus, batch, **{knob: value})
 
 
-# ---------------------------------------------------------------------- the page
-def page(question, shown, served):
-    """One file. With served it asks for more, without it has all that it shows."""
-    state = dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
-                 network=network_of(question.cluster.network),
-                 gpus=question.cluster.gpus, seq_len=question.seq_len,
-                 tokens=round(question.sequences * question.seq_len))
-    data = dict(state=state, served=served, models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS,
-                networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
+def page(question, shown, served, root="/"):
+    """One file. With served it asks for more, without it has all that it shows. root: where the READMEs are."""
+    data = dict(state=state_of(question), served=served, root=root, models=list(models.PRESETS), gpu_names=list(GPUS),
+                kinds=KINDS, networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
+
+
+def state_of(question):
+    return dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
+                network=network_of(question.cluster.network), gpus=question.cluster.gpus, seq_len=question.seq_len,
+                tokens=round(question.sequences * question.seq_len))
 
 
 def network_of(network):
@@ -206,16 +165,23 @@ def network_of(network):
 
 
 def write(question, config, path):
-    """The recommendation and all of the best layouts in detail, in a page that needs nothing."""
-    measured.check_writable("--html", path)               # better now than after the search
-    found = answer(question, config)
-    reports = {found["layout"]["config"]: found["layout"]} if found["layout"] else {}
-    for one in recommendation(*hashable(question))["best"]:
-        reports[config_of(one.layout)] = report(question, one)
-    measured.write_text("--html", path, page(question, dict(answer=found, reports=reports), served=False))
+    """A page that needs no server: answers with half and twice as many GPUs and tokens, of each the best layout; of the
+    question itself all of the table, too, and where each knob leads."""
+    now, answers = state_of(question), {}
+    for gpus, tokens in product((1, 0.5, 2), repeat=2):
+        state = dict(gpus=int(gpus * now["gpus"]), tokens=int(tokens * now["tokens"]))
+        print(f"{state['gpus']:,} GPUs, {state['tokens']:,} tokens", file=sys.stderr)
+        with suppress(Refused):                           # it is less than a GPU, or no whole nodes
+            answers["{gpus},{tokens}".format(**state)] = answer(asked(question, state)) | dict(reports={})
+    of_it = answers["{gpus},{tokens}".format(**now)] = answer(question, config)
+    layout, rows = of_it["layout"], of_it["best"]
+    turned = [stop for stops in layout["stops"].values() for stop in stops if stop["config"]] if layout else []
+    of_it["reports"] = {one["config"]: answer(question, one["config"])["layout"] for one in rows + turned}
+    root = os.path.relpath(HERE.parent, Path(path).resolve().parent) + "/"
+    shown = dict(answers=answers, config=layout["config"] if config else "")
+    measured.write_text("--html", path, page(question, shown, False, root))
 
 
-# ---------------------------------------------------------------------- the server
 def run(question, config, port):
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
@@ -236,7 +202,7 @@ def asked(question, state):
     """The question that the page asks, out of its state; what it leaves out is as on the command line."""
     def number(name, otherwise, most):
         value = state.get(name, otherwise)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if type(value) is not int or not 1 <= value <= most:
             refuse(f"{name} must be a whole number from 1 to {most:,}")
         return value
 
@@ -250,7 +216,10 @@ def asked(question, state):
     model = choice("model", question.model, [*models.PRESETS, PASTED])
     c = question.c if model == question.model else models.PRESETS.get(model)
     if model == PASTED:
-        c = pasted(state.get("pasted"))
+        try:
+            c = models.read(json.loads(str(state.get("pasted"))), "the pasted config.json")
+        except (ValueError, RecursionError):
+            refuse("the pasted config.json is not JSON")
     now, gpus = question.cluster, number("gpus", question.cluster.gpus, 2**17)
     gpu = choice("gpu", question.gpu, GPUS)
     network = choice("network", network_of(now.network), NETWORKS)
@@ -267,14 +236,6 @@ def asked(question, state):
                              sequences=tokens / seq_len, constants=constants)
 
 
-def pasted(text):
-    try:
-        raw = json.loads(text if isinstance(text, str) else "")
-    except (ValueError, RecursionError):
-        refuse("the pasted config.json is not JSON")
-    return models.read(raw, "the pasted config.json")
-
-
 def handler(question, config):
     class Handler(BaseHTTPRequestHandler):
         timeout = PATIENCE
@@ -288,7 +249,12 @@ def handler(question, config):
             return super().parse_request() and self.is_for_us()
 
         def do_GET(self):
-            if self.path.split("?")[0] != "/":
+            path = self.path.split("?")[0]
+            if path == "/progress":
+                return self.reply(200, f"{plan.progress['share']:.2f}")
+            if path in TEXTS:
+                return self.reply(200, TEXTS[path].read_text(encoding="utf-8"))
+            if path != "/":
                 return self.reply(404, "there is only /")
             text = page(question, dict(config=config or ""), served=True)
             self.reply(200, text, "text/html; charset=utf-8")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from costs import BF16, FLOAT32, expert_layer, keeps_last_products, parameters
+from costs import BF16, FLOAT32, Layout, attention_products, expert_layer, parameters, product_widths, repeated
 from trainer import bubble, make, simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
@@ -32,8 +32,7 @@ class Cluster(NamedTuple):
 
     def hardware(self, k=None):
         """The simulator's, with what an overlay says of its links."""
-        if k is None:
-            return gpus.Cluster(self.gpu, self.gpus_per_node, self.network)
+        k = k or USUAL
         gpu = self.gpu._replace(nvlink=self.gpu.nvlink * k["nvlink"])
         return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"])
 
@@ -56,7 +55,6 @@ USUAL = dict(
     overlap=1.0,                  # of the last micro-batch: sums of gradients hide behind it
     taken=gpus.TAKEN,             # of the speed of kernels, what a hidden collective takes
     gathers_again=1.0,            # what tp gathers is not kept, and gathered again for W; 0: it is kept
-    waits=1.0,                    # ZeRO-1 waits for each reduction but the last inside backward; 0: after it
     step=0.0)                     # s per step, whatever it is
 NOTHING = (0.0, 0.0, 0.0)
 
@@ -78,15 +76,15 @@ KINDS = dict(
 def step_seconds(c, l, cluster, stages, k=USUAL, times=None):
     """A training step on the average rank, by what it is spent on. times: of a layer and of the head, where
     they are known."""
-    of_pipeline = of_micro_batches(c, l, cluster, stages, k, times or Times(c, l, cluster, k))
-    return with_data_parallel(c, l, cluster, stages, k, *of_pipeline)
+    seconds, windows = of_micro_batches(c, l, cluster, stages, k, times or Times(c, l, cluster, k))
+    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
 
 class Times:
     """What a layer and the head take, {kind: (F, I, W)}: the same for every schedule and ZeRO stage.
     again: what another trainer computes twice, as a share of forward's products."""
     def __init__(self, c, l, cluster, k, again=None):
-        raw = layer_work(c, cluster.hardware(), *shape_of(l))
+        raw = layer_work(c, cluster.hardware(), l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep)
         self.layer, self.head = layer_times(c, l, cluster, k, raw), head_times(c, l, cluster, k)
         kinds = ("products", "kernels", "shape")
         self.layer["tp"] = tp_times(c, l, cluster, k, raw) if l.tp > 1 else NOTHING
@@ -108,10 +106,6 @@ def of_micro_batches(c, l, cluster, stages, k, times):
         once, sent = send(cluster, k, BF16 * l.tokens * c.hidden_size / l.tp, 2, l.dp * l.cp * l.tp)
         seconds["pp"] = k["pp_shown"] * 2 * (l.accumulation + l.pp - 1) * l.stages_per_rank * (once + sent)
     return seconds, windows
-
-
-def with_data_parallel(c, l, cluster, stages, k, seconds, windows):
-    return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
 
 def launch_seconds(l, k):
@@ -138,18 +132,14 @@ def pipeline_seconds(c, l, stages, k, times, host):
         return seconds, busy[0], busy[0]
     filling = [soft_max(works, python * k["fill_launch"]) for works, python in zip(gpu, host)]
     seconds["bubble"] = idle_share(l, times.F, times.I, times.W) * (sum(filling) - max(filling))
-    each, v = filling[0], l.stages_per_rank
-    if l.schedule == "interleaved":                       # a rank's later stages are done before it is
-        return seconds, each, each * (1 + min(m, l.pp) * (v - 1)) / v
-    return seconds, each, each
+    v = l.stages_per_rank if l.schedule == "interleaved" else 1                    # its later stages are done before it is
+    return seconds, filling[0], filling[0] * (1 + min(m, l.pp) * (v - 1)) / v
 
 
 def idle_share(l, F, I, W):
     """The bubble as a share of 1F1B's, (p - 1)(F + I + W). Each is what schedules.py's simulator finds, and
     exact, but for DualPipe: to 2% of a step."""
     p, m = l.pp, l.accumulation
-    if p == 1:
-        return 0.0
     idle = (p - 1) * (F + I + W)
     if l.schedule == "interleaved":
         idle /= l.stages_per_rank
@@ -164,17 +154,13 @@ def idle_share(l, F, I, W):
 
 # ---------------------------------------------------------------------- a layer's kernels
 class Work(NamedTuple):
-    """Of a layer, or of the head, and a micro-batch, each for (F, I, W): seconds of its products, and what they
+    """Of a layer and a micro-batch, each for (F, I, W): seconds of its products, and what they
     would take at the peak; of attention; bytes of all other kernels; how many kernels there are."""
     products: tuple
     ideal: tuple
     attention: tuple
     bytes: tuple
     count: tuple
-
-
-def shape_of(l):
-    return l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep
 
 
 def multiplied(hardware, shapes):
@@ -197,11 +183,12 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
     """What a layer's kernels read and write was counted in a recording (tools/simulate)."""
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
     i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok)
-    shapes = [(1, t, h, q), (1, t, h, kv), (1, t, h, kv), (1, t, q, h)]
+    shapes = [(1, t, *of) for of in attention_products(c, Layout(tp=tp))]
     mlp, many = [(1, t)], 3
     if c.num_local_experts:
         mine = c.num_local_experts // ep
         mlp = [(mine, max(1, t * chosen / mine))]
+        mlp += [(1, t)] * c.shared_experts
         shapes.append((1, t, h, c.num_local_experts))
     shapes += [(*rows, h, i) for rows in mlp] * 2 + [(*rows, i, h) for rows in mlp]
     seconds, ideal = multiplied(hardware, shapes)
@@ -234,7 +221,7 @@ def kv_width(c, tp):
 
 def layer_times(c, l, cluster, k, raw):
     """{kind: (F, I, W)}, the seconds of a layer and micro-batch."""
-    times = split_products(raw, cluster, k, "product")
+    times = split_products(raw.products, raw.ideal, cluster, k, "product")
     times["attention"] = tuple(k["attention"] * s for s in raw.attention)
     times["memory"] = moved(raw.bytes, cluster, k["memory"])
     times["recompute"] = 0.0, forward_again(c, l, times), 0.0
@@ -243,47 +230,35 @@ def layer_times(c, l, cluster, k, raw):
     return times
 
 
-def split_products(raw, cluster, k, which):
+def split_products(taken, ideal, cluster, k, which):
     """At the peak; what a large one loses to it; what these lose to large ones."""
     large = k[which] / cluster.gpu.product
-    lost = tuple(k[which] * k["shape"] * max(0.0, s - ideal / cluster.gpu.product)
-                 for s, ideal in zip(raw.products, raw.ideal))
-    return dict(products=raw.ideal, kernels=tuple(ideal * (large - 1) for ideal in raw.ideal), shape=lost)
+    lost = tuple(k[which] * k["shape"] * max(0.0, s - best / cluster.gpu.product) for s, best in zip(taken, ideal))
+    return dict(products=ideal, kernels=tuple(best * (large - 1) for best in ideal), shape=lost)
 
 
 def moved(bytes, cluster, share):
     return tuple(share * one / (cluster.gpu.hbm * gpus.MEMORY) for one in bytes)
 
 
-@lru_cache(maxsize=4096)
-def head_work(c, hardware, t, tp):
-    """loss.py works in chunks: each adds to the gradient of the head."""
-    h, words = c.hidden_size, c.vocab_size / tp
+def head_times(c, l, cluster, k):
+    """The same of the head and the loss, which works in chunks: each adds to the gradient of the head. A pipeline has
+    them in backward."""
+    h, words, t = c.hidden_size, c.vocab_size / l.tp, l.tokens
     rows = max(1, int(2**27 // words))
     chunks = math.ceil(t / min(t, rows - rows % 128 if rows > 128 else rows))
-    seconds, ideal = multiplied(hardware, [(1, t, h, words)])
-    softmax = (28 if tp == 1 else 52) * t * words
-    return Work(seconds, ideal, NOTHING, (0.0, softmax, (28 + 10 * chunks) * words * h), NOTHING)
-
-
-def head_times(c, l, cluster, k):
-    """The same of the head and the loss. A pipeline has them in backward."""
-    raw = head_work(c, cluster.hardware(), l.tokens, l.tp)
-    return split_products(raw, cluster, k, "head") | dict(memory=moved(raw.bytes, cluster, k["loss"]))
+    softmax = (28 if l.tp == 1 else 52) * t * words
+    kernels = 0.0, softmax, (28 + 10 * chunks) * words * h
+    products = split_products(*multiplied(cluster.hardware(), [(1, t, h, words)]), cluster, k, "head")
+    return products | dict(memory=moved(kernels, cluster, k["loss"]))
 
 
 def forward_again(c, l, times):
-    kinds = ("products", "kernels", "shape")
-    i, q = 3 * c.intermediate_size * max(1, c.num_experts_per_tok), c.num_attention_heads * c.head_dim
-    down, out = i / 3, q
-    whole = i + 2 * q + 2 * c.num_key_value_heads * c.head_dim
     if l.recompute == "none":
         return 0.0
-    of_products = sum(times[kind][0] for kind in kinds)
-    if l.recompute == "full":                             # all but the last product, whose output nobody needs
-        return (1 - down / whole) * of_products + times["attention"][0] + times["memory"][0]
-    keeps_out, keeps_down = keeps_last_products(c, l)     # products that tp made too short to keep
-    return out * (not keeps_out) / whole * of_products + times["memory"][0]
+    share = repeated(c, l) / sum(product_widths(c, l))
+    products = share * sum(times[kind][0] for kind in ("products", "kernels", "shape"))
+    return products + times["memory"][0] + times["attention"][0] * (l.recompute == "full")
 
 
 # ---------------------------------------------------------------------- what travels
@@ -317,10 +292,9 @@ def tp_times(c, l, cluster, k, raw):
     half, again = k["tp_shown"] * half, k["tp_shown"] * again
     if not k["gathers_again"]:
         return 4 * half, 4 * half + again, 0.0
-    q, mlp = c.num_attention_heads * c.head_dim, 3 * c.intermediate_size * max(1, c.num_experts_per_tok)
-    whole = 2 * q + 2 * c.num_key_value_heads * c.head_dim + mlp
-    attention, regions = (whole - mlp - q) / whole, [2 / 3 * mlp / whole] * (not c.num_local_experts)
-    hidden = [under(half, share * raw.products[part], k) for share in [attention, *regions] for part in (1, 2)]
+    qkv, _, up, _ = (width / sum(product_widths(c, l)) for width in product_widths(c, l))
+    regions = [qkv] + [up] * (not c.num_local_experts)
+    hidden = [under(half, share * raw.products[part], k) for share in regions for part in (1, 2)]
     plain = 2 if c.num_local_experts else 0               # experts gather nothing again, and their reduction is waited for
     return 4 * half, 2 * half + again + sum(hidden) + plain / 2 * half, 0.0
 
@@ -362,16 +336,14 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing is left to hide them
     units = stage.layers + stage.embedding + stage.head
     latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
-    waits = l.zero == 1 and k["waits"] > 0                # then what later stages of the rank do hides nothing
-    window, forward, m = k["overlap"] * (each if waits else last) * 2 / 3, k["overlap"] * last / 3, l.accumulation
+    window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
     sums = {0: 0, 1: 4, 2: m * (4 + 12 / ranks), 3: m * (4 + 12 / ranks)}[l.zero]   # bytes: zeroed, slices added up
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
     if l.zero < 2:                                        # an all-reduce is two halves
         halves = FLOAT32 * (1 if l.zero else 2)
         behind = halves * (byte - last_units) + latency
         taken = k["taken"] * min(behind, window)
-        chain = l.pp - 1 if waits else 0
-        seconds["dp"] += l.pp * taken + (1 + chain) * exposed(behind, window) + halves * last_units
+        seconds["dp"] += l.pp * taken + exposed(behind, window) + halves * last_units
     else:                                                 # after every micro-batch, with ZeRO-3's second gather
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
         hidden = again + FLOAT32 * (byte - last_units / m) + latency

@@ -13,8 +13,8 @@ TRAINERS = {
     "this": {},
     # fused kernels; attention by cuDNN, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper, figure 5);
     # --tp-comm-overlap hides most of tp's traffic, and its schedules send while they compute
-    "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5, waits=0.0),
-    "torchtitan": dict(gathers_again=0.0, waits=0.0)}
+    "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5),
+    "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
 HOPPER = "h100", "h200", "h800"                           # which cuDNN's attention is so much faster on
 
@@ -33,13 +33,9 @@ def scaled(found, more):
     return {name: found[name] * share for name, share in more.items()}
 
 
-def fused(trainer, compiled):
-    """Whether SwiGLU keeps its two inputs alone, and a norm its input."""
-    return trainer == "megatron" or compiled
-
-
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
     """What a question is answered with: known is what --constants or the usual gives."""
     base = dict(time=known["time"], slack=known["slack"])
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
-    return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8, fused=fused(trainer, compiled))
+    return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,
+                fused=trainer == "megatron" or compiled)

@@ -1,11 +1,5 @@
-"""How far an answer can be trusted: whether runs like it were measured, and how far off it may be.
-
-measured      the same trainer was measured doing the same
-elsewhere     runs that do the same things were published, of other trainers
-extrapolated  the same, of another size: other models, more nodes, other sequences, GPUs that nobody compared
-physics only  it has something that no published run had
-
-The interval is meant to hold for four of five runs. docs/proof.md has what it held of runs that it was not made from.
+"""How far an answer can be trusted: whether runs like it were measured (the README says what the four words mean),
+and how far off it may be. Of five runs four should lie in the interval; docs/proof.md has how many did.
 """
 import math
 
@@ -36,7 +30,6 @@ DID = dict(
 
 
 def of_layout(l):
-    """What a layout has beside dp and ZeRO."""
     found = ["tp"] * (l.tp > 1) + ["pp"] * (l.pp > 1) + [l.schedule] * (l.pp > 1 and l.schedule != "1f1b")
     found += [l.recompute] * (l.recompute != "none") + ["zero2"] * (l.zero == 2)
     return found + ["cp"] * (l.cp > 1) + ["ep"] * (l.ep > 1)
@@ -61,7 +54,6 @@ def beyond(c, l, cluster):
 
 
 def name_of(gpu):
-    """Of its own or another's power and memory."""
     return next((name for name, one in simulated.GPUS.items()
                  if one.bfloat16 == gpu.bfloat16 and one.nvlink == gpu.nvlink and one.memory == gpu.memory), "")
 

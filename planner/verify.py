@@ -20,7 +20,7 @@ def beside_the_simulator(question, args, one):
     l = one.layout._replace(accumulation=min(one.layout.accumulation, max(2, 2 * one.layout.pp)))
     cluster, k = question.cluster, question.constants["time"]
     ours = speed.step_seconds(question.c, l, cluster, costs.our_stages(question.c, l), k)
-    theirs = simulated(explain.train_flags(question.model, l, 1, question.lr), args, cluster)
+    theirs = simulated(explain.train_flags(question.model, l, steps=1), args, cluster)
     waits = {name: (sum(ours.get(kind, 0) for kind in kinds), sum(theirs["exposed"].get(n, 0) for n in NAMES.get(name, (name,))))
              for name, kinds in WAITS.items()}
     both = dict(computing=(sum(ours.values()) - sum(a for a, _ in waits.values()),

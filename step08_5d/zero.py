@@ -131,7 +131,7 @@ class Zero:
         if unit.arrived == len(unit.params) * unit.backwards_per_reduce:
             unit.arrived = 0
             self.under_way.append((unit, *unit.start_reduce()))
-            if len(self.under_way) > 1:                # of the buffers in stages 2 and 3, two exist at a time
+            if self.stage > 1 and len(self.under_way) > 1:     # each holds a buffer: two exist at a time
                 self.finish_oldest()
 
     def finish_oldest(self):

@@ -47,8 +47,13 @@ def test_the_page_is_one_file(tmp_path):
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     data = data_of(text)
-    assert not data["served"] and data["answer"]["layout"]["knobs"]["tp"] == 2
-    assert len(data["reports"]) >= len(data["answer"]["best"])
+    answers = data["answers"]                             # of 4 to 16 GPUs, and half to twice the tokens
+    assert set(answers) == {f"{gpus},{tokens}" for gpus in (4, 8, 16) for tokens in (2_000_000, 4_000_000, 8_000_000)}
+    asked = answers["8,4000000"]
+    assert not data["served"] and asked["layout"]["tp"] == 2 and asked["layout"]["config"] == data["config"]
+    assert {one["config"] for one in asked["best"]} <= set(asked["reports"])
+    turned = {stop["config"] for stops in asked["layout"]["stops"].values() for stop in stops if not stop["why"]}
+    assert turned <= set(asked["reports"]) and asked["reports"][turned.pop()]["seconds"]
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|XMLHttp|@import|<link(?! rel=\"icon\" href=\"data:)|src=", text)
     assert text.count("</script>") == 1
 
@@ -58,7 +63,8 @@ def test_the_page_opens_at_the_best_layout(tmp_path):
     assert done.returncode == 0
     data = data_of((tmp_path / "plan.html").read_text())
     best = plan.Search(models.PRESETS["llama-8b"], speed.Cluster(8), 4096, 1024, CONSTANTS).best()[0]
-    assert data["answer"]["layout"]["config"] == data["answer"]["best"][0]["config"] == serve.config_of(best.layout)
+    answer = data["answers"]["8,4194304"]
+    assert answer["layout"]["config"] == answer["best"][0]["config"] == serve.config_of(best.layout)
 
 
 def test_a_closed_pipe_is_no_error():
@@ -203,7 +209,7 @@ def test_nobody_else_can_reach_it(server):
     ('{"gpus": true}', "gpus must be"), ('{"gpus": 12}', "not a multiple of 8"), ('{"model": "x"}', "model must be"),
     ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config is a text"), ('{"config": "tp=3"}', "!= gpus(64)"),
     ('{"seq_len": 0}', "seq_len must be"), ('{"model": "pasted"}', "not JSON"),
-    ('{"model": "pasted", "pasted": "{}"}', "model_type null"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
+    ('{"model": "pasted", "pasted": "{}"}', "not a config.json"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
     ("x" * 70_000, "at most"), ('{"config": "\\ud800=1"}', "take =value")])
 def test_bad_requests_get_one_line(server, body, message):
     status, text = send(server, "POST", "/answer", body)
@@ -306,7 +312,7 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     found = serve.answer(asked, config)
     layout = found["layout"]
     assert text(opened, "#name") == layout["name"]
-    assert f"{layout['held']:.1f} GiB of {layout['room']:.1f}" in text(opened, "#verdict")
+    assert f"{layout['held']:.1f} GiB of {layout['limit_gib']:.1f}" in text(opened, "#verdict")
     worst = max(layout["ranks"], key=lambda one: sum(one.values()))
     memory = {kind: f"{size:.1f} GiB" for kind, size in worst.items() if size > 0.0005 * sum(worst.values())}
     assert shown(opened, "#memory .key li") == memory
@@ -314,7 +320,7 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     assert shown(opened, "#time .key li") == seconds
     assert "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in layout["mfu"].items()) in text(opened, "#time")
     assert all(re.fullmatch(r"\w+ \d+\.\d GiB", title) for title in titles(opened, "#memory .row i"))
-    assert text(opened, "#knobs p").startswith(f"dp follows: {layout['degrees']['dp']};")
+    assert text(opened, "#knobs p").startswith(f"dp follows: {layout['dp']};")
     drawn, step, *left = map(float, re.findall(r"(\d+\.\d\d) s", text(opened, "#timeline p")))
     assert f"{step:.2f}" == f"{layout['step']:.2f}" and drawn + sum(left) == pytest.approx(step, abs=0.021)
     assert shown(opened, "#numbers dd")["tokens/s/GPU"] == f"{layout['tokens_per_s']:,.0f}"
@@ -480,12 +486,59 @@ def test_the_page_without_a_server(browser, page):
     browser.events.clear()
     browser.open(page)
     settle(browser)
-    assert browser.run("document.getElementById('controls').hidden")
     assert text(browser, "#verdict").startswith("The planner's answer. Fits")
-    second = browser.run("data.answer.best[1].name")
+    second = browser.run("data.answers['64,4194304'].best[1].name")
     browser.run("document.querySelectorAll('#best button')[1].click()")
     browser.wait(f"document.getElementById('name').textContent === {json.dumps(second)}")
+    browser.run("change({config: ''})")
+    settle(browser)
+    browser.run("document.getElementById('zero_3').click()")
+    browser.wait("document.getElementById('name').textContent.includes('ZeRO-3')")
+    assert browser.run("beforehand[state.config].zero") == 3
+    assert "was not computed beforehand" in " ".join(titles(browser, "#knobs label.no"))
+    browser.run("document.getElementById('gpus').stepUp(); document.getElementById('gpus').dispatchEvent(new Event('input'))")
+    browser.wait("document.getElementById('title').textContent.includes('128 x h100')")
+    settle(browser)
+    at_128 = browser.run("data.answers['128,4194304'].layout.name")
+    assert text(browser, "#name") == at_128 and not browser.run("document.getElementById('seq_len').max > 0")
     assert browser.complaints() == []
+
+
+@needs_chromium
+def test_words_are_explained_on_click(opened, server):
+    """Each with a link to a README, which the server has."""
+    assert visible(opened, "#about") == []
+    for name in ("tp", "zero", "schedule"):
+        opened.run(f"document.querySelector('fieldset:has([name={name}]) .word').click()")
+        assert visible(opened, "#about") == ["#about"] and text(opened, "#about p") == opened.run(f"WORDS.{name}[0]")
+    link = opened.run("document.querySelector('#about a').pathname")
+    status, page = send(server, "GET", link)
+    assert status == 200 and page == (ROOT / link[1:]).read_text() and link == "/step06_pp/README.md"
+    assert all((ROOT / path).exists() for path in opened.run("Object.values(MORE)"))
+    unknown = opened.run("data.columns.concat(Object.keys(data.kinds), Object.keys(shown.ranks[0])).filter(one => !WORDS[one])")
+    assert unknown == []
+
+
+@needs_chromium
+def test_a_slow_question_shows_how_far_it_is(browser, monkeypatch):
+    seen, answer = threading.Event(), serve.answer
+    monkeypatch.setattr(serve, "answer", lambda *asked: seen.wait(60) and answer(*asked))
+    monkeypatch.setitem(plan.progress, "share", 0.4)
+    with serving(serve.handler(question(gpus=8), "")) as port:
+        browser.visit(f"http://127.0.0.1:{port}/")
+        browser.wait("document.getElementById('progress').checkVisibility()")
+        assert text(browser, "#progress span") == "Looking at all layouts: 40%"
+        seen.set()
+        browser.wait("!document.getElementById('progress').checkVisibility()")
+        settle(browser)
+        assert text(browser, "#verdict").startswith("The planner's answer.")
+
+
+def test_progress_grows_to_the_end(monkeypatch):
+    shares = []
+    monkeypatch.setattr(plan, "progress", type("Noted", (dict,), {"__setitem__": lambda self, name, share: shares.append(share)})())
+    plan.Search(models.PRESETS["llama-1b"], speed.Cluster(8), 4096, 64, CONSTANTS)
+    assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] < 1
 
 
 @pytest.mark.slow

@@ -439,10 +439,11 @@ def small_model(stage, micro_batches, group, events, *blocks):
     return model, zero.Zero(model, None, args)
 
 
-def collect_job():
+def collect_job(stage):
     group, rank = start()
     with watched(group, {10: "0", 20: "1", 30: "2"}) as events:
         model, zero = small_model(1, 2, group, events, (4, 3, 3), (20,), (30,))
+        zero.stage = stage                                # of units of stage 1, to see the order alone
         steps = []
         for _ in range(2):
             reduced = []
@@ -465,6 +466,18 @@ def assert_in_order(came, expected, what):
         assert a == b, f"{what}, {before}: expected is {b}, came {a}"
 
 
+def assert_collected(stage, steps, expected):
+    for step, ((first, last), under_way, left, slices) in enumerate(steps, 1):
+        where, left_over = f"stage {stage}, step {step}", {1: 3, 3: 1}[stage]
+        assert first == [], f"{where}: {', '.join(first)} came in the first of two micro-batches, not in the last"
+        assert_in_order(last, expected, f"{where}, reductions in the last backward (a transfer runs while the next unit "
+                                        f"computes its backward)")
+        assert under_way == left_over, f"{where}: after backward {under_way} reductions are under way; expected is {left_over}"
+        assert left == 0, f"{where}: {left} parameters have a param.grad after backward; expected is None"
+        assert slices == [[33]] * 3, (
+            f"{where}: all gradients are 1 + 2 on rank 0 and 10 + 20 on rank 1, which is 33; the slices have {slices}")
+
+
 @rung({"zero.py": ["Zero.collect", "Zero.finish_oldest"]}, hints="""
     `collect` is called by a hook, once for each parameter in each backward. It can count: when has a unit got all gradients of
     the last micro-batch?
@@ -474,24 +487,20 @@ def assert_in_order(came, expected, what):
     finish_oldest will need: the unit, the work, and what else start_reduce has returned.
 
     collect: `unit = param.unit`; `unit.add_gradient(param)`; `param.grad = None`; add 1 to unit.arrived; if it is complete, set it
-    to 0, `self.under_way.append((unit, *unit.start_reduce()))`, and if now `len(self.under_way) > 1` call `self.finish_oldest()`.
+    to 0, `self.under_way.append((unit, *unit.start_reduce()))`, and if now `self.stage > 1` and `len(self.under_way) > 1` call
+    `self.finish_oldest()`.
     finish_oldest: `unit, work, part = self.under_way.pop(0)`; `work.wait()`; `unit.finish_reduce(part)`.""")
 def test_a_unit_is_reduced_when_it_is_complete(pool):
     """`collect(param)` is called when backward has made param.grad. It gives the gradient to the unit of the parameter and sets
     param.grad to None. When that was the last gradient of the unit in the last micro-batch, it starts the reduction of the unit,
-    and backward goes on; in which order the gradients of a unit come is not known. If then two reductions are under way
-    (self.under_way), it finishes the older one, which had all of this unit's backward to get done: `finish_oldest` waits for it
-    and calls the unit's finish_reduce."""
-    for steps in pool.call(collect_job, STEP, world=2):
-        for step, ((first, last), under_way, left, slices) in enumerate(steps, 1):
-            assert first == [], f"step {step}: {', '.join(first)} came in the first of two micro-batches, not in the last"
-            expected = ["reduce 2", "reduce 1", "wait for reduce 2", "reduce 0", "wait for reduce 1"]
-            assert_in_order(last, expected, f"step {step}, reductions in the last backward (a transfer runs while the next unit "
-                                            f"computes its backward)")
-            assert under_way == 1, f"step {step}: after backward {under_way} reductions are under way; expected is 1, the newest"
-            assert left == 0, f"step {step}: {left} parameters have a param.grad after backward; expected is None"
-            assert slices == [[33]] * 3, (
-                f"step {step}: all gradients are 1 + 2 on rank 0 and 10 + 20 on rank 1, which is 33; the slices have {slices}")
+    and backward goes on; in which order the gradients of a unit come is not known. In stage 1 that is all: sum_gradients finishes
+    the reductions (self.under_way) after backward. In stages 2 and 3 each of them will hold a buffer. So there, if two are under
+    way now, the older one is finished, which had all of this unit's backward to get done: `finish_oldest` waits for it and calls
+    the unit's finish_reduce."""
+    for stage, expected in ((1, ["reduce 2", "reduce 1", "reduce 0"]),
+                            (3, ["reduce 2", "reduce 1", "wait for reduce 2", "reduce 0", "wait for reduce 1"])):
+        for steps in pool.call(collect_job, STEP, stage=stage, world=2):
+            assert_collected(stage, steps, expected)
 
 
 def stage_2_job():

@@ -1,7 +1,6 @@
 """A cluster on a laptop: a training step of any of the eight steps on GPUs that you do not have.
 
     python tools/simulate 3 8 --model llama-8b --zero 3 --seq_len 8192 --global_batch_size 8 --micro_batch_size 1
-    python tools/simulate 8 16 --model llama-8b --pp 2 --tp 8 --micro_batch_size 1 --plot step.png --trace step.json
 
 It is the step's own trainer that runs, but with no memory, GPU or other process (stand_ins.py). What it does is noted (record.py)
 and played on simulated GPUs (play.py, gpus.py). What the allocator and NCCL take of memory is not seen.
@@ -33,8 +32,8 @@ def parse_args(gpus):
     add("--plot", metavar="FILE", help="draw it")
     add("--json", metavar="FILE", help="write what was seen there, too")
     args, flags = parser.parse_known_args()
-    known = args.step in list("12345678") or (Path(args.step) / "train.py").is_file()
-    known or refuse(f"STEP {args.step}: the steps are 1 to 8")
+    if args.step not in list("12345678") and not (Path(args.step) / "train.py").is_file():
+        refuse(f"STEP {args.step}: the steps are 1 to 8")
     if args.ranks < 1 or args.ranks > 1 and args.step == "1":
         refuse(f"RANKS {args.ranks}: there must be at least 1, and step 1 has no more")
     if not 0 <= args.rank < args.ranks:
@@ -55,6 +54,7 @@ def main():
     args, flags = parse_args(GPUS)
     from steps import step_dir
     sys.path.insert(0, str(step_dir(args.step) if args.step.isdecimal() else Path(args.step).resolve()))
+    from simulate.draw import plot, trace
     from simulate.play import Player
     from simulate.ranks import Ranks, look, record_all
     from simulate.report import Result, report
@@ -66,10 +66,8 @@ def main():
     report(result, args.gpu)
     if args.json:
         Path(args.json).write_text(json.dumps(result.as_json(), indent=1))
-    if args.trace or args.plot:
-        from simulate.draw import plot, trace
-        args.trace and trace(result, Path(args.trace))
-        args.plot and plot(result, args.plot, args.gpu)
+    args.trace and trace(result, Path(args.trace))
+    args.plot and plot(result, args.plot, args.gpu)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
 """What an operation costs a device: the FLOPs of its products, the bytes that it reads and writes. Seen from its arguments."""
+from functools import cache
+
 import torch
 
 from simulate.gpus import Kernel
@@ -68,6 +70,7 @@ def memory(name, args, result):
     return Kernel(name, "memory", str(getattr(first, "dtype", "")).removeprefix("torch."), 0, moved)
 
 
+@cache
 def chosen(op):
     """The function for an operation; None: it takes no time."""
     name = op._opname
@@ -80,11 +83,6 @@ def chosen(op):
     return None if name in NOTHING or view else memory
 
 
-CHOSEN = {}
-
-
 def kernel_of(op, args, result):
-    if op not in CHOSEN:
-        CHOSEN[op] = chosen(op)
-    how = CHOSEN[op]
+    how = chosen(op)
     return how and how(op._opname, args, result)

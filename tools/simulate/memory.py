@@ -5,12 +5,13 @@ from unittest.mock import patch
 
 import torch
 
+from simulate.kernels import tensors
+
 KINDS = ["parameters", "optimizer states", "gradients", "activations", "rest"]
 
 
 class Memory:
     """events: (when, storage number, bytes gained or lost), where `now` says when; kinds: what each storage turned out to be."""
-
     def __init__(self, now):
         self.now, self.events, self.kinds = now, [], []
         self.alive = {}                                   # by address: number, size, and what tells when it ends
@@ -26,11 +27,8 @@ class Memory:
             self.kinds[self.alive[key][0]] = kind
 
     def note_all(self, values, kind):
-        if isinstance(values, torch.Tensor):
-            self.note(values, kind)
-        elif isinstance(values, (list, tuple)):
-            for value in values:
-                self.note_all(value, kind)
+        for tensor in tensors([values]):
+            self.note(tensor, kind)
 
     def note_state(self, model, optimizer):
         self.note_all([*model.parameters(), *optimizer.params], "parameters")
@@ -57,16 +55,6 @@ class Memory:
                 self.events.append((self.now(), number, size - before))
         with patch.object(torch.UntypedStorage, "resize_", noted):
             yield
-
-    def made_in(self, spans):
-        """What a forward pass made is an activation, also where autograd does not look: in our own functions."""
-        spans = iter(spans)
-        start, end = next(spans)
-        for when, number, size in self.events:
-            while when > end:
-                start, end = next(spans, (float("inf"), float("inf")))
-            if size > 0 and when >= start and self.kinds[number] == "rest":
-                self.kinds[number] = "activations"
 
 
 def timeline(events, kinds):

@@ -30,7 +30,6 @@ class Event(NamedTuple):
 
 class Transfer:
     """A collective, or a message, of all its ranks."""
-
     def __init__(self, operation, needs, queues):
         self.operation, self.needs, self.queues = operation, needs, queues
         self.started, self.paid = {}, set()               # {rank, and which end: when}; ranks whose kernels it has slowed
@@ -39,7 +38,6 @@ class Transfer:
 
 class Player:
     """recordings: {rank: what it noted}. stands_for: of any rank the one whose notes are its own, too."""
-
     def __init__(self, recordings, cluster, stands_for=lambda rank: rank, stage_of=lambda rank: 0):
         self.of, self.cluster, self.stage_of = recordings, cluster, stage_of
         self.stand_for = cache(lambda ranks: tuple(map(stands_for, ranks)))
@@ -81,7 +79,6 @@ class Player:
         self.seconds = max(self.now.values())
         return self
 
-    # --------------------------------------------------------------------------------------------- one rank
     def advance(self, rank):
         """Until it is done, or waits for what is not over."""
         notes, times = self.of[rank].notes, self.times[rank]
@@ -162,7 +159,6 @@ class Player:
         i = bisect_right(starts, when) - 1
         return 0.0 if i < 0 else min(before[i] + when - starts[i], before[i + 1] if i + 1 < len(before) else self.computing[rank])
 
-    # --------------------------------------------------------------------------------------------- what travels
     def try_to_begin(self, transfer):
         """If all its ranks have started it, and those before it in their streams are over."""
         come = transfer.started.keys() == transfer.needs and transfer.ready is None
@@ -178,7 +174,7 @@ class Player:
         return max(self.busy[lane] for lane in transfer.lanes)
 
     def finish(self, transfer):
-        transfer.end = self.clock
+        transfer.end, operation = self.clock, transfer.operation
         del self.active[transfer]
         self.busy.subtract(transfer.lanes)
         for queue in transfer.queues:
@@ -187,6 +183,5 @@ class Player:
             if self.queues[queue]:
                 self.try_to_begin(self.queues[queue][0])
         for rank in {rank for rank, _ in transfer.needs}:
-            operation = transfer.operation
             self.events.append(Event(rank, operation.dimension, operation.what, transfer.ready, transfer.end, ""))
             self.advance(rank)

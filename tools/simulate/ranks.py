@@ -1,8 +1,8 @@
 """Which ranks are recorded, and who stands for whom.
 
-Ranks of tp and dp do the same as their neighbours, with other numbers: one of them is recorded and stands for all. Stages of a
-pipeline are recorded each. So are the ranks of cp, which see more or less of the other keys; but if they are many, and the mode is
-not `ring`, in which the last has twice the mean to do, the last alone: with zigzag and allgather it merges most.
+Of ranks of tp and dp, which do the same with other numbers, one is recorded and stands for all; of stages of a pipeline each. So is
+each rank of cp, which sees more or less of the other keys; but where they are many, and the mode is not `ring`, in which the last
+has twice the mean to do, the last alone: with zigzag and allgather it merges most.
 """
 import contextlib
 import functools

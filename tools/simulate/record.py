@@ -7,7 +7,7 @@ start_mesh, dimensions and Pipeline of the steps that have them.
 import contextlib
 import os
 import sys
-from collections import Counter, namedtuple
+from collections import defaultdict, namedtuple
 from itertools import count, islice
 from traceback import walk_stack
 from types import SimpleNamespace
@@ -53,7 +53,6 @@ class Operation(NamedTuple):
 #     ("begin", action)  ("end", action)      ("host waits", site): for all that was computed so far
 class Recorder(TorchDispatchMode):
     """Of one training step."""
-
     def __init__(self, model, optimizer, mesh, args):
         super().__init__()
         self.model, self.optimizer, self.mesh, self.args = model, optimizer, mesh, args
@@ -61,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self.memory = Memory(lambda: len(self.notes))
         self.layer, self.begun, self.actions = "", [], []
         self.members, self.names = {}, {}                 # of groups: the ranks, and the dimension
-        self.calls, self.payload, self.wire = Counter(), Counter(), Counter()      # by (dimension, collective)
+        self.sent = defaultdict(lambda: (0, 0, 0))        # by (dimension, collective): calls, payload, on the wire
         if mesh is not None:
             from mesh import dimensions
             self.names = {dist.group.WORLD.group_name: "world", **dimensions(mesh)}
@@ -73,7 +72,9 @@ class Recorder(TorchDispatchMode):
         result = op(*args, **kwargs)
         if op._opname == "_to_copy" and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.notes.append(("host waits", site()))
-        self.memory.note_all(result, "activations" if torch.is_grad_enabled() else "rest")
+        # what a forward pass makes is an activation, also where autograd does not look: in our own functions
+        forward = torch.is_grad_enabled() or any(name.startswith("F") for name, _ in self.begun)
+        self.memory.note_all(result, "activations" if forward else "rest")
         if op.namespace != "c10d" and (kernel := kernel_of(op, args, result)):
             self.compute(kernel, args, result)
         return result
@@ -100,8 +101,7 @@ class Recorder(TorchDispatchMode):
         if what == "all_to_all" and args[4]:              # uneven: all is sent but what stays here
             wire = moved * (1 - args[4][group.rank()] / max(1, sum(args[4])))
         if what != "receive":
-            for counter, one in ((self.calls, 1), (self.payload, moved), (self.wire, wire)):
-                counter[dimension, what] += one
+            self.sent[dimension, what] = tuple(map(sum, zip(self.sent[dimension, what], (1, moved, wire))))
         if what == "all_to_all" and args[3]:              # more may come
             wire = max(wire, args[0].nbytes * (1 - args[3][group.rank()] / max(1, sum(args[3]))))
         if what in ("send", "receive"):
@@ -111,7 +111,6 @@ class Recorder(TorchDispatchMode):
         self.notes.append(("start", len(self.operations), site()))
         self.operations.append(Operation(what, dimension, ranks, moved, wire, grouped))
 
-    # ------------------------------------------------------------------------------------------- names and waits
     def begin(self, name):
         self.begun.append((name, len(self.notes)))
         self.notes.append(("begin", name))
@@ -159,7 +158,6 @@ class Recorder(TorchDispatchMode):
                 yield
             fused_kernels.clear()
         self.memory.note_state(self.model, self.optimizer)
-        self.memory.made_in((action.start + 1, action.end) for action in self.actions if action.name.startswith("F"))
 
     def seen(self):
         from metrics import flops_per_token
@@ -178,7 +176,7 @@ class Recorder(TorchDispatchMode):
             most={kind: max(column) for kind, column in zip(KINDS, columns)},
             flops=sum(kernels[number].flops for what, number, *_ in notes if what == "compute"),
             flops_per_token=flops_per_token(self.model.model.config, self.args.seq_len),
-            sent={what: (self.calls[what], self.payload[what], self.wire[what]) for what in sorted(self.calls)},
+            sent=dict(sorted(self.sent.items())),
             mesh={name: (self.mesh.get_local_rank(name), self.mesh[name].size())
                   for name in getattr(self.mesh, "mesh_dim_names", ())})
 
@@ -186,9 +184,8 @@ class Recorder(TorchDispatchMode):
 def site():
     """The line of the trainer that is being executed: file.py:12."""
     folder = os.path.dirname(sys.modules["train"].__file__)
-    here = (f"{os.path.basename(frame.f_code.co_filename)}:{line}" for frame, line in walk_stack(None)
-            if os.path.dirname(frame.f_code.co_filename) == folder)
-    return next(here, "")
+    return next((f"{os.path.basename(frame.f_code.co_filename)}:{line}" for frame, line in walk_stack(None)
+                 if os.path.dirname(frame.f_code.co_filename) == folder), "")
 
 
 def place(when, actions):
@@ -220,20 +217,17 @@ def named_layers(model, recorder):
 @contextlib.contextmanager
 def named_passes(decoder, recorder):
     """Without a pipeline forward and backward are a stage's actions; the head is part of B, as it is from step 6 on."""
-    backward, numbers = torch.Tensor.backward, count()
-
-    def enter(*_):
-        recorder.number = next(numbers)
-        recorder.begin(f"F{recorder.number} of stage 0")
+    backward, started, done = torch.Tensor.backward, count(), count()
 
     def leave(*_):
         recorder.end()
-        recorder.begin(f"B{recorder.number} of stage 0")
+        recorder.begin(f"B{next(done)} of stage 0")
 
     def to_the_end(*args, **kwargs):
         backward(*args, **kwargs)
         recorder.end()
-    made = decoder.register_forward_pre_hook(enter, prepend=True), decoder.register_forward_hook(leave)
+    enter = decoder.register_forward_pre_hook(lambda *_: recorder.begin(f"F{next(started)} of stage 0"), prepend=True)
+    made = enter, decoder.register_forward_hook(leave)
     with patch.object(torch.Tensor, "backward", to_the_end):
         yield
     for hook in made:

@@ -4,7 +4,6 @@ from collections import Counter
 
 class Result:
     """Of a training step on all ranks."""
-
     def __init__(self, recordings, ranks, rank, count, played, cluster):
         self.recordings, self.ranks, self.rank, self.count, self.played = recordings, ranks, rank, count, played
         self.seen = recordings[ranks.stands_for(rank)]
@@ -12,17 +11,16 @@ class Result:
         self.tokens = self.args.global_batch_size * self.args.seq_len
         self.speed = self.tokens / played.seconds / count
         self.mfu = self.speed * self.seen.flops_per_token / self.gpu.peak(str(self.args.dtype).removeprefix("torch."))
-        self.exposed, self.waits, many = Counter(), Counter(), len(recordings)
+        self.exposed, self.waits, self.many = Counter(), Counter(), len(recordings)
         for of_rank in played.waited.values():
             for (dimension, site), seconds in of_rank.items():
-                self.exposed[dimension] += seconds / many
-                self.waits[dimension, site] += seconds / many
-        self.host = sum(played.host.values()) / many
-        self.bubble = sum(played.idle.values()) / many / played.seconds
+                self.exposed[dimension] += seconds / self.many
+                self.waits[dimension, site] += seconds / self.many
+        self.host = sum(played.host.values()) / self.many
+        self.bubble = sum(played.idle.values()) / self.many / played.seconds
 
     def as_json(self):
-        names = "dimension", "collective", "calls", "payload_bytes", "wire_bytes"
-        seen = self.seen
+        names, seen = ("dimension", "collective", "calls", "payload_bytes", "wire_bytes"), self.seen
         return dict(step_seconds=self.played.seconds, tokens_per_s_per_gpu=self.speed, mfu=self.mfu,
                     peak_bytes=sum(seen.peak.values()), exposed={**self.exposed}, bubble=self.bubble,
                     between_bytes=sum(seen.between.values()), flops=seen.flops,
@@ -44,17 +42,13 @@ def report(result, name):
     peak = sum(seen.peak.values()) / 2**30
     fits = "fits in" if peak < result.gpu.memory else "DOES NOT FIT in"
     print(f"the peak is {seen.place}; it {fits} the {result.gpu.memory:g} GiB of {name}, as far as is seen\n")
-    tokens = args.global_batch_size // size.get("dp", 1) * args.seq_len // size.get("cp", 1)
+    tokens = result.tokens // size.get("dp", 1) // size.get("cp", 1)
     print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
     if seen.sent:
         print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
     for (dimension, collective), (calls, payload, wire) in seen.sent.items():
         print(f"{dimension:<16}{collective:<16}{calls:>9,}{payload:>20,}{wire:>20,.0f}")
-    time(result, name)
-
-
-def time(result, name):
-    whole, many = result.played.seconds, len(result.recordings)
+    whole, many = result.played.seconds, result.many
     print(f"\nsimulated on {result.count:,} {name}: {whole:,.4g} s a step, "
           f"{result.speed:,.0f} tokens/s/GPU, MFU {result.mfu:.1%}\n")
     print(f"{'seconds, mean of ' + str(many) + ' played':<34}{'of the step':>12}")
@@ -65,7 +59,7 @@ def time(result, name):
     for what, seconds in rows.items():
         if seconds >= whole / 2000:
             print(f"{what:<24}{seconds:>10,.4f}{seconds / whole:>12.1%}")
-    if "pp" in result.seen.mesh and result.seen.mesh["pp"][1] > 1:
+    if size.get("pp", 1) > 1:
         print(f"bubble: a rank stands idle for {result.bubble:.1%} of the step because ranks of other stages are not so far")
     longest = [(seconds, *what) for what, seconds in result.waits.most_common(3) if seconds > 0]
     if longest:

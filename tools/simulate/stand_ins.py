@@ -1,8 +1,7 @@
 """What takes data, other processes or a device is replaced by what does not.
 
-Tensors are on PyTorch's meta device: they have a shape, and a storage of some size, but no data. The process group is its
-`fake` one, in which a collective is over at once. The kernels are CUDA's, with --device cpu the CPU's; they differ in what the
-norms keep, and collectives in whether they hold on to their input.
+Tensors are on PyTorch's meta device: they have a shape, but no data. The process group is its `fake` one, in which a collective is
+over at once. Kernels are CUDA's, with --device cpu the CPU's: norms keep other things, and collectives let go of their input.
 """
 import contextlib
 import os
@@ -30,17 +29,14 @@ def one_rank(ranks, rank):
     from messages import refuse
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
-    def replace(stand_ins):
-        for name, instead in stand_ins.items():
-            replaced.enter_context(patch(name, instead))
-
     def parse(argv):
         with patch("torch.cuda.is_available", lambda: True):                       # there
             args = parse_args(argv)
         for name in LEFT_OUT:
             getattr(args, name, None) and refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
         args.attention == "sdpa" or refuse("a dry run takes --attention sdpa, which keeps and computes the same")
-        replace(of_data_and_device(args))
+        for name, instead in of_data_and_device(args).items():
+            replaced.enter_context(patch(name, instead))
         replaced.enter_context(NoData())
         args.device, args.steps, args.dataset = "meta", 1, "none.npy"
         args.fused, args.compile = getattr(args, "compile", False), False          # fuse.py does what the compiler would
@@ -58,7 +54,8 @@ def one_rank(ranks, rank):
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
         os.environ.pop("RANK", None)                      # no other process is met (patch.dict puts it back)
         replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
-        replace(stand_ins)
+        for name, instead in stand_ins.items():
+            replaced.enter_context(patch(name, instead))
         yield
 
 
@@ -92,7 +89,6 @@ def flash_attention(q, k, v):                             # [batch, seq, heads, 
 
 class FusedNorm(torch.autograd.Function):
     """What CUDA's kernel keeps: the input, and a float32 per token. On the CPU, and on meta, more is kept."""
-
     @staticmethod
     def forward(ctx, x, weight):
         wide = torch.promote_types(x.dtype, torch.float32)
