@@ -420,7 +420,7 @@ def killed_at_random(pool, flags, tmp_path, draw):
 
 
 @slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", layouts.every_other(range(2)))
 def test_killed_at_any_moment_it_can_go_on(pool, flags, tmp_path, seed):
     killed_at_random(pool, f"{flags['dense']} --steps 300 --lr_schedule constant", tmp_path, random.Random(seed))
 

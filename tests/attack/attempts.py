@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 
 import numpy as np
@@ -212,9 +213,11 @@ def a_strange_environment(draw, folder, house):
                         "PYTHONIOENCODING", "PYTHONHASHSEED", "COLUMNS"])
     value = draw.choice(["", "abc", "-1", "0", "1", "3", "99999", "/nowhere"])
     ranks = draw.choice([1, 2]) if step > 1 else 1
-    end = start(step, f"{runs.TINY} --log_file {folder / 'log'}", folder, ranks=ranks, **{name: value}).end(40)
+    may_wait = name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    run = start(step, f"{runs.TINY} --log_file {folder / 'log'}", folder, ranks=ranks, **{name: value})
+    end = run.end(40 if may_wait else 120)
     right = end.status != 0 or runs.same(runs.losses(folder / "log"), house.losses(step, runs.TINY))
-    if end.status is None and name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    if end.status is None and may_wait:
         return CLEAR, f"step {step}, {name}={value!r}: waits for ranks that were promised"
     if end.status and name not in ("HOME", "TMPDIR") and (value in end.text or "Fatal Python error" in end.text):
         return CLEAR, f"step {step}, {name}={value!r}: Python's, torch's or the launcher's own refusal"
@@ -241,7 +244,8 @@ def killed(draw, folder, house):
     more = f" --checkpoint {folder / 'checkpoint'} --save_every 1" * (step == 8)
     run = start(step, f"{runs.TINY} --steps {draw.choice([3, 100000])} --save {folder / 'save'}{more}", folder, ranks=2)
     time.sleep(late)
-    victims = run.workers()
+    while not (victims := run.workers()) and run.process.poll() is None:           # a busy machine has not come so far
+        time.sleep(0.1)
     if victims:
         runs.kill(draw.choice(victims), signal.SIGKILL)
     end = run.end(90)
@@ -264,7 +268,11 @@ def told_to_end(draw, folder, house):
     run = start(step, f"{runs.TINY} --steps 100000 --save {folder / 'save'}{more}", folder, ranks=1 if step == 1 else 2)
     time.sleep(late)
     runs.kill(run.process.pid, number)
+    again = threading.Timer(20, runs.kill, (run.process.pid, number))
+    if number == signal.SIGINT and not run.workers():     # an import of torch's may swallow a Ctrl-C: a user gives another
+        again.start()
     end = run.end(90)
+    again.cancel()
     left = run.sweep()
     what = f"step {step}, {signal.Signals(number).name} after {late:.1f} s"
     if end.status is None or left:
