@@ -40,6 +40,7 @@ SIMULATED = {                                             # a step of few micro-
     7: "4 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --ep 4",
     8: "8 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --pp 2 --tp 2 --ep 2",
 }
+PLANNED = "--model llama-8b --gpus 64 --seq_len 8k --global_batch_tokens 4M"        # the planner's page, computed beforehand
 
 
 # ------------------------------------------------------------------------------------------------ code as HTML
@@ -345,19 +346,38 @@ def ran(python, kind, step):
     return found
 
 
+def planner_page(python):
+    """The planner's own page for one question; its links lead to pages of the site."""
+    digest = hashlib.sha256(PLANNED.encode())
+    for path in sorted(one for one in [*(ROOT / "planner").iterdir(), ROOT / "tools/simulate/gpus.py"] if one.is_file()):
+        digest.update(path.read_bytes())
+    kept = RAN / f"planner-{digest.hexdigest()[:16]}.html"
+    if not kept.exists():
+        for old in RAN.glob("planner-*"):
+            old.unlink()
+        subprocess.run([python, "planner", *shlex.split(PLANNED), "--html", kept], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+    page = re.sub(r'"(\w+)/README\.md"', r'"\1/index.html"', kept.read_text())
+    return page.replace("docs/glossary.md", "docs/glossary.html").replace('"root": "../../"', '"root": "../"')
+
+
 def main(python):
     shutil.rmtree(SOURCE, ignore_errors=True)
     RAN.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         jobs = {(kind, step): pool.submit(ran, python, kind, step) for step in STEPS for kind in ("timeline", "by_hand")}
+        page = pool.submit(planner_page, python)
         texts()
+        with open(SOURCE / "planner/index.md", "a") as file:
+            file.write("\n\n" + raw('<p><a href="page.html">The page for an 8B on 64 H100</a>, computed beforehand.</p>'))
         matrix()
         for step in STEPS:
             diff_page(step)
             by_hand(step, jobs["by_hand", step].result()[0])
             timeline(step, *jobs["timeline", step].result())
     shutil.rmtree(OUT, ignore_errors=True)
-    return build_main(["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(ROOT / "out/site-doctrees"), str(SOURCE), str(OUT)])
+    failed = build_main(["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(ROOT / "out/site-doctrees"), str(SOURCE), str(OUT)])
+    (OUT / "planner/page.html").write_text(page.result())
+    return failed
 
 
 if __name__ == "__main__":
