@@ -113,6 +113,12 @@ site-open:
 	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }
 	python3 -m http.server --bind 127.0.0.1 --directory out/site 8000
 
+# a checker of accessibility, fetched by npm and not kept
+AXE = out/axe/package/axe.min.js
+$(AXE):
+	mkdir -p out/axe
+	cd out/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz
+
 # of what make site has built; without a site, or without a Chromium, these fail
-site-test: $(VENV)
+site-test: $(VENV) $(AXE)
 	SITE=out/site $(PYTEST) tests/test_site.py

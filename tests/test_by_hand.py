@@ -7,6 +7,7 @@ import pytest
 from steps import ROOT, STEPS, run
 
 LIBRARY = sys.stdlib_module_names | {"torch"}
+QUICK = ["step01", "step04", "step07", "step08"]          # of the others each of four processes imports much
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -20,7 +21,7 @@ def test_is_short_and_uses_no_file_of_the_trainer(step):
     assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(text))) or "assert_close" in text
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [pytest.param(step, marks=[] if step[:6] in QUICK else pytest.mark.slow) for step in STEPS])
 def test_runs_alone(step, tmp_path):
     shutil.copy(ROOT / step / "by_hand.py", tmp_path)
     status, output = run([sys.executable, "by_hand.py"], tmp_path, timeout=120)

@@ -25,6 +25,9 @@ WANTED = {1: [(*WAITS, "dist.all_reduce")] * 2 + [("gloo:barrier", "started", "d
           7: [(*WAITS, "dist.all_reduce"), ("gloo:all_reduce", "completed", "batches.get"), *[(*WAITS, "dist.all_reduce")] * 2]}
 
 
+slow = pytest.mark.slow                                   # a second look is a quarter of a minute later
+
+
 @pytest.fixture(scope="module")
 def looks():
     """All eight at once: they only wait."""
@@ -37,6 +40,7 @@ def source(number):
     return (ROOT / f"exercises/hangs/hang{number}.py").read_text().splitlines()
 
 
+@slow
 @pytest.mark.parametrize("number", WANTED)
 def test_lists_and_stacks_show_where_each_rank_is(looks, number):
     ranks, later = looks[number]
@@ -52,6 +56,7 @@ def last_of(looks, number, rank):
     return looks[number][0][rank]["calls"][-1]
 
 
+@slow
 def test_what_else_an_answer_needs(looks):
     """Where the names of the calls are not enough: sequence numbers, groups, sizes, output."""
     assert {last_of(looks, 1, rank)["collective_seq_id"] for rank in range(4)} == {7}
@@ -64,6 +69,7 @@ def test_what_else_an_answer_needs(looks):
     assert f"hang7.py:{line} in read" in printed and any("ValueError" in line for line in printed)
 
 
+@slow
 def test_unequal_sizes_end_the_rank_whose_buffer_is_small(looks):
     ranks, _ = looks[3]
     assert ranks[2]["exit"] == -signal.SIGABRT and "EnforceNotMet" in ranks[2]["out"]
@@ -72,6 +78,7 @@ def test_unequal_sizes_end_the_rank_whose_buffer_is_small(looks):
     assert [call["input_sizes"] for call in ranks[1]["calls"] if "send" in call["profiling_name"]][-1] == [8, 16]
 
 
+@slow
 def test_a_slow_rank_is_told_from_one_that_hangs_by_the_lists(looks):
     ranks, later = looks[8]
     before = [found["calls"][-1]["collective_seq_id"] for found in ranks]

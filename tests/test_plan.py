@@ -546,6 +546,7 @@ def test_commands():
     assert "--nnodes 64 --nproc_per_node 8 " in words[8] and "my models/70b" in shlex.split(words[8])
 
 
+@pytest.mark.slow
 def test_the_command_and_its_dry_run_run(tmp_path):
     (tmp_path / "a model").mkdir()
     (tmp_path / "a model/config.json").write_text(json.dumps({**SHAPES["dense"], "num_hidden_layers": 2}))

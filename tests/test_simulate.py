@@ -140,7 +140,7 @@ ALIKE = {1: ["", "--dtype float32 --device cpu --recompute full"],
          7: ["--model tiny-moe --ep 2 --pp 2 --zero 1"]}
 
 
-@pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow] * (step not in (3, 5))) for step in ALIKE])
+@pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow] * (step != 3)) for step in ALIKE])
 def test_a_step_has_what_step_8_has(pool, step):
     for flags in ALIKE[step]:
         world = 1 if step == 1 else 4 if "dp 2" not in flags else 2
@@ -463,10 +463,11 @@ def test_trace_plot_and_numbers(tmp_path):
     streams = {}
     for event in events:
         if event["ph"] == "X" and names[event["pid"], event["tid"]] in ("compute", "actions"):
-            streams.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)         # ns, as Perfetto reads them
+            streams.setdefault((event["pid"], event["tid"]), []).append((start, start + length))
     for spans in streams.values():
         spans.sort()
-        assert all(after[0] >= before[1] - 1e-3 for before, after in zip(spans, spans[1:]))
+        assert all(after[0] >= before[1] for before, after in zip(spans, spans[1:]))
     assert {event["name"] for event in events if names.get((event["pid"], event.get("tid"))) == "actions"} >= {
         "F0 of stage 0", "B3 of stage 1"}
     most = max(event["args"]["GiB"] for event in events if event["ph"] == "C" and event["pid"] == 0)

@@ -1,10 +1,14 @@
 """The site: what its cards and diffs show against the files themselves, and, of what `make site` has built, its links, its search,
 and how it looks and behaves in a browser. `make site-test` sets SITE; then nothing here is skipped."""
 import html
+import json
 import os
 import re
 import sys
+import threading
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import chromium
@@ -120,6 +124,19 @@ def test_links_lead_somewhere_and_nothing_is_fetched_from_elsewhere():
     assert not [path for path in SITE.rglob("*.css") if re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text())]
 
 
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address():
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     assert chromium.FOUND, "the pages are looked at in a Chromium; none is installed"
@@ -128,26 +145,103 @@ def browser(tmp_path_factory):
     one.stop()
 
 
-PAGES = ["index.html", "step04_tp_sp/index.html", "step06_pp/diff.html", "step06_pp/timeline.html", "step02_dp/by_hand.html",
-         "matrix.html", "step04_tp_sp/zero.py.html", "docs/FAQ.html", "slides.html"]
+PAGES = ["index.html", "step04_tp_sp/index.html", "step03_zero/diff.html", "step06_pp/timeline.html", "step02_dp/by_hand.html",
+         "matrix.html", "step04_tp_sp/train.py.html", "docs/FAQ.html", "search.html", "slides.html"]
+RULES = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice'], resultTypes: ['violations']}"
 
 
 @built
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("page", PAGES)
-def test_no_page_scrolls_sideways_or_complains(browser, page, width):
+def test_a_page_fits_complains_of_nothing_and_is_accessible(browser, address, page, width):
+    assert (SITE / page).exists()
     for dark in (False, True):
         browser.events.clear()
         browser.screen(width, 900, dark)
-        browser.visit(f"file://{SITE / page}")
-        assert browser.run("document.documentElement.scrollWidth") <= width, page
-        assert not browser.complaints()
+        browser.visit(f"{address}/{page}")
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        assert not browser.complaints(address)
+        browser.run((ROOT / "out/axe/package/axe.min.js").read_text() + ";0")
+        wrong = "violations.map((one) => [one.id, one.nodes.length, one.nodes[0].html])"
+        assert browser.run(f"axe.run({RULES}).then((found) => found.{wrong})") == []
 
 
 @built
-def test_the_panel_follows(browser):
+def test_no_slide_is_larger_than_a_beamer(browser, address):
+    browser.screen(1280, 720)
+    browser.visit(f"{address}/slides.html")
+    browser.wait("[...document.images].every((one) => one.complete)")
+    sizes = browser.run("[...document.querySelectorAll('section')].map((one) => [one.offsetHeight, one.scrollWidth])")
+    assert len(sizes) > 60 and not [one for one in sizes if one[0] > 720 or one[1] > 1280]
+
+
+SEEN = """document.addEventListener("focusin", (event) => { event.target.seen = true; });
+const open = (one) => one.checkVisibility({visibilityProperty: true}) && !one.closest("[inert]");
+window.missed = () => [...document.querySelectorAll("a[href], button, input:not([type=radio]), :checked, summary, [tabindex='0']")]
+  .filter((one) => open(one) && !one.seen && !one.matches(".back-to-top")).map((one) => one.outerHTML.slice(0, 120)); 0"""
+
+
+@built
+@pytest.mark.parametrize("page, width", [("step04_tp_sp/index.html", 1280), ("step04_tp_sp/index.html", 390), ("matrix.html", 390),
+                                         ("step06_pp/timeline.html", 1280), ("step06_pp/diff.html", 1280), ("slides.html", 1280)])
+def test_tab_reaches_everything(browser, address, page, width):
+    browser.screen(width, 900)
+    browser.visit(f"{address}/{page}")
+    browser.run(SEEN)
+    count = len(browser.run("missed()"))
+    assert count > 20
+    for _ in range(count + 200):                          # more, since the panel changes on the way
+        browser.press("Tab")
+        if not browser.run("missed().length"):
+            break
+    assert browser.run("missed()") == []
+
+
+@built
+def test_keys_do_what_a_mouse_does(browser, address):
+    def tab_to(selector):
+        for _ in range(400):
+            if browser.run(f"document.activeElement.matches({json.dumps(selector)})"):
+                return
+            browser.press("Tab")
+        raise AssertionError(selector)
+
     browser.screen(1280, 900)
-    browser.visit(f"file://{SITE}/step04_tp_sp/index.html")
+    browser.visit(f"{address}/step04_tp_sp/index.html")
+    tab_to("#card-2 .hunk")
+    browser.press("Enter")
+    hidden = "[...document.querySelectorAll('#panel .{}')].every((row) => !row.offsetHeight)"
+    for key, gone, there in (("ArrowLeft", "add", "del"), ("ArrowRight", "", "add"), ("ArrowRight", "del", "add")):
+        browser.press(key)
+        assert not gone or browser.run(hidden.format(gone)), (key, gone)
+        assert not browser.run(hidden.format(there)), (key, there)
+    browser.press("Escape")
+    assert browser.run("document.activeElement.matches('#card-2 .hunk')")
+    tab_to("article details:not(.around, .fn) > summary")
+    browser.press("Enter")
+    assert browser.run("document.activeElement.parentElement.open")
+
+    browser.visit(f"{address}/step06_pp/timeline.html")
+    tab_to("canvas")
+    whole = browser.run("document.activeElement.toDataURL()")
+    browser.press("+")
+    assert browser.run("document.activeElement.toDataURL()") != whole
+    browser.press("0")
+    assert browser.run("document.activeElement.toDataURL()") == whole
+    browser.press(".")
+    assert browser.run("document.querySelector('output').textContent").startswith("rank 0")
+
+    tab_to("input[type=search], input[name=q]")
+    browser.call("Input.insertText", text="zigzag")
+    browser.press("Enter")
+    browser.wait("location.pathname.endsWith('search.html') && document.querySelectorAll('#search-results li a').length > 0")
+    tab_to("#search-results li a")
+
+
+@built
+def test_the_panel_follows(browser, address):
+    browser.screen(1280, 900)
+    browser.visit(f"{address}/step04_tp_sp/index.html")
     for number in (2, 5):
         browser.run(f"document.querySelector('#card-{number}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
         browser.wait(f"document.querySelector('#card-{number}').classList.contains('now')")
@@ -162,21 +256,20 @@ def test_the_panel_follows(browser):
 
 
 @built
-def test_search_finds(browser):
+def test_search_finds(browser, address):
     wanted = (("reduce-scatter", "glossary"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05"))
     for word, page in wanted:
-        browser.visit(f"file://{SITE}/search.html?q={word}")
-        browser.wait("document.querySelectorAll('#search-results li a').length > 0")
-        browser.wait("/search (finished|found)|matching|found/i.test(document.querySelector('#search-results').textContent)")
+        browser.visit(f"{address}/search.html?q={word}")
+        browser.wait("document.querySelector('#search-results > p').textContent.startsWith('Search finished')")
         assert page in browser.run("[...document.querySelectorAll('#search-results li a')].map((a) => a.href).join(' ')"), word
 
 
 @built
-def test_without_javascript_all_is_there(browser):
+def test_without_javascript_all_is_there(browser, address):
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.screen(390, 900)
-        browser.visit(f"file://{SITE}/step04_tp_sp/index.html")
+        browser.visit(f"{address}/step04_tp_sp/index.html")
         count = len(diffs.cards("step04_tp_sp"))
         assert browser.run("[...document.querySelectorAll('.card .hunk')].filter((one) => one.offsetHeight).length") == count
         assert browser.run("[...document.querySelectorAll('.card .around')].filter((one) => one.offsetHeight).length") == count

@@ -257,6 +257,38 @@ def test_no_tests_is_a_failure(small_repository):
     assert make(small_repository, "test", "STEP=3")[0] == 2
 
 
+FAKE = """#!/bin/sh
+echo "did $0 $*"
+[ "$2" != venv ] || { mkdir -p .venv/bin; cp "$0" .venv/bin/python; }
+"""
+
+
+@pytest.mark.parametrize("there, made", [
+    ("a link", False), ("older, and the same", False), ("of other packages", True), ("none", True)])
+def test_the_environment_is_made_where_it_has_to_be(small_repository, there, made):
+    path = small_repository.parent / "bin/python3"
+    wanted, venv, linked = small_repository / "requirements.txt", small_repository / ".venv", small_repository.parent / "linked"
+    wanted.write_text("torch\n")
+    target = linked if there == "a link" else venv
+    for python in [path] if there == "none" else [path, target / "bin/python"]:
+        python.parent.mkdir(parents=True)
+        python.write_text(FAKE)
+        python.chmod(0o755)
+    if there == "a link":
+        venv.symlink_to(linked)
+    elif there != "none":
+        (venv / "requirements.txt").write_text("torch\n" if "same" in there else "numpy\n")
+        os.utime(venv / "requirements.txt", (1, 1))       # git clone gives files the time at which it writes them
+    environment = dict(PYTHON="", PATH=f"{path.parent}:{os.environ['PATH']}")
+    for again in (False, True):
+        status, output = make(small_repository, "test", "STEP=2", **environment)
+        did = [line.split()[1:] for line in output.splitlines() if line.startswith("did ")]
+        assert status == 0 and did[-1][:3] == [".venv/bin/python", "-m", "pytest"], output
+        modules = [words[2] for words in did if words[1] == "-m"]
+        assert modules == [*["venv", "pip"] * (made and not again), "pytest"], output
+    assert there == "a link" and os.listdir(linked) == ["bin"] or (venv / "requirements.txt").read_text() == "torch\n"
+
+
 # ------------------------------------------------------------------------------------------------------- break it
 PATCH = ("test: tests/test_step02.py::{test}\nloss: nothing\n"
          "--- a/step02_dp/train.py\n+++ b/step02_dp/train.py\n@@ -1 +1 @@\n-answer = 42\n+{line}\n")
@@ -366,12 +398,16 @@ def test_plot_replaces_nothing_but_a_picture(tmp_path):
     ("--out mine.csv", "not of a sweep with these columns"), ("--out of.csv", "of.png is there already, of something else"),
     ("--out x.csv --gpus 0", "--gpus 0: at least 1"), ("--out x.csv --time_limit 0", "more than 0"),
     ("--out x.csv --trainer nowhere.py", "--trainer nowhere.py: no such file")])
-def test_sweep_refuses(tmp_path, words, message):
+def test_sweep_refuses(tmp_path, monkeypatch, capsys, words, message):
+    import sweep
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.csv").mkdir()
     for name in ("mine.csv", "of.png"):
         (tmp_path / name).write_text("a,b\n1,2\n")
-    status, output = run([sys.executable, ROOT / "tools/sweep.py", *words.split()], tmp_path, timeout=120)
-    assert status == 2 and output.startswith("error: ") and message in output and output.count("\n") == 1, output
+    with pytest.raises(SystemExit) as refused:
+        sweep.main(words.split())
+    output = "".join(capsys.readouterr())
+    assert refused.value.code == 2 and output.startswith("error: ") and message in output and output.count("\n") == 1, output
     assert {(tmp_path / name).read_text() for name in ("mine.csv", "of.png")} == {"a,b\n1,2\n"}
 
 

@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -339,7 +340,7 @@ def last_error(text):
         if line.startswith("E  "):
             block = (block if before.startswith("E  ") else []) + [re.sub(r"^E {3}", "", line)]
     end = next((i for i, line in enumerate(block) if i and re.match(r"\s*(assert |\+ +where )", line)), None)
-    return "\n".join(block[:end]).strip()
+    return textwrap.dedent("\n".join(block[:end])).strip()
 
 
 def of_ranks(last, folder, mine):

@@ -1,21 +1,19 @@
 """diloco.patch: islands that train apart are what they are by hand, send 1/H between them, and wait for nobody before they meet.
 
-Two machines with eight GPUs each, and between them a slow line. Data parallelism sums gradients over all sixteen in every step,
-and so all sixteen stand still until the line has carried them. DiLoCo lets each machine, an island, train by itself for H steps,
-with AdamW as always. Then the islands compare how far each has come since they last met. Where they met minus the mean of where
-they are now is treated as if it were a gradient, and a second optimizer, plain descent with Nesterov's momentum, makes a step of
-it. All go on from there.
+Between two machines of eight GPUs is a slow line. Data parallelism sums gradients over all sixteen in every step, and all wait
+until the line has carried them. DiLoCo lets each machine, an island, train by itself for H steps, with AdamW as always. Then
+where they last met minus the mean of where they are now is treated as if it were a gradient, and a second optimizer, descent with
+Nesterov's momentum, makes a step of it, from which all go on.
 
 By hand: they met at 10; one is at 8 now, the other at 7: the "gradient" is 2.5. If H is 1 and the walk is one step of gradient
 descent, this is data parallelism itself (a test holds it to 1e-9); with AdamW it is not, as AdamW divides by a root.
 
-What it costs. Between islands travels one float32 per weight in H steps, a slice of it from each GPU; in bytes per rank, of
-llama-1b on 2 x 8 GPUs: 749,241,344 each time they meet, where the plain all-reduce has a payload of 5,993,930,752 in every step.
-A rank keeps two more float32 of a slice. Simulated on H100s with a line of so many Gbit/s for each GPU, seconds a step of 128 x
-4,096 tokens:
+Between islands travels one float32 per weight in H steps, a slice from each GPU: of llama-1b on 2 x 8 GPUs 749,241,344 bytes per
+rank each time they meet, where plain all-reduce has 5,993,930,752 in every step. A rank keeps two more slices. Simulated on
+H100s, a line for each GPU, seconds a step of 128 x 4,096 tokens:
 
     python tools/simulate exercise/diloco 16 --model llama-1b --dtype bfloat16 --seq_len 4096 --global_batch_size 128
-        --micro_batch_size 4 --recompute selective --network 0.125 --islands 2      (--network is in GB/s: 1 Gbit/s is 0.125)
+        --micro_batch_size 4 --recompute selective --network 0.125 --islands 2      # GB/s: 1 Gbit/s
 
 | line | all the time | meeting after 1 step | 10 steps | 50 steps |
 |---|---|---|---|---|
@@ -25,11 +23,10 @@ A rank keeps two more float32 of a slice. Simulated on H100s with a line of so m
 (A step that ends in a meeting is simulated; for H steps its wait for the other island is divided by H.)
 
 Loss on 256 sequences after 100 steps of tiny, 64 tokens, two islands of one rank: data parallelism 2.68; islands that go to their
-mean 2.68 (H = 1) and 2.74 (H = 50); with the outer step as it is by default 2.94 (H = 1), 2.96 (10) and 2.79 (50).
+mean 2.68 (H = 1), 2.74 (50); with the default outer step 2.94 (1), 2.96 (10), 2.79 (50).
 
-If one machine stops for a while, the other goes on until they are to meet, and waits there. So pauses at different times within a
-round cost as much as the longer one, not their sum. If it never comes back, the other waits for ten minutes and ends, as any
-all-reduce would.
+If one machine stops for a while, the other goes on until they are to meet, and waits there: pauses at different times within a
+round cost the longer one, not their sum. If it never comes back, the other ends after ten minutes, as in any all-reduce.
 """
 import time
 from pathlib import Path

@@ -151,7 +151,7 @@ def attention_job(mode, backward):
     kernel, merge = "flash_backward" if backward else "flash", context_parallel.merge
     compute, kernels = getattr(context_parallel, kernel), []
     core = context_parallel.in_blocks(mode, group)
-    with unforgiving() as under_way, sent_in(group):
+    with unforgiving() as under_way, sent_in(group) as sent_wide:
         def watched(*args, **kwargs):
             call = SimpleNamespace(**inspect.signature(compute).bind(*args, **kwargs).arguments)
             queries, keys = call.q.shape[2], call.k.shape[2]
@@ -170,9 +170,10 @@ def attention_job(mode, backward):
 
     def one_number(grad_out, q, k, v, out, lse, causal):
         return [torch.full_like(x, 256 if causal else 1) for x in (q, k, v)]
-    kept, ends = [], []
+    kept, ends, qkv_of_own = [], [], []
 
     def keeping(*qkv):
+        qkv_of_own.append(qkv)
         with kept_of(kept):
             ends.append(core(*qkv))
         return ends[0]
@@ -184,7 +185,9 @@ def attention_job(mode, backward):
         logs = [x.view(BATCH, HEADS, -1) for x in kept if x.numel() == BATCH * HEADS * len(positions)]
         right = torch.tensor(positions) * torch.tensor(2.0).log()
         lse_kept = any(x.isfinite().all() and (x.float() - right).abs().max() < 0.1 for x in logs)
-        answer = dict(forward=dict(forward), kept=size_of(kept), lse_kept=lse_kept)
+        numbers = {number for x in kept for number in x.flatten().tolist()}
+        own = all(numbers.issuperset(x.flatten().tolist()) for x in qkv_of_own[0][1:])
+        answer = dict(forward=dict(forward), wide=dict(sent_wide), kept=size_of(kept), lse_kept=lse_kept, own=own)
         if backward:
             with sent_in(group) as sent:
                 answer |= dict(sums=list(found_low), backward=dict(sent))
@@ -243,12 +246,18 @@ def assert_work(answers, mode, backward):
             f"{here} keeps {low['kept']} bytes for backward; its own q, k, v and the output in bfloat16 and the lse in float32 "
             f"have {keeps}: the keys and values of others come again in backward")
         assert low["lse_kept"], f"{here}: what forward saves for backward has no lse over all keys that a query sees"
+        assert low["own"], f"{here}: what forward saves for backward is not the k and v of its own tokens"
         if backward:
             back = ({"all_gather": RANKS * kv * 2, "reduce_scatter": RANKS * kv * 4} if gathered
                     else {"send": (RANKS - 1) * kv * 2 + RANKS * kv * 4})
             assert low["backward"] == back, (
                 f"{here} sends {low['backward']} bytes in backward, and should {back}: keys and values in bfloat16, sums of "
                 f"gradients in float32")
+            both = ({"all_gather": 2 * RANKS * kv * 8, "reduce_scatter": RANKS * kv * 8} if gathered
+                    else {"send": 2 * (RANKS - 1) * kv * 8 + RANKS * kv * 8})
+            assert low["wide"] == both, (
+                f"{mode}, in float64: rank {rank} sends {low['wide']} bytes in forward and backward, and should {both}: sums of "
+                f"gradients are in lse's dtype, here float64, and not in float32, which would round them")
             if mode != "ring":
                 assert_sums(here, rank, positions, low["sums"], answers)
 

@@ -54,13 +54,28 @@ def assert_lists(pool, name, expected):
             right = [(action[0], rank, int(action[1:])) for action in re.findall(r"\w+", expected[ranks, m][rank])]
             came = " ".join(f"{kind}{i}" for kind, _, i in actions)
             assert came.split() == expected[ranks, m][rank].split(), \
-                f"{ranks} ranks, {m} micro-batches: rank {rank} does {came}, not {expected[ranks, m][rank]}"
+                f"{ranks} ranks, {m} micro-batches: rank {rank} does {came}, not {expected[ranks, m][rank]}" \
+                + timelines((name, ranks, m), lists)
             assert actions == right, f"rank {rank} of {ranks}: its actions' stage is {rank}, not {sorted({a[1] for a in actions})}"
 
 
 def plain_job(name, cases):
     import schedules
     return {(ranks, m): [as_tuples(actions) for actions in schedules.make(name, ranks, m)] for ranks, m in cases}
+
+
+def timelines(case, lists):
+    """Lists as they run, in units of time, or where they get stuck; and ours."""
+    from puzzle06 import ours
+    from schedule import text
+    schedules = ours()
+
+    def drawn(lists):
+        try:
+            return text(schedules.simulate([[schedules.Action(*action) for action in actions] for actions in lists]))
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:        # lists may be of anything
+            return f"cannot be drawn: {error}"
+    return "\n".join(["", "yours:", drawn(lists), "wanted:", drawn(schedules.make(*case))])
 
 
 def as_tuples(actions):
@@ -114,7 +129,7 @@ def follows_job():
             both = schedules.receives(action, 2), schedules.sends(action, 2)
             messages[kind, stage] = [message and tuple(message) for message in both]
     F, B = Action("F", 0, 0), Action("B", 0, 0)
-    by_hand = [Event(0, F, 10, 11), Event(1, F, 11, 16), Event(0, B, 13, 15)]
+    by_hand = [Event(1, F, 10, 16), Event(0, F, 11, 12), Event(0, B, 13, 15)]
     return messages, schedules.bubble(by_hand)
 
 
@@ -145,8 +160,8 @@ def test_who_waits_for_whom(pool):
         for name, message, wanted in zip(("receives", "sends"), came, right[kind, stage]):
             assert message == wanted, \
                 f"{kind} of stage {stage} of 0 to 2, micro-batch 5, {name} (forward, sender, micro-batch) {wanted}, not {message}"
-    assert by_hand == [3, 1], ("rank 0 works from 10 to 11 and from 13 to 15, rank 1 from 11 to 16; all begins at 10 and ends at "
-                               f"16. So they idle [3, 1], not {by_hand}")
+    assert by_hand == [3, 0], ("rank 0 works from 11 to 12 and from 13 to 15, rank 1 from 10 to 16; all begins at 10 and ends at "
+                               f"16. So they idle [3, 0], not {by_hand}")
     cases = [(name, ranks, 8, 1) for name in ("afab", "1f1b") for ranks in (2, 4)]
     for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         ranks = case[1]
@@ -228,9 +243,11 @@ def small_pipeline(weights):
     pipeline = object.__new__(pipeline_parallel.Pipeline)
     weights = [torch.nn.Parameter(torch.tensor(weight)) for weight in weights]
     queue = pipeline.queue = []                           # the linears were given this very list
+    seen = pipeline.seen = []                             # the positions that stages were given
 
     def stage(weight):
         def multiply(x, positions):
+            seen.append(positions)
             y = weight * x
             y.register_hook(lambda grad: queue.append(Put()))
             return y
@@ -247,7 +264,7 @@ def small_pipeline(weights):
 
     def number(x):
         return torch.full((1, 1, 1), x, dtype=torch.float64)
-    pipeline.micro_batches = [(number(x), None, number(target)) for x, target in ((3.0, 58.0), (1.0, 17.0))]
+    pipeline.micro_batches = [(number(x), f"those of {i}", number(target)) for i, x, target in ((0, 3.0, 58.0), (1, 1.0, 17.0))]
     return pipeline, weights
 
 
@@ -261,6 +278,8 @@ def border_job():
             x = pipeline.forward(stage, i, x)
             assert not x.requires_grad, "what forward returns goes to another rank, without its history: it must be detached"
             there.append(x.item())
+    of_each = ["those of 0"] * 3 + ["those of 1"] * 3
+    assert pipeline.seen == of_each, f"stages were given the positions {pipeline.seen}, not each micro-batch its own, {of_each}"
     assert pipeline.loss == 0, \
         "head and loss are for input_gradient: made in F they are kept until I, and with them a gradient as large as the head"
     for i in range(2):
@@ -306,25 +325,29 @@ def test_over_a_border_and_back(pool):
         f"each backward put one thing into self.queue: self.deferred should hold {right}, and holds {deferred}; the queue: {queue}"
 
 
+LISTS = ["F00 F01 B00 B01", "F10 F20 F11 F21 B20 B10 B21 B11", "F30 B30 F31 B31"]   # kind, stage, micro-batch
+
+
 def run_job():
-    """Two pipelines side by side, each with stage 0 on its rank 0, stages 1 and 2 on its rank 1: what `forward_backward` returns,
-    this rank's gradients of weights, and what is left."""
+    """A pipeline of three ranks, with stages 1 and 2 on the second: what `forward_backward` returns, this rank's gradients of
+    weights, and what is left. In the first of two calls no send is over before it is waited for."""
     from unittest.mock import patch
 
     import schedules
     import torch
     import torch.distributed as dist
-    from unforgiving import noted, unforgiving
+    from unforgiving import Work, noted, unforgiving
 
     def refused(*args, **kwargs):
         raise AssertionError("dist.send and dist.recv wait at once; dist.isend and dist.irecv return a work to wait for")
     dist.init_process_group("gloo")
-    pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
-    pipeline.group, _ = dist.new_subgroups(2)
+    pipeline, weights = small_pipeline([2.0, 5.0, 2.0, 1.0])
+    pipeline.group = dist.new_group(range(1, 4))
+    dist.barrier()                                        # no group may end while others still connect
+    if dist.get_rank() == 0:
+        return None
     rank = pipeline.group.rank()
-    dist.barrier()                                        # no group may end while the other still connects
-    lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]                 # kind, stage, micro-batch
-    lists = [[schedules.Action(kind, int(stage), int(i)) for kind, stage, i in text.split()] for text in lists]
+    lists = [[schedules.Action(kind, int(stage), int(i)) for kind, stage, i in text.split()] for text in LISTS]
     pipeline.program, Put.done = schedules.program(lists, rank), 0
     pipeline.loss, ran, compute = None, [], pipeline.compute
 
@@ -332,11 +355,12 @@ def run_job():
         ran.append(f"{action.kind}{action.stage}{action.micro_batch}")
         compute(action)
     pipeline.compute = noted_compute
-    with patch.object(dist, "send", refused), patch.object(dist, "recv", refused), unforgiving(), noted(pipeline) as did:
-        losses = [pipeline.forward_backward(pipeline.micro_batches).item()]
-        did.clear()
+    with patch.object(dist, "send", refused), patch.object(dist, "recv", refused), unforgiving():
+        with patch.object(Work, "is_completed", lambda work: False):
+            losses = [pipeline.forward_backward(pipeline.micro_batches).item()]
         ran.clear()
-        losses.append(pipeline.forward_backward(pipeline.micro_batches).item())
+        with noted(pipeline) as did:
+            losses.append(pipeline.forward_backward(pipeline.micro_batches).item())
     left = [name for name in ("kept", "deferred", "ready", "receiving", "sending") if getattr(pipeline, name)]
     program = [kind if kind != "compute" else f"{what.kind}{what.stage}{what.micro_batch}" for kind, what, _ in pipeline.program]
     pipeline.program, wide = [], []
@@ -366,29 +390,28 @@ def test_running_a_list(pool):
     receiving. Nobody waits earlier than he must: for a receive when an action needs it, in `wait_for`, and for sends at the end
     of forward_backward. A send that is over by the next one is dropped with its tensor; in the end self.sending is empty.
     `wait_for(message)` returns what an action waits for: made on this rank itself (self.ready), or under way (self.receiving)."""
-    answers = pool.call(run_job, STEP, world=4, timeout=HANGS)
-    begin = ("Two pipelines side by side, ranks 0, 1 and 2, 3 (self.group is this rank's, and peer a place in it): stages multiply "
-             "by 2 (on the first), 5 and 2 (on the second); micro-batches 3 and 1 with targets 58 and 17")
-    lists = ["F00 F01 B00 B01", "F10 F20 B20 B10 F11 F21 B21 B11"]
+    answers = pool.call(run_job, STEP, world=4, timeout=HANGS)[1:]
+    begin = ("A pipeline of ranks 1, 2 and 3 of the world (they are self.group, and peer is a place in it): stages multiply by 2 "
+             "(on its first rank), 5 and 2 (on the second) and 1 (on the third); micro-batches 3 and 1 with targets 58 and 17")
     for rank, (losses, grads, ran, left, worked_off, did, program, wide) in enumerate(answers):
-        rank %= 2
-        right = [0.0, 1.625][rank]
+        right = [0.0, 0.0, 1.625][rank]
         assert losses == [right] * 2, \
             f"{begin}: the loss is 3.25, tp is 2; of two calls came {losses} on rank {rank}, not {[right] * 2}"
-        right = [[90, None, None], [None, 36, 90]][rank]
+        right = [[90, None, None, None], [None, 36, 90, None], [None, None, None, 180]][rank]
         assert grads == right, f"{begin}: after two calls, rank {rank}'s weights have the gradients {grads}, not {right}"
-        assert ran == lists[rank], f"the last call on rank {rank} did (kind, stage, micro-batch) {ran}, not {lists[rank]}"
+        assert ran == LISTS[rank], f"the last call on rank {rank} did (kind, stage, micro-batch) {ran}, not {LISTS[rank]}"
         assert not left, f"after forward_backward, on rank {rank}, something is left in self.{', self.'.join(left)}"
         steps = [what for what in did if not what.startswith("wait")]
         assert steps == program, f"rank {rank} did {steps}, but self.program is {program}"
         waits = " ".join(what.replace("wait for a receive", "<") for what in did if what[0] in "FB" or what.endswith("a receive"))
-        right = ["F00 F01 < B00 < B01", "< F10 F20 B20 B10 < F11 F21 B21 B11"][rank]
+        right = ["F00 F01 < B00 < B01", "< F10 F20 < F11 F21 < B20 B10 < B21 B11", "< F30 B30 < F31 B31"][rank]
         assert waits == right, f"a receive is waited for (<) when an action needs it: rank {rank} did {waits}, not {right}"
         early = [following for what, following in zip(did, did[1:]) if what == "wait for a send" and following[0] in "FB"]
         assert not early, f"sends are waited for at the end: one can compute meanwhile; rank {rank} waited before {early[0]}"
         assert wide == ["torch.float32", "torch.float64"], \
             f"with weights in bfloat16 and in float64 the loss is added up in float32 and in float64, not in {wide}"
-        assert worked_off == [4, 8][rank], f"W of rank {rank} had {worked_off} things to do in two calls, not {[4, 8][rank]}"
+        right = [4, 8, 4][rank]
+        assert worked_off == right, f"W of rank {rank} had {worked_off} things to do in two calls, not {right}"
 
 
 # ------------------------------------------------------------------------------------------------ shorter bubbles
@@ -413,15 +436,17 @@ def test_several_stages_on_a_rank(pool):
     two micro-batches rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then B0 B1 of stage 1."""
     cases = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 2, 2), (2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 16, 3))]
     no_multiple = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 5, 2), (4, 9, 2), (4, 5, 3), (4, 9, 3))]
-    for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases + no_multiple)[0].items():
+    for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases + no_multiple)[0].items():
         _, ranks, m, stages = case
         if case in no_multiple:                           # it is enough that they run
             continue
         units = 3 * (ranks - 1)
-        assert idle == [units] * ranks, f"{in_words(case)}: the ranks idle {idle} units of a stage, not {units} each"
+        assert idle == [units] * ranks, \
+            f"{in_words(case)}: the ranks idle {idle} units of a stage, not {units} each{timelines(case, lists)}"
         most = [min(m * stages, (stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1) for rank in range(ranks)]
         enough = all(k <= n for k, n in zip(kept, most))
-        assert enough, f"{in_words(case)}: the ranks keep {kept} micro-batches of a stage, and need only {most}"
+        assert enough, \
+            f"{in_words(case)}: the ranks keep {kept} micro-batches of a stage, and need only {most}{timelines(case, lists)}"
 
 
 def split_job():
@@ -498,11 +523,12 @@ def test_weights_can_wait(pool):
     grads, the gradient of each linear's output. If there is a border, of tp, x goes through tensor_parallel.enter(x, border)
     before the linears."""
     cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
-    for case, (_, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
+    for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         _, ranks, m, _ = case
         units = ranks - 1 + max(0, ranks - m)
-        assert idle == [units] * ranks, f"{in_words(case)}: the ranks idle {idle} units, not {units} each"
-        assert max(kept) <= ranks, f"{in_words(case)}: the ranks keep {kept} micro-batches, and need only {ranks}"
+        assert idle == [units] * ranks, f"{in_words(case)}: the ranks idle {idle} units, not {units} each{timelines(case, lists)}"
+        assert max(kept) <= ranks, \
+            f"{in_words(case)}: the ranks keep {kept} micro-batches, and need only {ranks}{timelines(case, lists)}"
     (values, (inputs, weights, queued), after_W, fired), = pool.call(split_job, STEP)
     begin = "Linears with the weights [[2, 3]] and [[1, 0], [0, 1]]:"
     right = [[[32], [1, 10]], [[23], [4, 5]]]
@@ -525,7 +551,10 @@ def formula_job(layouts):
         args = SimpleNamespace(pp=pp, dp=dp, cp=cp, tp=tp, sp=sp, schedule="1f1b", stages_per_rank=1, dtype=torch.float32,
                                seq_len=16, global_batch_size=24, micro_batch_size=3)
         meshes = [SimpleNamespace(get_local_rank=lambda name, rank=rank: rank, get_group=str) for rank in range(pp)]
-        found[pp, dp, cp, tp, sp] = [[size for *_, size in pipeline_parallel.formula(model, mesh, args)] for mesh in meshes]
+        sent = [pipeline_parallel.formula(model, mesh, args) for mesh in meshes]
+        groups = {group for of_rank in sent for group, *_ in of_rank} - {"pp"}
+        assert not groups, f'the formula has {groups.pop()} for its group, not mesh.get_group("pp")'
+        found[pp, dp, cp, tp, sp] = [[size for *_, size in of_rank] for of_rank in sent]
     return found
 
 

@@ -330,12 +330,12 @@ def cut_job(pp, dp, cp, tp, ep):
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
     whole = nn.Linear(1, 1)
     whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = SimpleNamespace(parts=[], times_counted=6, expert_mesh=None)
+    whole.weight.placement = SimpleNamespace(parts=[before := Part(None, 2, 2, 0)], times_counted=6, expert_mesh=None)
     expert_parallel.cut(whole, part := Part(None, 1, 3, 2))
     came = list(whole.weight.shape), whole.weight.placement.parts, whole.weight.placement.times_counted
-    assert came == ([4, 2, 2], [part], 2), (
+    assert came == ([4, 2, 2], [before, part], 2), (
         "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers that 6 ranks have become 4 x 2 x 2 that 2 have, with the part "
-        f"noted; came shape, parts, times_counted {came}")
+        f"noted behind that of an earlier cut; came shape, parts, times_counted {came}")
     cut_by_tp = []                                        # what rung 6 does
     with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: cut_by_tp.append(layer) or layer):
         expert_parallel.expert_parallel(model, config, mesh, args)
@@ -569,7 +569,7 @@ def tensor_parallel_job(sp):
     model, layers = small_model(config, "cpu")
     whole = layers["1"].mlp.double()
     draw, values = torch.Generator().manual_seed(1 + mesh.get_local_rank("dp")), {}
-    whole.choose = lambda logits: logits.topk(1).indices
+    whole.choose = lambda logits: logits.topk(1, largest=False).indices
     for name, param in whole.named_parameters():
         values[name] = param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64)
     x = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64).requires_grad_()
@@ -588,6 +588,8 @@ def tensor_parallel_job(sp):
     cuts = {name: [part[1:] for part in getattr(layer.experts, name).weight.placement.parts if part[0] is group]
             for name in ("w1", "w2", "w3")}
     shapes, summed = {}, layer.gate.weight.placement.sum_over is group
+    assert all(param.placement.sum_over is None for param in layer.experts.parameters()), \
+        "each rank of tp has other rows or columns of w1, w2 and w3, and their gradients whole: sum_over is the router's alone"
     for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
         linear = getattr(layer.experts, name)
         shapes[name] = list(linear.weight.shape)

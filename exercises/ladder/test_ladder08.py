@@ -320,7 +320,8 @@ HAVE = {"alone": [{"a[0]": (5, 4), "b[0]": (3, 4)}],
         "replicas": [{f"w{i}[0]": (10, 4) for i in range(7)} for _ in range(3)],
         "some": [{"a[0]": (100, 4), "b[0]": (10, 4), "c[0]": (10, 4)}, {"c[0]": (10, 4), "a[0]": (100, 4), "d[0]": (8, 4)},
                  {"e[0]": (12, 4), "d[0]": (8, 4), "b[0]": (10, 4), "f[4]": (1, 4), "f[0]": (4, 4)}],
-        "bytes": [{"a[0]": (4, 8), "b[0]": (5, 4), "c[0]": (3, 4), "d[0]": (3, 4)} for _ in range(2)]}
+        "bytes": [{"a[0]": (4, 8), "b[0]": (5, 4), "c[0]": (3, 4), "d[0]": (3, 4)} for _ in range(2)],
+        "order": [{"b[0]": (6, 4), "a[0]": (10, 4), "c[0]": (5, 4)} for _ in range(2)]}
 
 
 def share_out_job(have):
@@ -368,17 +369,24 @@ def test_each_box_is_written_once(pool):
 
 
 # ------------------------------------------------------------------------------------------------ damaged, and in use
+def exchange(a, b):
+    a.rename(a.with_suffix(".a"))
+    b.rename(a)
+    a.with_suffix(".a").rename(b)
+
+
 def damage_job(folder):
     import resume
     folder = Path(folder, "step_00000004")
     folder.mkdir()
     files = [folder / f"rank_{i:05d}.safetensors" for i in range(3)]
     for i, file in enumerate(files):
-        file.write_bytes(b"some weights" + bytes([i]) * 70_000)
+        file.write_bytes(b"some\nweights" + bytes([i]) * 70_000)
     flushed, fsync = [], os.fsync
     with patch.object(os, "fsync", lambda number: flushed.append(os.fstat(number).st_ino) or fsync(number)):
         digests = {file.name: resume.digest(file) for file in files}
     flushed = flushed == [file.stat().st_ino for file in files]
+    digests[files[0].name] = digests.pop(files[0].name)   # now they are in no order
     index = dict(steps=4, digests=digests, run={}, log=[0, "", 0])
     (folder / "index.json").write_text(json.dumps(index))
     read, digest = [], resume.digest
@@ -402,17 +410,26 @@ def damage_job(folder):
     found["alone"] = outcome(resume.damage, folder, index)
     files[1].unlink()
     found["missing"] = seen()
+    files[1].mkdir()
+    found["a folder"] = seen()
+    files[1].rmdir()
     files[1].write_bytes(text)
+    exchange(*files[:2])
+    found["exchanged"] = seen()
+    exchange(*files[:2])
+    files[1].rename(folder / "other.safetensors")
+    found["renamed"] = seen()
+    (folder / "other.safetensors").rename(files[1])
     nearly = digests[files[1].name][:-1] + ("0" if digests[files[1].name][-1] != "0" else "1")
     nearly = {**index, "digests": {**digests, files[1].name: nearly}}
     (folder / "index.json").write_text(json.dumps(nearly))
     found["nearly"] = outcome(resume.damage, folder, nearly)
     (folder / "index.json").write_text(json.dumps(index))
-    (folder / "rank_00007.safetensors").write_bytes(text)
+    (folder / "other.safetensors").write_bytes(text)
     found["one too many"] = seen()
     (folder / "index.json").unlink()
     found["no index"] = seen(None)
-    return digests, [hashlib.sha256(b"some weights" + bytes([i]) * 70_000).hexdigest() for i in range(3)], flushed, found
+    return digests, [hashlib.sha256(b"some\nweights" + bytes([i]) * 70_000).hexdigest() for i in range(3)], flushed, found
 
 
 @rung({"resume.py": ["digest", "damage"]}, hints="""
@@ -446,7 +463,8 @@ def test_as_it_was_written(pool, tmp_path):
     assert isinstance(nearly, str) and files[1] in nearly, \
         f"all of a digest counts: that of {files[1]} differs from the index in its last digit, and damage returned {nearly!r}"
     share = {(0, 1): files, (0, 2): files[::2], (1, 2): files[1:2]}
-    named = {"changed": files[1], "missing": files[1], "one too many": "rank_00007.safetensors"}
+    named = {"changed": files[1], "missing": files[1], "a folder": files[1], "exchanged": "rank_0000", "renamed": ".safetensors",
+             "one too many": "other.safetensors"}
     for state, answers in found.items():
         for (rank, ranks), (text, read) in zip(share, answers):
             where = f"of a checkpoint with {files} (case {state!r}), damage on rank {rank} of {ranks}"
@@ -459,7 +477,7 @@ def test_as_it_was_written(pool, tmp_path):
             expected = share[rank, ranks]
             if state == "whole":
                 assert read == expected, f"{where} should read {expected}, and read {read}"
-            if state not in ("whole", "changed"):
+            if state not in ("whole", "changed", "exchanged"):
                 assert not read, f"{where}: that is to be seen without reading a file, and {read} were read"
 
 
@@ -486,9 +504,15 @@ def choose_job(folder):
         file.close() if hasattr(file, "close") else None
         return answer, again
     full, empty = f"{folder}/run", f"{folder}/empty"
-    for case, where in zip(CASES, (empty, empty, full, full, full, full, full, full, full, empty)):
+    other = lock(full) if rank == 0 else None
+    found["in use"] = choose(full, "newest")[0], sorted(os.listdir(full))
+    other and other.close()
+    dist.barrier()
+    for case, where in zip(CASES, (empty, empty, full, full, full, full, full, full, full, full, empty)):
         printed.clear()
         found[case] = *choose(where, *CASES[case]), "".join(printed)
+        if case == "--resume":
+            left = sorted(os.listdir(full))
     dist.barrier()
     if rank == 0:
         Path(empty, ".lock").write_text("my notes")
@@ -498,15 +522,17 @@ def choose_job(folder):
         third = outcome(lock, empty)
         found["third"] = refused(third)
         third.close() if hasattr(third, "close") else None
-        with patch.object(fcntl, "flock", side_effect=OSError("no locks")):
-            found["no locks"] = hasattr(outcome(lock, empty), "close")
+        printed.clear()
+        with patch.object(fcntl, "flock", side_effect=OSError("no locks")), patch("resume.say", printed.append):
+            found["no locks"] = hasattr(outcome(lock, empty), "close") and bool(printed)
         found["text"] = Path(empty, ".lock").read_text()
-    return found, sorted(os.listdir(full))
+    return found, left
 
 
 CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("newest",), "--resume": ("newest",),
          "--resume step_00000004": ("step_00000004",), "no --resume": (None,), "--resume step_00000005": ("step_00000005",),
-         "--resume notes": ("notes",), "a restart, --resume step_00000004": ("step_00000004", "1"),
+         "--resume notes": ("notes",), "--resume 00000004": ("00000004",),
+         "a restart, --resume step_00000004": ("step_00000004", "3"),
          "a restart, no --resume": (None, "2"), "a restart, nothing there": ("step_00000004", "1")}
 
 
@@ -543,7 +569,12 @@ def test_where_to_go_on(pool, tmp_path):
     empty.mkdir()
     (found, left), (other, _) = pool.call(choose_job, STEP, world=2, timeout=HANGS, folder=str(tmp_path))
     newest, older = (["step_00000010"], 10), (["step_00000004"], 4)
-    right = dict(zip(CASES, (None, None, newest, older, "refuse", "refuse", "refuse", newest, "refuse", None)))
+    right = dict(zip(CASES, (None, None, newest, older, "refuse", "refuse", "refuse", "refuse", newest, "refuse", None)))
+    came, there = found.pop("in use")
+    other.pop("in use")
+    assert refused(came) and "step_00000006.tmp" in there, (
+        f"while another run trains in the directory, choose should call refuse, and delete nothing (what ends in .tmp may be the "
+        f"other's); it returned {came}, and {there} were left")
     for case, expected in right.items():
         came, again, said = found[case]
         where = f"checkpoints after steps {steps}, rank 0 ({case}): choose"
@@ -560,7 +591,8 @@ def test_where_to_go_on(pool, tmp_path):
     assert found["no locks"], "where flock raises OSError lock should say so, and return the file"
     assert found["text"] == "my notes", f".lock had the text 'my notes' and should keep it; it has {found['text']!r}"
     expected = ["notes", "notes.tmp", *(f"step_{step:08d}" for step in steps)]
-    assert sorted({*left} - {".lock"}) == expected, f"afterwards {expected} should be there (and .lock), and {left} are"
+    assert sorted({*left} - {".lock"}) == expected, \
+        f"after choose has run once, {expected} should be there (and .lock), and {left} are"
 
 
 # ------------------------------------------------------------------------------------------------ the moment to save
@@ -672,7 +704,7 @@ def state_job(argv):
     def load(self):
         found["before"] = {key: box.clone() for key, box in self.state().items()}
         adam = [self.optimizer.adamw.state[master] for master in self.optimizer.masters]
-        found["adam"] = all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() for state in adam)
+        found["adam"] = all({"step", "exp_avg", "exp_avg_sq"} <= state.keys() and state["step"].shape == () for state in adam)
         found["masters"] = {str(master.dtype) for master in self.optimizer.masters}
         return 0
 
@@ -762,7 +794,8 @@ def test_what_must_not_be_lost(pool, tmp_path):
                 zero = ".exp_avg" in name and when == "before"
                 assert bool(tensor.abs().sum() == 0) == zero or name == "balance.bias", f"{name} {when} the training: {tensor}"
         for answer in (*one, *many):
-            assert answer["adam"], f"{shape}: before the first step adamw.state[master] should get step, exp_avg and exp_avg_sq"
+            assert answer["adam"], (f"{shape}: before the first step adamw.state[master] should get step, of no dimension, exp_avg "
+                                    "and exp_avg_sq")
             assert answer["views"], f"{shape}: a number written into the boxes should be in masters, averages and balance.bias"
     low = pool.call(state_job, STEP, argv=f"{made('dense-2', 'bfloat16')} --micro_batch_size 12".split())[0]
     dtypes = {str(box.dtype) for box in low["after"].values()}
@@ -770,9 +803,9 @@ def test_what_must_not_be_lost(pool, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ a run that goes on
-def train_job(argv, optimizer, nan=False):
-    """Trains. Of each rename: the old and the new name, and what is in the folder then; what is deleted. nan: the first step
-    breaks the weights."""
+def train_job(argv, optimizer, breaks=None):
+    """Trains. Of each rename: the old and the new name, and what is in the folder then; what is deleted. breaks: what every step
+    does besides, and why the run ends, of which the status is returned."""
     import train
     renamed, rename, step, rmtree = [], os.rename, train.Optimizer.step, shutil.rmtree
 
@@ -787,13 +820,16 @@ def train_job(argv, optimizer, nan=False):
 
     def broken(self, lr):
         step(self, lr)
-        self.masters[-1].view(-1)[0] = float("nan")
+        if breaks == "weights":
+            self.masters[-1].view(-1)[0] = float("inf")
+        if breaks == "folder":
+            Path(argv[argv.index("--checkpoint") + 1], "step_00000001.tmp").touch()
     with (patch.object(os, "rename", watched), patch.object(shutil, "rmtree", deleted),
-          patch.object(train.Optimizer, "step", broken if nan else step)):
+          patch.object(train.Optimizer, "step", broken if breaks else step)):
         try:
             train.main(argv)
         except SystemExit as end:
-            if not nan:
+            if not breaks:
                 raise
             return end.code
     return [what for what in renamed if what[0].startswith("step_")]
@@ -883,10 +919,15 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     losses = pool.train(STEP, f"{low} --resume", weights=False).losses
     assert losses == whole_run.losses[2:], f"bfloat16: a resumed run should have the losses {whole_run.losses[2:]}, not {losses}"
     argv = f"{case} --micro_batch_size 12 --ep 2 --save_every 1 --checkpoint {tmp_path / 'broken'}".split()
-    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", nan=True)
-    assert broken == [3, 3], f"where a weight is nan all ranks should end with status 3, by refuse; they ended with {broken}"
+    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="weights")
+    assert broken == [3, 3], f"where a weight is infinite all ranks should end with status 3, by refuse; they ended with {broken}"
     there = [name for name in os.listdir(tmp_path / "broken") if name != ".lock" and not name.endswith(".tmp")]
-    assert not there, f"where a weight is nan nothing may look like a whole checkpoint; there is {there}"
+    assert not there, f"where a weight is infinite nothing may look like a whole checkpoint; there is {there}"
+    argv[-1] = str(tmp_path / "not a folder")
+    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="folder")
+    said = "".join(pool.last.printed.values())
+    assert broken == [2, 2] and "cannot be written" in said, \
+        f"what cannot be written should end all ranks with status 2, by written(...); they ended with {broken}, and said: {said}"
     argv = f"{case} --micro_batch_size 12 --checkpoint {folder} --resume --steps 6".split()
     came = pool.call(incomplete_job, STEP, timeout=HANGS, argv=argv)[0]
     assert refused(came), f"where a box is in no file the checkpoint should be refused, with refuse; the run gave {came}"

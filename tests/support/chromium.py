@@ -71,9 +71,11 @@ class Chromium:
         self.call("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value="dark" if dark else "light")])
 
     def press(self, key):
-        for kind in ("rawKeyDown", "keyUp"):
-            code = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "Enter": 13, "End": 35, "Home": 36}[key]
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+        named = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "Enter": 13, "End": 35, "Home": 36, "Escape": 27}
+        text = {"text": "\r" if key == "Enter" else key} if key not in named or key == "Enter" else {}
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            code = named.get(key, ord(key[0]))
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def complaints(self, ours="file:"):
         """Errors, warnings, and what was fetched beside what is ours."""

@@ -155,7 +155,7 @@ class Pool:
         on_gpus = "CUDA_VISIBLE_DEVICES" in self.environment                       # CUDA does not survive a fork
         context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         context.set_forkserver_preload(PRELOADED)
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")                 # read by what is preloaded, as it is imported
         there = len(self.workers)
         for rank in range(there, world):
             ours, theirs = context.Pipe()

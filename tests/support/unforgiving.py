@@ -122,6 +122,9 @@ def noted(pipeline):
 
     def start(what):
         def noting(tensor, *args, **kwargs):
+            if what == "receive":
+                src = [args[0]] if args else [kwargs.get(name) for name in ("src", "group_src")]
+                assert any(place is not None for place in src), "a receive from whoever comes first; nccl wants to know the sender"
             if what == "send":
                 held = [i for i, earlier in enumerate(sent) if earlier() is not None]
                 assert not held, "a send that is over (is_completed) is dropped before the next, or its tensor stays to the end"

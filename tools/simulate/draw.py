@@ -15,11 +15,11 @@ def trace(result, path):
     events, threads = [], {}
     for rank in result.recordings:
         events.append(dict(ph="M", name="process_name", pid=rank, args=dict(name=f"rank {rank}: {label(result, rank)}")))
-        for when, size in held(result, rank):
-            events.append(dict(ph="C", name="memory", pid=rank, ts=when * 1e6, args=dict(GiB=size / 2**30)))
+        events += [dict(ph="C", name="memory", pid=rank, ts=when * 1e6, args=dict(GiB=n / 2**30)) for when, n in held(result, rank)]
     for one in result.played.events:
         thread = threads.setdefault((one.rank, one.stream), len(threads))
-        events.append(dict(ph="X", name=one.name, pid=one.rank, tid=thread, ts=one.start * 1e6, dur=(one.end - one.start) * 1e6,
+        start, end = round(one.start * 1e9), round(one.end * 1e9)                  # Perfetto drops what overlaps by a rounding
+        events.append(dict(ph="X", name=one.name, pid=one.rank, tid=thread, ts=start / 1e3, dur=(end - start) / 1e3,
                            args=dict(at=one.about)))
     for (rank, stream), thread in threads.items():
         events.append(dict(ph="M", name="thread_name", pid=rank, tid=thread, args=dict(name=stream)))

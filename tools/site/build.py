@@ -35,7 +35,7 @@ SIMULATED = {                                             # a step of few micro-
     2: f"8 {EIGHT_B.replace('8b', '1b')} --global_batch_size 16",
     3: f"8 {EIGHT_B} --global_batch_size 8 --zero 3",
     4: f"8 {EIGHT_B} --global_batch_size 2 --tp 8",
-    5: f"8 {EIGHT_B.replace('4096', '32768')} --global_batch_size 1 --cp 8 --zero 3",
+    5: f"8 {EIGHT_B.replace('8b', '1b').replace('4096', '32768')} --global_batch_size 1 --cp 8 --zero 3",
     6: f"4 {EIGHT_B.replace('8b', '1b')} --global_batch_size 8 --pp 4",
     7: "4 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --ep 4",
     8: "8 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --pp 2 --tp 2 --ep 2",
@@ -58,12 +58,15 @@ def coloured(name):
 KINDS = {" ": "same", "+": "add", "-": "del"}
 
 
-def line(step, name, row, extra="", marks=()):
+def margin(marks):
+    return "".join(f'<a class="mark {m.kind}" href="{m.where}" title="{html.escape(m.title)}">{m.label}</a>' for m in marks)
+
+
+def line(step, name, row, extra=""):
     """One row; its number is no text, so that what is shown can be copied, and compared."""
     old = diffs.before(step)
     of, number = (f"{old}/{name}", row.old) if row.kind == "-" else (f"{step}/{name}", row.new)
-    tags = "".join(f'<a class="mark {m.kind}" href="{m.where}" title="{html.escape(m.title)}">{m.label}</a>' for m in marks)
-    return f'<span class="l {KINDS[row.kind]}" data-n="{number}"{extra}>{tags}{coloured(of)[number - 1]}\n</span>'
+    return f'<span class="l {KINDS[row.kind]}" data-n="{number}"{extra}>{coloured(of)[number - 1]}\n</span>'
 
 
 def code(step, name, opened, said=range(0), marked=None, ids=False, side=False):
@@ -77,11 +80,11 @@ def code(step, name, opened, said=range(0), marked=None, ids=False, side=False):
         end = ends.get(function, 0)
         inside = function if row.kind != "-" or at < end else None
         pieces.append((inside, index))
-    changes = {function: sum(rows[i].kind != " " for f, i in pieces if f == function) for function, _ in pieces}
+    kinds = {function: [rows[i].kind for f, i in pieces if f == function] for function, _ in pieces}
     for function, index in pieces:
         row = rows[index]
         extra = (f' id="{name}-{index}"' if ids else "") + (' data-said=""' if index in said else "")
-        text = (line(step, name, row, extra, (marked or {}).get(index, ())), row.kind, index)
+        text = (line(step, name, row, extra), row.kind, margin((marked or {}).get(index, ())))
         if function != now:
             parts.append(("", [])) if function is None or row.new != function else parts.append((function, []))
             now = function if row.new == function or function is None else now
@@ -90,22 +93,24 @@ def code(step, name, opened, said=range(0), marked=None, ids=False, side=False):
         if not parts:
             parts.append(("", []))
         parts[-1][1].append(text)
-    return "".join(part(function, lines, function in opened, changes.get(function), side) for function, lines in parts)
+    return "".join(part(lines, function in opened, kinds.get(function), side) if function else body(lines, side)
+                   for function, lines in parts)
 
 
-def part(function, lines, opened, changes, side):
-    if not function:
-        return body(lines, side)
+def part(lines, opened, kinds, side):
+    """A function, which folds to the line of its def; the marks of that line stand before it, since a summary holds no links."""
     if len(lines) == 1:
-        return lines[0][0]
-    said = f' data-changes="{changes} changed"' if changes else ""
-    return (f'<details class="fn"{" open" * opened}><summary{said}>{lines[0][0]}</summary>{body(lines[1:], side)}</details>')
+        return body(lines, side)
+    changed = len(kinds) - kinds.count(" ")
+    said = f"{changed} changed" if " " in kinds or "-" in kinds else f"{changed} lines"
+    head = lines[0][0].replace("\n", f'<i data-folded="{said if changed else ""}"></i>\n')
+    return f'{lines[0][2]}<details class="fn"{" open" * opened}><summary>{head}</summary>{body(lines[1:], side)}</details>'
 
 
 def body(lines, side):
     """The rows; with `side`, what is removed stands beside what is put in its place."""
     if not side:
-        return "".join(text for text, _, _ in lines)
+        return "".join(marks + text for text, _, marks in lines)
     found, old, new = [], [], []
 
     def flush():
@@ -115,10 +120,10 @@ def body(lines, side):
             found.extend(old + new)
         old.clear()
         new.clear()
-    for text, kind, _ in lines:
+    for text, kind, marks in lines:
         if kind == " " or kind == "-" and new:
             flush()
-        {" ": found, "-": old, "+": new}[kind].append(text)
+        {" ": found, "-": old, "+": new}[kind].append(marks + text)
     flush()
     return "".join(found)
 
@@ -293,6 +298,7 @@ def matrix():
     write("matrix.md", "# Files by steps\n\nLines of each file in each step, and what the step changes in it. Blue is the lesson, "
           "grey only supports it.\n\n" + raw(table))
 
+
 def by_hand(step, output):
     shown = "".join(f'<span class="l same" id="L{n}" data-n="{n}">{text}\n</span>'
                     for n, text in enumerate(coloured(f"{step}/by_hand.py"), 1))
@@ -360,6 +366,25 @@ def planner_page(python):
     return page.replace("docs/glossary.md", "docs/glossary.html").replace('"root": "../../"', '"root": "../"')
 
 
+MENDED = {                                                # what Sphinx and Furo leave out for who has no mouse, or cannot see
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="all pages">',
+    '<aside class="toc-drawer': '<aside aria-label="on this page" class="toc-drawer',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    "<pre>": '<pre tabindex="0">',
+    '<th class="head"><p></p></th>': "<td></td>",
+    '<div id="search-results">': '<h1>Search</h1><div id="search-results">',
+}
+
+
+def mend():
+    for path in OUT.rglob("*.html"):
+        text = path.read_text()
+        for old, new in MENDED.items():
+            text = text.replace(old, new)
+        path.write_text(text)
+
+
 def main(python):
     shutil.rmtree(SOURCE, ignore_errors=True)
     RAN.mkdir(parents=True, exist_ok=True)
@@ -375,9 +400,11 @@ def main(python):
             by_hand(step, jobs["by_hand", step].result()[0])
             timeline(step, *jobs["timeline", step].result())
     shutil.rmtree(OUT, ignore_errors=True)
-    failed = build_main(["-q", "-W", "--keep-going", "-c", str(HERE), "-d", str(ROOT / "out/site-doctrees"), str(SOURCE), str(OUT)])
+    kept = str(ROOT / "out/site-doctrees")
+    wrong = build_main(["-q", "-W", "--keep-going", "-j", "2", "-c", str(HERE), "-d", kept, str(SOURCE), str(OUT)])
+    mend()
     (OUT / "planner/page.html").write_text(page.result())
-    return failed
+    return wrong
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ html_title = project
 extensions = ["myst_parser"]
 html_theme = "furo"
 html_static_path = [str(Path(__file__).parent / "static")]
+html_favicon = str(Path(__file__).parent / "static/icon.svg")
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 myst_heading_anchors = 4

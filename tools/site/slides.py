@@ -39,12 +39,12 @@ def without_links(text):
 
 def shown(text):
     text = re.sub(r"^<!--.*?-->$", "", text, flags=re.MULTILINE)
-    return MARKDOWN.render(without_links(text))
+    return MARKDOWN.render(without_links(text)).replace("<table>", '<table tabindex="0">')
 
 
 def sentences(text):
     """What is said, a sentence a line."""
-    words = re.sub(r"^\*\*Say\*\*[^.]*?\.\s*", "", " ".join(without_links(text).split()))
+    words = re.sub(r"^\*\*Say(\.\*\*|\*\*[^.]*?\.)\s*", "", " ".join(without_links(text).split()))
     return "".join(f"<p>{MARKDOWN.renderInline(one)}</p>" for one in re.split(r"(?<=[.?:]) (?=[A-Z])", words))
 
 
@@ -80,20 +80,45 @@ def pictures(step):
         yield words
 
 
+def hunk(step, card):
+    """A hunk below the def that it stands in."""
+    every = diffs.rows(diffs.before(step), step, card.file)
+    rows = every[card.first:card.last + 1]
+    inside = diffs.function_at(step, card.file, next((row.new for row in rows if row.new), 0))
+    above = [row for row in every[:card.first] if inside and row.new == inside]
+    gap = '<span class="l">    ⋯\n</span>' if above and above[0] != every[card.first - 1] else ""
+    lines = [build.line(step, card.file, row) for row in [*above, *rows]]
+    lines.insert(len(above), gap)
+    return f'<div class="highlight code">{"".join(lines)}</div>'
+
+
+def pages(text):
+    """What is for the room, a page for each table and for each command, with the words before it."""
+    page = []
+    for piece in re.split(r"\n\n(?!\n)", text.strip()):
+        page.append(piece)
+        if piece.startswith("|") or piece.endswith("```"):
+            yield "\n\n".join(page)
+            page = []
+    if page:
+        yield "\n\n".join(page)
+
+
 def block_slides(heading, text):
     found = parts(text)
     notes = "".join(shown(piece) for name, piece in found if name not in ROOM)
     step, first = step_of(text), True
     for name, piece in found:
         if name == "Say":
-            yield slide(heading, sentences(piece))
-            drawn = list(pictures(step)) if step else []
+            said, *typed = re.split(r"\n\n(?=[^\n]*\n\n(?:<!--[^\n]*\n)?```)", piece)
+            yield slide(heading, sentences(said))
+            drawn = list(pictures(step)) if step and not typed else []
             for picture, words in zip(drawn[::2], drawn[1::2]):
                 yield slide(heading, picture, f"<p>{html.escape(words)}</p>")
-            for card in (diffs.cards(step) if step and STEPS.index(step) else [])[:2]:
-                lines = diffs.rows(diffs.before(step), step, card.file)[card.first:card.last + 1]
-                rows = "".join(build.line(step, card.file, row) for row in lines)
-                yield slide(f"{heading}: {card.file}", f'<div class="highlight code">{rows}</div>')
+            for card in diffs.cards(step)[:2] if f"{step}/by_hand" in text and STEPS.index(step) else []:
+                yield slide(f"{heading}: {card.file}", hunk(step, card))
+            for one in typed:
+                yield slide(f"{heading}: type", shown(one))
         elif name == "Guess":
             yield slide(f"{heading}: guess", guesses(piece), shown(piece))
             command = "".join(re.findall(r"```bash\n.*?```", piece, re.DOTALL))
@@ -105,7 +130,9 @@ def block_slides(heading, text):
             yield slide(f"{heading}: exit", question, answer)
         elif name in ROOM:
             own = notes if first and name != "Whiteboard" else ""
-            yield slide(f"{heading}: {name.lower().removeprefix('the ')}", shown(piece), own)
+            for page in pages(piece):
+                yield slide(f"{heading}: {name.lower().removeprefix('the ')}", shown(page), own)
+                own = ""
             first = first and name == "Whiteboard"
     if first and notes and not any(name in ROOM for name, _ in found):
         yield slide(heading, notes)
@@ -144,7 +171,8 @@ def main():
         shutil.copy(ROOT / step / "figures" / figure, OUT / "slides" / name)
     (OUT / "slides.html").write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>Workshop</title><style>{light}@media (prefers-color-scheme: dark) {{{dark}}}{style}</style>"
+        f"<title>Workshop</title><link rel=icon href=_static/icon.svg>"
+        f"<style>{light}@media (prefers-color-scheme: dark) {{{dark}}}{style}</style>"
         f"<main><h1>A workshop: LLM training over many GPUs</h1>{pages}</main><script>{SCRIPT}</script></html>")
     print(os.path.relpath(OUT / "slides.html", ROOT))
 

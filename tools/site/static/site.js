@@ -39,6 +39,7 @@ function panel(cards) {
   }
 
   function follow() {                                     // the card whose middle is nearest to the middle of the window
+    if (aside.querySelector(":focus-visible")) return;    // who works in the panel keeps it
     const middle = innerHeight / 2;
     const far = (card) => { const box = card.getBoundingClientRect(); return Math.abs((box.top + box.bottom) / 2 - middle); };
     show(cards.reduce((best, card) => far(card) < far(best) ? card : best));
@@ -49,12 +50,22 @@ function panel(cards) {
     waiting = true;
     requestAnimationFrame(() => { waiting = false; follow(); });
   }, { passive: true });
-  for (const card of cards) card.addEventListener("focusin", () => show(card));
+  for (const card of cards) {
+    const hunk = card.querySelector(".hunk");
+    hunk.title = "Enter goes to the whole file, Escape comes back";
+    hunk.addEventListener("keydown", (press) => {
+      if (press.key !== "Enter") return;
+      show(card);                                         // a scroll may have brought another
+      aside.querySelector(":checked").focus();
+    });
+    card.addEventListener("focusin", () => show(card));
+  }
+  aside.addEventListener("keydown", (press) => { if (press.key === "Escape") now.querySelector(".hunk").focus(); });
   addEventListener("resize", center);
   follow();
 }
 
-const COLOURS = ["#3f76ad", "#c9a227", "#8064a2", "#e08e45", "#4f9d9d", "#b05c8a", "#7a7a3a"];
+const COLOURS = ["#66727f", "#c9a227", "#9a80bb", "#e08e45", "#4f9d9d", "#b05c8a", "#7a7a3a"];
 
 function timeline(box) {
   const data = JSON.parse(box.querySelector("script").textContent);
@@ -73,6 +84,7 @@ function timeline(box) {
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-label", "timeline of a step; arrows move, plus and minus zoom, 0 shows all, comma and full stop go from bar to bar");
   out.setAttribute("aria-live", "polite");
+  out.textContent = "what is pointed at is read here";
   key.className = "key";
   const kinds = streams.filter(([name]) => name !== "actions").map(([name, i]) => [name === "compute" ? "kernels" : `${name} on a link`, COLOURS[i % COLOURS.length]]);
   for (const [name, shade] of [...kinds, ["waiting", "#d9534f"], ["forward", "#9ec5e8"], ["backward", "#3f76ad"], ["the rest", "#a9a9a9"]]) {

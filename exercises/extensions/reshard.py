@@ -1,0 +1,303 @@
+"""reshard.patch: engines have the weights bit for bit, whatever the layouts; bytes; nobody has the whole model.
+
+Reinforcement learning generates text with the weights that it trains, step after step, in inference engines that tp alone cuts.
+The plain way gathers each layer everywhere, and lets each engine take its part: every rank receives the whole model in order to
+keep 1/K.
+
+By hand: a matrix of four rows, trained with ZeRO-3: rank 0 has rows 0-1, rank 1 rows 2-3. An engine on both takes columns. Rank 0
+has the left columns of rows 0-1 itself, and needs those of rows 2-3 from rank 1. What two rectangles have in common is one, too:
+it begins where the later begins, and ends where the earlier ends. So each rank tells all where its rectangles are, and all know
+who sends what to whom. Of replicas the one with least to send sends. gloo's sends wait for their receives, so all of a layer
+start in one batch.
+
+A rank remembers what it sent. The next time a number of bfloat16 that has other bits takes six bytes, four of them for where it
+is. Rank 0 sends in the second step of tiny (4 ranks, `--pp 2 --zero 3 --infer_tp 2 --ledger`; all is 313,344 bytes):
+
+| --lr | 1e-3 | 1e-4 | 1e-5 | 1e-6 |
+|---|---|---|---|---|
+| bytes | 313,344 | 304,418 | 34,980 | 3,270 |
+
+It costs a second copy of a rank's weights, to compare with, and per layer an exchange of sizes that the host waits for. llama-8b
+in bfloat16 on two machines of 8 H100s: gathered, each rank receives 15.06 GB, simulated in 0.049 s. Point to point, the most that
+a rank receives, and simulated seconds, of transfers alone (PYTHONPATH=tools:tests/support:tests python
+exercises/extensions/reshard.py):
+
+| training | engines | GB | seconds |
+|---|---|---|---|
+| --zero 3 | 8 of tp 2 | 8.03 | 0.152 |
+| --zero 3 | 2 of tp 8 | 2.01 | 0.044 |
+| --tp 4 --pp 2 --zero 1 | 4 of tp 4 | 3.01 | 0.102 |
+| --tp 4 --pp 2 --zero 1 | 2 of tp 8 | 2.01 | 0.052 |
+
+So bytes fall, and time need not: a ring takes each number to the other machine once, here each engine there asks anew.
+"""
+import itertools
+import json
+import math
+import multiprocessing
+import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import cases
+import observe
+import pytest
+import torch
+from harness import assert_same_run, relative
+from jobs import assert_refused
+from steps import ROOT
+
+STEP, EXACT = "step08_5d", "--dtype float64"
+LAYOUTS = [  # ranks, model, flags of training, ranks of an engine
+    (2, "dense-2", "", 2), (3, "dense-2", "--zero 3", 1), (4, "dense-4", "--pp 2 --zero 3", 2),
+    (4, "dense-2", "--tp 4 --sp off", 2), (4, "dense-2", "--tp 2 --zero 1", 4),
+    (4, "dense-5", "--pp 2 --schedule dualpipe --cp 2", 4), (4, "top2-2", "--ep 2 --cp 2 --zero 2", 2),
+    (4, "dense-2-kv2", "--tp 2 --zero 3", 4),
+    (8, "dense-4", "--pp 2 --tp 2 --zero 3", 2), (8, "top2-2", "--ep 4 --tp 2 --zero 3 --zero_shard 2", 8),
+    (8, "dense-5", "--pp 2 --schedule interleaved --tp 4", 8)]
+
+
+def engines_job(argv, optimizer):
+    """What observed_job returns; of this rank's engine, after each step, {box: part} and the loss on some tokens."""
+    import boxes
+    import engines
+    import train
+    made, seen, make, log = [], [], engines.Reshard.__init__, train.Metrics.log
+
+    def keep(self, model, engine, optimizer):
+        made.append(engine)
+        make(self, model, engine, optimizer)
+
+    def look(self, *args, **more):
+        draw, parts = torch.Generator().manual_seed(0), {}
+        tokens, targets = (torch.randint(61, (2, 16), generator=draw) for _ in range(2))
+        for name, param in made[0].named_parameters():
+            parts |= boxes.boxes(name, param, 0, param.detach().clone())
+        with torch.no_grad():
+            seen.append((parts, float(made[0](tokens, torch.arange(16), targets))))
+        log(self, *args, **more)
+    with patch.object(engines.Reshard, "__init__", keep), patch.object(train.Metrics, "log", look):
+        return observe.observed_job(argv, optimizer), seen
+
+
+def part_of(weights, key, shape):
+    """Of the model that --save wrote. There each expert has a tensor of its own."""
+    name, begin = key.split("[")[0], json.loads(key[key.index("["):])
+    if ".mlp.gate." in name or ".experts." in name:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    every = [name.replace(".experts.", f".experts.{i}.") for i in range(8)]
+    whole = torch.stack([weights[one] for one in every]) if ".experts." in name else weights[name]
+    return whole[tuple(slice(b, b + n) for b, n in zip(begin, shape))]
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*(x.contiguous().view(torch.uint8) for x in (a, b)))
+
+
+CASES = [(*layout, "float64", "1e-2") for layout in LAYOUTS] + [(*layout, "bfloat16", "1e-4") for layout in LAYOUTS[2::2]]
+
+
+@pytest.mark.parametrize("world, shape, flags, tp, dtype, lr", CASES, ids=map(" ".join, (map(str, case) for case in CASES)))
+def test_engines_have_the_weights_bit_for_bit(pool, world, shape, flags, tp, dtype, lr):
+    """Sent whole, and three times what has changed; and they compute with them what one process does."""
+    base = f"{observe.case(pool, shape)} --micro_batch_size 2 --dtype {dtype} --lr {lr} --warmup 0"
+    run = pool.train(STEP, f"{base} {flags} --infer_tp {tp}", world, job=engines_job)
+    watched, seen = zip(*run.answers)
+    for of_rank in seen:
+        parts, _ = of_rank[-1]
+        assert all(same_bits(part, part_of(run.weights, key, part.shape)) for key, part in parts.items())
+        head, = (part for key, part in parts.items() if key.startswith("lm_head"))
+        assert head.numel() == cases.VOCAB * cases.HIDDEN // tp
+    assert observe.assert_all_meet([operations for operations, _ in watched]) > 0
+    if dtype == "float64":                                # where every number changes in every step
+        one = pool.once((STEP, base, "engine"), lambda: pool.train(STEP, f"{base} --infer_tp 1", job=engines_job))
+        assert_same_run(run, one, 1e-9)
+        for of_rank in seen:
+            for (_, loss), (_, expected) in zip(of_rank, one.answers[0][1], strict=True):
+                assert relative(loss, expected) < 1e-9
+        assert all(sends(sent) == sends(sent, 1) for _, sent in watched)
+
+
+def sends(sent, formula=0):
+    """Bytes between any two ranks, but for those of ring attention and pipeline."""
+    return sum(both[formula] for (dimension, what), both in sent.items() if what == "send" and dimension not in ("cp", "pp"))
+
+
+def bits_job(now, before, into):
+    """What arrives in place of `into`, and in how many bytes."""
+    import engines
+    now, before, into = (torch.tensor(x, dtype=torch.bfloat16) for x in (now, before, into))
+    message = engines.changes([(now[:4], before[:4]), (now[4:].view(2, -1), before[4:].view(2, -1))])
+    engines.put(message, [into[:4], into[4:].view(2, -1)])
+    return into.view(torch.int16).tolist() == now.view(torch.int16).tolist(), len(message)
+
+
+@pytest.mark.parametrize("changed, sent", [
+    ({}, 0), ({5: -0.0}, 6), ({0: 1.0, 7: float("nan"), 3: 2.0}, 18), (dict.fromkeys(range(4), 1.0), 24),
+    (dict.fromkeys(range(8), 3.0), 24)])
+def test_a_number_that_has_changed_takes_six_bytes(pool, changed, sent):
+    """Of twelve in bfloat16: from a third on all of them take less. Minus zero is another number than zero."""
+    before = [0.0] * 12
+    now = [changed.get(i, 0.0) for i in range(12)]
+    assert pool.call(bits_job, STEP, now=now, before=before, into=before) == [(True, sent)]
+
+
+# ------------------------------------------------------------------------------------- bytes
+def parameters(layers):
+    """Of matrices, and of norms."""
+    attention = cases.HIDDEN * cases.HEAD_DIM * (2 * cases.HEADS + 2 * cases.KV_HEADS)
+    return 2 * cases.VOCAB * cases.HIDDEN + layers * (attention + 3 * cases.HIDDEN * cases.MLP), (2 * layers + 1) * cases.HIDDEN
+
+
+def every_send_job(argv):
+    """Of each step what this rank sends; how many numbers of its engine changed that it did not have itself; and how much memory
+    sending takes, at the most. And what this rank keeps for it, in bytes."""
+    import engines
+    import ledger
+    import live_storages
+    import train
+    seen, kept, made, start_mesh = [], [], [], train.start_mesh
+    make, send = engines.Reshard.__init__, engines.Reshard.send
+
+    def keep(self, model, engine, optimizer):
+        make(self, model, engine, optimizer)
+        self.engine = engine
+        self.others = [param for name, param in engine.named_parameters() if name not in dict(model.named_parameters())]
+        kept.extend(sum(x.nbytes for x in tensors) for tensors in (self.held.values(), self.sent.values(), engine.parameters()))
+
+    def watched(self):
+        before, memory = [param.clone() for param in self.others], live_storages.LiveStorages()
+        for tensor in (*self.held.values(), *self.sent.values(), *self.engine.parameters()):
+            memory.note(tensor, "parameters")
+        there = len(memory.events)
+        with ledger.Ledger(made[0]) as sent, memory:
+            send(self)
+        alive = itertools.accumulate(size for _, _, size in memory.events[there:])
+        changed = sum(int((a != b).sum()) for a, b in zip(before, self.others))
+        seen.append((sum(size for (_, what), size in sent.payload.items() if what == "send"), changed, max(alive)))
+    with (patch.object(engines.Reshard, "__init__", keep), patch.object(engines.Reshard, "send", watched),
+          patch.object(train, "start_mesh", lambda args: made.append(start_mesh(args)) or made[-1])):
+        train.main(argv)
+    return seen, kept
+
+
+def every_send(pool, world, flags, shape="dense-4"):
+    argv = f"{observe.case(pool, shape)} --micro_batch_size 2 --warmup 0 --lr_schedule constant {flags}".split()
+    return pool.call(every_send_job, STEP, world=world, argv=argv)
+
+
+@pytest.mark.parametrize("world, flags, tp, by_hand", [
+    (4, "--tp 4", 2, lambda matrices, norms: 3 / 2 * matrices),                    # half of what they want have ranks 0, 3
+    (2, "--pp 2", 2, lambda matrices, norms: matrices / 2 + norms),
+    (4, "", 4, lambda matrices, norms: 0)])               # who has all is sent nothing
+def test_bytes_of_the_first_send(pool, world, flags, tp, by_hand):
+    ranks = every_send(pool, world, f"{EXACT} --steps 1 {flags} --infer_tp {tp}")
+    assert sum(sent for ((sent, _, _),), _ in ranks) == 8 * by_hand(*parameters(4))
+
+
+@pytest.mark.parametrize("lr", ["1e-5", "0"])
+def test_then_only_what_has_changed(pool, lr):
+    """Six bytes for each number of bfloat16 with other bits; if there are none, nothing."""
+    ranks = every_send(pool, 2, f"--dtype bfloat16 --steps 3 --lr {lr} --pp 2 --infer_tp 2")
+    first, *more = zip(*(seen for seen, _ in ranks))
+    matrices, norms = parameters(4)
+    assert sum(sent for sent, _, _ in first) == 2 * (matrices / 2 + norms)
+    for step in more:
+        sent, changed, _ = (sum(numbers) for numbers in zip(*step))
+        assert sent == 6 * changed and (0 < changed < matrices / 10 if lr != "0" else changed == 0)
+
+
+def test_no_rank_has_the_whole_model(pool):
+    """Of a model of nine layers, trained on four ranks, a rank has a quarter, remembers one, and has one in its engine. What
+    sending takes beside is of one layer."""
+    whole = 8 * sum(parameters(9))
+    for seen, kept in every_send(pool, 4, f"{EXACT} --steps 2 --zero 3 --infer_tp 4", "dense-9"):
+        assert all(abs(size / whole - 1 / 4) < 0.01 for size in kept)              # padding, and norms, which are not cut
+        assert all(0 < memory < whole / 9 for _, _, memory in seen), [memory / whole for _, _, memory in seen]
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--infer_tp 3", "--infer_tp 3: of 4 ranks it could be 1, 2, 4"),
+    ("--infer_tp 0", "--infer_tp: 0 is not a number from 1 on")])
+def test_refused(pool, flags, message):
+    assert_refused(pool, STEP, 4, f"{observe.case(pool, 'dense-2')} --micro_batch_size 1 {flags}", message)
+
+
+def test_an_engine_that_heads_do_not_allow_is_refused(pool):
+    assert_refused(pool, STEP, 16, f"{observe.case(pool, 'dense-2')} --global_batch_size 16 --micro_batch_size 1 --infer_tp 16",
+                   "num_attention_heads 8 is not a multiple of tp(16)")
+
+
+# ------------------------------------------------------------------------------------- how long it takes, simulated
+LLAMA = "--model llama-8b --dtype bfloat16 --seq_len 4096 --global_batch_size 64 --micro_batch_size 1"
+RANKS, SIMULATED = 16, ["--zero 3 --infer_tp 2", "--zero 3 --infer_tp 8", "--tp 4 --pp 2 --zero 1 --infer_tp 4",
+                        "--tp 4 --pp 2 --zero 1 --infer_tp 8"]
+
+
+def one_of(argv, rank, every):
+    """What a rank has and wants; and once that is known of all, what it sends: {layer: {to: bytes}}."""
+    import engines
+    import train
+    from simulate.stand_ins import one_rank
+    found = []
+
+    def from_all_ranks(mine):
+        found.append(mine)
+        return every or sys.exit()
+
+    def planned(*args):
+        layers = engines.Reshard(*args).layers.items()
+        found.append({layer: {to: sum(now.nbytes for now, _ in views) for to, views in outgoing.items() if to != rank}
+                      for layer, (outgoing, _) in layers})
+        sys.exit()
+    with one_rank(RANKS, rank), patch.object(engines, "from_all_ranks", from_all_ranks), patch.object(train, "Reshard", planned):
+        try:
+            train.main(argv)
+        except SystemExit:
+            return found[-1]
+
+
+def seconds(layers):
+    """layers: of each, {rank: its operations}, which it starts together and waits for."""
+    from simulate.gpus import GPUS, Cluster
+    from simulate.play import Player
+    recordings = {}
+    for rank in range(RANKS):
+        notes, operations = [], []
+        for layer in layers:
+            numbers = range(len(operations), len(operations) + len(layer[rank]))
+            notes += [(what, number, "") for what in ("start", "wait") for number in numbers]
+            operations += layer[rank]
+        recordings[rank] = SimpleNamespace(notes=notes, kernels=[], operations=operations)
+    return Player(recordings, Cluster(GPUS["h100"])).play().seconds
+
+
+def main():
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "exercise/reshard")]
+    from simulate.record import Operation
+    world = tuple(range(RANKS))
+    for flags in SIMULATED:
+        argv = f"{LLAMA} {flags}".split()
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            every = pool.starmap(one_of, [(argv, rank, None) for rank in world])
+            sent = pool.starmap(one_of, [(argv, rank, every) for rank in world])
+        moved = {layer: {(rank, to): size for rank in world for to, size in sent[rank][layer].items()} for layer in sent[0]}
+        apart = []
+        for ends in moved.values():
+            sizes = Operation("all_to_all", "world", world, 8 * RANKS, 8 * (RANKS - 1), False)
+            apart.append({rank: [sizes] for rank in world})
+            apart.append({rank: [Operation("send" if rank == pair[0] else "receive", "world", pair, size, size, True)
+                                 for pair, size in ends.items() if rank in pair] for rank in world})
+        received = max(sum(size for ends in moved.values() for (_, to), size in ends.items() if to == rank) for rank in world)
+        whole = dict.fromkeys(moved, 0)
+        for key, shape in {key: shape for held, _ in every for key, shape in held.items()}.items():
+            whole[".".join(key.split("[")[0].split(".")[:3])] += 2 * math.prod(shape)
+        wire = {layer: size * (RANKS - 1) / RANKS for layer, size in whole.items()}
+        gathered = [dict.fromkeys(world, [Operation("all_gather", "world", world, whole[layer], wire[layer], False)])
+                    for layer in moved]
+        print(f"{flags}: {received / 1e9:.2f} GB, {seconds(apart):.3f} s; "
+              f"gathered {sum(wire.values()) / 1e9:.2f} GB, {seconds(gathered):.3f} s")
+
+
+if __name__ == "__main__":
+    main()
