@@ -488,7 +488,7 @@ def test_the_page_without_a_server(browser, page):
     settle(browser)
     assert text(browser, "#verdict").startswith("The planner's answer. Fits")
     second = browser.run("data.answers['64,4194304'].best[1].name")
-    browser.run("document.querySelectorAll('#best button')[1].click()")
+    browser.run("document.querySelectorAll('#best tbody button')[1].click()")
     browser.wait(f"document.getElementById('name').textContent === {json.dumps(second)}")
     browser.run("change({config: ''})")
     settle(browser)

@@ -40,6 +40,7 @@ SIMULATED = {                                             # a step of few micro-
     7: "4 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --ep 4",
     8: "8 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --pp 2 --tp 2 --ep 2",
 }
+PLANNED = "--model llama-8b --gpus 64 --seq_len 8k --global_batch_tokens 4M"        # the planner's page, computed beforehand
 
 
 # ------------------------------------------------------------------------------------------------ code as HTML
@@ -353,6 +354,20 @@ def ran(python, kind, step):
     return found
 
 
+def planner_page(python):
+    """The planner's own page for one question; its links lead to pages of the site."""
+    digest = hashlib.sha256(PLANNED.encode())
+    for path in sorted(one for one in [*(ROOT / "planner").iterdir(), ROOT / "tools/simulate/gpus.py"] if one.is_file()):
+        digest.update(path.read_bytes())
+    kept = RAN / f"planner-{digest.hexdigest()[:16]}.html"
+    if not kept.exists():
+        for old in RAN.glob("planner-*"):
+            old.unlink()
+        subprocess.run([python, "planner", *shlex.split(PLANNED), "--html", kept], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+    page = re.sub(r'"(\w+)/README\.md"', r'"\1/index.html"', kept.read_text())
+    return page.replace("docs/glossary.md", "docs/glossary.html").replace('"root": "../../"', '"root": "../"')
+
+
 MENDED = {                                                # what Sphinx and Furo leave out for who has no mouse, or cannot see
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="all pages">',
@@ -377,7 +392,10 @@ def main(python):
     RAN.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {(kind, step): pool.submit(ran, python, kind, step) for step in STEPS for kind in ("timeline", "by_hand")}
+        page = pool.submit(planner_page, python)
         texts()
+        with open(SOURCE / "planner/index.md", "a") as file:
+            file.write("\n\n" + raw('<p><a href="page.html">The page for an 8B on 64 H100</a>, computed beforehand.</p>'))
         matrix()
         for step in STEPS:
             diff_page(step)
@@ -387,6 +405,7 @@ def main(python):
     kept = str(ROOT / "out/site-doctrees")
     wrong = build_main(["-q", "-W", "--keep-going", "-j", "2", "-c", str(HERE), "-d", kept, str(SOURCE), str(OUT)])
     mend()
+    (OUT / "planner/page.html").write_text(page.result())
     return wrong
 
 
