@@ -481,6 +481,7 @@ def test_everything_has_a_name(opened):
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_the_page_without_a_server(browser, page):
     browser.screen(1400, 900)
     browser.events.clear()
