@@ -26,9 +26,11 @@ Loss of tiny, mean of the last 20 of 300 steps of 512 tokens: bfloat16 2.380, te
 import cases
 import observe
 import pytest
+import toy
 import torch
 from harness import relative
 from jobs import assert_refused
+from steps import ROOT, clean_environment, run, step_dir
 
 STEP = "step04_tp_sp"
 SHAPE = cases.SHAPE | dict(head_dim=8, hidden_size=64, intermediate_size=64, num_hidden_layers=2)       # blocks of 8 fit into them
@@ -173,3 +175,26 @@ def test_learns_as_bfloat16_does(pool, scaling):
 def test_a_block_that_a_cut_crosses_is_refused(pool, base):
     assert_refused(pool, STEP, 4, f"{base} --micro_batch_size 1 --tp 4 --fp8 block --fp8_block 16",
                    "--fp8_block 16: a rank sums over 8; it could be 1, 2, 4, 8")
+
+
+# ------------------------------------------------------------------------------------- simulated
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_the_layers_products_are_simulated_in_8_bits(pool, scaling):
+    """As many FLOPs as without, and of those the layers' in 8 bits: six for each weight and token."""
+    flags = "--dtype bfloat16 --tp 2 --fp8_block 32 --fp8"
+    plain, eight = (toy.run(pool, STEP, 2, f"{flags} {how}", num_hidden_layers=1) for how in ("off", scaling))
+    weights = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384
+    for rank in range(2):
+        done = [eight[rank].kernels[number] for what, number, *_ in eight[rank].notes if what == "compute"]
+        assert eight[rank].flops == plain[rank].flops > 0
+        in_8_bits = [kernel.flops for kernel in done if kernel.kind == "product" and kernel.dtype.startswith("float8")]
+        assert sum(in_8_bits) == 6 * weights // 2 * 16 * 256
+        assert not any(kernel.dtype.startswith("float8") for kernel in plain[rank].kernels)
+
+
+@pytest.mark.parametrize("gpu, status", [("h100", 0), ("a100", 2)])
+def test_a_gpu_without_8_bits_is_refused(gpu, status):
+    command = [clean_environment()["PYTHON"], "tools/simulate", step_dir(STEP), "1", "--gpu", gpu, "--fp8", "row"]
+    found = run(command, ROOT, timeout=120)
+    assert found[0] == status, found
+    assert status == 0 or found[1] == "error: --gpu a100: it has no products in 8 bits\n"
