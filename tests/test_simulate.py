@@ -437,6 +437,19 @@ def test_a_product_takes_whole_waves_of_tiles():
     assert seconds(128 * 24, 256 * 11) == pytest.approx(2 * full)
 
 
+def test_a_product_in_8_bits_takes_half():
+    from simulate.gpus import GPUS, Cluster
+
+    def seconds(gpu, dtype):
+        return Cluster(gpu).kernel(Kernel("_scaled_mm", "product", dtype, 2 * 2**42, 3 * 2**28, (1, 2**14, 2**14, 2**14)))
+    assert {name for name, gpu in GPUS.items() if not gpu.float8} == {"a100", "v100"}
+    for name, gpu in GPUS.items():
+        if gpu.float8:
+            half = seconds(gpu, "float8_e4m3fn")
+            assert half == seconds(gpu, "float8_e5m2") == pytest.approx(seconds(gpu, "bfloat16") / 2, rel=1e-3), name
+            assert half == pytest.approx(2 * 2**42 / (gpu.product * gpu.float8), rel=0.05), name        # the last wave is not full
+
+
 @pytest.mark.parametrize("ranks, seconds, link", [
     (range(8), 8e9 / (0.8 * 450e9), "nvlink"),            # of one node
     (range(16), None, "network"),                         # of two: all eight cards of each

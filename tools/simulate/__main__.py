@@ -60,6 +60,8 @@ def main():
     from simulate.report import Result, report
     ranks = Ranks(look(flags, args.ranks, args.rank), args.rank)
     recordings = record_all(flags, args.ranks, ranks.recorded)
+    if not GPUS[args.gpu].float8 and any(kernel.name == "_scaled_mm" for one in recordings.values() for kernel in one.kernels):
+        refuse(f"--gpu {args.gpu}: it has no products in 8 bits")
     cluster = Cluster(GPUS[args.gpu], args.gpus_per_node, args.network * 1e9)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)

@@ -17,6 +17,7 @@ class Gpu(NamedTuple):
     bfloat16: float                                       # FLOPs per second of dense products, by dtype
     float32: float
     float64: float
+    float8: float                                         # 0: it has none
     hbm: float                                            # bytes per second of its memory
     memory: float                                         # GiB
     multiprocessors: int
@@ -27,7 +28,7 @@ class Gpu(NamedTuple):
     clock: float = 1.0                                    # of the datasheet's, where it may not take all its power
 
     def peak(self, dtype):
-        return self.clock * getattr(self, dtype, self.bfloat16)
+        return self.clock * getattr(self, dtype.split("_")[0], self.bfloat16)          # float8_e4m3fn: float8
 
 
 def at_power(gpu, watts):
@@ -44,15 +45,15 @@ def at_power(gpu, watts):
 # where version 2 makes 335 TFLOPS forward and, not causal, 322 backward, of which a tenth is taken as it is forward; A100: about
 # what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off. Others have the shares of the GPU that is most like them.
 GPUS = {
-    "a100": Gpu(312e12, 19.5e12, 19.5e12, 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
-    "h100": Gpu(989.5e12, 66.9e12, 66.9e12, 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
-    "h200": Gpu(989.5e12, 66.9e12, 66.9e12, 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
-    "h800": Gpu(989.5e12, 66.9e12, 1e12, 3.35e12, 80, 132, 200e9, 700, 0.66, (0.335, 0.29)),
-    "b200": Gpu(2250e12, 75e12, 37e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29)),
-    "gb200": Gpu(2500e12, 80e12, 40e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29)),
-    "v100": Gpu(125e12, 15.7e12, 7.8e12, 0.9e12, 32, 80, 150e9, 300, 0.78, (0.64, 0.56)),
-    "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 1.008e12, 24, 128, 32e9, 450, 0.78, (0.64, 0.56)),
-    "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29))}
+    "a100": Gpu(312e12, 19.5e12, 19.5e12, 0, 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
+    "h100": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
+    "h200": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
+    "h800": Gpu(989.5e12, 66.9e12, 1e12, 1979e12, 3.35e12, 80, 132, 200e9, 700, 0.66, (0.335, 0.29)),
+    "b200": Gpu(2250e12, 75e12, 37e12, 4500e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29)),
+    "gb200": Gpu(2500e12, 80e12, 40e12, 5000e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29)),
+    "v100": Gpu(125e12, 15.7e12, 7.8e12, 0, 0.9e12, 32, 80, 150e9, 300, 0.78, (0.64, 0.56)),
+    "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 330.3e12, 1.008e12, 24, 128, 32e9, 450, 0.78, (0.64, 0.56)),
+    "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 2614.9e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29))}
 TESTED = "a100", "h100"                                   # of the others no published run has been compared
 
 # Fitted, with `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked so.

@@ -8,7 +8,7 @@ from simulate.gpus import Kernel
 #                         products of [seq, seq]; which argument is q, which says whether it is causal; the first once more
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
              "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7)}
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"}
 NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_local_scalar_dense",
            "lift_fresh", "record_stream", "set_"}
 WRITES = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "ones", "ones_like", "new_ones", "arange", "zero_",
@@ -71,8 +71,8 @@ def memory(name, args, result):
 
 
 @cache
-def chosen(op):
-    """The function for an operation; None: it takes no time."""
+def cost_of(op):
+    """The function that makes an operation's Kernel; None: it takes no time."""
     name = op._opname
     if name in PRODUCTS:
         return product
@@ -81,8 +81,3 @@ def chosen(op):
     alias = [returned.alias_info for returned in op._schema.returns]
     view = alias and alias[0] is not None and not alias[0].is_write
     return None if name in NOTHING or view else memory
-
-
-def kernel_of(op, args, result):
-    how = chosen(op)
-    return how and how(op._opname, args, result)

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulate.fuse import fuse
-from simulate.kernels import kernel_of, size, tensors
+from simulate.kernels import cost_of, size, tensors
 from simulate.memory import KINDS, Memory, timeline
 from simulate.stand_ins import fused_kernels, one_rank
 
@@ -75,8 +75,8 @@ class Recorder(TorchDispatchMode):
         # what a forward pass makes is an activation, also where autograd does not look: in our own functions
         forward = torch.is_grad_enabled() or any(name.startswith("F") for name, _ in self.begun)
         self.memory.note_all(result, "activations" if forward else "rest")
-        if op.namespace != "c10d" and (kernel := kernel_of(op, args, result)):
-            self.compute(kernel, args, result)
+        if op.namespace != "c10d" and (cost := cost_of(op)):
+            self.compute(cost(op._opname, args, result), args, result)
         return result
 
     def compute(self, kernel, args, result):
