@@ -12,20 +12,17 @@ import explain
 import measured
 import models
 import nanotron
-import plan
 import serve
 import verify
-from plan import Search, evaluate, parse_config
 from speed import GPUS, NETWORKS, Cluster, gpus
 from trainer import LARGEST_NUMBER as MOST
 from trainer import Refused, refuse
 from trainers import TRAINERS, constants_of
 
-OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
-                nvlink="bytes per second inside a node")
+# beyond these a unit was mistaken
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
               power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0, 1e18),
-              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))               # beyond them a unit was mistaken
+              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
 WHOLE = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24)
 MOST_TOKENS = 2**36
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -45,7 +42,8 @@ def network(text):
     try:
         return NETWORKS.get(text) or float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: {', '.join(NETWORKS)}, or bytes per second per GPU") from None
+        choices = ", ".join(NETWORKS)
+        raise argparse.ArgumentTypeError(f"{text}: {choices}, or bytes per second per GPU") from None
 
 
 def parse_args():
@@ -60,8 +58,10 @@ def parse_args():
     add("--network", type=network, default="infiniband",
         help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
     add("--gpus_per_node", type=count, default=8)
-    for name, what in OF_A_GPU.items():
-        add(f"--{name}", type=float, help=f"{what}, in place of --gpu's")
+    add("--flops", type=float, help="bfloat16 FLOPs per second, in place of --gpu's")
+    add("--hbm", type=float, help="bytes per second of its memory, in place of --gpu's")
+    add("--memory", type=float, help="GiB, in place of --gpu's")
+    add("--nvlink", type=float, help="bytes per second inside a node, in place of --gpu's")
     add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's")
     add("--trainer", choices=TRAINERS, default="this", help="whose speeds and memory")
     add("--compile", action="store_true", help="with torch.compile; torchtitan: and asynchronous tp")
@@ -108,10 +108,11 @@ def check(args):
 
 
 def cluster_of(args):
-    own = {"bfloat16" if name == "flops" else name: getattr(args, name) for name in OF_A_GPU if getattr(args, name)}
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
-    gpu = GPUS[args.gpu]._replace(**own)
+    gpu = GPUS[args.gpu]
+    own = dict(bfloat16=args.flops, hbm=args.hbm, memory=args.memory, nvlink=args.nvlink)
+    gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
     return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
@@ -136,19 +137,16 @@ def main():
         return serve.run(question, args.config, args.port)
     if args.html:
         return serve.write(question, args.config, args.html)
-    batch = plan.batch_near(question.sequences, cluster.gpus)
     if args.config:
-        one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch, constants["fused"]), cluster, constants)
+        one = question.evaluate(args.config)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
-        l = one.layout
-        its_own = explain.batch_line("its batch", l.dp * l.micro_batch * l.accumulation, question)
-        heading = [*explain.heading(question, batch)][:-1]
-        return print("\n".join([*heading, its_own, "", *explain.one_in_detail(question, one)]))
+        heading = explain.heading(question, "its batch", one.layout.batch)
+        return print("\n".join([*heading, "", *explain.one_in_detail(question, one)]))
     if not args.json:
-        for line in explain.heading(question, batch):     # the search takes seconds
+        for line in explain.heading(question):            # the search takes seconds
             print(line, flush=True)
-    search = Search(c, cluster, args.seq_len, batch, constants)
+    search = question.search()
     best = search.best()
     if args.json:
         if not best:

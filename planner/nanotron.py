@@ -1,7 +1,6 @@
-"""Another trainer, nanotron, of which many runs were published. What is its own is here, and no more than here.
-
-What it holds and how long it takes differ from this trainer's in a few named things. tools/bench/fit_plan.py
-fits the constants to the runs in tests/data, and --predict predicts runs like those.
+"""Another trainer, nanotron, of which many runs were published: what it holds and how long it takes, where
+that differs from this one. tools/bench/fit_plan.py fits the constants, and says what each means; --predict
+predicts runs like those in tests/data.
 """
 import json
 import math
@@ -18,17 +17,16 @@ from models import Model
 from speed import Cluster, gpus
 from trainer import refuse
 
-# An overlay of speed.py's sums, and what it holds: fitted to its runs. What each constant means is said in the fit.
 FITTED = json.loads((Path(__file__).parent / "nanotron.json").read_text())
 OWN_TIME, MEMORY = FITTED["time"], FITTED["memory"]
 OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}
 TIME = {**OTHERWISE, **OWN_TIME}
-LARGEST_KEPT_TP = 16                                      # in groups of 32 nobody was seen to keep what tp gathers
+LARGEST_KEPT_TP = 16                                      # in groups of 32 what tp gathers was not kept
 BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
 KEYS = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")
 PREDICTED = ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
 MOST = 10**6                                              # of what a row counts
-BENCHMARKED = {                                           # layers, hidden, heads, intermediate, one matrix for both ends
+BENCHMARKED = {                                           # layers, hidden, heads, intermediate, tied
     "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True),
     "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
 
@@ -51,7 +49,7 @@ def stages_of(c, l):
             stages.append(defaultdict(int))
     if len(stages) < l.pp or not stages[-1]:
         return None
-    return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"]), bool(s["loss"])) for s in stages]
+    return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"])) for s in stages]
 
 
 def parameters(c, l, stage):
@@ -61,8 +59,7 @@ def parameters(c, l, stage):
 
 
 def memory_of(c, l, rank, stage, k=MEMORY):
-    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the fitted
-    constants."""
+    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the constants."""
     held, flight = parameters(c, l, stage), costs.in_flight(l, rank)
     weights, gradients, states = (l.dp if l.zero >= stage_of_zero else 1 for stage_of_zero in (3, 2, 1))
     layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp
@@ -82,14 +79,14 @@ def memory_of(c, l, rank, stage, k=MEMORY):
 
 def step_seconds(c, l, cluster, stages, k):
     """As speed.py's; but when pp crosses nodes its ranks wait for longer than the messages take."""
-    launch, wait = speed.launch_seconds(l, k), 0
+    times = speed.Times(c, l, cluster, k)
+    launch, wait = times.launches, 0
     if l.pp > 1 and cluster.nodes > 1:
         nodes = max(0, l.tp / cluster.gpus_per_node - 1)
         stall = 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * nodes)
         launch += stall * (1 + k["jitter"] * math.log2(cluster.nodes))
         wait = k["stage"]
     host = [stage.layers * launch + wait for stage in stages]
-    times = speed.Times(c, l, cluster, k)
     seconds, *windows = speed.pipeline_seconds(c, l, stages, k, times, host)
     return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
@@ -141,10 +138,9 @@ def benchmark_memory(run, constants=MEMORY, rank=None):
 
 def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
     run = c, l, cluster, stages = benchmark_run(row)
-    tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len
     first = run if stages else (c, l, cluster, costs.our_stages(c, l))
     return dict(pred_mem_gb=round(benchmark_memory(first, memory, rank=0), 3),
-                pred_tok_s_gpu=round(tokens / benchmark_seconds(run, time) / cluster.gpus, 3),
+                pred_tok_s_gpu=round(l.batch * l.seq_len / benchmark_seconds(run, time) / cluster.gpus, 3),
                 pred_oom=int(benchmark_memory(run, memory) > usable))
 
 

@@ -20,8 +20,8 @@ progress = dict(share=0.0)                                # of the search that g
 
 
 # ---------------------------------------------------------------------- all layouts
-def divisors(number, most=None):
-    return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
+def divisors(number, most=math.inf):
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 def impossible(c, l):
@@ -31,12 +31,11 @@ def impossible(c, l):
     if l.schedule == "zerobubble" and l.accumulation < l.pp:
         return (f"zerobubble with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
                 "not know what it keeps, and 1f1b is as fast")
-    batch = l.dp * l.micro_batch * l.accumulation
-    if batch >= trainer.LARGEST_NUMBER:
-        return f"a batch of {batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
+    if l.batch >= trainer.LARGEST_NUMBER:
+        return f"a batch of {l.batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
     filled_in = l if l.pp > 1 else l._replace(schedule="1f1b")             # as the trainer's parse_args does
     args = SimpleNamespace(
-        **filled_in._asdict(), global_batch_size=batch, stages_per_rank=filled_in.stages_per_rank,
+        **filled_in._asdict(), global_batch_size=l.batch, stages_per_rank=filled_in.stages_per_rank,
         micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag" if l.cp > 1 else "ring", device="cuda",
         dtype="bfloat16", attention="sdpa")
     try:
@@ -109,7 +108,7 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
 
 
 def changed_to(l, gpus, batch, **changed):
-    """The layout with something changed and dp being what is left of the GPUs, for the same batch; or why there is none."""
+    """The layout with something changed, dp what is left of the GPUs and this batch; or why there is none."""
     l = l._replace(**changed)
     used = l.tp * l.cp * l.pp
     if gpus % used:
@@ -129,8 +128,8 @@ def memory(c, l, slack=1.0, rank=None):
 
 
 def fullest(c, l):
-    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one rank to
-    the next, but for the very last, which puts off all."""
+    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one
+    rank to the next, but for the very last, which puts off all."""
     stages = costs.our_stages(c, l)
     ranks = {stages.index(stage) for stage in stages}
     if l.schedule in ("zerobubble", "dualpipe"):
@@ -139,7 +138,7 @@ def fullest(c, l):
 
 
 def limit(cluster):
-    """GiB that may be asked for: of 80 about 70 can be used, as runs that failed show."""
+    """GiB that may be asked for."""
     return cluster.gpu.memory * speed.USABLE / GPUS["h100"].memory
 
 
@@ -159,7 +158,7 @@ class Candidate:
     layout: Layout
     seconds: dict
     held_back: float = 0.0                                # tokens per second and GPU that it is ranked by
-    memory: dict = None                                   # of the fullest rank, looked up when it is shown
+    memory: dict = None                                   # of the fullest rank, once it was asked for
 
     @property
     def step(self):
@@ -167,8 +166,7 @@ class Candidate:
 
     @property
     def tokens_per_s(self):
-        l = self.layout
-        return l.dp * l.micro_batch * l.accumulation * l.seq_len / self.step / l.gpus
+        return self.layout.batch * self.layout.seq_len / self.step / self.layout.gpus
 
     @property
     def held(self):
@@ -269,7 +267,7 @@ def fewest_gpus(c, cluster, seq_len, constants):
 
 
 def nearest(c, cluster, seq_len, constants):
-    """(GiB, layout) of the one that holds least, or None: all have ZeRO-3, recompute all, one sequence at a time."""
+    """(GiB, layout) of the one that holds least, or None: ZeRO-3, full recompute, one sequence at a time."""
     least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
              for mesh in meshes(c, cluster, seq_len, constants.get("fused", False))]
     held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]

@@ -1,4 +1,4 @@
-"""The answer as a web page: python planner --serve, or --html FILE for one whose answers are computed beforehand.
+"""The answer as a web page: python planner --serve, or --html FILE for one with its answers in it.
 
 The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
 nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.
@@ -45,35 +45,44 @@ class Question(NamedTuple):
     seq_len: int
     sequences: float
     constants: dict
-    training: tuple = (0, 0, 0, 60, 600)                  # tokens, price of a GPU-hour, hours between failures; what a
-                                                          # checkpoint takes, and going on after a failure, seconds
+    # tokens, dollars a GPU-hour, hours between failures, seconds of a checkpoint, of going on after a failure
+    training: tuple = (0, 0, 0, 60, 600)
+
+    @property
+    def batch(self):
+        """Sequences of every layout but --config's."""
+        return plan.batch_near(self.sequences, self.cluster.gpus)
+
+    def search(self):
+        return plan.Search(self.c, self.cluster, self.seq_len, self.batch, self.constants)
+
+    def evaluate(self, config):
+        fused = self.constants["fused"]
+        l = plan.parse_config(config, self.c, self.cluster, self.seq_len, self.batch, fused)
+        return plan.evaluate(self.c, l, self.cluster, self.constants)
 
 
 def answer(question, config=""):
     """The recommendation, and the layout that is looked at: config's, or the best."""
-    found = recommendation(question._replace(constants=None), json.dumps(question.constants, sort_keys=True))
-    batch = plan.batch_near(question.sequences, question.cluster.gpus)
-    one = found["best"][0] if found["best"] else None
-    if config:
-        l = plan.parse_config(config, question.c, question.cluster, question.seq_len, batch, question.constants["fused"])
-        one = plan.evaluate(question.c, l, question.cluster, question.constants)
-    said = dict(heading=found["heading"], timed=found["timed"], best=found["rows"], words=found["words"])
+    constants = json.dumps(question.constants, sort_keys=True)
+    said, best = recommendation(question._replace(constants=None), constants)
+    one = question.evaluate(config) if config else best
     return said | dict(layout=report(question, one) if one else None)
 
 
 @lru_cache(maxsize=32)
 def recommendation(question, constants):
+    """What is said of all layouts, and the best, or None. constants: as a text, which a cache can look up."""
     question = question._replace(constants=json.loads(constants))
-    c, cluster = question.c, question.cluster
-    batch = plan.batch_near(question.sequences, cluster.gpus)
-    search = plan.Search(c, cluster, question.seq_len, batch, question.constants)
+    search = question.search()
     best = search.best()
     words = [explain.nothing_fits(question)]
     if best:
         words = [*explain.two_answers(question, search), *explain.wanted(question, best[0])]
         words += explain.among_others(question, search, best)
-    return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),
-                heading=list(explain.heading(question, batch)))
+    said = dict(heading=list(explain.heading(question)), timed=len(search.ordered),
+                best=[row(question, one) for one in best], words=words)
+    return said, best[0] if best else None
 
 
 def row(question, one):
@@ -86,9 +95,9 @@ def row(question, one):
 
 def config_of(l):
     """As --config takes it."""
-    words = [f"{name}={getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep", "zero")]
-    words += [f"schedule={l.schedule},v={l.virtual}"] * (l.pp > 1)
-    return ",".join([*words, f"mbs={l.micro_batch},acc={l.accumulation},recompute={l.recompute}"])
+    of_pp = ["schedule", "v"] * (l.pp > 1)
+    names = ["dp", "tp", "cp", "pp", "ep", "zero", *of_pp, "mbs", "acc", "recompute"]
+    return ",".join(f"{name}={getattr(l, plan.NAMES.get(name, name))}" for name in names)
 
 
 def report(question, one):
@@ -126,17 +135,17 @@ def timeline(question, one):
 
 def stops(question, l):
     """For each knob its values, and what they lead to, or why one is not possible."""
-    batch = l.dp * l.micro_batch * l.accumulation
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
                   schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
     if l.pp == 1 or l.schedule != "interleaved":
         del values["virtual"]
 
     def stop(knob, value):
-        changed = turned_to(question, l, knob, value, batch)
+        changed = turned_to(question, l, knob, value, l.batch)
         why = changed if isinstance(changed, str) else plan.impossible(question.c, changed)
         return dict(value=value, why=why, config="" if why else config_of(changed))
-    return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])] for knob, of in values.items()}
+    return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])]
+            for knob, of in values.items()}
 
 
 def turned_to(question, l, knob, value, batch):
@@ -147,17 +156,19 @@ def turned_to(question, l, knob, value, batch):
 
 
 def page(question, shown, served, root="/"):
-    """One file. With served it asks for more, without it has all that it shows. root: where the READMEs are."""
-    data = dict(state=state_of(question), served=served, root=root, models=list(models.PRESETS), gpu_names=list(GPUS),
-                kinds=KINDS, networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
+    """One file. If it is served it asks for more, if not it has all that it shows. root: of the READMEs."""
+    names = dict(models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS, networks=list(NETWORKS),
+                 trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS)
+    data = dict(state=state_of(question), served=served, root=root) | names | shown
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
 
 
 def state_of(question):
+    cluster, seq_len = question.cluster, question.seq_len
     return dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
-                network=network_of(question.cluster.network), gpus=question.cluster.gpus, seq_len=question.seq_len,
-                tokens=round(question.sequences * question.seq_len))
+                network=network_of(cluster.network), gpus=cluster.gpus, seq_len=seq_len,
+                tokens=round(question.sequences * seq_len))
 
 
 def network_of(network):
@@ -165,8 +176,8 @@ def network_of(network):
 
 
 def write(question, config, path):
-    """A page that needs no server: answers with half and twice as many GPUs and tokens, of each the best layout; of the
-    question itself all of the table, too, and where each knob leads."""
+    """A page that needs no server: of half and twice as many GPUs and tokens the best layout, of the question
+    itself all of the table, and where each knob leads."""
     now, answers = state_of(question), {}
     for gpus, tokens in product((1, 0.5, 2), repeat=2):
         state = dict(gpus=int(gpus * now["gpus"]), tokens=int(tokens * now["tokens"]))
@@ -174,9 +185,10 @@ def write(question, config, path):
         with suppress(Refused):                           # it is less than a GPU, or no whole nodes
             answers["{gpus},{tokens}".format(**state)] = answer(asked(question, state)) | dict(reports={})
     of_it = answers["{gpus},{tokens}".format(**now)] = answer(question, config)
-    layout, rows = of_it["layout"], of_it["best"]
-    turned = [stop for stops in layout["stops"].values() for stop in stops if stop["config"]] if layout else []
-    of_it["reports"] = {one["config"]: answer(question, one["config"])["layout"] for one in rows + turned}
+    layout, configs = of_it["layout"], [one["config"] for one in of_it["best"]]
+    if layout:
+        configs += [stop["config"] for stops in layout["stops"].values() for stop in stops if stop["config"]]
+    of_it["reports"] = {one: answer(question, one)["layout"] for one in configs}
     root = os.path.relpath(HERE.parent, Path(path).resolve().parent) + "/"
     shown = dict(answers=answers, config=layout["config"] if config else "")
     measured.write_text("--html", path, page(question, shown, False, root))
@@ -187,15 +199,11 @@ def run(question, config, port):
         server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
     except OSError as error:
         refuse(f"--port {port}: {error.strerror}")
-    server.daemon_threads = True
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that went away is no reason to end
-    try:
+    with server, suppress(KeyboardInterrupt):
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
-    except KeyboardInterrupt:
-        print()
-    finally:
-        server.server_close()
+    print()
 
 
 def asked(question, state):
@@ -220,7 +228,8 @@ def asked(question, state):
             c = models.read(json.loads(str(state.get("pasted"))), "the pasted config.json")
         except (ValueError, RecursionError):
             refuse("the pasted config.json is not JSON")
-    now, gpus = question.cluster, number("gpus", question.cluster.gpus, 2**17)
+    now = question.cluster
+    gpus = number("gpus", now.gpus, 2**17)
     gpu = choice("gpu", question.gpu, GPUS)
     network = choice("network", network_of(now.network), NETWORKS)
     cluster = now._replace(gpus=gpus, gpu=now.gpu if gpu == question.gpu else GPUS[gpu],

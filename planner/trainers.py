@@ -1,18 +1,17 @@
 """Whose trainer: what others do otherwise, as overlays of speed.py's sums, and what they keep.
 
-Constants are physics, or are taken from the simulator or a paper as their comments say. None was fitted to a run that
-docs/proof.md counts as not fitted.
+Constants are physics, or are taken from the simulator or a paper as their comments say. None was fitted to a
+run that docs/proof.md counts as not fitted.
 """
 from speed import USUAL
 
-# a chain of passes over memory becomes one or two: what tools/simulate --compile leaves of llama-8b's (fuse.py)
-COMPILED = dict(memory=0.48, loss=0.61)
+COMPILED = dict(memory=0.48, loss=0.61)   # what tools/simulate --compile leaves of llama-8b's bytes (fuse.py)
 FLOAT8 = dict(product=0.6)        # twice the peak, but for scales and casts: by judgement
 ASYNC_TP = dict(tp_shown=0.5)     # half of it is hidden: by judgement
 TRAINERS = {
     "this": {},
-    # fused kernels; attention by cuDNN, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper, figure 5);
-    # --tp-comm-overlap hides most of tp's traffic, and its schedules send while they compute
+    # fused kernels; cuDNN's attention, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper,
+    # figure 5); --tp-comm-overlap hides most of tp's traffic; schedules that send while they compute
     "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5),
     "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
