@@ -1,7 +1,6 @@
 """What a layout holds and sends in this trainer, by arithmetic: parameters, memory, bytes on the wire.
 
-What persists, what is sent and what a layer keeps for backward is exact: tests compare it with a dry run
-(tools/simulate). What comes and goes is followed at the few moments at which it may be most.
+All but the memory that comes and goes is exact: tests compare it with a dry run (tools/simulate).
 """
 import math
 from collections import defaultdict
@@ -184,8 +183,7 @@ def layer_width(c):
 
 
 def repeated(c, l):
-    """Of these what recomputation multiplies with once more. The MLP's last product is read again only where
-    experts' are weighted."""
+    """Of these what recomputation multiplies with again: the MLP's last only where experts' are weighted."""
     qkv, out, up, down = product_widths(c, l)
     down = down * bool(c.num_local_experts)
     if l.recompute == "none":
@@ -197,8 +195,7 @@ def repeated(c, l):
 
 
 def keeps_last_products(c, l):
-    """What --recompute selective keeps of attention's and of the MLP's: not where tp has them sum over less
-    than hidden (recompute.py)."""
+    """Whether --recompute selective keeps attention's and the MLP's: if tp leaves them as deep as hidden."""
     heads = c.num_attention_heads * c.head_dim // l.tp
     return heads >= c.hidden_size, c.intermediate_size // l.tp >= c.hidden_size
 
@@ -269,8 +266,7 @@ def moments(c, l, rank, stage, number, fused_norm):
 
 
 def in_flight(l, rank=0):
-    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment (step 6's README has the
-    table)."""
+    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment: step 6's table."""
     p, m, v = l.pp, l.accumulation, l.stages_per_rank
     ahead = 2 * (p - 1 - rank) + (v - 1) * round_size(l) + 1
     return {"afab": m, "1f1b": min(m, p - rank), "zerobubble": min(m, p),
@@ -387,8 +383,8 @@ def sent(c, l, rank=0, part=0):
         out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
         out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32
         for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
-            for group in ("tp", "kv_heads"):
-                out[group, "all_reduce"] += FLOAT32 * count * summed(tensors, group, l, part)
+            for group, size in summed(tensors, l, part).items():
+                out[group, "all_reduce"] += FLOAT32 * count * size
     if l.cp > 1:                            # zigzag: keys and values twice round, and their float32 gradients
         kv = 2 * tokens * layers * kv_width(c, l.tp)
         out["cp", "send"] += ((2 + again) * (l.cp - 1) * BF16 + l.cp * FLOAT32) * kv
@@ -405,14 +401,13 @@ def sent(c, l, rank=0, part=0):
     return {key: size for key, size in out.items() if size}
 
 
-def summed(tensors, group, l, part):
-    """How many parameters of a unit this group sums gradients of: all, or, with ZeRO, those of one slice."""
-    whole = sum(size for size, _ in tensors)
+def summed(tensors, l, part):
+    """{group: parameters of a unit whose gradients it sums}: of all, or, with ZeRO, of those in one slice."""
+    whole, start, found = sum(size for size, _ in tensors), 0, defaultdict(int)
     cut = -(-whole // (l.dp * l.cp))
     first, last = (part * cut, part * cut + cut) if l.zero else (0, whole)
-    found = start = 0
-    for size, ranks_of in tensors:
-        inside = min(start + size, last) - max(start, first)
-        found += max(0, inside) * (ranks_of == group)
+    for size, group in tensors:
+        if group:
+            found[group] += max(0, min(start + size, last) - max(start, first))
         start += size
     return found

@@ -1,6 +1,4 @@
-"""A layout in words, all of it computed: what each knob does, why the second is not the first, what the step
-is spent on, and where the playbook says otherwise.
-"""
+"""A layout in words: what each knob does, why the second is not first, where the playbook says otherwise."""
 import math
 import shlex
 

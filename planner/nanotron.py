@@ -14,7 +14,7 @@ import speed
 from costs import BF16, FLOAT32, GIB, Layout, Stage
 from measured import need, read_csv, write_csv
 from models import Model
-from speed import Cluster, gpus
+from speed import Cluster
 from trainer import refuse
 
 FITTED = json.loads((Path(__file__).parent / "nanotron.json").read_text())
@@ -36,8 +36,7 @@ def key(row):
 
 
 def stages_of(c, l):
-    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts, so the
-    last ranks may get nothing."""
+    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts."""
     blocks = [("layers", costs.layer_width(c))] * c.num_hidden_layers
     blocks += [("norm", 0), ("head", c.vocab_size), ("cast", 0), ("loss", 0)]
     whole = sum(size for _, size in blocks)
@@ -48,7 +47,7 @@ def stages_of(c, l):
         if so_far > whole * len(stages) / l.pp and len(stages) < l.pp:
             stages.append(defaultdict(int))
     if len(stages) < l.pp or not stages[-1]:
-        return None
+        return None                                       # the last ranks get nothing
     return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"])) for s in stages]
 
 
@@ -92,9 +91,8 @@ def step_seconds(c, l, cluster, stages, k):
 
 
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
-    """As speed.py's with ZeRO 0 or 1, the only ones it has; what it would do with 2 and 3 is taken from
-    there. But its ZeRO gathers weights tensor by tensor with nothing to hide behind, and without ZeRO and
-    with pp across nodes it sums gradients when all else is done."""
+    """As speed.py's, and the same for ZeRO 2 and 3, which it has not. But it gathers weights tensor by tensor
+    and hides nothing of that, and without ZeRO and with pp across nodes it sums gradients at the very end."""
     if l.zero > 1:
         return speed.data_parallel_seconds(c, l, cluster, stage, k, each, last)
     held = parameters(c, l, stage)
@@ -103,7 +101,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     seconds = dict(dp=0.0, optimizer=optimizer, other=k["step"])
     if l.dp == 1:
         return seconds
-    network, leaves = k["network"] * gpus.NETWORK, speed.span(cluster, l.dp, l.tp)[1] > 1
+    network, leaves = k["network"] * speed.gpus.NETWORK, speed.span(cluster, l.dp, l.tp)[1] > 1
     byte = speed.ring_seconds(cluster, k, held, l.dp, l.tp)
     if l.zero == 0 and l.pp > 1 and leaves:
         seconds["dp"] += FLOAT32 * byte * network / k["unhidden_efficiency"]

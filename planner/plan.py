@@ -8,7 +8,6 @@ import speed
 import trainer
 import trust
 from costs import GIB, Layout
-from speed import GPUS
 from trainer import Refused, least, refuse
 
 SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
@@ -48,8 +47,7 @@ def impossible(c, l):
 
 
 def meshes(c, cluster, seq_len, fused=False):
-    """Every valid (dp, tp, cp, pp, ep). tp over more than two nodes and parts of a sequence below 1,024
-    tokens are left out."""
+    """Every valid (dp, tp, cp, pp, ep), with tp over at most two nodes and 1,024 tokens or more after cp."""
     for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
         for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)):
             for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
@@ -61,9 +59,8 @@ def meshes(c, cluster, seq_len, fused=False):
 
 
 def batch_near(wanted, gpus):
-    """Sequences of a batch, within a tenth of those wanted: all layouts are compared with this one. Of the
-    possible numbers the one that most degrees of dp and micro-batches divide: a multiple of the odd part of
-    the GPUs, and of a large power of two."""
+    """The number of sequences, within a tenth of those wanted, that most degrees of dp and micro-batches
+    divide: a multiple of the odd part of the GPUs, and of a large power of two."""
     odd = gpus // (gpus & -gpus)
     unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # of very many sequences not every number is tried
     first, last = max(1, math.ceil(0.9 * wanted / unit)), max(1, math.floor(1.1 * wanted / unit))
@@ -72,8 +69,7 @@ def batch_near(wanted, gpus):
 
 
 def schedules(c, pp):
-    """(schedule, stages per rank where they are interleaved). afab is left out: 1F1B takes as long, and never
-    more memory."""
+    """(schedule, stages per rank where they are interleaved). Without afab: never better than 1F1B."""
     if pp == 1:
         return [("1f1b", 2)]
     most = c.num_hidden_layers // pp
@@ -139,7 +135,7 @@ def fullest(c, l):
 
 def limit(cluster):
     """GiB that may be asked for."""
-    return cluster.gpu.memory * speed.USABLE / GPUS["h100"].memory
+    return cluster.gpu.memory * speed.USABLE / speed.GPUS["h100"].memory
 
 
 def fits(held, cluster):
@@ -182,8 +178,7 @@ def evaluate(c, l, cluster, constants):
 
 # ---------------------------------------------------------------------- the best
 def timed(c, cluster, seq_len, batch, constants):
-    """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
-    worked out once."""
+    """Every layout of the cluster that meets the batch, and how long it takes."""
     k, known = constants["time"], {}                      # of layers: the same whatever dp is
     every = list(meshes(c, cluster, seq_len, constants.get("fused", False)))
     for done, mesh in enumerate(every):
@@ -229,12 +224,11 @@ class Search:
         if l.micro_batch >= self.too_large.get(but_size, math.inf):
             return False
         if one.memory is None:
-            held = memory(self.c, l, self.slack)
-            if not fits(sum(held.values()), self.cluster):
-                self.too_large[but_size] = l.micro_batch
-                return False
-            one.memory = held
-        return True
+            one.memory = memory(self.c, l, self.slack)
+        if fits(one.held, self.cluster):
+            return True
+        self.too_large[but_size] = l.micro_batch
+        return False
 
     def first(self, wanted):
         """The best of those that fit and are wanted, or None."""

@@ -1,15 +1,13 @@
-"""Runs that other teams published, of their own trainers: --predict takes a file of them too.
-
-What a source does not say is assumed here, and stated beside each prediction.
+"""Runs that other teams published, of their own trainers: --predict takes a file of them too. What a source
+does not say is assumed here, and stated beside each prediction.
 """
 import costs
 import speed
 import trainers
 import trust
-from costs import Layout
 from models import PRESETS, Model
 from plan import RECOMPUTE, SCHEDULES, impossible
-from speed import GPUS, Cluster
+from speed import GPUS
 from trainer import refuse
 
 KEYS = ("source", "model", "gpus", "gpu", "dp", "tp", "cp", "pp", "fsdp_stage", "schedule", "seq_len",
@@ -52,7 +50,7 @@ def predict_one(row, assumed):
         assumed.append("selective: every second product runs again")
         again = 0.5
     times = speed.Times(c, l, cluster, k, again=again)
-    stages = costs.our_stages(c, Layout(pp=l.pp))
+    stages = costs.our_stages(c, costs.Layout(pp=l.pp))
     step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     tokens = l.batch * l.seq_len / step / l.gpus
     low, high = trust.interval(c, l, cluster, tokens, float8)
@@ -91,10 +89,11 @@ def run_of(row, assumed):
     # `fsdp` keeps what it gathered, and gradients until the last micro-batch: it sends what ZeRO-1 does
     zero = {"3": 3, "fsdp": 1, "2": 2, "1": 1}.get(row["fsdp_stage"], 0)
     accumulation = max(1, round(int(row["sequences_per_step"]) / dp / micro_batch))
-    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
-               micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
-               recompute=(row["recompute"] or "none").replace("every second", "selective"))
-    return c, l, Cluster(int(row["gpus"]), gpu)
+    l = costs.Layout(
+        dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
+        micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
+        recompute=(row["recompute"] or "none").replace("every second", "selective"))
+    return c, l, speed.Cluster(int(row["gpus"]), gpu)
 
 
 def check(row, where):

@@ -1,7 +1,7 @@
-"""The answer as a web page: python planner --serve, or --html FILE for one with its answers in it.
+"""The answer as a web page: --serve, or --html FILE for one with its answers in it. The page only draws.
 
-The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
-nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.
+The server listens on this machine alone, and answers nobody who came by another name: a page of the internet
+whose name was turned to 127.0.0.1 is refused.
 """
 import json
 import os
@@ -9,7 +9,6 @@ import signal
 import sys
 from contextlib import suppress
 from functools import lru_cache
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
@@ -20,9 +19,7 @@ import explain
 import measured
 import models
 import plan
-import speed
-from plan import RECOMPUTE, SCHEDULES
-from speed import GPUS, KINDS, NETWORKS, Cluster
+from speed import GPUS, KINDS, NETWORKS, Cluster, Times
 from trainers import ABOUT, TRAINERS, constants_of
 from trainer import Refused, make, refuse, simulate
 
@@ -30,7 +27,6 @@ HERE = Path(__file__).resolve().parent
 TEXTS = {f"/{path.relative_to(HERE.parent)}": path          # that the page sends its readers to
          for path in [*HERE.parent.glob("*/README.md"), *HERE.parent.glob("docs/glossary.md")]}
 PASTED = "pasted"                                         # the model of a config.json that was pasted
-FOLDER = "DIR"                                            # what commands call the folder that has it
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
@@ -102,7 +98,7 @@ def config_of(l):
 
 def report(question, one):
     if question.model == PASTED:
-        question = question._replace(model=FOLDER)
+        question = question._replace(model="DIR")         # the folder that has it
     c, cluster, l, slack = question.c, question.cluster, one.layout, question.constants["slack"]
     to_run = question.model, l, cluster
     turns = [{name: value for name, value in turn.items() if name != "layout"}
@@ -116,10 +112,9 @@ def report(question, one):
 
 
 def timeline(question, one):
-    """The pipeline's own schedule with this layout's F, I and W; of many micro-batches as few as show all of
-    it, of many ranks every so many."""
+    """The pipeline's own schedule with this layout's F, I and W, for some of its micro-batches and ranks."""
     l = one.layout
-    times = speed.Times(question.c, l, question.cluster, question.constants["time"])
+    times = Times(question.c, l, question.cluster, question.constants["time"])
     enough, every = 3 * l.pp + 2 if l.pp <= SHOWN else 2 * l.pp, -(-l.pp // SHOWN)
     m = min(l.accumulation, enough)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
@@ -136,7 +131,8 @@ def timeline(question, one):
 def stops(question, l):
     """For each knob its values, and what they lead to, or why one is not possible."""
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
-                  schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
+                  schedule=plan.SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6],
+                  recompute=plan.RECOMPUTE)
     if l.pp == 1 or l.schedule != "interleaved":
         del values["virtual"]
 
@@ -297,7 +293,7 @@ def handler(question, config):
 
         def send_error(self, status, message=None, explain=None):
             """What the server's own class refuses, in one line too."""
-            self.reply(status, message or HTTPStatus(status).phrase)
+            self.reply(status, message or self.responses[status][0])
 
         def reply(self, status, text, kind="text/plain; charset=utf-8"):
             body = text.encode(errors="backslashreplace")

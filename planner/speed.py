@@ -73,8 +73,7 @@ KINDS = dict(
 
 # ---------------------------------------------------------------------- a training step
 def step_seconds(c, l, cluster, stages, k=USUAL, times=None):
-    """A training step on the average rank, by what it is spent on. times: of a layer and of the head, where
-    they are known."""
+    """A training step on the average rank, by what it is spent on. times: if they are known."""
     seconds, windows = of_micro_batches(c, l, cluster, stages, k, times or Times(c, l, cluster, k))
     return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 

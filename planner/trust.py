@@ -4,8 +4,7 @@ how far off it may be. Of five runs four should lie in the interval; docs/proof.
 import math
 
 import costs
-from speed import NETWORKS
-from speed import gpus as simulated
+from speed import NETWORKS, gpus as simulated
 
 MEANS = {
     "measured": "this trainer was measured doing the same",
