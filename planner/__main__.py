@@ -22,8 +22,6 @@ from trainers import TRAINERS, constants_of
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
               power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0, 1e18),
               restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
-WHOLE = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24)
-MOST_TOKENS = 2**36
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -89,8 +87,8 @@ def parse_args():
 
 
 def check(args):
-    for name, most in WHOLE.items():
-        value = getattr(args, name)
+    for name in ("gpus", "gpus_per_node", "seq_len"):
+        value, most = getattr(args, name), serve.LARGEST[name]
         if not 1 <= value <= most or value != int(value):
             refuse(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
         setattr(args, name, int(value))
@@ -98,9 +96,9 @@ def check(args):
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
-    tokens = args.global_batch_tokens
-    if not 1 <= tokens <= MOST_TOKENS:
-        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {MOST_TOKENS:,}")
+    tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
+    if not 1 <= tokens <= most:
+        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {most:,}")
     if tokens / args.seq_len > MOST / 2:
         refuse(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
                f"{args.seq_len:,} tokens")
@@ -143,8 +141,7 @@ def main():
         heading = explain.heading(question, "its batch", one.layout.batch)
         return print("\n".join([*heading, "", *explain.one_in_detail(question, one)]))
     if not args.json:
-        for line in explain.heading(question):            # the search takes seconds
-            print(line, flush=True)
+        print("\n".join(explain.heading(question)), flush=True)            # the search takes seconds
     search = question.search()
     best = search.best()
     if args.json:

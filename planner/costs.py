@@ -360,9 +360,8 @@ def loss_memory(c, l, number):
 
 # ---------------------------------------------------------------------- on the wire
 def sent(c, l, rank=0, part=0):
-    """Payload bytes of one training step on a rank of pp, {(dimension, collective): bytes}, as the files' own
-    formulas; with ZeRO, of the rank that has this part. The few single numbers that all ranks sum are left
-    out; experts are taken to have as many tokens each."""
+    """{(dimension, collective): payload bytes of one training step} of a rank of pp; with ZeRO, the one with
+    this part. Single numbers that all ranks sum are left out; each expert has as many tokens as others."""
     out, m, stage = defaultdict(int), l.accumulation, our_stages(c, l)[rank]
     tokens, layers, again = l.tokens * m, stage.layers, l.recompute != "none"
     ends = stage.embedding + stage.head

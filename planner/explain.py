@@ -106,8 +106,7 @@ def wanted(question, one):
 
 def nothing_fits(question):
     """How much is missing, the nearest layout, and the fewest GPUs."""
-    of = question.c, question.cluster, question.seq_len, question.constants
-    found = plan.nearest(*of)
+    found = plan.nearest(question.c, question.cluster, question.seq_len, question.constants)
     if found is None:
         return "no layout fits: none has this many GPUs"
     held, l = found

@@ -1,7 +1,6 @@
-"""The shapes of models: the trainer's presets, and what a config.json says, which transformers reads.
-
-The trainer takes a Llama or a Mixtral. To plan, less has to be known than to train: a Mistral or a Qwen is a
-Llama but for a few vectors, and experts may be small or shared and attention latent.
+"""The shapes of models: the trainer's presets, and what a config.json says, which transformers reads. Less
+has to be known than to train: a Mistral or a Qwen is a Llama but for a few vectors, and experts may be small
+or shared and attention latent.
 """
 import os
 from typing import NamedTuple

@@ -12,8 +12,6 @@ from trainer import refuse
 
 KEYS = ("source", "model", "gpus", "gpu", "dp", "tp", "cp", "pp", "fsdp_stage", "schedule", "seq_len",
         "sequences_per_step", "micro_batch", "recompute")
-PREDICTED = ("pred_tok_s_gpu", "pred_low", "pred_high", "pred_tflops", "pred_mem_gb", "pred_oom",
-             "provenance", "assumed")
 NEEDED = ("gpus", "seq_len", "sequences_per_step")
 SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediate_size",
              layers="num_hidden_layers", heads="num_attention_heads", kv_heads="num_key_value_heads",

@@ -1,6 +1,5 @@
-"""The answer as a web page: --serve, or --html FILE for one with its answers in it. The page only draws.
-
-The server listens on this machine alone, and answers nobody who came by another name: a page of the internet
+"""The answer as a web page: --serve, or --html FILE for one with its answers in it. The page only draws. The
+server listens on this machine alone, and answers nobody who came by another name: a page of the internet
 whose name was turned to 127.0.0.1 is refused.
 """
 import json
@@ -31,6 +30,7 @@ LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
 DEGREES = [2**i for i in range(9)]
+LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)       # of what is asked
 
 
 class Question(NamedTuple):
@@ -115,11 +115,11 @@ def timeline(question, one):
     """The pipeline's own schedule with this layout's F, I and W, for some of its micro-batches and ranks."""
     l = one.layout
     times = Times(question.c, l, question.cluster, question.constants["time"])
-    enough, every = 3 * l.pp + 2 if l.pp <= SHOWN else 2 * l.pp, -(-l.pp // SHOWN)
-    m = min(l.accumulation, enough)
+    every = -(-l.pp // SHOWN)                             # of so many ranks one is drawn
+    m = min(l.accumulation, 3 * l.pp + 2 if every == 1 else 2 * l.pp)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
-    events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F=times.F * share, I=times.I * share,
-                      W=times.W * share)
+    F, I, W = (share * seconds for seconds in (times.F, times.I, times.W))
+    events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F, I, W)
     after = {name: one.seconds.get(name, 0) for name in ("dp", "optimizer")}
     not_drawn = (l.accumulation - m) * (times.F + times.I + times.W) * share * l.stages_per_rank
     drawn = [(rank, action.kind, action.stage // l.pp, action.micro_batch, round(start, 6), round(end, 6))
@@ -204,10 +204,10 @@ def run(question, config, port):
 
 def asked(question, state):
     """The question that the page asks, out of its state; what it leaves out is as on the command line."""
-    def number(name, otherwise, most):
+    def number(name, otherwise):
         value = state.get(name, otherwise)
-        if type(value) is not int or not 1 <= value <= most:
-            refuse(f"{name} must be a whole number from 1 to {most:,}")
+        if type(value) is not int or not 1 <= value <= LARGEST[name]:
+            refuse(f"{name} must be a whole number from 1 to {LARGEST[name]:,}")
         return value
 
     def choice(name, otherwise, known):
@@ -225,15 +225,15 @@ def asked(question, state):
         except (ValueError, RecursionError):
             refuse("the pasted config.json is not JSON")
     now = question.cluster
-    gpus = number("gpus", now.gpus, 2**17)
+    gpus = number("gpus", now.gpus)
     gpu = choice("gpu", question.gpu, GPUS)
     network = choice("network", network_of(now.network), NETWORKS)
     cluster = now._replace(gpus=gpus, gpu=now.gpu if gpu == question.gpu else GPUS[gpu],
                            network=NETWORKS.get(network, now.network))
     if gpus > now.gpus_per_node and gpus % now.gpus_per_node:
         refuse(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
-    seq_len = number("seq_len", question.seq_len, 2**24)
-    tokens = number("tokens", round(question.sequences * question.seq_len), 2**36)
+    seq_len = number("seq_len", question.seq_len)
+    tokens = number("tokens", round(question.sequences * question.seq_len))
     trainer = choice("trainer", question.constants["trainer"], TRAINERS)
     said = question.constants
     constants = constants_of(said["base"], trainer, said["compiled"], said["float8"], gpu)

@@ -109,8 +109,7 @@ def of_micro_batches(c, l, cluster, stages, k, times):
 
 def pipeline_seconds(c, l, stages, k, times, host):
     """All micro-batches on the average rank, the wait for the slowest and the bubble; how long the first rank
-    works on a micro-batch; and for how long its gradients become ready at the end: of interleaved stages some
-    are done before others. host: what Python takes of each rank's micro-batch."""
+    works on one, and for how long its gradients become ready at the end. host: Python's seconds of each."""
     m = l.accumulation
     gpu = [stage.layers * times.of_layer + stage.head * times.of_head + stage.embedding * times.embedding
            for stage in stages]

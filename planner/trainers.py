@@ -1,7 +1,5 @@
-"""Whose trainer: what others do otherwise, as overlays of speed.py's sums, and what they keep.
-
-Constants are physics, or are taken from the simulator or a paper as their comments say. None was fitted to a
-run that docs/proof.md counts as not fitted.
+"""Whose trainer: what others do otherwise, as overlays of speed.py's sums. Constants are physics, or from the
+simulator or a paper, as comments say. None was fitted to a run that docs/proof.md counts as not fitted.
 """
 from speed import USUAL
 
@@ -22,14 +20,12 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
     found = {**base, **TRAINERS[trainer]}
     if gpu not in HOPPER:
         found["attention"] = base["attention"]
+    changes = [FLOAT8] * float8
     if trainer != "megatron":                             # which has these anyway
-        found |= scaled(found, COMPILED) if compiled else {}
-        found |= scaled(found, ASYNC_TP) if async_tp else {}
-    return found | (scaled(found, FLOAT8) if float8 else {})
-
-
-def scaled(found, more):
-    return {name: found[name] * share for name, share in more.items()}
+        changes += [COMPILED] * compiled + [ASYNC_TP] * async_tp
+    for change in changes:
+        found |= {name: found[name] * share for name, share in change.items()}
+    return found
 
 
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):

@@ -816,7 +816,8 @@ def test_a_file_of_published_runs(tmp_path):
     assert run("--predict", tmp_path / "in.csv", "--out", tmp_path / "out.csv").returncode == 0
     with open(tmp_path / "out.csv") as file:
         got = list(csv.DictReader(file))
-    assert list(got[0]) == [*rows[0], *published.PREDICTED] and len(got) == len(rows)
+    added = "pred_tok_s_gpu pred_low pred_high pred_tflops pred_mem_gb pred_oom provenance assumed".split()
+    assert list(got[0]) == [*rows[0], *added] and len(got) == len(rows)
 
 
 def test_the_benchmarked_trainer_with_more_of_zero():
