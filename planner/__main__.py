@@ -20,7 +20,7 @@ from trainers import TRAINERS, constants_of
 
 # beyond these a unit was mistaken
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
-              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0, 1e18),
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0.001, 1e18),
               restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -112,6 +112,9 @@ def cluster_of(args):
     gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
+    if args.verify and (gpu != GPUS[args.gpu] or args.trainer != "this" or args.compile or args.fp8):
+        refuse("--verify: the simulator has GPUs as --gpu names them, and this trainer alone, without "
+               "--compile and --fp8")
     return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
@@ -155,7 +158,7 @@ def main():
     print("\n".join(explain.table(question, best)), "\n")
     print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
     for one in best[:args.verify]:
-        print(verify.beside_the_simulator(question, args, one), flush=True)
+        print(verify.beside_the_simulator(question, one), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ import costs
 import plan
 import trust
 from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fits, limit
-from speed import KINDS
+from speed import KINDS, Cluster
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
 SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
-FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
 
 
 def schedule_of(l):
@@ -258,18 +257,6 @@ def recipe(search, cluster):
     return found
 
 
-def disagreements(c, best, search, cluster):
-    for rule, one in playbook(c, search, cluster):
-        if one is None:
-            yield f"{rule}: nothing that follows it fits and meets the batch."
-        elif one.layout == best.layout:
-            yield f"{rule}: agrees."
-        else:
-            lost = one.tokens_per_s / best.tokens_per_s - 1
-            than_best = "slower" if lost < 0 else "faster by estimate"
-            yield f"{rule}: {name_of(one.layout)}, {abs(lost):.1%} {than_best}."
-
-
 def heading(question, what="all layouts have the same batch", batch=None):
     batch, seq_len = batch or question.batch, question.seq_len
     billions = costs.model_parameters(question.c) / 1e9
@@ -284,7 +271,6 @@ def one_in_detail(question, one, more=()):
     """more: lines about it among others."""
     c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
     yield name_of(l)
-    found = mfus(c, one, cluster)
     kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
     verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
     yield f"memory of the fullest GPU, GiB: {kinds}"
@@ -292,7 +278,7 @@ def one_in_detail(question, one, more=()):
            f"for what this may be off by: {verdict}")
     sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
     yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
-    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
+    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in mfus(c, one, cluster).items())
     low, high = interval(question, one)
     yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[constants['trainer']]}, for four runs of five "
            f"{low:,.0f} to {high:,.0f}: {known_by(question, l)}")
@@ -304,7 +290,7 @@ def one_in_detail(question, one, more=()):
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
     yield from [f"# refused as it stands: {why}"] * bool(why)
     yield "# " * bool(why) + command(question.model, l, cluster)
-    yield "# " * bool(c.untrained) + dry_run(c, question.model, l)
+    yield "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))
 
 
 def among_others(question, search, best):
@@ -314,15 +300,22 @@ def among_others(question, search, best):
         yield why_not("The second", question, best[0], best[1])
     if fastest not in best[:2]:
         yield why_not("The fastest by estimate", question, best[0], fastest)
-    for line in disagreements(question.c, best[0], search, question.cluster):
-        yield f"The playbook, {line}"
+    for rule, one in playbook(question.c, search, question.cluster):
+        said = "nothing that follows it fits and meets the batch"
+        if one:
+            lost = one.tokens_per_s / best[0].tokens_per_s - 1
+            than_best = "slower" if lost < 0 else "faster by estimate"
+            said = f"{name_of(one.layout)}, {abs(lost):.1%} {than_best}"
+        if one and one.layout == best[0].layout:
+            said = "agrees"
+        yield f"The playbook, {rule}: {said}."
 
 
 # ---------------------------------------------------------------------- to run it
 def train_flags(model, l, steps=1000, lr=3e-4):
     flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", l.batch,
              "--micro_batch_size", l.micro_batch, "--steps", steps, "--lr", lr]
-    for name in FLAGS:
+    for name in ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute"):
         if getattr(l, name) != costs.Layout._field_defaults[name]:
             flags += [f"--{name}", getattr(l, name)]
     if l.schedule == "interleaved" and l.pp > 1:
@@ -352,10 +345,18 @@ def script(model, l, cluster):
             f"srun {on_nodes(model, l, cluster)}\n")
 
 
-def dry_run(c, model, l):
+def hardware(question):
+    """The cluster's flags of tools/simulate, where they are not the usual ones."""
+    cluster, usual = question.cluster, Cluster(1)
+    flags = f"--gpu {question.gpu} " * (question.gpu != "h100")
+    flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != usual.gpus_per_node)
+    return flags + f"--network {cluster.network / 1e9} " * (cluster.network != usual.network)
+
+
+def dry_run(c, model, l, more=""):
     """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
     rank = plan.fullest(c, l) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
-    return f"python tools/simulate 8 {l.gpus} --rank {rank} {train_flags(model, l)}"
+    return f"python tools/simulate 8 {l.gpus} --rank {rank} {more}{train_flags(model, l)}"
 
 
 def as_json(question, one):
@@ -368,7 +369,7 @@ def as_json(question, one):
         tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
         mfu=next(iter(found.values())), mfu_by_convention=found,
         provenance=provenance(question, l), unmeasured=trust.unmeasured(c, l),
-        interval=[round(low, 1), round(high, 1)],
-        ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
-        global_batch_size=l.batch, memory=one.memory, seconds=one.seconds,
-        command=command(question.model, l, cluster), dry_run=dry_run(c, question.model, l))
+        interval=[round(low, 1), round(high, 1)], ranked_by=round(one.held_back, 1), **l._asdict(),
+        stages_per_rank=l.stages_per_rank, global_batch_size=l.batch, memory=one.memory, seconds=one.seconds,
+        command=command(question.model, l, cluster),
+        dry_run=dry_run(c, question.model, l, hardware(question)))

@@ -74,8 +74,9 @@ def run_of(row, assumed):
     c, gpu = model_of(row), GPUS[row["gpu"].lower()]
     memory = int(row.get("gpu_memory_gib") or gpu.memory)
     gpu = gpu._replace(memory=memory)
-    if row["gpu"].lower() == "h100" and memory == 96:     # it has HBM2e
-        gpu = gpu._replace(hbm=2.4e12)
+    of_96 = row["gpu"].lower() == "h100" and memory == 96      # it has HBM2e
+    if hbm := row.get("hbm_tb_s") or "2.4" * of_96:
+        gpu = gpu._replace(hbm=float(hbm) * 1e12)
     watts = number("power_w", gpu.watts)
     if watts != gpu.watts:
         assumed.append(f"{watts} W: clocks as the cube root of the power")
@@ -91,7 +92,7 @@ def run_of(row, assumed):
         dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
         micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
         recompute=(row["recompute"] or "none").replace("every second", "selective"))
-    return c, l, speed.Cluster(int(row["gpus"]), gpu)
+    return c, l, speed.Cluster(int(row["gpus"]), gpu, network=float(row.get("network_gb_s") or 50) * 1e9)
 
 
 def check(row, where):

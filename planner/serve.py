@@ -84,9 +84,8 @@ def recommendation(question, constants):
 def row(question, one):
     l = one.layout
     return dict(config=config_of(l), name=explain.name_of(l), cells=explain.row_of(l), held=one.held,
-                step=one.step, tokens_per_s=one.tokens_per_s,
-                interval=explain.interval(question, one), known=explain.known_by(question, l),
-                provenance=explain.provenance(question, l))
+                step=one.step, tokens_per_s=one.tokens_per_s, interval=explain.interval(question, one),
+                known=explain.known_by(question, l), provenance=explain.provenance(question, l))
 
 
 def config_of(l):
@@ -251,7 +250,16 @@ def handler(question, config):
                 super().handle()
 
         def parse_request(self):
-            return super().parse_request() and self.is_for_us()
+            """And whether it is for us."""
+            if not super().parse_request():
+                return False
+            port = self.server.server_port
+            ours = {f"127.0.0.1:{port}", f"localhost:{port}"}
+            hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
+            pages = [origin.removeprefix("http://") for origin in origins]       # that ask, if a page does
+            if len(hosts) == 1 and ours.issuperset(hosts + pages):
+                return True
+            self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
 
         def do_GET(self):
             path = self.path.split("?")[0]
@@ -261,8 +269,7 @@ def handler(question, config):
                 return self.reply(200, TEXTS[path].read_text(encoding="utf-8"))
             if path != "/":
                 return self.reply(404, "there is only /")
-            text = page(question, dict(config=config or ""), served=True)
-            self.reply(200, text, "text/html; charset=utf-8")
+            self.reply(200, page(question, dict(config=config or ""), True), "text/html; charset=utf-8")
 
         def do_POST(self):
             try:
@@ -281,15 +288,6 @@ def handler(question, config):
                 self.reply(400, "the request is not JSON")
             except TimeoutError:
                 self.reply(408, "the request is shorter than it says")
-
-        def is_for_us(self):
-            port = self.server.server_port
-            ours = {f"127.0.0.1:{port}", f"localhost:{port}"}
-            hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
-            pages = [origin.removeprefix("http://") for origin in origins]       # that ask, if a page does
-            if len(hosts) == 1 and ours.issuperset(hosts + pages):
-                return True
-            self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
 
         def send_error(self, status, message=None, explain=None):
             """What the server's own class refuses, in one line too."""

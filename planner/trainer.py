@@ -13,7 +13,6 @@ torch = SimpleNamespace(bfloat16="bfloat16")    # all that the planner's checks 
 
 
 def is_left_out(node):
-    """A line that imports what is not needed."""
     imports = isinstance(node, (ast.Import, ast.ImportFrom))
     return imports and (getattr(node, "module", None) or node.names[0].name) in LEFT_OUT
 

@@ -18,12 +18,12 @@ THEIRS = dict(ONE, dp=("dp", "dp_cp", "shard", "replicate", "expert_dp", "ep_sha
               pp=("pp", "world"))
 
 
-def beside_the_simulator(question, args, one):
+def beside_the_simulator(question, one):
     """In one line. Both take as few micro-batches as fill the pipeline twice."""
     l = one.layout._replace(accumulation=min(one.layout.accumulation, max(2, 2 * one.layout.pp)))
-    cluster, k = question.cluster, question.constants["time"]
-    seconds = speed.step_seconds(question.c, l, cluster, costs.our_stages(question.c, l), k)
-    report = simulated(explain.train_flags(question.model, l, steps=1), args, cluster)
+    stages, k = costs.our_stages(question.c, l), question.constants["time"]
+    seconds = speed.step_seconds(question.c, l, question.cluster, stages, k)
+    report = simulated(l.gpus, explain.hardware(question) + explain.train_flags(question.model, l, steps=1))
     here, there = sum(seconds.values()), report["step_seconds"]
     ours, theirs = waits(seconds, OURS), waits(report["exposed"], THEIRS)
     ours["computing"] = here - sum(ours.values())
@@ -38,12 +38,10 @@ def waits(seconds, names):
     return {dimension: sum(seconds.get(name, 0) for name in of) for dimension, of in names.items()}
 
 
-def simulated(flags, args, cluster):
+def simulated(gpus, flags):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.json"
-        network = ["--gpus_per_node", cluster.gpus_per_node, "--network", cluster.network / 1e9]
-        said = ["--gpu", args.gpu, *network, "--json", file]
-        command = [sys.executable, TOOL, 8, cluster.gpus, *said, *shlex.split(flags)]
+        command = [sys.executable, TOOL, 8, gpus, "--json", file, *shlex.split(flags)]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True)
         if done.returncode:
             why = done.stderr.strip() or "the simulator ended"
