@@ -348,8 +348,7 @@ def chunk(c, l):
 
 
 def loss_memory(c, l, number):
-    """loss.py's forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input.
-    Backward takes less."""
+    """loss.py's forward: a chunk's logits, in float32 twice, and gradients of the head and of its input."""
     words, rows = c.vocab_size // l.tp, chunk(c, l)
     copies = (l.tp == 1 and number == BF16) + (l.tokens > rows)
     logits = rows * words * (2 * FLOAT32 + number * copies)
@@ -402,9 +401,11 @@ def sent(c, l, rank=0, part=0):
 
 def summed(tensors, l, part):
     """{group: parameters of a unit whose gradients it sums}: of all, or, with ZeRO, of those in one slice."""
-    whole, start, found = sum(size for size, _ in tensors), 0, defaultdict(int)
+    whole = sum(size for size, _ in tensors)
     cut = -(-whole // (l.dp * l.cp))
     first, last = (part * cut, part * cut + cut) if l.zero else (0, whole)
+    start = 0
+    found = defaultdict(int)
     for size, group in tensors:
         if group:
             found[group] += max(0, min(start + size, last) - max(start, first))

@@ -31,8 +31,7 @@ def table(question, candidates):
         return "".join(f" {value:>{widths.get(name, 5)}}" for name, value in zip(COLUMNS, values))
     yield cells(COLUMNS) + f"{'GiB':>7}{'step, s':>9}{'tokens/s/GPU':>14}{'four of five':>17}  known by"
     for one in candidates:
-        low, high = interval(question, one)
-        between = f"{low:,.0f} to {high:,.0f}"
+        between = "{:,.0f} to {:,.0f}".format(*interval(question, one))
         numbers = f"{one.held:>7.1f} {one.step:>8.2f} {one.tokens_per_s:>13,.0f} {between:>16}"
         yield cells(row_of(one.layout)) + numbers + f"  {provenance(question, one.layout)}"
 

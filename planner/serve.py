@@ -180,7 +180,8 @@ def write(question, config, path):
         with suppress(Refused):                           # it is less than a GPU, or no whole nodes
             answers["{gpus},{tokens}".format(**state)] = answer(asked(question, state)) | dict(reports={})
     of_it = answers["{gpus},{tokens}".format(**now)] = answer(question, config)
-    layout, configs = of_it["layout"], [one["config"] for one in of_it["best"]]
+    layout = of_it["layout"]
+    configs = [one["config"] for one in of_it["best"]]
     if layout:
         configs += [stop["config"] for stops in layout["stops"].values() for stop in stops if stop["config"]]
     of_it["reports"] = {one: answer(question, one)["layout"] for one in configs}

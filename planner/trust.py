@@ -82,8 +82,7 @@ def interval(c, l, cluster, tokens_per_s, float8=False):
 
 
 def held_back(c, l, cluster, tokens_per_s, known=None):
-    """What a layout is ranked by: the low end of its interval, so that it leads only by more than it may be
-    off by. known: what was found for others of the cluster."""
+    """What a layout is ranked by: the low end of its interval. known: shares found for others like it."""
     names, known = tuple(of_layout(l)), {} if known is None else known
     if names not in known:
         known[names] = math.exp(off_by(c, l, cluster, experts=False)[0])
