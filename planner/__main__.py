@@ -12,22 +12,16 @@ import explain
 import measured
 import models
 import nanotron
-import plan
 import serve
 import verify
-from plan import Search, evaluate, parse_config
 from speed import GPUS, NETWORKS, Cluster, gpus
-from trainer import LARGEST_NUMBER as MOST
-from trainer import Refused, refuse
+from trainer import LARGEST_NUMBER as MOST, Refused, refuse
 from trainers import TRAINERS, constants_of
 
-OF_A_GPU = dict(flops="bfloat16 FLOPs per second", hbm="bytes per second of its memory", memory="GiB",
-                nvlink="bytes per second inside a node")
+# beyond these a unit was mistaken
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
-              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0, 1e18),
-              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))               # beyond them a unit was mistaken
-WHOLE = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24)
-MOST_TOKENS = 2**36
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0.001, 1e18),
+              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -45,7 +39,8 @@ def network(text):
     try:
         return NETWORKS.get(text) or float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: {', '.join(NETWORKS)}, or bytes per second per GPU") from None
+        choices = ", ".join(NETWORKS)
+        raise argparse.ArgumentTypeError(f"{text}: {choices}, or bytes per second per GPU") from None
 
 
 def parse_args():
@@ -60,8 +55,10 @@ def parse_args():
     add("--network", type=network, default="infiniband",
         help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
     add("--gpus_per_node", type=count, default=8)
-    for name, what in OF_A_GPU.items():
-        add(f"--{name}", type=float, help=f"{what}, in place of --gpu's")
+    add("--flops", type=float, help="bfloat16 FLOPs per second, in place of --gpu's")
+    add("--hbm", type=float, help="bytes per second of its memory, in place of --gpu's")
+    add("--memory", type=float, help="GiB, in place of --gpu's")
+    add("--nvlink", type=float, help="bytes per second inside a node, in place of --gpu's")
     add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's")
     add("--trainer", choices=TRAINERS, default="this", help="whose speeds and memory")
     add("--compile", action="store_true", help="with torch.compile; torchtitan: and asynchronous tp")
@@ -90,8 +87,8 @@ def parse_args():
 
 
 def check(args):
-    for name, most in WHOLE.items():
-        value = getattr(args, name)
+    for name in ("gpus", "gpus_per_node", "seq_len"):
+        value, most = getattr(args, name), serve.LARGEST[name]
         if not 1 <= value <= most or value != int(value):
             refuse(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
         setattr(args, name, int(value))
@@ -99,21 +96,25 @@ def check(args):
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
             refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
-    tokens = args.global_batch_tokens
-    if not 1 <= tokens <= MOST_TOKENS:
-        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {MOST_TOKENS:,}")
+    tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
+    if not 1 <= tokens <= most:
+        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {most:,}")
     if tokens / args.seq_len > MOST / 2:
         refuse(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
                f"{args.seq_len:,} tokens")
 
 
 def cluster_of(args):
-    own = {"bfloat16" if name == "flops" else name: getattr(args, name) for name in OF_A_GPU if getattr(args, name)}
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
-    gpu = GPUS[args.gpu]._replace(**own)
+    gpu = GPUS[args.gpu]
+    own = dict(bfloat16=args.flops, hbm=args.hbm, memory=args.memory, nvlink=args.nvlink)
+    gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
+    if args.verify and (gpu != GPUS[args.gpu] or args.trainer != "this" or args.compile or args.fp8):
+        refuse("--verify: the simulator has GPUs as --gpu names them, and this trainer alone, without "
+               "--compile and --fp8")
     return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
@@ -136,19 +137,15 @@ def main():
         return serve.run(question, args.config, args.port)
     if args.html:
         return serve.write(question, args.config, args.html)
-    batch = plan.batch_near(question.sequences, cluster.gpus)
     if args.config:
-        one = evaluate(c, parse_config(args.config, c, cluster, args.seq_len, batch, constants["fused"]), cluster, constants)
+        one = question.evaluate(args.config)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
-        l = one.layout
-        its_own = explain.batch_line("its batch", l.dp * l.micro_batch * l.accumulation, question)
-        heading = [*explain.heading(question, batch)][:-1]
-        return print("\n".join([*heading, its_own, "", *explain.one_in_detail(question, one)]))
+        heading = explain.heading(question, "its batch", one.layout.batch)
+        return print("\n".join([*heading, "", *explain.one_in_detail(question, one)]))
     if not args.json:
-        for line in explain.heading(question, batch):     # the search takes seconds
-            print(line, flush=True)
-    search = Search(c, cluster, args.seq_len, batch, constants)
+        print("\n".join(explain.heading(question)), flush=True)            # the search takes seconds
+    search = question.search()
     best = search.best()
     if args.json:
         if not best:
@@ -161,7 +158,7 @@ def main():
     print("\n".join(explain.table(question, best)), "\n")
     print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
     for one in best[:args.verify]:
-        print(verify.beside_the_simulator(question, args, one), flush=True)
+        print(verify.beside_the_simulator(question, one), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a layout holds and sends in this trainer, by arithmetic: parameters, memory, bytes on the wire.
 
-What persists, what is sent and what a layer keeps for backward is exact: tests compare it with a dry run
-(tools/simulate), number by number. What comes and goes is followed at the few moments at which it may be most.
+All but the memory that comes and goes is exact: tests compare it with a dry run (tools/simulate).
 """
 import math
 from collections import defaultdict
@@ -26,11 +25,16 @@ class Layout(NamedTuple):
     seq_len: int = 4096
     recompute: str = "none"
     virtual: int = 2                                      # stages of a rank, where they are interleaved
-    fused: bool = False                                   # another trainer's kernels: SwiGLU and norms keep their inputs alone
+    fused: bool = False                                   # another trainer's kernels, which keep less
 
     @property
     def gpus(self):
         return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def batch(self):
+        """Sequences of a training step."""
+        return self.dp * self.micro_batch * self.accumulation
 
     @property
     def tokens(self):
@@ -48,18 +52,7 @@ class Stage(NamedTuple):
     layers: int
     embedding: bool
     head: bool
-    loss: bool
     each: tuple = ()                                      # layers of each of its stages
-
-
-def layer_width(c):
-    """Parameters of a layer's matrices that a token meets, over hidden."""
-    attention = sum(inner * columns for inner, columns in attention_products(c)) // c.hidden_size
-    return attention + 3 * c.intermediate_size * experts_met(c)
-
-
-def experts_met(c):
-    return max(1, c.num_experts_per_tok) + c.shared_experts
 
 
 def first_layers(c, stages):
@@ -85,16 +78,15 @@ def stages_of(c, l):
     first = first_layers(c, l.pp * l.stages_per_rank)
     last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
     sizes = [tuple(first[s + 1] - first[s] for s in mine) for mine in held]
-    return tuple(Stage(sum(each), 0 in mine, last in mine, last in mine, each)
-                 for mine, each in zip(held, sizes))
+    return tuple(Stage(sum(each), 0 in mine, last in mine, each) for mine, each in zip(held, sizes))
 
 
 # ---------------------------------------------------------------------- parameters on a rank
 def attention_products(c, l=Layout()):
-    """(inner, columns) of each matrix of attention on a rank, the output's last. Latent attention first makes q, and k
-    and v, small; those two matrices tp does not cut."""
+    """(inner, columns) of each matrix of attention on a rank, the output's last. Latent attention first makes
+    q, and k and v, small; those two matrices tp does not cut."""
     h, heads = c.hidden_size, c.num_attention_heads // l.tp
-    q, kv = heads * c.head_dim, c.num_key_value_heads * c.head_dim // kv_parts(c, l)
+    q, kv = heads * c.head_dim, kv_width(c, l.tp)
     if not c.latent:
         return [(h, q), (h, kv), (h, kv), (q, h)]
     of_q, of_kv, plain, turned, v = c.latent
@@ -102,20 +94,23 @@ def attention_products(c, l=Layout()):
     return [*made, (h, of_kv + turned), (of_kv, heads * (plain + v)), (heads * v, h)]
 
 
-def kv_parts(c, l):
-    return min(l.tp, c.num_key_value_heads)              # more ranks than heads: neighbours have the same one
+def kv_width(c, tp):
+    """Columns of k on a rank, and of v. If there are more ranks than heads, neighbours have the same one."""
+    return c.num_key_value_heads * c.head_dim // min(tp, c.num_key_value_heads)
 
 
 def block_tensors(c, l):
-    """(parameters, the ranks that must sum their gradients once more) of a block on a rank, without experts,
-    in their order."""
+    """(parameters, ranks that sum their gradients again) of a block's tensors, in order, without experts."""
     h, i = c.hidden_size, c.intermediate_size // l.tp
     of_all = "tp" * (l.tp > 1)
     same_heads = "kv_heads" * (l.tp > c.num_key_value_heads)
     groups = ["", same_heads, same_heads, ""] if not c.latent else [""] * 5
-    attention = [(inner * columns, group) for (inner, columns), group in zip(attention_products(c, l), groups)]
-    attention += [(columns, group) for (_, columns), group in zip(attention_products(c, l)[:3], groups)] * c.attention_bias
-    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm + [(rank, of_all) for rank in c.latent[:2]]
+    matrices = list(zip(attention_products(c, l), groups))
+    attention = [(inner * columns, group) for (inner, columns), group in matrices]
+    if c.attention_bias:
+        attention += [(columns, group) for (_, columns), group in matrices[:3]]
+    attention += [(c.head_dim, of_all)] * 2 * c.qk_norm
+    attention += [(rank, of_all) for rank in c.latent[:2]]
     mlp = [(h * i, "")] * 3
     if c.num_local_experts:
         mlp = [(c.num_local_experts * h, of_all)] + [(h * i, "")] * 3 * c.shared_experts
@@ -134,8 +129,8 @@ def dense_layer(c, l):
 
 def expert_layer(c, l):
     """Of the average layer; all have some in what this trainer takes."""
-    layers = c.num_hidden_layers - c.dense_layers
-    return c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp * layers // c.num_hidden_layers
+    mine = c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp
+    return mine * (c.num_hidden_layers - c.dense_layers) // c.num_hidden_layers
 
 
 def units(c, l, stage):
@@ -154,19 +149,17 @@ def parameters(c, l, stage):
 
 def model_parameters(c, active=False):
     """Of the whole model; active: those that a token meets."""
-    h, i, experts = c.hidden_size, c.intermediate_size, c.num_experts_per_tok if active else c.num_local_experts
-    attention = sum(inner * columns for inner, columns in attention_products(c))
-    mlp = 3 * h * i * (max(1, experts) + c.shared_experts) + h * c.num_local_experts
-    vectors = 2 * h + c.attention_bias * (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    vectors += 2 * c.head_dim * c.qk_norm + sum(c.latent[:2])
-    of_layers = c.num_hidden_layers * (attention + vectors + mlp) + c.dense_layers * (3 * h * c.dense_size - mlp)
-    return 2 * c.vocab_size * h + of_layers + h
+    experts = c.num_experts_per_tok if active else c.num_local_experts
+    layer = experts * 3 * c.hidden_size * c.intermediate_size
+    layer += dense_layer(c._replace(dense_layers=0), Layout())
+    dense = c._replace(dense_layers=0, num_local_experts=0, intermediate_size=c.dense_size)
+    of_layers = (c.num_hidden_layers - c.dense_layers) * layer + c.dense_layers * dense_layer(dense, Layout())
+    return (2 * c.vocab_size + 1) * c.hidden_size + of_layers
 
 
 def flops_per_token(c, seq_len, causal=False, embedding=True):
     """6 per parameter that a token meets, and attention's two products of [seq, seq], forward and backward.
-    metrics.py counts all of attention, and the embedding, which multiplies nothing; causal: the half that a
-    causal kernel makes."""
+    metrics.py counts all of them, and the embedding, which multiplies nothing; causal: half of attention."""
     met = model_parameters(c, active=True) - (0 if embedding else c.vocab_size * c.hidden_size)
     scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
     return 6 * met + (6 if causal else 12) * scores
@@ -180,9 +173,17 @@ def product_widths(c, l):
     return sum(qkv), out, 2 * down + c.num_local_experts, down
 
 
+def experts_met(c):
+    return max(1, c.num_experts_per_tok) + c.shared_experts
+
+
+def layer_width(c):
+    """The same of all, but for the router: what pipeline_parallel.py counts."""
+    return sum(product_widths(c, Layout())) - c.num_local_experts
+
+
 def repeated(c, l):
-    """Of these what recomputation multiplies with once more. The MLP's last product is read again only where
-    experts' are weighted."""
+    """Of these what recomputation multiplies with again: the MLP's last only where experts' are weighted."""
     qkv, out, up, down = product_widths(c, l)
     down = down * bool(c.num_local_experts)
     if l.recompute == "none":
@@ -194,8 +195,7 @@ def repeated(c, l):
 
 
 def keeps_last_products(c, l):
-    """What --recompute selective keeps of attention's and of the MLP's: not where tp has them sum over less
-    than hidden (recompute.py)."""
+    """Whether --recompute selective keeps attention's and the MLP's: if tp leaves them as deep as hidden."""
     heads = c.num_attention_heads * c.head_dim // l.tp
     return heads >= c.hidden_size, c.intermediate_size // l.tp >= c.hidden_size
 
@@ -235,9 +235,9 @@ def moments(c, l, rank, stage, number, fused_norm):
     inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
-    # ZeRO-3: whole weights; in a pipeline all of them. From ZeRO-2 on whole gradients, of the unit in
-    # backward and of the one before it, which are under way (a block's experts are a unit, and all else one). But
-    # where W is put off norms have theirs before it, so that all units with norms have some.
+    # ZeRO-3: whole weights, in a pipeline all. From ZeRO-2 on whole gradients, of the unit in backward and of
+    # the one before it, which are under way (a block's experts are a unit, and all else one). Where W is put
+    # off norms have theirs before it, so that all units with norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:
@@ -266,8 +266,7 @@ def moments(c, l, rank, stage, number, fused_norm):
 
 
 def in_flight(l, rank=0):
-    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment (step 6's README has the
-    table)."""
+    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment: step 6's table."""
     p, m, v = l.pp, l.accumulation, l.stages_per_rank
     ahead = 2 * (p - 1 - rank) + (v - 1) * round_size(l) + 1
     return {"afab": m, "1f1b": min(m, p - rank), "zerobubble": min(m, p),
@@ -314,12 +313,12 @@ def of_stage(i, done, size, v):
 
 def kept(c, l, number, fused_norm):
     """Bytes that a layer keeps for backward of one micro-batch."""
-    q, kv = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
+    q, kv = c.num_attention_heads * c.head_dim, 2 * kv_width(c, l.tp)
     h, i, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
     times = experts_met(c)
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
-    inside = number * (2 * q / l.tp + kv / kv_parts(c, l)) + FLOAT32 * heads / l.tp
+    inside = number * (2 * q / l.tp + kv) + FLOAT32 * heads / l.tp
     if l.recompute == "selective":                # what products and attention made, of every hop of the ring
         ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
         out, down = keeps_last_products(c, l)
@@ -336,34 +335,37 @@ def kept(c, l, number, fused_norm):
 
 def noted(c, l, number):
     """Bytes that a layer keeps from I to W: inputs and gradients of outputs of its products."""
-    q, kv, h = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim, c.hidden_size
-    attention = h / l.tp + 2 * q / l.tp + kv / kv_parts(c, l) + h
+    h, q = c.hidden_size, c.num_attention_heads * c.head_dim
+    attention = h / l.tp + 2 * q / l.tp + 2 * kv_width(c, l.tp) + h
     mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
     return number * l.tokens * (attention + mlp * experts_met(c))
 
 
+def chunk(c, l):
+    """Tokens whose logits loss.py makes at a time."""
+    rows = max(1, 2**27 // (c.vocab_size // l.tp))
+    return min(l.tokens, rows - rows % 128 if rows > 128 else rows)
+
+
 def loss_memory(c, l, number):
-    """loss.py's forward: a chunk's logits, in float32 twice, and the gradients of the head and of its input.
-    Backward takes less."""
-    words, size = c.vocab_size // l.tp, number * l.tokens * c.hidden_size
-    rows = max(1, 2**27 // words)
-    chunk = min(l.tokens, rows - rows % 128 if rows > 128 else rows) * words
-    copies = (l.tp == 1 and number == BF16) + (l.tokens * words > chunk)
-    logits = chunk * (2 * FLOAT32 + number * copies)
-    most = max(logits, number * words * c.hidden_size + 2 * chunk)
-    return FLOAT32 * words * c.hidden_size + most + size * (1 + (l.tp > 1))
+    """loss.py's forward: a chunk's logits, in float32 twice, and gradients of the head and of its input."""
+    words, rows = c.vocab_size // l.tp, chunk(c, l)
+    copies = (l.tp == 1 and number == BF16) + (l.tokens > rows)
+    logits = rows * words * (2 * FLOAT32 + number * copies)
+    most = max(logits, number * words * c.hidden_size + 2 * rows * words)
+    both = FLOAT32 * words + number * l.tokens * (1 + (l.tp > 1))
+    return both * c.hidden_size + most
 
 
 # ---------------------------------------------------------------------- on the wire
-def sent(c, l, rank=0, part=0, number=BF16):
-    """Payload bytes of one training step on a rank of pp, {(dimension, collective): bytes}, as the files' own
-    formulas; with ZeRO, of the rank that has this part. The few single numbers that all ranks sum are left
-    out; experts are taken to have as many tokens each."""
-    out, m, stage, mine = defaultdict(int), l.accumulation, our_stages(c, l)[rank], my_stages(l, rank)
+def sent(c, l, rank=0, part=0):
+    """{(dimension, collective): payload bytes of one training step} of a rank of pp; with ZeRO, the one with
+    this part. Single numbers that all ranks sum are left out; each expert has as many tokens as others."""
+    out, m, stage = defaultdict(int), l.accumulation, our_stages(c, l)[rank]
     tokens, layers, again = l.tokens * m, stage.layers, l.recompute != "none"
     ends = stage.embedding + stage.head
     head = [(c.hidden_size, "tp"), (c.vocab_size // l.tp * c.hidden_size, "")]
-    stream = number * tokens * c.hidden_size              # of all micro-batches, [batch, seq, hidden]
+    stream = BF16 * tokens * c.hidden_size                # of all micro-batches, [batch, seq, hidden]
     for size, ranks, count in units(c, l, stage):
         padded = -(-size // ranks) * ranks
         if l.zero == 0:
@@ -372,19 +374,20 @@ def sent(c, l, rank=0, part=0, number=BF16):
             # ZeRO-3 without a pipeline: every micro-batch, and in backward all blocks but the last once more
             times, twice = (m, max(0, count - 1)) if l.zero == 3 and l.pp == 1 else (1, 0)
             out["dp", "reduce_scatter"] += FLOAT32 * padded * count * (m if l.zero > 1 else 1)
-            out["dp", "all_gather"] += number * padded * (count + twice) * times
+            out["dp", "all_gather"] += BF16 * padded * (count + twice) * times
     if l.tp > 1:                                      # attention's input is gathered again, and a dense MLP's
         gathers = 4 + (1 if c.num_local_experts else 2)
         out["tp", "all_gather"] += ((gathers + 2 * again) * layers + ends) * stream
         out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
         out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32
         for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
-            for group in ("tp", "kv_heads"):
-                out[group, "all_reduce"] += FLOAT32 * count * summed(tensors, group, l, part)
+            for group, size in summed(tensors, l, part).items():
+                out[group, "all_reduce"] += FLOAT32 * count * size
     if l.cp > 1:                            # zigzag: keys and values twice round, and their float32 gradients
-        kv = 2 * tokens * layers * c.num_key_value_heads * c.head_dim // kv_parts(c, l)
-        out["cp", "send"] += ((2 + again) * (l.cp - 1) * number + l.cp * FLOAT32) * kv
+        kv = 2 * tokens * layers * kv_width(c, l.tp)
+        out["cp", "send"] += ((2 + again) * (l.cp - 1) * BF16 + l.cp * FLOAT32) * kv
     if l.pp > 1:
+        mine = my_stages(l, rank)
         neighbours = [other for stage in mine for other in (stage - 1, stage + 1) if other not in mine]
         borders = sum(0 <= other < l.pp * l.stages_per_rank for other in neighbours)
         out["pp", "send"] += borders * stream // l.tp
@@ -396,14 +399,15 @@ def sent(c, l, rank=0, part=0, number=BF16):
     return {key: size for key, size in out.items() if size}
 
 
-def summed(tensors, group, l, part):
-    """How many parameters of a unit this group sums the gradients of: all, or, with ZeRO, those in a rank's
-    slice."""
-    sizes, ranks, part = [size for size, _ in tensors], l.dp * l.cp if l.zero else 1, part if l.zero else 0
-    cut = -(-sum(sizes) // ranks)
-    found = start = 0
-    for size, ranks_of in tensors:
-        inside = min(start + size, (part + 1) * cut) - max(start, part * cut)
-        found += max(0, inside) if ranks_of == group else 0
+def summed(tensors, l, part):
+    """{group: parameters of a unit whose gradients it sums}: of all, or, with ZeRO, of those in one slice."""
+    whole = sum(size for size, _ in tensors)
+    cut = -(-whole // (l.dp * l.cp))
+    first, last = (part * cut, part * cut + cut) if l.zero else (0, whole)
+    start = 0
+    found = defaultdict(int)
+    for size, group in tensors:
+        if group:
+            found[group] += max(0, min(start + size, last) - max(start, first))
         start += size
     return found

@@ -1,19 +1,17 @@
-"""A layout in words, all of it computed: what each knob does, why the second is not the first, what the step
-is spent on, and where the playbook says otherwise.
-"""
+"""A layout in words: what each knob does, why the second is not first, where the playbook says otherwise."""
 import math
 import shlex
 
 import costs
+import plan
 import trust
-from plan import MEMORY_ERROR, RECOMPUTE, changed_to, evaluate, fewest_gpus, fits, fullest, impossible, limit, nearest
-from speed import KINDS
+from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fits, limit
+from speed import KINDS, Cluster
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
 SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
-FLAGS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute")
 
 
 def schedule_of(l):
@@ -23,8 +21,8 @@ def schedule_of(l):
 
 
 def row_of(l):
-    batch = l.dp * l.micro_batch * l.accumulation
-    return (l.dp, l.tp, l.cp, l.pp, l.ep, l.zero, schedule_of(l), l.micro_batch, l.accumulation, batch, l.recompute)
+    cells = {name: getattr(l, plan.NAMES.get(name, name)) for name in COLUMNS}
+    return [*(cells | dict(schedule=schedule_of(l))).values()]
 
 
 def table(question, candidates):
@@ -33,8 +31,7 @@ def table(question, candidates):
         return "".join(f" {value:>{widths.get(name, 5)}}" for name, value in zip(COLUMNS, values))
     yield cells(COLUMNS) + f"{'GiB':>7}{'step, s':>9}{'tokens/s/GPU':>14}{'four of five':>17}  known by"
     for one in candidates:
-        low, high = interval(question, one)
-        between = f"{low:,.0f} to {high:,.0f}"
+        between = "{:,.0f} to {:,.0f}".format(*interval(question, one))
         numbers = f"{one.held:>7.1f} {one.step:>8.2f} {one.tokens_per_s:>13,.0f} {between:>16}"
         yield cells(row_of(one.layout)) + numbers + f"  {provenance(question, one.layout)}"
 
@@ -44,7 +41,8 @@ def provenance(question, l):
 
 
 def interval(question, one):
-    return trust.interval(question.c, one.layout, question.cluster, one.tokens_per_s, question.constants["float8"])
+    float8 = question.constants["float8"]
+    return trust.interval(question.c, one.layout, question.cluster, one.tokens_per_s, float8)
 
 
 def name_of(l):
@@ -75,47 +73,57 @@ def two_answers(question, search):
     for what, one in (("fastest by estimate", fastest), ("safest", safest)):
         if one:
             low, high = interval(question, one)
-            yield (f"{what}: {name_of(one.layout)}: {one.tokens_per_s:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}), "
-                   f"{one.held:.1f} GiB; {known_by(question, one.layout)}")
+            yield (f"{what}: {name_of(one.layout)}: {one.tokens_per_s:,.0f} tokens/s/GPU "
+                   f"({low:,.0f} to {high:,.0f}), {one.held:.1f} GiB; {known_by(question, one.layout)}")
     if fastest is safest:
         yield "They are the same."
     elif safest:
-        new = [name for name in trust.of_layout(fastest.layout) if name not in trust.of_layout(safest.layout)]
-        yield (f"To trust the first, measure a few steps of both: {fastest.tokens_per_s / safest.tokens_per_s - 1:.1%} apart; "
-               f"what is new in it is {', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
+        gain, known = fastest.tokens_per_s / safest.tokens_per_s - 1, trust.of_layout(safest.layout)
+        new = [name for name in trust.of_layout(fastest.layout) if name not in known]
+        yield (f"To trust the first, measure a few steps of both: {gain:.1%} apart; what is new in it is "
+               f"{', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
 
 
 def wanted(question, one):
     """Days, GPU-hours and dollars for so many tokens, and what checkpoints and failures take."""
-    (tokens, price, mtbf, checkpoint, restart), gpus, lost = question.training, question.cluster.gpus, 0.0
+    tokens, price, mtbf, checkpoint, restart = question.training
+    lost = 0.0
     if not tokens:
         return
     if mtbf:
         every = math.sqrt(2 * checkpoint * mtbf * 3600)                            # Young's
         lost = min(0.99, checkpoint / every + (every / 2 + restart) / (mtbf * 3600))
     hours = tokens / one.tokens_per_s / (1 - lost) / 3600
-    yield (f"{tokens:.3g} tokens: {hours / gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
+    yield (f"{tokens:.3g} tokens: {hours / question.cluster.gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
            + f", ${hours * price:,.0f} at ${price:g} a GPU-hour" * bool(price))
     if mtbf:
-        yield (f"of which {lost:.1%} for checkpoints and failures: one in {mtbf:g} hours, {checkpoint:g} s a checkpoint, "
-               f"one every {every / 60:,.0f} minutes (Young's rule), {restart:g} s to start again")
+        yield (f"of which {lost:.1%} for checkpoints and failures: one in {mtbf:g} hours, {checkpoint:g} s a "
+               f"checkpoint, one every {every / 60:,.0f} minutes (Young's rule), "
+               f"{restart:g} s to start again")
 
 
 def nothing_fits(question):
     """How much is missing, the nearest layout, and the fewest GPUs."""
-    of = question.c, question.cluster, question.seq_len, question.constants
-    found = nearest(*of)
+    found = plan.nearest(question.c, question.cluster, question.seq_len, question.constants)
     if found is None:
         return "no layout fits: none has this many GPUs"
     held, l = found
     if fits(held, question.cluster):
         return f"no layout fits and meets the batch: {name_of(l)} fits, with another batch"
-    missing, fewest = held * (1 + MEMORY_ERROR) - limit(question.cluster), fewest_gpus(*of)
-    return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU can give; "
-            + (f"{fewest:,} GPUs are the fewest that do, of powers of two" if fewest < math.inf else "no number of GPUs does"))
+    missing = held * (1 + MEMORY_ERROR) - limit(question.cluster)
+    return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU "
+            f"can give; {fewest(question, 'do', 'does')}")
 
 
-def why_not(what, c, best, second, cluster):
+def fewest(question, they, none):
+    """How many GPUs would do, in words; they, none: the verb."""
+    count = plan.fewest_gpus(question.c, question.cluster, question.seq_len, question.constants)
+    if count == math.inf:
+        return f"no number of GPUs {none}"
+    return f"{count:,} GPUs are the fewest that {they}, of powers of two"
+
+
+def why_not(what, question, best, second):
     """In one sentence, made from numbers."""
     more = {name: second.seconds.get(name, 0) - best.seconds.get(name, 0) for name in KINDS}
     named = sorted(more.items(), key=lambda item: -abs(item[1]))[:3]
@@ -126,28 +134,30 @@ def why_not(what, c, best, second, cluster):
         return f"{what}, {name_of(second.layout)}, is as fast; the first is simpler, or was measured."
     if gain <= 0:
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
-    low, _ = trust.off_by(c, second.layout, cluster, experts=False)
-    return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but with "
-            f"{', '.join(trust.of_layout(second.layout)) or 'its size'} it may be {1 - math.exp(low):.0%} slower than computed: "
-            "it is ranked as that much slower.")
+    low, _ = trust.off_by(question.c, second.layout, question.cluster, experts=False)
+    has = ", ".join(trust.of_layout(second.layout)) or "its size"
+    return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but with {has} it may "
+            f"be {1 - math.exp(low):.0%} slower than computed: it is ranked as that much slower.")
 
 
 def notches(c, l):
-    """(knob, what is changed, layout or why there is none) one notch either way. What tp, cp and pp take they take from dp;
-    dp alone changes the number of GPUs."""
+    """(knob, what is changed, layout or why there is none) one notch either way. What tp, cp and pp take they
+    take from dp; dp alone changes the number of GPUs."""
     def turn(gpus=l.gpus, **changed):
-        return changed_to(l, gpus, l.dp * l.micro_batch * l.accumulation, **changed)
-    for gpus in (2 * l.gpus, l.gpus // 2):
-        dp = l.dp * gpus // l.gpus
-        if dp and dp * l.gpus == l.dp * gpus:
-            yield "dp", f"{dp}, with {gpus:,} GPUs", turn(gpus)
-    for knob in ("tp", "cp", "pp", "ep")[:4 if c.num_local_experts else 3]:
-        for size in (2 * getattr(l, knob), getattr(l, knob) // 2):
-            if size:
-                yield knob, str(size), turn(**{knob: size})
-    for zero in (l.zero + 1, l.zero - 1):
-        if 0 <= zero <= 3:
-            yield "zero", str(zero), l._replace(zero=zero)
+        return plan.changed_to(l, gpus, l.batch, **changed)
+
+    def to(name, values):
+        return [(name, str(value), turn(**{plan.NAMES.get(name, name): value})) for value in values]
+
+    def either_way(name):
+        size = getattr(l, plan.NAMES.get(name, name))
+        return to(name, [2 * size, size // 2] if size > 1 else [2])
+    for dp in [2 * l.dp] + [l.dp // 2] * (l.dp % 2 == 0):
+        gpus = l.gpus // l.dp * dp
+        yield "dp", f"{dp}, with {gpus:,} GPUs", turn(gpus)
+    for name in ["tp", "cp", "pp"] + ["ep"] * bool(c.num_local_experts):
+        yield from either_way(name)
+    yield from to("zero", [zero for zero in (l.zero + 1, l.zero - 1) if 0 <= zero <= 3])
     if l.pp > 1:
         v = l.stages_per_rank if l.schedule == "interleaved" else 2
         for schedule, virtual in (("1f1b", 2), ("afab", 2), ("interleaved", max(2, v // 2)),
@@ -155,24 +165,22 @@ def notches(c, l):
             other = l._replace(schedule=schedule, virtual=virtual)
             if (schedule, other.stages_per_rank) != (l.schedule, l.stages_per_rank):
                 yield "schedule", schedule_of(other), other
-    for size in (2 * l.micro_batch, l.micro_batch // 2):
-        if size:
-            yield "mbs", str(size), turn(micro_batch=size)
-    for mode in RECOMPUTE:
-        if mode != l.recompute:
-            yield "recompute", mode, l._replace(recompute=mode)
+    yield from either_way("mbs")
+    yield from to("recompute", [mode for mode in RECOMPUTE if mode != l.recompute])
 
 
 def turned(c, best, cluster, constants):
     """What one notch of each knob does, or why it cannot be."""
     for knob, to, l in notches(c, best.layout):
-        said, why = dict(knob=knob, to=to, layout=l), l if isinstance(l, str) else impossible(c, l)
+        said = dict(knob=knob, to=to, layout=l)
+        why = l if isinstance(l, str) else plan.impossible(c, l)
         if why:
             yield dict(said, why=why)
             continue
         one = evaluate(c, l, cluster._replace(gpus=l.gpus), constants)
-        yield dict(said, held=one.held, step=one.step, tokens_per_s=one.tokens_per_s, fits=fits(one.held, cluster),
-                   more=one.held - best.held, faster=one.tokens_per_s / best.tokens_per_s - 1)
+        yield dict(said, held=one.held, step=one.step, tokens_per_s=one.tokens_per_s,
+                   fits=fits(one.held, cluster), more=one.held - best.held,
+                   faster=one.tokens_per_s / best.tokens_per_s - 1)
 
 
 def knobs(c, best, cluster, constants):
@@ -182,8 +190,9 @@ def knobs(c, best, cluster, constants):
         if "why" in turn:
             yield f"{name:<26}  cannot be: {turn['why']}"
         else:
-            yield (f"{name:<26}{turn['held']:>8.1f}{turn['more']:>+9.1f}{turn['step']:>9.2f}{turn['tokens_per_s']:>14,.0f}"
-                   f"{turn['faster']:>+8.1%}{'' if turn['fits'] else '  does not fit'}")
+            memory = f"{turn['held']:>8.1f}{turn['more']:>+9.1f}"
+            speed = f"{turn['step']:>9.2f}{turn['tokens_per_s']:>14,.0f}{turn['faster']:>+8.1%}"
+            yield f"{name:<26}{memory}{speed}{'' if turn['fits'] else '  does not fit'}"
 
 
 # ---------------------------------------------------------------------- the playbook
@@ -201,26 +210,31 @@ def playbook(c, search, cluster):
 
 def by_size(billions, node):
     """The table of sizes. Its tp 8 is the node of its runs."""
+    alone = lambda l: (l.tp, l.pp, l.zero) == (1, 1, 3)
     if billions < 10:
-        return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute", lambda l: l.pp == 1
-                and (l.tp, l.zero) == (node, 0) or (l.tp, l.pp, l.zero, l.recompute) == (1, 1, 3, "full"))
+        return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute",
+                lambda l: (l.tp, l.pp, l.zero) == (node, 1, 0) or alone(l) and l.recompute == "full")
     if billions < 100:
         return (f"by size, 10B to 100B: tp {node} with pp or ZeRO-3, or ZeRO-3 alone",
-                lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or (l.tp, l.pp, l.zero) == (1, 1, 3))
-    return f"by size, above 100B: tp {node}, pp, and dp with ZeRO-2", lambda l: l.tp == node and l.pp > 1 and l.zero == 2
+                lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or alone(l))
+    return (f"by size, above 100B: tp {node}, pp, and dp with ZeRO-2",
+            lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
 
 
 def by_gpus(cluster):
     """The table of GPUs has four rows and gaps between them: what lies in a gap takes the row before."""
     node = cluster.gpus_per_node
     if cluster.gpus <= node:
-        return f"by GPUs, one node: tp {node}, or ZeRO-3", lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3)
+        return (f"by GPUs, one node: tp {node}, or ZeRO-3",
+                lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3))
     if cluster.gpus < 128:
         return (f"by GPUs, 16 to 64: tp {node} with pp or ZeRO-3",
                 lambda l: l.tp == node and (l.pp > 1) != (l.zero == 3))
-    few = cluster.gpus < 1024
-    return (f"by GPUs, {'128 to 512' if few else '1,024 and more'}: tp {node}, pp, and dp with ZeRO-{'1 or ' * few}2",
-            lambda l: l.tp == node and l.pp > 1 and 2 - few <= l.zero <= 2)
+    gpus, zero, stages = "1,024 and more", "ZeRO-2", (2,)
+    if cluster.gpus < 1024:
+        gpus, zero, stages = "128 to 512", "ZeRO-1 or 2", (1, 2)
+    return (f"by GPUs, {gpus}: tp {node}, pp, and dp with {zero}",
+            lambda l: l.tp == node and l.pp > 1 and l.zero in stages)
 
 
 def recipe(search, cluster):
@@ -242,39 +256,20 @@ def recipe(search, cluster):
     return found
 
 
-def disagreements(c, best, search, cluster):
-    for rule, one in playbook(c, search, cluster):
-        if one is None:
-            yield f"{rule}: nothing that follows it fits and meets the batch."
-        elif one.layout == best.layout:
-            yield f"{rule}: agrees."
-        else:
-            lost = one.tokens_per_s / best.tokens_per_s - 1
-            than_best = "slower" if lost < 0 else "faster by estimate"
-            yield f"{rule}: {name_of(one.layout)}, {abs(lost):.1%} {than_best}."
-
-
-def heading(question, batch):
-    c = question.c
-    fewest = fewest_gpus(c, question.cluster, question.seq_len, question.constants)
-    needed = f"{fewest:,} GPUs are the fewest that hold it, of powers of two" if fewest < math.inf else "no number of GPUs holds it"
-    billions = costs.model_parameters(c) / 1e9
-    yield f"{question.model}, {billions:.2f}B parameters, on {question.cluster.gpus:,} x {question.gpu}; {needed}"
-    yield from c.notes
-    yield batch_line("all layouts have the same batch", batch, question)
-
-
-def batch_line(what, batch, question):
-    seq_len = question.seq_len
-    return (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens, for "
-            f"{question.sequences * seq_len:,.0f} wanted")
+def heading(question, what="all layouts have the same batch", batch=None):
+    batch, seq_len = batch or question.batch, question.seq_len
+    billions = costs.model_parameters(question.c) / 1e9
+    yield (f"{question.model}, {billions:.2f}B parameters, on {question.cluster.gpus:,} x {question.gpu}; "
+           f"{fewest(question, 'hold it', 'holds it')}")
+    yield from question.c.notes
+    yield (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens, for "
+           f"{question.sequences * seq_len:,.0f} wanted")
 
 
 def one_in_detail(question, one, more=()):
     """more: lines about it among others."""
     c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
     yield name_of(l)
-    found = mfus(c, one, cluster)
     kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
     verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
     yield f"memory of the fullest GPU, GiB: {kinds}"
@@ -282,10 +277,10 @@ def one_in_detail(question, one, more=()):
            f"for what this may be off by: {verdict}")
     sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
     yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
-    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in found.items())
+    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in mfus(c, one, cluster).items())
     low, high = interval(question, one)
-    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[question.constants['trainer']]}, for four runs of five {low:,.0f} to "
-           f"{high:,.0f}: {known_by(question, l)}")
+    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[constants['trainer']]}, for four runs of five "
+           f"{low:,.0f} to {high:,.0f}: {known_by(question, l)}")
     yield from [*wanted(question, one), *more, ""]
     yield f"the step, {one.step:.2f} s, of the average GPU"
     yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
@@ -294,26 +289,33 @@ def one_in_detail(question, one, more=()):
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
     yield from [f"# refused as it stands: {why}"] * bool(why)
     yield "# " * bool(why) + command(question.model, l, cluster)
-    yield "# " * bool(c.untrained) + dry_run(c, question.model, l)
+    yield "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))
 
 
 def among_others(question, search, best):
-    """Why the second row is not the first, nor what should be faster than both; and where the playbook says otherwise."""
+    """Why neither the second row nor what should be faster than both is first; where the playbook differs."""
     fastest = search.fastest()
-    others = {"The second": best[1:2], "The fastest by estimate": [fastest] * (fastest not in best[:2])}
-    for what, found in others.items():
-        yield from (why_not(what, question.c, best[0], one, question.cluster) for one in found)
-    yield from (f"The playbook, {line}" for line in disagreements(question.c, best[0], search, question.cluster))
+    if len(best) > 1:
+        yield why_not("The second", question, best[0], best[1])
+    if fastest not in best[:2]:
+        yield why_not("The fastest by estimate", question, best[0], fastest)
+    for rule, one in playbook(question.c, search, question.cluster):
+        said = "nothing that follows it fits and meets the batch"
+        if one:
+            lost = one.tokens_per_s / best[0].tokens_per_s - 1
+            than_best = "slower" if lost < 0 else "faster by estimate"
+            said = f"{name_of(one.layout)}, {abs(lost):.1%} {than_best}"
+        if one and one.layout == best[0].layout:
+            said = "agrees"
+        yield f"The playbook, {rule}: {said}."
 
 
 # ---------------------------------------------------------------------- to run it
 def train_flags(model, l, steps=1000, lr=3e-4):
-    batch = l.dp * l.micro_batch * l.accumulation
-    flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", batch,
+    flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", l.batch,
              "--micro_batch_size", l.micro_batch, "--steps", steps, "--lr", lr]
-    usual = costs.Layout()
-    for name in FLAGS:
-        if getattr(l, name) != getattr(usual, name):
+    for name in ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute"):
+        if getattr(l, name) != costs.Layout._field_defaults[name]:
             flags += [f"--{name}", getattr(l, name)]
     if l.schedule == "interleaved" and l.pp > 1:
         flags += ["--stages_per_rank", l.virtual]
@@ -321,8 +323,9 @@ def train_flags(model, l, steps=1000, lr=3e-4):
 
 
 def command(model, l, cluster):
-    if cluster.gpus <= cluster.gpus_per_node:
-        return f"torchrun --standalone --nproc_per_node {cluster.gpus} step08_5d/train.py {train_flags(model, l)}"
+    if cluster.nodes == 1:
+        train = f"step08_5d/train.py {train_flags(model, l)}"
+        return f"torchrun --standalone --nproc_per_node {cluster.gpus} {train}"
     job = shlex.quote("srun " + on_nodes(model, l, cluster))
     return (f"sbatch --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} "
             f"--wrap {job}")
@@ -341,10 +344,18 @@ def script(model, l, cluster):
             f"srun {on_nodes(model, l, cluster)}\n")
 
 
-def dry_run(c, model, l):
+def hardware(question):
+    """The cluster's flags of tools/simulate, where they are not the usual ones."""
+    cluster, usual = question.cluster, Cluster(1)
+    flags = f"--gpu {question.gpu} " * (question.gpu != "h100")
+    flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != usual.gpus_per_node)
+    return flags + f"--network {cluster.network / 1e9} " * (cluster.network != usual.network)
+
+
+def dry_run(c, model, l, more=""):
     """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
-    rank = fullest(c, l) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
-    return f"python tools/simulate 8 {l.gpus} --rank {rank} {train_flags(model, l)}"
+    rank = plan.fullest(c, l) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
+    return f"python tools/simulate 8 {l.gpus} --rank {rank} {more}{train_flags(model, l)}"
 
 
 def as_json(question, one):
@@ -357,7 +368,7 @@ def as_json(question, one):
         tokens_per_s_per_gpu=round(one.tokens_per_s, 1), step_s=one.step,
         mfu=next(iter(found.values())), mfu_by_convention=found,
         provenance=provenance(question, l), unmeasured=trust.unmeasured(c, l),
-        interval=[round(low, 1), round(high, 1)],
-        ranked_by=round(one.held_back, 1), **l._asdict(), stages_per_rank=l.stages_per_rank,
-        global_batch_size=l.dp * l.micro_batch * l.accumulation, memory=one.memory, seconds=one.seconds,
-        command=command(question.model, l, cluster), dry_run=dry_run(c, question.model, l))
+        interval=[round(low, 1), round(high, 1)], ranked_by=round(one.held_back, 1), **l._asdict(),
+        stages_per_rank=l.stages_per_rank, global_batch_size=l.batch, memory=one.memory, seconds=one.seconds,
+        command=command(question.model, l, cluster),
+        dry_run=dry_run(c, question.model, l, hardware(question)))

@@ -82,7 +82,8 @@ def load_constants(path):
     for name, value in dict(time, slack=slack).items():
         if name != "slack" and name not in speed.USUAL:
             refuse(f"--constants {path}: there is no constant {name}")
-        if type(value) not in (int, float) or not 0 <= value < math.inf or value == 0 and name in ("slack", *FITTED):
+        is_number = type(value) in (int, float) and 0 <= value < math.inf
+        if not is_number or value == 0 and name in ("slack", *FITTED):
             refuse(f"--constants {path}: {name} is {value!r}, and must be a positive number")
     return dict(time=time, slack=slack)
 

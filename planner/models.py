@@ -1,14 +1,12 @@
-"""The shapes of models: the trainer's presets, and what a config.json says, which transformers reads.
-
-The trainer takes a Llama or a Mixtral and refuses the rest. To plan, less has to be known than to train: a
-Mistral or a Qwen is a Llama by shape, but for a few vectors, and experts may be small or shared and attention latent.
+"""The shapes of models: the trainer's presets, and what a config.json says, which transformers reads. Less
+has to be known than to train: a Mistral or a Qwen is a Llama but for a few vectors, and experts may be small
+or shared and attention latent.
 """
 import os
 from typing import NamedTuple
 
 import trainer
-from trainer import LARGEST_NUMBER as MOST
-from trainer import refuse
+from trainer import LARGEST_NUMBER as MOST, refuse
 
 
 class Model(NamedTuple):
@@ -27,7 +25,8 @@ class Model(NamedTuple):
     shared_experts: int = 0                               # of a layer, which every token meets as well
     dense_layers: int = 0                                 # that have an MLP in place of experts,
     dense_size: int = 0                                   # and its intermediate_size
-    latent: tuple = ()                # ranks of q, of k and v; head_dim of q and k without positions and with, of v
+    # ranks of q, of k and v; head_dim of q and k without positions and with, of v
+    latent: tuple = ()
     notes: tuple = ()                                     # what is different when it is trained here
     untrained: str = ""                                   # why the trainer refuses it, in its words
 
@@ -50,7 +49,8 @@ def load(name):
         from transformers import PretrainedConfig         # and with it torch, which nothing else here needs
         raw, _ = PretrainedConfig.get_config_dict(name)
     except Exception as error:
-        refuse(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are {', '.join(PRESETS)}")
+        refuse(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are "
+               f"{', '.join(PRESETS)}")
     return read(raw, f"--model {name}")
 
 
@@ -72,7 +72,8 @@ def read(raw, where):
     if kind not in KNOWN:
         refuse(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
     if theirs.hidden_act != "silu" or getattr(theirs, "mlp_bias", False):
-        refuse(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; 'silu' without is known")
+        refuse(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; "
+               "'silu' without is known")
     sizes = {name: getattr(theirs, name, None) for name in SIZES}
     heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
     sizes["head_dim"] = sizes["head_dim"] or theirs.hidden_size // max(1, heads)
@@ -84,7 +85,7 @@ def read(raw, where):
     model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
                   tied=theirs.tie_word_embeddings, qk_norm=kind.startswith("qwen3"), untrained=refused)
     model = model._replace(**experts(theirs, kind, where))
-    if kind == "deepseek_v3":            # scores, and q, k, v and the output, are as of heads of the mean width of q and v
+    if kind == "deepseek_v3":                             # heads count as of the mean width of q and v
         rope, plain, v = theirs.qk_rope_head_dim, theirs.qk_nope_head_dim, theirs.v_head_dim
         latent = theirs.q_lora_rank or 0, theirs.kv_lora_rank, plain, rope, v
         model = model._replace(latent=latent, head_dim=(plain + rope + v) // 2)
@@ -94,9 +95,11 @@ def read(raw, where):
 def experts(theirs, kind, where):
     if kind not in ("mixtral", "qwen3_moe", "deepseek_v3"):
         return {}
-    count, chosen = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts, theirs.num_experts_per_tok
+    count = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts
+    chosen = theirs.num_experts_per_tok
     if not 1 <= chosen <= count < MOST:
-        refuse(f"{where}: num_experts_per_tok {chosen} is less than 1, or more than num_local_experts {count}")
+        refuse(f"{where}: num_experts_per_tok {chosen} is less than 1, or more than num_local_experts "
+               f"{count}")
     found = dict(num_local_experts=count, num_experts_per_tok=chosen)
     if kind == "mixtral":
         return found
@@ -117,8 +120,10 @@ def notes(c, theirs):
     if kind not in TRAINED:
         extra = " with biases of q, k and v" * c.attention_bias + " with norms of q and k" * c.qk_norm
         extra += f" with {c.num_local_experts} experts of {c.intermediate_size:,}" * bool(c.num_local_experts)
-        extra += f", {c.shared_experts} shared" * bool(c.shared_experts) + " and latent attention" * bool(c.latent)
-        yield f"NOT TRAINABLE HERE: planned as a Llama{extra}; this trainer itself takes model_type llama and mixtral only"
+        extra += f", {c.shared_experts} shared" * bool(c.shared_experts)
+        extra += " and latent attention" * bool(c.latent)
+        yield (f"NOT TRAINABLE HERE: planned as a Llama{extra}; "
+               "this trainer itself takes model_type llama and mixtral only")
     elif c.untrained:
         yield f"planned all the same, but this trainer refuses it: {c.untrained}"
     window = getattr(theirs, "sliding_window", None)

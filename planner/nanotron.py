@@ -1,7 +1,6 @@
-"""Another trainer, nanotron, of which many runs were published. What is its own is here, and no more than here.
-
-What it holds and how long it takes differ from this trainer's in a few named things. tools/bench/fit_plan.py
-fits the constants to the runs in tests/data, and --predict predicts runs like those.
+"""Another trainer, nanotron, of which many runs were published: what it holds and how long it takes, where
+that differs from this one. tools/bench/fit_plan.py fits the constants, and says what each means; --predict
+predicts runs like those in tests/data.
 """
 import json
 import math
@@ -15,20 +14,19 @@ import speed
 from costs import BF16, FLOAT32, GIB, Layout, Stage
 from measured import need, read_csv, write_csv
 from models import Model
-from speed import Cluster, gpus
+from speed import Cluster
 from trainer import refuse
 
-# An overlay of speed.py's sums, and what it holds: fitted to its runs. What each constant means is said in the fit.
 FITTED = json.loads((Path(__file__).parent / "nanotron.json").read_text())
 OWN_TIME, MEMORY = FITTED["time"], FITTED["memory"]
 OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}
 TIME = {**OTHERWISE, **OWN_TIME}
-LARGEST_KEPT_TP = 16                                      # in groups of 32 nobody was seen to keep what tp gathers
+LARGEST_KEPT_TP = 16                                      # in groups of 32 what tp gathers was not kept
 BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
 KEYS = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")
 PREDICTED = ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
 MOST = 10**6                                              # of what a row counts
-BENCHMARKED = {                                           # layers, hidden, heads, intermediate, one matrix for both ends
+BENCHMARKED = {                                           # layers, hidden, heads, intermediate, tied
     "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True),
     "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
 
@@ -38,8 +36,7 @@ def key(row):
 
 
 def stages_of(c, l):
-    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts, so the
-    last ranks may get nothing."""
+    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts."""
     blocks = [("layers", costs.layer_width(c))] * c.num_hidden_layers
     blocks += [("norm", 0), ("head", c.vocab_size), ("cast", 0), ("loss", 0)]
     whole = sum(size for _, size in blocks)
@@ -50,8 +47,8 @@ def stages_of(c, l):
         if so_far > whole * len(stages) / l.pp and len(stages) < l.pp:
             stages.append(defaultdict(int))
     if len(stages) < l.pp or not stages[-1]:
-        return None
-    return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"]), bool(s["loss"])) for s in stages]
+        return None                                       # the last ranks get nothing
+    return [Stage(s["layers"], bool(s["embedding"]), bool(s["head"])) for s in stages]
 
 
 def parameters(c, l, stage):
@@ -61,8 +58,7 @@ def parameters(c, l, stage):
 
 
 def memory_of(c, l, rank, stage, k=MEMORY):
-    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the fitted
-    constants."""
+    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the constants."""
     held, flight = parameters(c, l, stage), costs.in_flight(l, rank)
     weights, gradients, states = (l.dp if l.zero >= stage_of_zero else 1 for stage_of_zero in (3, 2, 1))
     layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp
@@ -82,22 +78,21 @@ def memory_of(c, l, rank, stage, k=MEMORY):
 
 def step_seconds(c, l, cluster, stages, k):
     """As speed.py's; but when pp crosses nodes its ranks wait for longer than the messages take."""
-    launch, wait = speed.launch_seconds(l, k), 0
+    times = speed.Times(c, l, cluster, k)
+    launch, wait = times.launches, 0
     if l.pp > 1 and cluster.nodes > 1:
         nodes = max(0, l.tp / cluster.gpus_per_node - 1)
         stall = 8 * (k["stall_hop"] * (l.tp - 1) + k["stall_node"] * l.tp * nodes)
         launch += stall * (1 + k["jitter"] * math.log2(cluster.nodes))
         wait = k["stage"]
     host = [stage.layers * launch + wait for stage in stages]
-    times = speed.Times(c, l, cluster, k)
     seconds, *windows = speed.pipeline_seconds(c, l, stages, k, times, host)
     return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
 
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
-    """As speed.py's with ZeRO 0 or 1, the only ones it has; what it would do with 2 and 3 is taken from
-    there. But its ZeRO gathers weights tensor by tensor with nothing to hide behind, and without ZeRO and
-    with pp across nodes it sums gradients when all else is done."""
+    """As speed.py's, and the same for ZeRO 2 and 3, which it has not. But it gathers weights tensor by tensor
+    and hides nothing of that, and without ZeRO and with pp across nodes it sums gradients at the very end."""
     if l.zero > 1:
         return speed.data_parallel_seconds(c, l, cluster, stage, k, each, last)
     held = parameters(c, l, stage)
@@ -106,7 +101,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     seconds = dict(dp=0.0, optimizer=optimizer, other=k["step"])
     if l.dp == 1:
         return seconds
-    network, leaves = k["network"] * gpus.NETWORK, speed.span(cluster, l.dp, l.tp)[1] > 1
+    network, leaves = k["network"] * speed.gpus.NETWORK, speed.span(cluster, l.dp, l.tp)[1] > 1
     byte = speed.ring_seconds(cluster, k, held, l.dp, l.tp)
     if l.zero == 0 and l.pp > 1 and leaves:
         seconds["dp"] += FLOAT32 * byte * network / k["unhidden_efficiency"]
@@ -141,10 +136,9 @@ def benchmark_memory(run, constants=MEMORY, rank=None):
 
 def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
     run = c, l, cluster, stages = benchmark_run(row)
-    tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len
     first = run if stages else (c, l, cluster, costs.our_stages(c, l))
     return dict(pred_mem_gb=round(benchmark_memory(first, memory, rank=0), 3),
-                pred_tok_s_gpu=round(tokens / benchmark_seconds(run, time) / cluster.gpus, 3),
+                pred_tok_s_gpu=round(l.batch * l.seq_len / benchmark_seconds(run, time) / cluster.gpus, 3),
                 pred_oom=int(benchmark_memory(run, memory) > usable))
 
 

@@ -8,7 +8,6 @@ import speed
 import trainer
 import trust
 from costs import GIB, Layout
-from speed import GPUS
 from trainer import Refused, least, refuse
 
 SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
@@ -20,8 +19,8 @@ progress = dict(share=0.0)                                # of the search that g
 
 
 # ---------------------------------------------------------------------- all layouts
-def divisors(number, most=None):
-    return [n for n in range(1, min(number, most or number) + 1) if number % n == 0]
+def divisors(number, most=math.inf):
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
 def impossible(c, l):
@@ -31,12 +30,11 @@ def impossible(c, l):
     if l.schedule == "zerobubble" and l.accumulation < l.pp:
         return (f"zerobubble with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
                 "not know what it keeps, and 1f1b is as fast")
-    batch = l.dp * l.micro_batch * l.accumulation
-    if batch >= trainer.LARGEST_NUMBER:
-        return f"a batch of {batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
+    if l.batch >= trainer.LARGEST_NUMBER:
+        return f"a batch of {l.batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
     filled_in = l if l.pp > 1 else l._replace(schedule="1f1b")             # as the trainer's parse_args does
     args = SimpleNamespace(
-        **filled_in._asdict(), global_batch_size=batch, stages_per_rank=filled_in.stages_per_rank,
+        **filled_in._asdict(), global_batch_size=l.batch, stages_per_rank=filled_in.stages_per_rank,
         micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag" if l.cp > 1 else "ring", device="cuda",
         dtype="bfloat16", attention="sdpa")
     try:
@@ -49,8 +47,7 @@ def impossible(c, l):
 
 
 def meshes(c, cluster, seq_len, fused=False):
-    """Every valid (dp, tp, cp, pp, ep). tp over more than two nodes and parts of a sequence below 1,024
-    tokens are left out."""
+    """Every valid (dp, tp, cp, pp, ep), with tp over at most two nodes and 1,024 tokens or more after cp."""
     for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
         for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)):
             for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
@@ -62,9 +59,8 @@ def meshes(c, cluster, seq_len, fused=False):
 
 
 def batch_near(wanted, gpus):
-    """Sequences of a batch, within a tenth of those wanted: all layouts are compared with this one. Of the
-    possible numbers the one that most degrees of dp and micro-batches divide: a multiple of the odd part of
-    the GPUs, and of a large power of two."""
+    """The number of sequences, within a tenth of those wanted, that most degrees of dp and micro-batches
+    divide: a multiple of the odd part of the GPUs, and of a large power of two."""
     odd = gpus // (gpus & -gpus)
     unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # of very many sequences not every number is tried
     first, last = max(1, math.ceil(0.9 * wanted / unit)), max(1, math.floor(1.1 * wanted / unit))
@@ -73,8 +69,7 @@ def batch_near(wanted, gpus):
 
 
 def schedules(c, pp):
-    """(schedule, stages per rank where they are interleaved). afab is left out: 1F1B takes as long, and never
-    more memory."""
+    """(schedule, stages per rank where they are interleaved). Without afab: never better than 1F1B."""
     if pp == 1:
         return [("1f1b", 2)]
     most = c.num_hidden_layers // pp
@@ -109,7 +104,7 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
 
 
 def changed_to(l, gpus, batch, **changed):
-    """The layout with something changed and dp being what is left of the GPUs, for the same batch; or why there is none."""
+    """The layout with something changed, dp what is left of the GPUs and this batch; or why there is none."""
     l = l._replace(**changed)
     used = l.tp * l.cp * l.pp
     if gpus % used:
@@ -129,8 +124,8 @@ def memory(c, l, slack=1.0, rank=None):
 
 
 def fullest(c, l):
-    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one rank to
-    the next, but for the very last, which puts off all."""
+    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one
+    rank to the next, but for the very last, which puts off all."""
     stages = costs.our_stages(c, l)
     ranks = {stages.index(stage) for stage in stages}
     if l.schedule in ("zerobubble", "dualpipe"):
@@ -139,8 +134,8 @@ def fullest(c, l):
 
 
 def limit(cluster):
-    """GiB that may be asked for: of 80 about 70 can be used, as runs that failed show."""
-    return cluster.gpu.memory * speed.USABLE / GPUS["h100"].memory
+    """GiB that may be asked for."""
+    return cluster.gpu.memory * speed.USABLE / speed.GPUS["h100"].memory
 
 
 def fits(held, cluster):
@@ -159,7 +154,7 @@ class Candidate:
     layout: Layout
     seconds: dict
     held_back: float = 0.0                                # tokens per second and GPU that it is ranked by
-    memory: dict = None                                   # of the fullest rank, looked up when it is shown
+    memory: dict = None                                   # of the fullest rank, once it was asked for
 
     @property
     def step(self):
@@ -167,8 +162,7 @@ class Candidate:
 
     @property
     def tokens_per_s(self):
-        l = self.layout
-        return l.dp * l.micro_batch * l.accumulation * l.seq_len / self.step / l.gpus
+        return self.layout.batch * self.layout.seq_len / self.step / self.layout.gpus
 
     @property
     def held(self):
@@ -184,8 +178,7 @@ def evaluate(c, l, cluster, constants):
 
 # ---------------------------------------------------------------------- the best
 def timed(c, cluster, seq_len, batch, constants):
-    """Every layout of the cluster that meets the batch, and how long it takes. What layouts have in common is
-    worked out once."""
+    """Every layout of the cluster that meets the batch, and how long it takes."""
     k, known = constants["time"], {}                      # of layers: the same whatever dp is
     every = list(meshes(c, cluster, seq_len, constants.get("fused", False)))
     for done, mesh in enumerate(every):
@@ -231,12 +224,11 @@ class Search:
         if l.micro_batch >= self.too_large.get(but_size, math.inf):
             return False
         if one.memory is None:
-            held = memory(self.c, l, self.slack)
-            if not fits(sum(held.values()), self.cluster):
-                self.too_large[but_size] = l.micro_batch
-                return False
-            one.memory = held
-        return True
+            one.memory = memory(self.c, l, self.slack)
+        if fits(one.held, self.cluster):
+            return True
+        self.too_large[but_size] = l.micro_batch
+        return False
 
     def first(self, wanted):
         """The best of those that fit and are wanted, or None."""
@@ -269,7 +261,7 @@ def fewest_gpus(c, cluster, seq_len, constants):
 
 
 def nearest(c, cluster, seq_len, constants):
-    """(GiB, layout) of the one that holds least, or None: all have ZeRO-3, recompute all, one sequence at a time."""
+    """(GiB, layout) of the one that holds least, or None: ZeRO-3, full recompute, one sequence at a time."""
     least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
              for mesh in meshes(c, cluster, seq_len, constants.get("fused", False))]
     held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]

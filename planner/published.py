@@ -1,63 +1,62 @@
-"""Runs that other teams published, of their own trainers: --predict takes a file of them too.
-
-What a source does not say is assumed here, and stated beside each prediction.
+"""Runs that other teams published, of their own trainers: --predict takes a file of them too. What a source
+does not say is assumed here, and stated beside each prediction.
 """
 import costs
 import speed
 import trainers
 import trust
-from costs import Layout
 from models import PRESETS, Model
 from plan import RECOMPUTE, SCHEDULES, impossible
-from speed import GPUS, Cluster
+from speed import GPUS
 from trainer import refuse
 
 KEYS = ("source", "model", "gpus", "gpu", "dp", "tp", "cp", "pp", "fsdp_stage", "schedule", "seq_len",
         "sequences_per_step", "micro_batch", "recompute")
-PREDICTED = ("pred_tok_s_gpu", "pred_low", "pred_high", "pred_tflops", "pred_mem_gb", "pred_oom",
-             "provenance", "assumed")
 NEEDED = ("gpus", "seq_len", "sequences_per_step")
-SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediate_size", layers="num_hidden_layers",
-             heads="num_attention_heads", kv_heads="num_key_value_heads", head_dim="head_dim")
-NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w", *SHAPE)
+SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediate_size",
+             layers="num_hidden_layers", heads="num_attention_heads", kv_heads="num_key_value_heads",
+             head_dim="head_dim")
+NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w",
+           *SHAPE)
 MOST = 10**7                                              # of any of them
 CHOICES = dict(gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"), schedule=("", *SCHEDULES),
-               recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"), trainer=("", *trainers.TRAINERS))
-HBM = {("h100", 96): 2.4e12}                              # the H100 of 96 GB has HBM2e
+               recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"),
+               trainer=("", *trainers.TRAINERS))
 
 
-def predict(row, time=speed.USUAL):
+def predict(row):
     """The row's predictions, and the assumptions made. What that trainer holds nobody knows: no memory. Of
     micro-batches that a source leaves out the fastest is assumed: a team that publishes has looked for it."""
     if row.get("micro_batch"):
-        return predict_one(row, time)
+        return predict_one(row, [])
     each, pp = int(row["sequences_per_step"]) // int(row["dp"] or 1), int(row["pp"] or 1)
     if row.get("trainer") == "torchtitan" and pp > 1:     # its default
-        said = predict_one({**row, "micro_batch": str(max(1, each // pp)), "stages_per_rank": "2"}, time)
-        return said | dict(assumed="; ".join(["as many micro-batches as ranks of pp, 2 stages a rank", said["assumed"]]))
-    tried = [predict_one({**row, "micro_batch": str(size)}, time) for size in (1, 2, 4, 8) if each % size == 0]
-    best = max(enumerate(tried), key=lambda one: one[1]["pred_tok_s_gpu"])
-    return best[1] | dict(assumed="; ".join(filter(None, [f"micro_batch {2 ** best[0]}, the fastest", best[1]["assumed"]])))
+        row = {**row, "micro_batch": str(max(1, each // pp)), "stages_per_rank": "2"}
+        return predict_one(row, ["as many micro-batches as ranks of pp, 2 stages a rank"])
+    tried = [predict_one({**row, "micro_batch": str(size)}, [f"micro_batch {size}, the fastest"])
+             for size in (1, 2, 4, 8) if each % size == 0]
+    return max(tried, key=lambda one: one["pred_tok_s_gpu"])
 
 
-def predict_one(row, time):
-    assumed = []
+def predict_one(row, assumed):
     c, l, cluster = run_of(row, assumed)
     trainer, float8 = row.get("trainer") or "this", row.get("precision", "bfloat16") != "bfloat16"
-    k = trainers.overlay(trainer, row.get("compile") == "yes", float8, row.get("async_tp") == "yes", row["gpu"].lower(), time)
+    compiled, async_tp = row.get("compile") == "yes", row.get("async_tp") == "yes"
+    k = trainers.overlay(trainer, compiled, float8, async_tp, row["gpu"].lower())
     again = None
     if row["recompute"] == "every second" or l.recompute == "selective" and trainer == "torchtitan":
         assumed.append("selective: every second product runs again")
         again = 0.5
     times = speed.Times(c, l, cluster, k, again=again)
-    stages = costs.our_stages(c, Layout(pp=l.pp))
+    stages = costs.our_stages(c, costs.Layout(pp=l.pp))
     step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
-    tokens = l.dp * l.micro_batch * l.accumulation * l.seq_len / step / l.gpus
+    tokens = l.batch * l.seq_len / step / l.gpus
     low, high = trust.interval(c, l, cluster, tokens, float8)
     return dict(
         pred_tok_s_gpu=round(tokens, 1), pred_low=round(low, 1), pred_high=round(high, 1),
         pred_tflops=round(tokens * costs.flops_per_token(c, l.seq_len, causal=True) / 1e12, 1),
-        pred_mem_gb="", pred_oom="", provenance=trust.provenance(c, l, cluster, trainer), assumed="; ".join(assumed))
+        pred_mem_gb="", pred_oom="", provenance=trust.provenance(c, l, cluster, trainer),
+        assumed="; ".join(assumed))
 
 
 def model_of(row):
@@ -74,10 +73,10 @@ def run_of(row, assumed):
         return otherwise
     c, gpu = model_of(row), GPUS[row["gpu"].lower()]
     memory = int(row.get("gpu_memory_gib") or gpu.memory)
-    gpu = gpu._replace(memory=memory, hbm=HBM.get((row["gpu"].lower(), memory), gpu.hbm))
-    if row.get("hbm_tb_s"):
-        gpu = gpu._replace(hbm=float(row["hbm_tb_s"]) * 1e12)
-    network = float(row.get("network_gb_s") or 50) * 1e9
+    gpu = gpu._replace(memory=memory)
+    of_96 = row["gpu"].lower() == "h100" and memory == 96      # it has HBM2e
+    if hbm := row.get("hbm_tb_s") or "2.4" * of_96:
+        gpu = gpu._replace(hbm=float(hbm) * 1e12)
     watts = number("power_w", gpu.watts)
     if watts != gpu.watts:
         assumed.append(f"{watts} W: clocks as the cube root of the power")
@@ -89,10 +88,11 @@ def run_of(row, assumed):
     # `fsdp` keeps what it gathered, and gradients until the last micro-batch: it sends what ZeRO-1 does
     zero = {"3": 3, "fsdp": 1, "2": 2, "1": 1}.get(row["fsdp_stage"], 0)
     accumulation = max(1, round(int(row["sequences_per_step"]) / dp / micro_batch))
-    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
-               micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
-               recompute=(row["recompute"] or "none").replace("every second", "selective"))
-    return c, l, Cluster(int(row["gpus"]), gpu, network)
+    l = costs.Layout(
+        dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
+        micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
+        recompute=(row["recompute"] or "none").replace("every second", "selective"))
+    return c, l, speed.Cluster(int(row["gpus"]), gpu, network=float(row.get("network_gb_s") or 50) * 1e9)
 
 
 def check(row, where):
@@ -106,7 +106,8 @@ def check(row, where):
         if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
             refuse(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
     if row["model"] not in PRESETS and not all(row.get(name) for name in SHAPE):
-        refuse(f"{where}: model {row['model']!r} is not known; it is one of {', '.join(PRESETS)}, or has {', '.join(SHAPE)}")
+        refuse(f"{where}: model {row['model']!r} is not known; it is one of {', '.join(PRESETS)}, or has "
+               f"{', '.join(SHAPE)}")
     c, l, _ = run_of(row, [])
     if l.gpus != int(row["gpus"]):
         refuse(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "

@@ -1,7 +1,6 @@
-"""The answer as a web page: python planner --serve, or --html FILE for one whose answers are computed beforehand.
-
-The page only draws; what it draws is worked out here. The server listens on this machine alone, and answers
-nobody who came by another name: a page of the internet whose name was turned to 127.0.0.1 is refused.
+"""The answer as a web page: --serve, or --html FILE for one with its answers in it. The page only draws. The
+server listens on this machine alone, and answers nobody who came by another name: a page of the internet
+whose name was turned to 127.0.0.1 is refused.
 """
 import json
 import os
@@ -9,7 +8,6 @@ import signal
 import sys
 from contextlib import suppress
 from functools import lru_cache
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
@@ -20,9 +18,7 @@ import explain
 import measured
 import models
 import plan
-import speed
-from plan import RECOMPUTE, SCHEDULES
-from speed import GPUS, KINDS, NETWORKS, Cluster
+from speed import GPUS, KINDS, NETWORKS, Cluster, Times
 from trainers import ABOUT, TRAINERS, constants_of
 from trainer import Refused, make, refuse, simulate
 
@@ -30,11 +26,11 @@ HERE = Path(__file__).resolve().parent
 TEXTS = {f"/{path.relative_to(HERE.parent)}": path          # that the page sends its readers to
          for path in [*HERE.parent.glob("*/README.md"), *HERE.parent.glob("docs/glossary.md")]}
 PASTED = "pasted"                                         # the model of a config.json that was pasted
-FOLDER = "DIR"                                            # what commands call the folder that has it
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may stop in a request
 SHOWN = 16                                                # ranks of a pipeline in the timeline
 DEGREES = [2**i for i in range(9)]
+LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)       # of what is asked
 
 
 class Question(NamedTuple):
@@ -45,55 +41,63 @@ class Question(NamedTuple):
     seq_len: int
     sequences: float
     constants: dict
-    training: tuple = (0, 0, 0, 60, 600)                  # tokens, price of a GPU-hour, hours between failures; what a
-                                                          # checkpoint takes, and going on after a failure, seconds
+    # tokens, dollars a GPU-hour, hours between failures, seconds of a checkpoint, of going on after a failure
+    training: tuple = (0, 0, 0, 60, 600)
+
+    @property
+    def batch(self):
+        """Sequences of every layout but --config's."""
+        return plan.batch_near(self.sequences, self.cluster.gpus)
+
+    def search(self):
+        return plan.Search(self.c, self.cluster, self.seq_len, self.batch, self.constants)
+
+    def evaluate(self, config):
+        fused = self.constants["fused"]
+        l = plan.parse_config(config, self.c, self.cluster, self.seq_len, self.batch, fused)
+        return plan.evaluate(self.c, l, self.cluster, self.constants)
 
 
 def answer(question, config=""):
     """The recommendation, and the layout that is looked at: config's, or the best."""
-    found = recommendation(question._replace(constants=None), json.dumps(question.constants, sort_keys=True))
-    batch = plan.batch_near(question.sequences, question.cluster.gpus)
-    one = found["best"][0] if found["best"] else None
-    if config:
-        l = plan.parse_config(config, question.c, question.cluster, question.seq_len, batch, question.constants["fused"])
-        one = plan.evaluate(question.c, l, question.cluster, question.constants)
-    said = dict(heading=found["heading"], timed=found["timed"], best=found["rows"], words=found["words"])
+    constants = json.dumps(question.constants, sort_keys=True)
+    said, best = recommendation(question._replace(constants=None), constants)
+    one = question.evaluate(config) if config else best
     return said | dict(layout=report(question, one) if one else None)
 
 
 @lru_cache(maxsize=32)
 def recommendation(question, constants):
+    """What is said of all layouts, and the best, or None. constants: as a text, which a cache can look up."""
     question = question._replace(constants=json.loads(constants))
-    c, cluster = question.c, question.cluster
-    batch = plan.batch_near(question.sequences, cluster.gpus)
-    search = plan.Search(c, cluster, question.seq_len, batch, question.constants)
+    search = question.search()
     best = search.best()
     words = [explain.nothing_fits(question)]
     if best:
         words = [*explain.two_answers(question, search), *explain.wanted(question, best[0])]
         words += explain.among_others(question, search, best)
-    return dict(best=best, rows=[row(question, one) for one in best], words=words, timed=len(search.ordered),
-                heading=list(explain.heading(question, batch)))
+    said = dict(heading=list(explain.heading(question)), timed=len(search.ordered),
+                best=[row(question, one) for one in best], words=words)
+    return said, best[0] if best else None
 
 
 def row(question, one):
     l = one.layout
     return dict(config=config_of(l), name=explain.name_of(l), cells=explain.row_of(l), held=one.held,
-                step=one.step, tokens_per_s=one.tokens_per_s,
-                interval=explain.interval(question, one), known=explain.known_by(question, l),
-                provenance=explain.provenance(question, l))
+                step=one.step, tokens_per_s=one.tokens_per_s, interval=explain.interval(question, one),
+                known=explain.known_by(question, l), provenance=explain.provenance(question, l))
 
 
 def config_of(l):
     """As --config takes it."""
-    words = [f"{name}={getattr(l, name)}" for name in ("dp", "tp", "cp", "pp", "ep", "zero")]
-    words += [f"schedule={l.schedule},v={l.virtual}"] * (l.pp > 1)
-    return ",".join([*words, f"mbs={l.micro_batch},acc={l.accumulation},recompute={l.recompute}"])
+    of_pp = ["schedule", "v"] * (l.pp > 1)
+    names = ["dp", "tp", "cp", "pp", "ep", "zero", *of_pp, "mbs", "acc", "recompute"]
+    return ",".join(f"{name}={getattr(l, plan.NAMES.get(name, name))}" for name in names)
 
 
 def report(question, one):
     if question.model == PASTED:
-        question = question._replace(model=FOLDER)
+        question = question._replace(model="DIR")         # the folder that has it
     c, cluster, l, slack = question.c, question.cluster, one.layout, question.constants["slack"]
     to_run = question.model, l, cluster
     turns = [{name: value for name, value in turn.items() if name != "layout"}
@@ -107,15 +111,14 @@ def report(question, one):
 
 
 def timeline(question, one):
-    """The pipeline's own schedule with this layout's F, I and W; of many micro-batches as few as show all of
-    it, of many ranks every so many."""
+    """The pipeline's own schedule with this layout's F, I and W, for some of its micro-batches and ranks."""
     l = one.layout
-    times = speed.Times(question.c, l, question.cluster, question.constants["time"])
-    enough, every = 3 * l.pp + 2 if l.pp <= SHOWN else 2 * l.pp, -(-l.pp // SHOWN)
-    m = min(l.accumulation, enough)
+    times = Times(question.c, l, question.cluster, question.constants["time"])
+    every = -(-l.pp // SHOWN)                             # of so many ranks one is drawn
+    m = min(l.accumulation, 3 * l.pp + 2 if every == 1 else 2 * l.pp)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
-    events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F=times.F * share, I=times.I * share,
-                      W=times.W * share)
+    F, I, W = (share * seconds for seconds in (times.F, times.I, times.W))
+    events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F, I, W)
     after = {name: one.seconds.get(name, 0) for name in ("dp", "optimizer")}
     not_drawn = (l.accumulation - m) * (times.F + times.I + times.W) * share * l.stages_per_rank
     drawn = [(rank, action.kind, action.stage // l.pp, action.micro_batch, round(start, 6), round(end, 6))
@@ -126,17 +129,18 @@ def timeline(question, one):
 
 def stops(question, l):
     """For each knob its values, and what they lead to, or why one is not possible."""
-    batch = l.dp * l.micro_batch * l.accumulation
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
-                  schedule=SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6], recompute=RECOMPUTE)
+                  schedule=plan.SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6],
+                  recompute=plan.RECOMPUTE)
     if l.pp == 1 or l.schedule != "interleaved":
         del values["virtual"]
 
     def stop(knob, value):
-        changed = turned_to(question, l, knob, value, batch)
+        changed = turned_to(question, l, knob, value, l.batch)
         why = changed if isinstance(changed, str) else plan.impossible(question.c, changed)
         return dict(value=value, why=why, config="" if why else config_of(changed))
-    return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])] for knob, of in values.items()}
+    return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])]
+            for knob, of in values.items()}
 
 
 def turned_to(question, l, knob, value, batch):
@@ -147,17 +151,19 @@ def turned_to(question, l, knob, value, batch):
 
 
 def page(question, shown, served, root="/"):
-    """One file. With served it asks for more, without it has all that it shows. root: where the READMEs are."""
-    data = dict(state=state_of(question), served=served, root=root, models=list(models.PRESETS), gpu_names=list(GPUS),
-                kinds=KINDS, networks=list(NETWORKS), trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS, **shown)
+    """One file. If it is served it asks for more, if not it has all that it shows. root: of the READMEs."""
+    names = dict(models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS, networks=list(NETWORKS),
+                 trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS)
+    data = dict(state=state_of(question), served=served, root=root) | names | shown
     text = (HERE / "page.html").read_text(encoding="utf-8")
     return text.replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c"))
 
 
 def state_of(question):
+    cluster, seq_len = question.cluster, question.seq_len
     return dict(model=question.model, gpu=question.gpu, trainer=question.constants["trainer"],
-                network=network_of(question.cluster.network), gpus=question.cluster.gpus, seq_len=question.seq_len,
-                tokens=round(question.sequences * question.seq_len))
+                network=network_of(cluster.network), gpus=cluster.gpus, seq_len=seq_len,
+                tokens=round(question.sequences * seq_len))
 
 
 def network_of(network):
@@ -165,8 +171,8 @@ def network_of(network):
 
 
 def write(question, config, path):
-    """A page that needs no server: answers with half and twice as many GPUs and tokens, of each the best layout; of the
-    question itself all of the table, too, and where each knob leads."""
+    """A page that needs no server: of half and twice as many GPUs and tokens the best layout, of the question
+    itself all of the table, and where each knob leads."""
     now, answers = state_of(question), {}
     for gpus, tokens in product((1, 0.5, 2), repeat=2):
         state = dict(gpus=int(gpus * now["gpus"]), tokens=int(tokens * now["tokens"]))
@@ -174,9 +180,11 @@ def write(question, config, path):
         with suppress(Refused):                           # it is less than a GPU, or no whole nodes
             answers["{gpus},{tokens}".format(**state)] = answer(asked(question, state)) | dict(reports={})
     of_it = answers["{gpus},{tokens}".format(**now)] = answer(question, config)
-    layout, rows = of_it["layout"], of_it["best"]
-    turned = [stop for stops in layout["stops"].values() for stop in stops if stop["config"]] if layout else []
-    of_it["reports"] = {one["config"]: answer(question, one["config"])["layout"] for one in rows + turned}
+    layout = of_it["layout"]
+    configs = [one["config"] for one in of_it["best"]]
+    if layout:
+        configs += [stop["config"] for stops in layout["stops"].values() for stop in stops if stop["config"]]
+    of_it["reports"] = {one: answer(question, one)["layout"] for one in configs}
     root = os.path.relpath(HERE.parent, Path(path).resolve().parent) + "/"
     shown = dict(answers=answers, config=layout["config"] if config else "")
     measured.write_text("--html", path, page(question, shown, False, root))
@@ -187,23 +195,19 @@ def run(question, config, port):
         server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
     except OSError as error:
         refuse(f"--port {port}: {error.strerror}")
-    server.daemon_threads = True
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that went away is no reason to end
-    try:
+    with server, suppress(KeyboardInterrupt):
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
-    except KeyboardInterrupt:
-        print()
-    finally:
-        server.server_close()
+    print()
 
 
 def asked(question, state):
     """The question that the page asks, out of its state; what it leaves out is as on the command line."""
-    def number(name, otherwise, most):
+    def number(name, otherwise):
         value = state.get(name, otherwise)
-        if type(value) is not int or not 1 <= value <= most:
-            refuse(f"{name} must be a whole number from 1 to {most:,}")
+        if type(value) is not int or not 1 <= value <= LARGEST[name]:
+            refuse(f"{name} must be a whole number from 1 to {LARGEST[name]:,}")
         return value
 
     def choice(name, otherwise, known):
@@ -220,15 +224,16 @@ def asked(question, state):
             c = models.read(json.loads(str(state.get("pasted"))), "the pasted config.json")
         except (ValueError, RecursionError):
             refuse("the pasted config.json is not JSON")
-    now, gpus = question.cluster, number("gpus", question.cluster.gpus, 2**17)
+    now = question.cluster
+    gpus = number("gpus", now.gpus)
     gpu = choice("gpu", question.gpu, GPUS)
     network = choice("network", network_of(now.network), NETWORKS)
     cluster = now._replace(gpus=gpus, gpu=now.gpu if gpu == question.gpu else GPUS[gpu],
                            network=NETWORKS.get(network, now.network))
     if gpus > now.gpus_per_node and gpus % now.gpus_per_node:
         refuse(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
-    seq_len = number("seq_len", question.seq_len, 2**24)
-    tokens = number("tokens", round(question.sequences * question.seq_len), 2**36)
+    seq_len = number("seq_len", question.seq_len)
+    tokens = number("tokens", round(question.sequences * question.seq_len))
     trainer = choice("trainer", question.constants["trainer"], TRAINERS)
     said = question.constants
     constants = constants_of(said["base"], trainer, said["compiled"], said["float8"], gpu)
@@ -246,7 +251,16 @@ def handler(question, config):
                 super().handle()
 
         def parse_request(self):
-            return super().parse_request() and self.is_for_us()
+            """And whether it is for us."""
+            if not super().parse_request():
+                return False
+            port = self.server.server_port
+            ours = {f"127.0.0.1:{port}", f"localhost:{port}"}
+            hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
+            pages = [origin.removeprefix("http://") for origin in origins]       # that ask, if a page does
+            if len(hosts) == 1 and ours.issuperset(hosts + pages):
+                return True
+            self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
 
         def do_GET(self):
             path = self.path.split("?")[0]
@@ -256,8 +270,7 @@ def handler(question, config):
                 return self.reply(200, TEXTS[path].read_text(encoding="utf-8"))
             if path != "/":
                 return self.reply(404, "there is only /")
-            text = page(question, dict(config=config or ""), served=True)
-            self.reply(200, text, "text/html; charset=utf-8")
+            self.reply(200, page(question, dict(config=config or ""), True), "text/html; charset=utf-8")
 
         def do_POST(self):
             try:
@@ -277,18 +290,9 @@ def handler(question, config):
             except TimeoutError:
                 self.reply(408, "the request is shorter than it says")
 
-        def is_for_us(self):
-            port = self.server.server_port
-            ours = {f"127.0.0.1:{port}", f"localhost:{port}"}
-            hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
-            pages = [origin.removeprefix("http://") for origin in origins]       # that ask, if a page does
-            if len(hosts) == 1 and ours.issuperset(hosts + pages):
-                return True
-            self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
-
         def send_error(self, status, message=None, explain=None):
             """What the server's own class refuses, in one line too."""
-            self.reply(status, message or HTTPStatus(status).phrase)
+            self.reply(status, message or self.responses[status][0])
 
         def reply(self, status, text, kind="text/plain; charset=utf-8"):
             body = text.encode(errors="backslashreplace")

@@ -1,7 +1,5 @@
-"""How long a training step takes. What a GPU and a link do is the simulator's (tools/simulate/gpus.py): a product by
-its tiles, attention, other kernels by their bytes, a collective by its links. Here stand only the sums of them.
-
-What another trainer, or your cluster, does otherwise is an overlay: a few factors on these sums. USUAL is none.
+"""How long a training step takes. What a GPU and a link do is the simulator's (tools/simulate/gpus.py); here
+are only the sums. What another trainer, or your cluster, does otherwise is an overlay: a few factors on them.
 """
 import math
 import sys
@@ -9,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from costs import BF16, FLOAT32, Layout, attention_products, expert_layer, parameters, product_widths, repeated
+import costs
+from costs import BF16, FLOAT32, Layout, expert_layer, kv_width, product_widths
 from trainer import bubble, make, simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
@@ -38,17 +37,17 @@ class Cluster(NamedTuple):
 
 
 # ---------------------------------------------------------------------- overlays
-USUAL = dict(
+USUAL = dict(                     # changes nothing
     product=1.0, head=1.0,        # seconds of products, over the simulator's: of a layer, of the head
     shape=1.0,                    # of what a product loses to its tiles
     attention=1.0,                # seconds of attention
     memory=1.0, loss=1.0,         # bytes of all other kernels of a layer, and of the loss
     optimizer=1.0,                # bytes of the update
-    launch=0.0,                   # s of the host for a layer with tp, and half of that without; 0: the simulator's
+    launch=0.0,                   # s of the host for a layer with tp, half of it without; 0: the simulator's
     fill_launch=1.0,              # share of it that is left while a pipeline fills and empties
     nvlink=1.0, pair=1.0,         # speed of NVLink; of a ring of two, over that
     network=1.0, congestion=0.0,  # of a network card; a ring takes so much longer by each doubling of nodes
-    hop=0.0,                      # s, latency of a step of a tp ring that leaves the node, beyond the simulator's
+    hop=0.0,                      # s, latency of each step of a tp ring over nodes, beyond the simulator's
     gather_hop=0.0,               # s, the same of ZeRO, for each rank
     tp_shown=1.0,                 # share of tp's collectives that is waited for
     pp_shown=1.0,                 # and of the messages between stages
@@ -74,8 +73,7 @@ KINDS = dict(
 
 # ---------------------------------------------------------------------- a training step
 def step_seconds(c, l, cluster, stages, k=USUAL, times=None):
-    """A training step on the average rank, by what it is spent on. times: of a layer and of the head, where
-    they are known."""
+    """A training step on the average rank, by what it is spent on. times: if they are known."""
     seconds, windows = of_micro_batches(c, l, cluster, stages, k, times or Times(c, l, cluster, k))
     return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
@@ -85,38 +83,33 @@ class Times:
     again: what another trainer computes twice, as a share of forward's products."""
     def __init__(self, c, l, cluster, k, again=None):
         raw = layer_work(c, cluster.hardware(), l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep)
-        self.layer, self.head = layer_times(c, l, cluster, k, raw), head_times(c, l, cluster, k)
-        kinds = ("products", "kernels", "shape")
-        self.layer["tp"] = tp_times(c, l, cluster, k, raw) if l.tp > 1 else NOTHING
-        if again:
-            self.layer["recompute"] = 0.0, again * sum(self.layer[kind][0] for kind in kinds), 0.0
+        self.layer = layer_times(c, l, cluster, k, raw, again)
+        self.head = head_times(c, l, cluster, k)
         self.of_layer, self.of_head = (sum(map(sum, part.values())) for part in (self.layer, self.head))
         ends = BF16 * 6 * c.vocab_size * c.hidden_size / l.tp     # its gradient is made, and added up
         self.embedding, = moved([ends], cluster, k["memory"])
         self.F, self.I, self.W = map(sum, zip(*self.layer.values()))
-        self.launches = gpus.ISSUE * (sum(raw.count) + (l.recompute != "none") * raw.count[0])
+        forward, backward = raw.count
+        self.launches = gpus.ISSUE * (forward + backward + forward * (l.recompute != "none"))
+        if k["launch"]:
+            repeated = {"none": 0, "selective": 1 / 6, "full": 1 / 3}[l.recompute]   # forward is a third
+            self.launches = k["launch"] * (1 if l.tp > 1 else 0.5) * (1 + repeated)
 
 
 def of_micro_batches(c, l, cluster, stages, k, times):
     """All that happens before gradients are summed over dp; and how long that sum can hide: after every
     micro-batch, and after the last."""
-    launch = launch_seconds(l, k) or times.launches
-    seconds, *windows = pipeline_seconds(c, l, stages, k, times, [stage.layers * launch for stage in stages])
+    host = [stage.layers * times.launches for stage in stages]
+    seconds, *windows = pipeline_seconds(c, l, stages, k, times, host)
     if l.pp > 1:                                          # a micro-batch waits for a message there and back
         once, sent = send(cluster, k, BF16 * l.tokens * c.hidden_size / l.tp, 2, l.dp * l.cp * l.tp)
         seconds["pp"] = k["pp_shown"] * 2 * (l.accumulation + l.pp - 1) * l.stages_per_rank * (once + sent)
     return seconds, windows
 
 
-def launch_seconds(l, k):
-    again = {"none": 0, "selective": 1 / 6, "full": 1 / 3}[l.recompute]            # forward is a third of it
-    return k["launch"] * (1 if l.tp > 1 else 0.5) * (1 + again)
-
-
 def pipeline_seconds(c, l, stages, k, times, host):
     """All micro-batches on the average rank, the wait for the slowest and the bubble; how long the first rank
-    works on a micro-batch; and for how long its gradients become ready at the end. host: what Python takes
-    of each rank's micro-batch."""
+    works on one, and for how long its gradients become ready at the end. host: Python's seconds of each."""
     m = l.accumulation
     gpu = [stage.layers * times.of_layer + stage.head * times.of_head + stage.embedding * times.embedding
            for stage in stages]
@@ -132,7 +125,7 @@ def pipeline_seconds(c, l, stages, k, times, host):
         return seconds, busy[0], busy[0]
     filling = [soft_max(works, python * k["fill_launch"]) for works, python in zip(gpu, host)]
     seconds["bubble"] = idle_share(l, times.F, times.I, times.W) * (sum(filling) - max(filling))
-    v = l.stages_per_rank if l.schedule == "interleaved" else 1                    # its later stages are done before it is
+    v = l.stages_per_rank if l.schedule == "interleaved" else 1
     return seconds, filling[0], filling[0] * (1 + min(m, l.pp) * (v - 1)) / v
 
 
@@ -154,8 +147,8 @@ def idle_share(l, F, I, W):
 
 # ---------------------------------------------------------------------- a layer's kernels
 class Work(NamedTuple):
-    """Of a layer and a micro-batch, each for (F, I, W): seconds of its products, and what they
-    would take at the peak; of attention; bytes of all other kernels; how many kernels there are."""
+    """Of a layer and a micro-batch, for (F, I, W): seconds of its products, and what they would take at the
+    peak; of attention; bytes of all other kernels. How many kernels there are, forward and backward."""
     products: tuple
     ideal: tuple
     attention: tuple
@@ -164,8 +157,8 @@ class Work(NamedTuple):
 
 
 def multiplied(hardware, shapes):
-    """Seconds of products, and at the peak. shapes: how many, each one's rows, inner and columns. Forward makes
-    [rows, columns], I [rows, inner] and W [inner, columns], all with 2 FLOPs per row and weight."""
+    """Seconds of products, and at the peak. shapes: how many, each one's rows, inner and columns. Forward
+    makes [rows, columns], I [rows, inner] and W [inner, columns], all with 2 FLOPs per row and weight."""
     seconds, ideal = [0.0] * 3, 0.0
     for many, rows, inner, columns in shapes:
         flops = 2 * many * rows * inner * columns
@@ -183,8 +176,8 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
     """What a layer's kernels read and write was counted in a recording (tools/simulate)."""
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
     i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok)
-    shapes = [(1, t, *of) for of in attention_products(c, Layout(tp=tp))]
-    mlp, many = [(1, t)], 3
+    shapes = [(1, t, *of) for of in costs.attention_products(c, Layout(tp=tp))]
+    mlp = [(1, t)]
     if c.num_local_experts:
         mine = c.num_local_experts // ep
         mlp = [(mine, max(1, t * chosen / mine))]
@@ -192,49 +185,48 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
         shapes.append((1, t, h, c.num_local_experts))
     shapes += [(*rows, h, i) for rows in mlp] * 2 + [(*rows, i, h) for rows in mlp]
     seconds, ideal = multiplied(hardware, shapes)
-    scores = [products * t * q * seq_len for products in (2, 5)]                   # causal: half of them
-    names = "attention", "attention backward"
-    attention = [hardware.kernel(Kernel(name, "attention", "bfloat16", flops, 0)) for name, flops in zip(names, scores)]
+    attention = [hardware.kernel(Kernel(name, "attention", "bfloat16", products * t * q * seq_len, 0))
+                 for name, products in (("attention", 2), ("attention backward", 5))]        # the causal half
     copies = tp > 1 and micro_batch > 1                   # of what is gathered, put in order
     forward = 20 * h / tp + 36 * (q + kv) + 10 * i * chosen + 16 * h * copies
     backward = 24 * h / tp + 46 * (q + kv) + 18 * i * chosen + (26 if tp > 1 else 18) * h + 24 * h * copies
-    count = [28 + 4 * copies, 36 + 8 * copies, 14]
-    weights = h * (2 * q + 2 * kv)
-    sums = 10 * weights                                   # a bfloat16 gradient added to a float32 sum
+    count = [28 + 4 * copies, 50 + 8 * copies]
+    sums = 10 * h * (2 * q + 2 * kv)                      # a bfloat16 gradient added to a float32 sum
     if c.num_local_experts:                               # rows to their experts, there and back
         far = ep > 1
         forward += (14 * chosen + 2 + 8 * chosen * far) * h
         backward += (12 + 23 * chosen + 16 * chosen * far) * h
-        sums += 14 * mine * many * h * i
-        count = [count[0] + 30 + 12 * far, count[1] + 22 + 4 * far, count[2]]
+        sums += 14 * mine * 3 * h * i
+        count[0] += 30 + 12 * far
+        count[1] += 22 + 4 * far
     else:
-        sums += 10 * many * h * i
-    if cp > 1:                                            # a block's output merged into the others', its gradients added
-        forward, backward = forward + 20 * q * cp, backward + 27 * q * cp
-        count = [count[0] + 14 * (cp - 1), count[1] + 11 * (cp - 1), count[2]]
+        sums += 10 * 3 * h * i
+    if cp > 1:                                            # blocks' outputs are merged, their gradients added
+        forward += 20 * q * cp
+        backward += 27 * q * cp
+        count[0] += 14 * (cp - 1)
+        count[1] += 11 * (cp - 1)
     return Work(seconds, ideal, (*attention, 0.0), (t * forward, t * backward, sums), tuple(count))
 
 
-def kv_width(c, tp):
-    return c.num_key_value_heads * c.head_dim / min(tp, c.num_key_value_heads)
-
-
-def layer_times(c, l, cluster, k, raw):
+def layer_times(c, l, cluster, k, raw, again):
     """{kind: (F, I, W)}, the seconds of a layer and micro-batch."""
     times = split_products(raw.products, raw.ideal, cluster, k, "product")
     times["attention"] = tuple(k["attention"] * s for s in raw.attention)
     times["memory"] = moved(raw.bytes, cluster, k["memory"])
-    times["recompute"] = 0.0, forward_again(c, l, times), 0.0
+    times["recompute"] = 0.0, forward_again(c, l, times, again), 0.0
     times["cp"] = cp_times(c, l, cluster, k, times["attention"]) if l.cp > 1 else NOTHING
     times["ep"] = ep_times(c, l, cluster, k) if l.ep > 1 else NOTHING
+    times["tp"] = tp_times(c, l, cluster, k, raw) if l.tp > 1 else NOTHING
     return times
 
 
 def split_products(taken, ideal, cluster, k, which):
     """At the peak; what a large one loses to it; what these lose to large ones."""
     large = k[which] / cluster.gpu.product
-    lost = tuple(k[which] * k["shape"] * max(0.0, s - best / cluster.gpu.product) for s, best in zip(taken, ideal))
-    return dict(products=ideal, kernels=tuple(best * (large - 1) for best in ideal), shape=lost)
+    kernels = tuple(best * (large - 1) for best in ideal)
+    over_large = [max(0.0, s - best / cluster.gpu.product) for s, best in zip(taken, ideal)]
+    return dict(products=ideal, kernels=kernels, shape=tuple(k[which] * k["shape"] * s for s in over_large))
 
 
 def moved(bytes, cluster, share):
@@ -242,23 +234,24 @@ def moved(bytes, cluster, share):
 
 
 def head_times(c, l, cluster, k):
-    """The same of the head and the loss, which works in chunks: each adds to the gradient of the head. A pipeline has
-    them in backward."""
+    """The same of the head and the loss, which works in chunks: each adds to the gradient of the head. A
+    pipeline has them in backward."""
     h, words, t = c.hidden_size, c.vocab_size / l.tp, l.tokens
-    rows = max(1, int(2**27 // words))
-    chunks = math.ceil(t / min(t, rows - rows % 128 if rows > 128 else rows))
+    chunks = math.ceil(t / costs.chunk(c, l))
     softmax = (28 if l.tp == 1 else 52) * t * words
     kernels = 0.0, softmax, (28 + 10 * chunks) * words * h
     products = split_products(*multiplied(cluster.hardware(), [(1, t, h, words)]), cluster, k, "head")
     return products | dict(memory=moved(kernels, cluster, k["loss"]))
 
 
-def forward_again(c, l, times):
+def forward_again(c, l, times, again):
+    products = sum(times[kind][0] for kind in ("products", "kernels", "shape"))
+    if again:
+        return again * products
     if l.recompute == "none":
         return 0.0
-    share = repeated(c, l) / sum(product_widths(c, l))
-    products = share * sum(times[kind][0] for kind in ("products", "kernels", "shape"))
-    return products + times["memory"][0] + times["attention"][0] * (l.recompute == "full")
+    share = costs.repeated(c, l) / sum(product_widths(c, l))
+    return share * products + times["memory"][0] + times["attention"][0] * (l.recompute == "full")
 
 
 # ---------------------------------------------------------------------- what travels
@@ -270,8 +263,8 @@ def send(cluster, k, wire, ranks, stride, what="send"):
 
 
 def span(cluster, ranks, stride):
-    """How many of these ranks are in a node, and how many nodes they span. Each GPU has a network card; a ring has
-    those of its GPUs in the node where it has fewest."""
+    """How many of these ranks are in a node, and how many nodes they span. Each GPU has a network card; a
+    ring has those of its GPUs in the node where it has fewest."""
     node = min(cluster.gpus_per_node, cluster.gpus)
     neighbours = max(1, math.gcd(ranks * stride, node) // stride)
     return (ranks, 1) if ranks <= neighbours else (neighbours, ranks / neighbours)
@@ -283,8 +276,8 @@ def under(seconds, work, k):
 
 
 def tp_times(c, l, cluster, k, raw):
-    """Halves of an all-reduce, into and out of two regions. Backward, this trainer reduces behind W, and gathers
-    the input again behind I."""
+    """Halves of an all-reduce, into and out of two regions. Backward, this trainer reduces behind W, and
+    gathers the input again behind I; but experts gather nothing again, and their reduction is waited for."""
     wire = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp
     once, seconds = send(cluster, k, wire, l.tp, 1, "all_gather")
     half = once + seconds + (l.tp - 1) * k["hop"] * (span(cluster, l.tp, 1)[1] > 1)
@@ -293,10 +286,9 @@ def tp_times(c, l, cluster, k, raw):
     if not k["gathers_again"]:
         return 4 * half, 4 * half + again, 0.0
     qkv, _, up, _ = (width / sum(product_widths(c, l)) for width in product_widths(c, l))
-    regions = [qkv] + [up] * (not c.num_local_experts)
+    regions = [qkv] if c.num_local_experts else [qkv, up]
     hidden = [under(half, share * raw.products[part], k) for share in regions for part in (1, 2)]
-    plain = 2 if c.num_local_experts else 0               # experts gather nothing again, and their reduction is waited for
-    return 4 * half, 2 * half + again + sum(hidden) + plain / 2 * half, 0.0
+    return 4 * half, 2 * half + again + sum(hidden) + half * bool(c.num_local_experts), 0.0
 
 
 def cp_times(c, l, cluster, k, attention):
@@ -320,11 +312,11 @@ def ep_times(c, l, cluster, k):
 # ---------------------------------------------------------------------- once a step
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     """Gradients are reduced behind backward: of `each` micro-batch, or of the `last`; what ZeRO gathers; the
-    update. Experts are reduced among those ranks that have the same. What lengthens the last backward does so on
-    every rank of pp in turn: each waits for the next one's."""
+    update. Experts are reduced among those ranks that have the same. What lengthens the last backward does so
+    on every rank of pp in turn: each waits for the next one's."""
     ranks = l.dp * l.cp
     experts = stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
-    others = parameters(c, l, stage) - experts
+    others = costs.parameters(c, l, stage) - experts
     parts = [(others, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]   # held by how many, how far apart
     updated = sum(held / (copies if l.zero else 1) for held, copies, _ in parts)
     seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0], other=k["step"])
@@ -333,39 +325,40 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     byte = sum(ring_seconds(cluster, k, held, copies, stride) for held, copies, stride in parts)
     end = stage.embedding * ring_seconds(cluster, k, c.vocab_size * c.hidden_size / l.tp, ranks, l.tp)
     layer = max(0.0, byte - end * (1 + stage.head)) / max(1, stage.layers)
-    last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing is left to hide them
+    last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing hides them
     units = stage.layers + stage.embedding + stage.head
     latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
     window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
-    sums = {0: 0, 1: 4, 2: m * (4 + 12 / ranks), 3: m * (4 + 12 / ranks)}[l.zero]   # bytes: zeroed, slices added up
+    slices = m * (4 + 12 / ranks)                         # bytes: zeroed, and added up
+    sums = (0, 4, slices, slices)[l.zero]
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
     if l.zero < 2:                                        # an all-reduce is two halves
         halves = FLOAT32 * (1 if l.zero else 2)
         behind = halves * (byte - last_units) + latency
         taken = k["taken"] * min(behind, window)
         seconds["dp"] += l.pp * taken + exposed(behind, window) + halves * last_units
-    else:                                                 # after every micro-batch, with ZeRO-3's second gather
+    else:                                                 # after every micro-batch; ZeRO-3 gathers again
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
         hidden = again + FLOAT32 * (byte - last_units / m) + latency
         seconds["dp"] += (m + l.pp - 1) * under(hidden, k["overlap"] * each * 2 / 3, k) + FLOAT32 * last_units
-    if l.zero:                     # the new weights, unit by unit behind forward: in a pipeline, or without ZeRO-3, once
+    if l.zero:                                            # the new weights, unit by unit behind forward
         times = m if l.zero == 3 and l.pp == 1 else 1
         seconds["dp"] += times * (under(BF16 * (byte - last_units) + latency, forward, k) + BF16 * last_units)
     return seconds
 
 
 def ring_seconds(cluster, k, held, ranks, stride):
-    """One byte of each parameter held, once round the ranks that have it; of none the latency alone. A ring over more
-    nodes meets more switches, and others on them: it was seen to slow with the logarithm of the nodes that it spans."""
+    """One byte of each parameter held, once round the ranks that have it; of none the latency alone. A ring
+    over more nodes meets more switches: it was seen to slow with the logarithm of the nodes that it spans."""
     once, seconds = send(cluster, k, held * (ranks - 1) / ranks, ranks, stride, "all_gather")
     slower = 1 + k["congestion"] * max(0, math.log2(span(cluster, ranks, stride)[1] / 2))
     return seconds * slower if held else once
 
 
-def soft_max(a, b, sharpness=8):
+def soft_max(a, b):
     """The larger of two times that overlap, and a bit more where they are alike."""
     top = max(a, b)
-    return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1 / sharpness) if top else 0.0
+    return top * ((a / top) ** 8 + (b / top) ** 8) ** (1 / 8) if top else 0.0
 
 
 def exposed(seconds, hidden):

@@ -1,21 +1,18 @@
 """What the planner takes from the trainer: its presets, what it refuses, its schedules and their simulation.
 
-All of it is written once, in step08_5d's config.py and schedules.py. config.py imports torch, for the
-names of its types and to look for a GPU, and that import takes seconds. The planner needs neither, so the two
-files are run here without what they import of torch and of each other.
+config.py imports torch, for the names of its types and to look for a GPU, and that takes seconds. The planner
+needs neither: config.py and schedules.py are run here without what they import of torch and of each other.
 """
 import ast
 from pathlib import Path
 from types import SimpleNamespace
 
 STEP = Path(__file__).resolve().parent.parent / "step08_5d"
-FILES = [STEP / "schedules.py", STEP / "config.py"]
 LEFT_OUT = ("torch", "schedules", "messages")
 torch = SimpleNamespace(bfloat16="bfloat16")    # all that the planner's checks ask of it
 
 
 def is_left_out(node):
-    """A line that imports what is not needed."""
     imports = isinstance(node, (ast.Import, ast.ImportFrom))
     return imports and (getattr(node, "module", None) or node.names[0].name) in LEFT_OUT
 
@@ -24,7 +21,7 @@ class Refused(Exception):
     """Bad input, in one line."""
 
 
-for path in FILES:
+for path in (STEP / "schedules.py", STEP / "config.py"):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if not is_left_out(node)]
     exec(compile(tree, path, "exec"))

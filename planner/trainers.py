@@ -1,18 +1,15 @@
-"""Whose trainer: what others do otherwise, as overlays of speed.py's sums, and what they keep.
-
-Constants are physics, or are taken from the simulator or a paper as their comments say. None was fitted to a run that
-docs/proof.md counts as not fitted.
+"""Whose trainer: what others do otherwise, as overlays of speed.py's sums. Constants are physics, or from the
+simulator or a paper, as comments say. None was fitted to a run that docs/proof.md counts as not fitted.
 """
 from speed import USUAL
 
-# a chain of passes over memory becomes one or two: what tools/simulate --compile leaves of llama-8b's (fuse.py)
-COMPILED = dict(memory=0.48, loss=0.61)
+COMPILED = dict(memory=0.48, loss=0.61)   # what tools/simulate --compile leaves of llama-8b's bytes (fuse.py)
 FLOAT8 = dict(product=0.6)        # twice the peak, but for scales and casts: by judgement
 ASYNC_TP = dict(tp_shown=0.5)     # half of it is hidden: by judgement
 TRAINERS = {
     "this": {},
-    # fused kernels; attention by cuDNN, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper, figure 5);
-    # --tp-comm-overlap hides most of tp's traffic, and its schedules send while they compute
+    # fused kernels; cuDNN's attention, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper,
+    # figure 5); --tp-comm-overlap hides most of tp's traffic; schedules that send while they compute
     "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5),
     "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
@@ -23,14 +20,12 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
     found = {**base, **TRAINERS[trainer]}
     if gpu not in HOPPER:
         found["attention"] = base["attention"]
+    changes = [FLOAT8] * float8
     if trainer != "megatron":                             # which has these anyway
-        found |= scaled(found, COMPILED) if compiled else {}
-        found |= scaled(found, ASYNC_TP) if async_tp else {}
-    return found | (scaled(found, FLOAT8) if float8 else {})
-
-
-def scaled(found, more):
-    return {name: found[name] * share for name, share in more.items()}
+        changes += [COMPILED] * compiled + [ASYNC_TP] * async_tp
+    for change in changes:
+        found |= {name: found[name] * share for name, share in change.items()}
+    return found
 
 
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):

@@ -1,24 +1,26 @@
-"""How far an answer can be trusted: whether runs like it were measured (the README says what the four words mean),
-and how far off it may be. Of five runs four should lie in the interval; docs/proof.md has how many did.
+"""How far an answer can be trusted: whether runs like it were measured (the README has the four words), and
+how far off it may be. Of five runs four should lie in the interval; docs/proof.md has how many did.
 """
 import math
 
 import costs
-from speed import NETWORKS
-from speed import gpus as simulated
+from speed import NETWORKS, gpus as simulated
 
 MEANS = {
-    "measured": "this trainer was measured doing the same", "elsewhere": "other trainers were measured doing the same",
-    "extrapolated": "as runs that were measured, of another size", "physics only": "no run was measured with {}"}
+    "measured": "this trainer was measured doing the same",
+    "elsewhere": "other trainers were measured doing the same",
+    "extrapolated": "as runs that were measured, of another size",
+    "physics only": "no run was measured with {}"}
 
-# Logarithms of measured over predicted, (low, high). The first is of dp and ZeRO alone, with what a change of trainer adds: the
-# seven fitted runs of tests/data that do no more lie in it, and it is skewed as they are. More is added for each thing that
-# a layout has, seen in the fitted runs of tp and pp; where there is none, by judgement
+# Logarithms of measured over predicted, (low, high). The first is of dp and ZeRO alone, with what a change of
+# trainer adds: the seven fitted runs of tests/data that do no more lie in it, and it is skewed as they are.
+# More is added for each thing that a layout has, seen in the fitted runs of tp and pp; of others by judgement
 ALONE = (-0.15, 0.05)
 MORE = dict(
-    tp=(0.15, 0.15), pp=(0.10, 0.12), interleaved=(0.08, 0.08), zerobubble=(0.12, 0.12), dualpipe=(0.15, 0.15),
-    afab=(0.05, 0.05), zero2=(0.03, 0.03), selective=(0.05, 0.05), full=(0.03, 0.03), cp=(0.20, 0.20), ep=(0.20, 0.20),
-    experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15), network=(0.05, 0.05))
+    tp=(0.15, 0.15), pp=(0.10, 0.12), interleaved=(0.08, 0.08), zerobubble=(0.12, 0.12),
+    dualpipe=(0.15, 0.15), afab=(0.05, 0.05), zero2=(0.03, 0.03), selective=(0.05, 0.05), full=(0.03, 0.03),
+    cp=(0.20, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
+    network=(0.05, 0.05))
 UNSEEN = ("zerobubble", "dualpipe", "afab", "cp", "ep", "experts")                 # in any run of these
 PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the runs
 RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # from, to
@@ -54,8 +56,8 @@ def beyond(c, l, cluster):
 
 
 def name_of(gpu):
-    return next((name for name, one in simulated.GPUS.items()
-                 if one.bfloat16 == gpu.bfloat16 and one.nvlink == gpu.nvlink and one.memory == gpu.memory), "")
+    told_by = lambda one: (one.bfloat16, one.nvlink, one.memory)
+    return next((name for name, one in simulated.GPUS.items() if told_by(one) == told_by(gpu)), "")
 
 
 def provenance(c, l, cluster, trainer="this"):
@@ -69,9 +71,9 @@ def provenance(c, l, cluster, trainer="this"):
 def off_by(c, l, cluster, experts=True, float8=False):
     """(low, high) as logarithms. Errors of different causes add as squares. experts: with what a model's may
     add, which is no reason to prefer a layout of it to another."""
-    causes = [MORE[name] for name in of_layout(l) + ["float8"] * float8] + list(beyond(c, l, cluster).values())
-    causes += [MORE["experts"]] * bool(c.num_local_experts and experts)
-    low, high = (math.hypot(alone, *(one[side] for one in causes)) for side, alone in enumerate(ALONE))
+    names = of_layout(l) + ["float8"] * float8 + ["experts"] * bool(c.num_local_experts and experts)
+    causes = [ALONE, *(MORE[name] for name in names), *beyond(c, l, cluster).values()]
+    low, high = (math.hypot(*side) for side in zip(*causes))
     return -low, high
 
 
@@ -80,8 +82,7 @@ def interval(c, l, cluster, tokens_per_s, float8=False):
 
 
 def held_back(c, l, cluster, tokens_per_s, known=None):
-    """What a layout is ranked by: the low end of its interval, so that it leads only by more than what it may be off by.
-    known: what was found for others of the cluster."""
+    """What a layout is ranked by: the low end of its interval. known: shares found for others like it."""
     names, known = tuple(of_layout(l)), {} if known is None else known
     if names not in known:
         known[names] = math.exp(off_by(c, l, cluster, experts=False)[0])

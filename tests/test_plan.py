@@ -709,7 +709,9 @@ REFUSED = {
     "--config dp=2,tp=4,mbs=0": "at least 1", "--config tp=3": "!= gpus(8)", "--config speed=9": "take =value",
     "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "takes 16 or more",
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
-    "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not what --fit writes"}
+    "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not what --fit writes",
+    "--verify 1 --power 300": "GPUs as --gpu names them", "--verify 1 --trainer megatron": "this trainer alone",
+    "--mtbf 1 --checkpoint_s 0": "from 0.001"}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -816,7 +818,8 @@ def test_a_file_of_published_runs(tmp_path):
     assert run("--predict", tmp_path / "in.csv", "--out", tmp_path / "out.csv").returncode == 0
     with open(tmp_path / "out.csv") as file:
         got = list(csv.DictReader(file))
-    assert list(got[0]) == [*rows[0], *published.PREDICTED] and len(got) == len(rows)
+    added = "pred_tok_s_gpu pred_low pred_high pred_tflops pred_mem_gb pred_oom provenance assumed".split()
+    assert list(got[0]) == [*rows[0], *added] and len(got) == len(rows)
 
 
 def test_the_benchmarked_trainer_with_more_of_zero():
@@ -966,6 +969,9 @@ def test_what_was_asked_is_said_again():
     lines = one.stdout.splitlines()
     assert lines[0] == "llama-8b, 8.03B parameters, on 64 x h100; 4 GPUs are the fewest that hold it, of powers of two"
     assert lines[1:3] == ["its batch: 1,024 sequences of 4,096 = 4,194,304 tokens, for 4,000,000 wanted", ""]
+    other = run("--gpus", 16, "--gpu", "a100", "--network", "25e9", "--gpus_per_node", 4, "--config", "tp=2").stdout
+    simulator = "python tools/simulate 8 16 --rank 0 --gpu a100 --gpus_per_node 4 --network 25.0 --model llama-8b "
+    assert simulator in other and "python tools/simulate 8 64 --rank 0 --model llama-8b " in one.stdout
 
 
 def test_nothing_fits_for_programs():
