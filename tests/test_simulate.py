@@ -490,3 +490,58 @@ def test_trace_plot_and_numbers(tmp_path):
     assert seen["tokens_per_s_per_gpu"] == pytest.approx(tokens) and 0 < seen["bubble"] < 1
     assert 0 < sum(seen["exposed"].values()) < seen["step_seconds"] and {"pp", "world"} <= seen["exposed"].keys()
     assert f"tokens/s/GPU, MFU {seen['mfu']:.1%}" in output
+
+
+# ------------------------------------------------------------------------------------------- the READMEs' gains
+LLAMA_1B = "--model llama-1b --seq_len 4096 --global_batch_size 64 --recompute selective"
+LLAMA_8B = "--model llama-8b --dtype bfloat16 --micro_batch_size 1"
+ZERO = f"{LLAMA_8B} --seq_len 4096 --global_batch_size 16 --recompute full"
+TP = "--zero 3 --model llama-70b --dtype bfloat16 --seq_len 8192 --global_batch_size 64 --micro_batch_size 1"
+CP = f"--zero 3 {LLAMA_8B} --seq_len 131072 --recompute full"
+PP = f"--pp 8 {LLAMA_8B} --seq_len 4096 --global_batch_size 32"
+EP = "--model mixtral-8x7b --pp 4 --ep 8 --zero 1 --seq_len 4096 --global_batch_size 256 --micro_batch_size 1 --recompute selective"
+ALL = f"{LLAMA_8B} --seq_len 4096 --global_batch_size 64 --recompute selective"
+GAINS = [
+    (f"1 1 {LLAMA_1B} --micro_batch_size 2 --recompute none", "| none | {peak_gib:.1f} GiB | {s:.2f} s | {mfu:.1%} |"),
+    (f"1 1 {LLAMA_1B} --micro_batch_size 2", "| selective | {peak_gib:.1f} GiB | {s:.2f} s | {mfu:.1%} |"),
+    (f"1 1 {LLAMA_1B} --micro_batch_size 2 --recompute full", "| full | {peak_gib:.1f} GiB | {s:.2f} s | {mfu:.1%} |"),
+    (f"2 1 {LLAMA_1B} --micro_batch_size 2", "| 1 | | {s:.2f} s | |"),
+    (f"2 8 {LLAMA_1B} --micro_batch_size 2 --dp_mode naive", "| 8 | naive | {s:.3f} s | {dp:.0%} |"),
+    (f"2 8 {LLAMA_1B} --micro_batch_size 2 --dp_mode bucket", "| 8 | bucket | {s:.3f} s | under 1% |"),
+    (f"2 64 {LLAMA_1B} --micro_batch_size 1 --dp_mode naive", "| 64 | naive | {s:.3f} s | {dp:.0%} |"),
+    (f"2 64 {LLAMA_1B} --micro_batch_size 1 --dp_mode bucket", "| 64 | bucket | {s:.3f} s | under 1% |"),
+    (f"3 8 {ZERO} --zero 0", "| 0 | {between_gb:.0f} GB | {peak_gb:.0f} GB: does not fit |"),
+    (f"3 8 {ZERO} --zero 1", "| 1 | {between_gb:.0f} GB | {peak_gb:.0f} GB |"),
+    (f"3 8 {ZERO} --zero 2", "| 2 | {between_gb:.0f} GB | {peak_gb:.0f} GB |"),
+    (f"3 8 {ZERO} --zero 3", "| 3 | {between_gb:.0f} GB | {peak_gb:.0f} GB |"),
+    (f"4 64 {TP} --tp 1", "| `--tp 1` | {activations_gb:.0f} GB | {peak_gb:.0f} GB: does not fit |"),
+    (f"4 64 {TP} --tp 8 --sp off", "| `--tp 8 --sp off` | {activations_gb:.0f} GB | {peak_gb:.0f} GB: does not fit |"),
+    (f"4 64 {TP} --tp 8 --sp on", "| `--tp 8 --sp on` | {activations_gb:.0f} GB | {peak_gb:.0f} GB |"),
+    (f"5 8 {CP} --global_batch_size 8 --cp 1", "| all memory | {peak_gb:.0f} GB: too much |"),
+    (f"5 8 {CP} --global_batch_size 4 --cp 2", "| {peak_gb:.0f} GB |;| {s:.0f} s |"),
+    (f"5 8 {CP} --global_batch_size 2 --cp 4", "| {peak_gb:.0f} GB |;| {s:.0f} s |"),
+    (f"5 8 {CP} --global_batch_size 1 --cp 8", "| {peak_gb:.0f} GB |;| {s:.0f} s |"),
+    (f"6 8 {PP} --schedule afab", "| `afab` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
+    (f"6 8 {PP} --schedule 1f1b", "| `1f1b` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
+    (f"6 8 {PP} --schedule zerobubble", "| `zerobubble` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
+    (f"7 32 {EP} --gpus_per_node 8", "| near: a node holds the 8 ranks of ep | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
+    (f"7 32 {EP} --gpus_per_node 1", "| far: each of them is on another node | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
+    (f"8 8 {ALL} --zero 3", "--zero 3 {s:.2f} s a step {speed:,.0f} tokens/s/GPU {peak_gib:.1f} GiB waiting for dp {dp:.1%}"),
+    (f"8 8 {ALL} --tp 2 --pp 4", "--tp 2 --pp 4 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for pp {pp:.1%}, tp {tp:.1%}"),
+    (f"8 8 {ALL} --tp 8", "--tp 8 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for tp {tp:.1%}")]
+LONG = (EP, "--tp 2 --pp 4", f"{ALL} --tp 8", "--cp 8")
+
+
+@pytest.mark.parametrize("command, cells", [
+    pytest.param(*row, id=" ".join(row[0].split()[:2] + row[0].split()[-4:]),
+                 marks=pytest.mark.sweep if any(long in row[0] for long in LONG) else pytest.mark.slow) for row in GAINS])
+def test_what_a_readme_says_a_step_gains(command, cells, tmp_path):
+    _, memory = printed(f"{command} --json {tmp_path}/seen.json")
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    shares = {name: seconds / seen["step_seconds"] for name, seconds in seen["exposed"].items()}
+    values = dict(shares, s=seen["step_seconds"], speed=seen["tokens_per_s_per_gpu"], mfu=seen["mfu"], bubble=seen["bubble"],
+                  peak_gib=seen["peak_bytes"] / 2**30, peak_gb=seen["peak_bytes"] / 1e9,
+                  between_gb=seen["between_bytes"] / 1e9, activations_gb=memory["activations"][2] * 2**20 / 1e9)
+    text = " ".join(next(ROOT.glob(f"step0{command[0]}_*/README.md")).read_text().split())
+    for said in cells.format(**values).split(";"):
+        assert said in text
