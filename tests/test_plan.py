@@ -81,14 +81,20 @@ def rows():
 
 @pytest.fixture(scope="module")
 def fitted(rows):
-    return fit_plan.fit_all(rows, start=(nanotron.OWN_TIME, nanotron.MEMORY))
+    return fit_plan.fit_all(rows, start=(nanotron.TIME, nanotron.MEMORY))
 
 
 def test_the_constants_are_those_that_the_fit_gives(fitted):
     assert fitted[2] == pytest.approx(speed.USABLE, rel=0.05)
-    for known, found in zip((nanotron.OWN_TIME, nanotron.MEMORY), fitted):
+    for known, found in zip((nanotron.TIME, nanotron.MEMORY), fitted):
         assert set(known) == set(found)
         assert {name: found[name] / known[name] for name in known} == pytest.approx(dict.fromkeys(known, 1.0), rel=0.05)
+
+
+def test_constants_are_judged_as_they_were_fitted_and_as_the_planner_predicts(rows):
+    judged = fit_plan.predictions(rows, (nanotron.TIME, nanotron.MEMORY, speed.USABLE))
+    assert judged == [{**row, **nanotron.predict(row)} for row in rows]
+    assert fit_plan.score(judged)["tok median"] == pytest.approx(0.045, abs=0.002)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +110,9 @@ def test_each_number_of_nodes_is_predicted_by_the_others(rows, folds):
     result = fit_plan.score(held_out)
     assert result["runs"] == 667
     assert result["mem median"] <= 0.0445 and result["mem mean"] <= 0.0685 and result["oom"] >= 0.966
-    assert result["tok median"] <= 0.055 and result["tok mean"] <= 0.107 and result["rank corr"] >= 0.965
+    assert result["tok median"] <= 0.053 and result["tok mean"] <= 0.105 and result["rank corr"] >= 0.965
     clear = fit_plan.score([row for row in held_out if row["code"] == "new" or row["status"] != "ok"])
-    assert clear["tok median"] <= 0.051 and clear["tok mean"] <= 0.079
+    assert clear["tok median"] <= 0.049 and clear["tok mean"] <= 0.078
     assert result["regret"] <= 0.052                          # aimed at: 0.01, and missed for one run that something disturbed
     others = fit_plan.score(fit_plan.undisturbed(held_out))
     assert others["runs"] == 666 and others["regret"] <= 0.012 and others["worst"] <= 0.05
@@ -460,7 +466,7 @@ def test_a_ring_slows_with_the_nodes_that_it_spans():
     stage = costs.our_stages(c, l)[0]
     few, many = (speed.data_parallel_seconds(c, l, speed.Cluster(gpus), stage, k, 0, 0)["dp"] for gpus in (64, 4096))
     assert few == many
-    congested = nanotron.TIME
+    congested = nanotron.OTHERWISE | nanotron.TIME
     longer = [speed.ring_seconds(speed.Cluster(8192), congested, 1e9, ranks, 8) * ranks / (ranks - 1) for ranks in (2, 4, 8, 16)]
     steps = [b - a for a, b in zip(longer, longer[1:])]
     assert steps == pytest.approx([steps[0]] * 3) and steps[0] > 0
