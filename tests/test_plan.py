@@ -717,7 +717,7 @@ REFUSED = {
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
     "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not what --fit writes",
     "--verify 1 --power 300": "GPUs as --gpu names them", "--verify 1 --trainer megatron": "this trainer alone",
-    "--mtbf 1 --checkpoint_s 0": "from 0.001"}
+    "--mtbf 1 --checkpoint_s 0": "from 0.001", "--fp8 --gpu a100": "--gpu a100: it has no products in 8 bits"}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -810,7 +810,8 @@ def test_files_that_are_no_tables(tmp_path, text):
 
 @pytest.mark.parametrize("change, message", [
     (dict(model="gpt"), "'gpt' is not known"), (dict(gpus="9"), "!= gpus(9)"), (dict(dp="x"), "whole number"),
-    (dict(gpu="TPU"), "is not known")])
+    (dict(gpu="TPU"), "is not known"), (dict(precision="float16"), "'float16' is not known"),
+    (dict(precision="float8", gpu="A100"), "gpu A100 has no products in 8 bits")])
 def test_published_runs_that_are_refused(tmp_path, change, message):
     rows = fit_plan.load_published()
     measured.write_csv(tmp_path / "in.csv", [{**rows[0], **change}], list(rows[0]))
