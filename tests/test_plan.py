@@ -392,6 +392,18 @@ def test_what_is_unmeasured_leads_by_more_than_it_may_be_off(model, gpus, seq_le
     assert len({one.layout.dp * one.layout.micro_batch * one.layout.accumulation for one in best}) == 1
 
 
+def test_what_is_taken_off_is_said_of_both():
+    """The slower by estimate, dp and ZeRO alone, is ranked before what was never measured: both are ranked lower than computed."""
+    c, cluster = models.PRESETS["llama-70b"], speed.Cluster(64)
+    best = plan.evaluate(c, Layout(dp=64, zero=3, recompute="full", micro_batch=4), cluster, CONSTANTS)
+    other = plan.evaluate(c, Layout(dp=4, tp=4, pp=4, zero=1, schedule="zerobubble", accumulation=64), cluster, CONSTANTS)
+    assert best.tokens_per_s < other.tokens_per_s and best.held_back > other.held_back
+    low = [100 * (1 - math.exp(trust.off_by(c, one.layout, cluster)[0])) for one in (other, best)]
+    said = explain.why_not("X", best, other)
+    assert [float(x) for x in re.findall(r"(\d+)%(?! faster)", said.split("(")[1])] == pytest.approx(low, abs=0.5)
+    assert low[0] > low[1] > 10
+
+
 def test_how_it_is_known():
     def said(model, gpus, **degrees):
         trainer = degrees.pop("trainer", "this")
