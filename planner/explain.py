@@ -67,7 +67,7 @@ def known_by(question, l):
 
 
 def two_answers(question, search):
-    """The fastest by estimate, the safest, and what would have to be measured to trust the first."""
+    """The fastest by estimate, the safest, and what would have to be measured to trust the fastest."""
     dense = question.c._replace(num_local_experts=0)      # all layouts of a model have its experts
     fastest, safest = search.fastest(), search.first(lambda l: not trust.unmeasured(dense, l))
     for what, one in (("fastest by estimate", fastest), ("safest", safest)):
@@ -80,7 +80,7 @@ def two_answers(question, search):
     elif safest:
         gain, known = fastest.tokens_per_s / safest.tokens_per_s - 1, trust.of_layout(safest.layout)
         new = [name for name in trust.of_layout(fastest.layout) if name not in known]
-        yield (f"To trust the first, measure a few steps of both: {gain:.1%} apart; what is new in it is "
+        yield (f"To trust the fastest, measure a few steps of both: {gain:.1%} apart; what is new in it is "
                f"{', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
 
 
@@ -123,7 +123,7 @@ def fewest(question, they, none):
     return f"{count:,} GPUs are the fewest that {they}, of powers of two"
 
 
-def why_not(what, question, best, second):
+def why_not(what, best, second):
     """In one sentence, made from numbers."""
     more = {name: second.seconds.get(name, 0) - best.seconds.get(name, 0) for name in KINDS}
     named = sorted(more.items(), key=lambda item: -abs(item[1]))[:3]
@@ -134,10 +134,10 @@ def why_not(what, question, best, second):
         return f"{what}, {name_of(second.layout)}, is as fast; the first is simpler, or was measured."
     if gain <= 0:
         return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
-    low, _ = trust.off_by(question.c, second.layout, question.cluster, experts=False)
+    first, other = (1 - one.held_back / one.tokens_per_s for one in (best, second))
     has = ", ".join(trust.of_layout(second.layout)) or "its size"
     return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but with {has} it may "
-            f"be {1 - math.exp(low):.0%} slower than computed: it is ranked as that much slower.")
+            f"be {other:.0%} slower than computed, the first {first:.0%}: each is ranked as so much slower.")
 
 
 def notches(c, l):
@@ -296,9 +296,9 @@ def among_others(question, search, best):
     """Why neither the second row nor what should be faster than both is first; where the playbook differs."""
     fastest = search.fastest()
     if len(best) > 1:
-        yield why_not("The second", question, best[0], best[1])
+        yield why_not("The second", best[0], best[1])
     if fastest not in best[:2]:
-        yield why_not("The fastest by estimate", question, best[0], fastest)
+        yield why_not("The fastest by estimate", best[0], fastest)
     for rule, one in playbook(question.c, search, question.cluster):
         said = "nothing that follows it fits and meets the batch"
         if one:

@@ -72,8 +72,7 @@ def read(raw, where):
     if kind not in KNOWN:
         refuse(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
     if theirs.hidden_act != "silu" or getattr(theirs, "mlp_bias", False):
-        refuse(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; "
-               "'silu' without is known")
+        refuse(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; known: 'silu', False")
     sizes = {name: getattr(theirs, name, None) for name in SIZES}
     heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
     sizes["head_dim"] = sizes["head_dim"] or theirs.hidden_size // max(1, heads)
@@ -98,8 +97,7 @@ def experts(theirs, kind, where):
     count = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts
     chosen = theirs.num_experts_per_tok
     if not 1 <= chosen <= count < MOST:
-        refuse(f"{where}: num_experts_per_tok {chosen} is less than 1, or more than num_local_experts "
-               f"{count}")
+        refuse(f"{where}: num_experts_per_tok {chosen} is below 1, or more than num_local_experts {count}")
     found = dict(num_local_experts=count, num_experts_per_tok=chosen)
     if kind == "mixtral":
         return found

@@ -21,7 +21,7 @@ NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "g
 MOST = 10**7                                              # of any of them
 CHOICES = dict(gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"), schedule=("", *SCHEDULES),
                recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"),
-               trainer=("", *trainers.TRAINERS))
+               trainer=("", *trainers.TRAINERS), precision=("", "bfloat16", "float8"))
 
 
 def predict(row):
@@ -40,7 +40,7 @@ def predict(row):
 
 def predict_one(row, assumed):
     c, l, cluster = run_of(row, assumed)
-    trainer, float8 = row.get("trainer") or "this", row.get("precision", "bfloat16") != "bfloat16"
+    trainer, float8 = row.get("trainer") or "this", row.get("precision") == "float8"
     compiled, async_tp = row.get("compile") == "yes", row.get("async_tp") == "yes"
     k = trainers.overlay(trainer, compiled, float8, async_tp, row["gpu"].lower())
     again = None
@@ -72,9 +72,8 @@ def run_of(row, assumed):
         assumed.append(f"{name} {otherwise}")
         return otherwise
     c, gpu = model_of(row), GPUS[row["gpu"].lower()]
-    memory = int(row.get("gpu_memory_gib") or gpu.memory)
-    gpu = gpu._replace(memory=memory)
-    of_96 = row["gpu"].lower() == "h100" and memory == 96      # it has HBM2e
+    gpu = gpu._replace(memory=int(row.get("gpu_memory_gib") or gpu.memory))
+    of_96 = row["gpu"].lower() == "h100" and gpu.memory == 96      # it has HBM2e
     if hbm := row.get("hbm_tb_s") or "2.4" * of_96:
         gpu = gpu._replace(hbm=float(hbm) * 1e12)
     watts = number("power_w", gpu.watts)
@@ -100,6 +99,8 @@ def check(row, where):
         value = row.get(name, "")
         if (value.lower() if name == "gpu" else value) not in known:
             refuse(f"{where}: {name} {value!r} is not known; it is one of {', '.join(filter(None, known))}")
+    if row.get("precision") == "float8" and not GPUS[row["gpu"].lower()].float8:
+        refuse(f"{where}: gpu {row['gpu']} has no products in 8 bits")
     for name in NUMBERS:
         value = row.get(name, "")
         left_out = value == "" and name not in NEEDED

@@ -30,8 +30,7 @@ def beside_the_simulator(question, one):
     theirs["computing"] = there - sum(report["exposed"].values())
     most = max(ours, key=lambda name: abs(ours[name] - theirs[name]))
     return (f"simulated: {explain.name_of(l)}: {there:.3f} s a step, {here:.3f} here "
-            f"({here / there - 1:+.1%}); most apart is {most}, {theirs[most]:.3f} s and "
-            f"{ours[most]:.3f} here")
+            f"({here / there - 1:+.1%}); most apart: {most}, {theirs[most]:.3f} s and {ours[most]:.3f} here")
 
 
 def waits(seconds, names):

@@ -21,6 +21,7 @@ import models
 import plan
 import serve
 import speed
+import trainer
 import trainers
 
 needs_chromium = pytest.mark.skipif(
@@ -215,6 +216,16 @@ def test_bad_requests_get_one_line(server, body, message):
     status, text = send(server, "POST", "/answer", body)
     assert status == 400 and message in text and "\n" not in text
     assert send(server, "GET", "/")[0] == 200
+
+
+def test_a_gpu_without_products_in_8_bits_cannot_be_chosen_where_they_are_asked_for():
+    in_8_bits = question()._replace(constants=trainers.constants_of(CONSTANTS["base"], float8=True))
+    for name, gpu in speed.GPUS.items():
+        if gpu.float8:
+            assert serve.asked(in_8_bits, dict(gpu=name)).constants["time"]["product"] < 1
+            continue
+        with pytest.raises(trainer.Refused, match=f"--gpu {name}: it has no products in 8 bits"):
+            serve.asked(in_8_bits, dict(gpu=name))
 
 
 def test_a_browser_that_goes_away_does_not_end_it(server):

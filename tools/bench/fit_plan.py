@@ -114,7 +114,7 @@ def fit_all(rows, start=None):
     """(constants of time, constants of memory, GiB that can be used)"""
     runs = judged(rows)
     prepared = {id(row): nanotron.benchmark_run(row) for row in rows}
-    seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], {**nanotron.OTHERWISE, **k}),
+    seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], k),
                   lambda row: nanotron.BENCHMARK_BATCH * nanotron.BENCHMARK_SEQ / float(row["tok_s_gpu"]) / (8 * int(row["nodes"])),
                   start and start[0])
     memory = fit(runs, MEMORY_PRIORS, lambda row, k: nanotron.benchmark_memory(prepared[id(row)], k, rank=0),
@@ -134,7 +134,7 @@ def usable(rows, prepared, memory):
 
 
 def predictions(rows, constants):
-    return [{**row, **nanotron.predict(row, {**speed.USUAL, **constants[0]}, *constants[1:])} for row in rows]
+    return [{**row, **nanotron.predict(row, *constants)} for row in rows]
 
 
 def rounded(constants):
