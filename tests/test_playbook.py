@@ -147,9 +147,9 @@ def test_what_is_computed():
             f"on 64, {holds(1, 64)}, {holds(2, 64)}, {holds(3, 64)}") in row_of("Under 1B dp alone")
     assert f"room for {holds(3, 8)} on 8 GPUs" in row_of("beyond 70B")
     assert f"{18 * 80e9 / 32 / 2**30:.0f} GiB of 70 on 32 GPUs" in row_of("80B on 4 nodes")
-    bubbles = [f"{(p - 1) / m * 100:.1f}" for p in (4, 16) for m in (8, 16)]
-    assert bubbles == ["37.5", "18.8", "187.5", "93.8"]
-    assert "(38 to 19% of the work); for p 16 they leave 188 to 94%" in row_of("8-16")
+    bubbles = [f"{(p - 1) / m * 100:.1f}" for p in (2, 4, 16) for m in (8, 16)]
+    assert bubbles == ["12.5", "6.2", "37.5", "18.8", "187.5", "93.8"]
+    assert "(12 to 6% of the work); for p 4 they leave 38 to 19%, for p 16 188 to 94%" in row_of("8-16")
     scores = 5 * 96 * 2048 / 12288                         # of 34 + 5 heads seq / hidden: GPT-3's, of the whole
     assert scores == 80 and round(scores / (34 + scores), 1) == 0.7
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
