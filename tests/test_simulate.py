@@ -529,7 +529,7 @@ GAINS = [
     (f"8 8 {ALL} --zero 3", "--zero 3 {s:.2f} s a step {speed:,.0f} tokens/s/GPU {peak_gib:.1f} GiB waiting for dp {dp:.1%}"),
     (f"8 8 {ALL} --tp 2 --pp 4", "--tp 2 --pp 4 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for pp {pp:.1%}, tp {tp:.1%}"),
     (f"8 8 {ALL} --tp 8", "--tp 8 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for tp {tp:.1%}")]
-LONG = (EP, "--tp 2 --pp 4", f"{ALL} --tp 8", "--cp 8")
+LONG = (EP, "--tp 2 --pp 4", "--tp 8", "--cp 4", "--cp 8", "--schedule afab", "--schedule zerobubble")
 
 
 @pytest.mark.parametrize("command, cells", [
