@@ -268,8 +268,8 @@ def test_each_token_meets_its_experts(pool):
     `self.choose(logits)` gives the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
     scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token is
     there once for each of its experts), and how many rows each expert has. What it returns goes back to the tokens: the layer's
-    output is for each token the sum of share times result. The host never waits for the device: nothing here needs to know what
-    is in a tensor. choose may add to the gradient of the logits that it gets, so they are those of which the shares are made.
+    output is for each token the sum of share times result. The host (the CPU) never waits for the device: nothing here needs to
+    know what is in a tensor, as bincount does. choose may add to the gradient of the logits that it gets, so they are those of which the shares are made.
     `Experts.forward(x, counts)` is a SwiGLU, like the MLP's: w2 of silu(w1 x) times w3 x."""
     (found, grads, (of_logits, of_output), swiglu, called), = pool.call(layer_job, STEP)
     begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their scores are the logarithms of 3 1 1/3, "
@@ -321,6 +321,7 @@ def cut_job(pp, dp, cp, tp, ep):
     import torch
     from mesh import start_mesh
     from parts import Part, my_part
+    from placement import Placement
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp="off")
@@ -330,7 +331,7 @@ def cut_job(pp, dp, cp, tp, ep):
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
     whole = nn.Linear(1, 1)
     whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = SimpleNamespace(parts=[before := Part(None, 2, 2, 0)], times_counted=6, expert_mesh=None)
+    whole.weight.placement = Placement(6, decays=True, parts=[before := Part(None, 2, 2, 0)])
     expert_parallel.cut(whole, part := Part(None, 1, 3, 2))
     came = list(whole.weight.shape), whole.weight.placement.parts, whole.weight.placement.times_counted
     assert came == ([4, 2, 2], [before, part], 2), (
@@ -385,8 +386,8 @@ def test_who_has_which_experts(pool):
     `expert_parallel(model, config, mesh, args)` does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
     of ep ranks gets the i-th part of the experts, and placement.expert_mesh becomes the mesh, of one dimension, of the ranks
     that have the same experts and other tokens. A group of ep are neighbours in data_mesh(mesh), the ranks of dp x cp. Groups are
-    made once, for all layers. If ep > 1 the layer's experts become `ExpertParallel(experts, group)`. If tp > 1 its mlp has
-    become a `TensorParallelMoE(layer.mlp, mesh, args)` before all this (rung 6 looks at that). Nothing else changes."""
+    made once, for all layers. If ep > 1 the layer's experts become `ExpertParallel(experts, group)`. If tp > 1 its mlp
+    first becomes a `TensorParallelMoE(layer.mlp, mesh, args)` (rung 6 looks at that). Nothing else changes."""
     #         pp, dp, cp, tp, ep: of each rank its experts, who has the same, who is in its group of ep
     cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
                                ([2, 3], [1, 3], [2, 3])],
