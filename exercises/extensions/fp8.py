@@ -2,8 +2,8 @@
 
 Tensor cores multiply 8-bit floats twice as fast as bfloat16. But these have two or three bits of fraction and a small range, so
 numbers are divided by a scale. --fp8 says how many share one: a tensor, a row along the dimension that the product sums over, or a
-block of 128 of it. The scale is their largest magnitude, the amax, divided by the largest 8-bit number: 448 for e4m3, which
-for weights and activations, 57,344 for e5m2, for gradients.
+block of 128 of it. The scale is their largest magnitude, the amax, divided by the largest 8-bit number: 448 in e4m3, for
+weights and activations, 57,344 in e5m2, for gradients.
 
 By hand: a row 1 2 3 | 4, cut over two ranks. One process finds the amax 4. Alone, the first rank would find 3 and get other bits,
 without error. So whoever shares a scale agrees on the amax. With a scale per tensor every cut separates numbers that share one,
