@@ -143,7 +143,7 @@ def as_called(command, folder):
 def test_the_sheet_asks_what_the_key_answers():
     sheet, answers = ((re.findall(r"^\| (\d\.\d) \|", (FOLDER / page).read_text(), re.M)) for page in ("sheet.md", "key.md"))
     assert sheet == answers and len(sheet) >= 20
-    assert len(LAYOUTS) == 8 and len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
+    assert len(LAYOUTS) == 9 and len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_the_layouts_of_the_competition(flags, gib, speed, room, tmp_path):
     assert status == 0, output
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["peak_bytes"] / 2**30 == pytest.approx(float(gib), abs=0.051)
-    assert seen["tokens_per_s_per_gpu"] == pytest.approx(float(speed.replace(",", "")), rel=0.03)
+    assert seen["tokens_per_s_per_gpu"] == pytest.approx(float(speed.replace(",", "")), rel=0.003)
 
 
 @pytest.mark.slow
