@@ -79,7 +79,8 @@ def parts_job():
     norm = nn.Parameter(torch.zeros(4))
     norm.placement = SimpleNamespace(parts=[])
     index = parts.my_part(norm)
-    assert index in ((slice(None),), (slice(0, 4),)), f"of a norm, which has one dimension, my_part must return a tuple of one slice; came {index}"
+    assert index in ((slice(None),), (slice(0, 4),)), \
+        f"of a norm, which has one dimension, my_part must return a tuple of one slice; came {index}"
     products = []
     for rank in (0, 1):
         rows, columns = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))

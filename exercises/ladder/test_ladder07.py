@@ -268,8 +268,9 @@ def test_each_token_meets_its_experts(pool):
     `self.choose(logits)` gives the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
     scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token is
     there once for each of its experts), and how many rows each expert has. What it returns goes back to the tokens: the layer's
-    output is for each token the sum of share times result. The host (the CPU) never waits for the device: nothing here needs to
-    know what is in a tensor, as bincount does. choose may add to the gradient of the logits that it gets, so they are those of which the shares are made.
+    output is for each token the sum of share times result. The host (the CPU) never waits for the device: nothing here needs
+    to know what is in a tensor, as bincount does. choose may add to the gradient of the logits that it gets, so they are those
+    of which the shares are made.
     `Experts.forward(x, counts)` is a SwiGLU, like the MLP's: w2 of silu(w1 x) times w3 x."""
     (found, grads, (of_logits, of_output), swiglu, called), = pool.call(layer_job, STEP)
     begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their scores are the logarithms of 3 1 1/3, "
