@@ -329,7 +329,7 @@ def test_files_that_are_no_models_stay_beside_it(pool, models, tmp_path):
     assert seed_of(tmp_path, models) == 1 and (tmp_path / "notes/precious").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".hidden", "README.md", "config.json", "model.pt", "model.safetensors",
                                             "model.safetensors.bak", "notes", "tokenizer.json"]
-    assert not list(tmp_path.parent.glob("*.saving-*"))
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.saving-*"))
 
 
 def disk_full_job(argv, bytes):
