@@ -32,9 +32,11 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         new = "activations" if torch.is_grad_enabled() else "rest"     # of backward, the loss, the optimizer
-        for tensor in tree_leaves(result):
+        for tensor in tree_leaves((args, result)):
             if isinstance(tensor, torch.Tensor):
-                self.kinds.setdefault(tensor.untyped_storage(), new)
+                kind = self.kinds.setdefault(tensor.untyped_storage(), new)
+                if kind == "rest" and tensor.requires_grad:            # our own functions make it with grad off
+                    self.kinds[tensor.untyped_storage()] = "activations"
         alive = Counter()
         for storage, kind in self.kinds.items():
             alive[kind] += storage.nbytes()

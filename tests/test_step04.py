@@ -1,13 +1,17 @@
 """Step 4: every matrix cut over tp, the sequence too or not, trains as one process does, and keeps what the formula says."""
+import re
+
 import cases
 import layouts
 import pytest
 import torch
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, SHAPE, VOCAB
 from harness import assert_same_run
-from jobs import assert_refused, compiled_job, kept_by_a_layer, kept_job
+from jobs import assert_refused, compiled_job, kept_by_a_layer, kept_job, profile_job
 from layouts import Layout
 from observe import check
+
+from steps import ROOT
 
 STEP, BASELINE = "step04_tp_sp", "step01_single_gpu"
 LAYERS = 2
@@ -199,6 +203,20 @@ def test_a_rank_has_its_part_of_the_weights(pool, flags, tp):
     heads = HEADS * HEAD_DIM // tp * 2 + max(1, KV_HEADS // tp) * HEAD_DIM * 2
     layer = HIDDEN * (heads + 3 * MLP // tp + 2)
     assert {parameters for _, parameters in measured} == {4 * (LAYERS * layer + 2 * VOCAB // tp * HIDDEN + HIDDEN)}
+
+
+SHOWN = re.findall(r"^\| `--tp (\d)(?: --sp (\w+))?` \|.*\| ([\d.]+) MiB \| ([\d.]+) MiB \|$",
+                   (ROOT / STEP / "README.md").read_text(), re.MULTILINE)
+
+
+@slow
+@pytest.mark.parametrize("tp, sp, keeps, activations", SHOWN[1:3])
+def test_the_memory_that_the_readme_shows(pool, tmp_path, tp, sp, keeps, activations):
+    """What our own functions make in forward, with autograd off, are activations, too."""
+    argv = f"--tp {tp} --sp {sp} --steps 2 --profile {tmp_path}".split()
+    _, rows = pool.call(profile_job, STEP, world=int(tp), argv=argv)[0]
+    assert f"{sum(rows[-1][1:]) / 2**20:.1f}" == keeps
+    assert abs(max(row[4] for row in rows) / 2**20 - float(activations)) < 0.15 and len(SHOWN) == 5
 
 
 @slow
