@@ -325,7 +325,8 @@ def dualpipe_picture(traced=(0, 6)):
     axes.set_xlabel("units of time", fontsize=9)
     axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"dualpipe: {idle_words(events)}, keep at most {counted('dualpipe')[0]} halves", fontsize=10, loc="left")
+    axes.set_title(f"dualpipe: {idle_words(events)}, keep at most {counted('dualpipe')[0]} halves (ranks 1, 2 not drawn)",
+                   fontsize=10, loc="left")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
     lines = [plt.Line2D([], [], color="black", lw=1.3, ls=style) for style in ("-", "--")]
     axes.legend([*patches, *lines], ["F", "B, or I alone", "W", *(f"the way of micro-batch {i}" for i in traced)], ncols=5,
@@ -385,9 +386,10 @@ def bubble_picture():
     many = range(PP, 33)
     for name in SCHEDULES:
         style = dict(color=COLORS[name])
-        left.plot(many, [idle_formula(name) / (3 * m) for m in many], lw=1,
+        taken = [m for m in many if m >= schedules.least(name, PP)]
+        left.plot(taken, [idle_formula(name) / (3 * m) for m in taken], lw=1,
                   ls="--" if name == "afab" else "-", **style)
-        points = [m for m in (4, 8, 12, 16, 24, 32) if m >= 2 * PP or name != "dualpipe"]
+        points = [m for m in taken if m in (4, 8, 12, 16, 24, 32)]
         idle = [schedules.bubble(simulated(name, m))[0] / (3 * m) for m in points]
         left.plot(points, idle, "o", ms=7 if name == "afab" else 4, label=name, **style)
         real = ran(name)

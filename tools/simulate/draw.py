@@ -4,9 +4,9 @@ import json
 from simulate.memory import timeline
 
 COLOURS = {
-    "F": ("#9ec5e8", "forward"), "B": ("#3f76ad", "backward (I: of inputs)"), "W": ("#6aa56e", "backward, of weights"),
+    "F": ("#4878a8", "forward"), "B": ("#d9a441", "backward (I: of inputs)"), "W": ("#6aa56e", "backward, of weights"),
     "other": ("#a9a9a9", "optimizer and the rest"), "wait": ("#d9534f", "waiting")}
-DIMENSIONS = ["#c9a227", "#8064a2", "#e08e45", "#4f9d9d", "#b05c8a", "#7a7a3a"]
+DIMENSIONS = ["#8064a2", "#4f9d9d", "#b05c8a", "#7a7a3a", "#5b3a29", "#1f1f1f"]
 ROWS, POINTS = 8, 1600
 
 
@@ -57,7 +57,7 @@ def plot(result, path, gpu):
         height = 0.9 / max(1, len(dimensions))
         for i, dimension in enumerate(dimensions):
             of_it = [one for one in mine if one.stream == dimension]
-            bars(axes, of_it, 1.05 + i * height, height * 0.9, colours[dimension], whole)
+            bars(axes, of_it, 1.05 + i * height, height * 0.9, colours[dimension], whole, least=0.7)
         when, sizes = zip(*held(result, rank))
         axes.fill_between(when, [0.9 * size / most for size in sizes], step="post", color="#d8d8d8")
         peak = max(range(len(sizes)), key=sizes.__getitem__)
@@ -73,12 +73,12 @@ def plot(result, path, gpu):
     figure.savefig(path, dpi=130)
 
 
-def bars(axes, events, bottom, height, colour, whole):
-    """Gaps of less than a point are closed: there are very many."""
+def bars(axes, events, bottom, height, colour, whole, least=0):
+    """Gaps of less than a point are closed: there are very many. A short message is still seen, so many points wide."""
     spans = []
     for one in sorted(events, key=lambda one: one.start):
         if spans and one.start - spans[-1][1] < whole / POINTS:
             spans[-1][1] = max(spans[-1][1], one.end)
         else:
             spans.append([one.start, one.end])
-    axes.broken_barh([(start, end - start) for start, end in spans], (bottom, height), color=colour, lw=0)
+    axes.broken_barh([(start, end - start) for start, end in spans], (bottom, height), color=colour, lw=least)

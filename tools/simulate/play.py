@@ -183,5 +183,6 @@ class Player:
             if self.queues[queue]:
                 self.try_to_begin(self.queues[queue][0])
         for rank in {rank for rank, _ in transfer.needs}:
-            self.events.append(Event(rank, operation.dimension, operation.what, transfer.ready, transfer.end, ""))
+            if len(operation.ranks) > 1:                  # alone, nothing is on a link
+                self.events.append(Event(rank, operation.dimension, operation.what, transfer.ready, transfer.end, ""))
             self.advance(rank)
