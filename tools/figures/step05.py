@@ -387,7 +387,7 @@ def against_cp_picture(points):
         assert np.allclose(seen, [1024 * line[1], 1024 * line[2]]), (mode, seen, line)
         right.plot([2, 4], [n / 2**10 for n in seen], "o", color=color, ms=7, label=f"{label}, measured")
     right.set(xlabel="cp", ylabel="KiB on the wire, per rank", ylim=(0, None))
-    right.set_title("sent per layer, forward and backward:\nthe same in bfloat16", fontsize=9)
+    right.set_title("sent per layer, forward and backward:\nthis model, bfloat16", fontsize=9)
     right.set_xticks(sizes)
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
