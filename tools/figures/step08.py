@@ -117,6 +117,9 @@ def pushed_together(rows):
 LINES = {"1B": ("#222222", "o"), "3B": ("#b5651d", "s"), "8B": ("#4878a8", "^")}       # of a model
 
 
+ONLY_MICRO_BATCH_1 = "8B", "32"                            # of this model and tp; and a larger one is much faster
+
+
 def throughput_picture():
     """Read from the runs that others measured: the best of each degree, over ZeRO and the micro-batch, as a share of
     the best of its line."""
@@ -160,7 +163,7 @@ def fastest(degree, **wanted):
     """Degrees, and tokens per second and GPU of the best run of each. The runs are those of `best runs`."""
     found = {}
     for row in fit_plan.load():
-        if row["status"] == "ok" and row["code"] != "legacy" \
+        if row["status"] == "ok" and row["code"] != "legacy" and (row["model"], row["tp"]) != ONLY_MICRO_BATCH_1 \
                 and all(row[name] == str(value) for name, value in wanted.items()):
             key = int(row[degree])
             found[key] = max(found.get(key, 0), fit_plan.tokens_per_s(row))
@@ -192,10 +195,11 @@ def choose_picture():
         axes.text(0.25, top - 0.25, title, fontsize=11, weight="bold", ha="left", va="top")
 
     band(21.2, 11.8, BANDS[0], "1   Fit: does a training step fit in memory?")
-    box(9, 19.4, 8.4, 0.9, "What of it has to be sharded, with one sequence?", QUESTION)
+    box(9, 19.4, 8.4, 0.9, "With one sequence: what must be sharded?", QUESTION)
     answers = [(2.25, "optimizer\nstates", -1.15, "dp and ZeRO-1"),
                (6.75, "and\ngradients", -1.15, "ZeRO-2, with few\nmicro-batches"),
-               (11.25, "and weights", 1.0, "the smallest tp that\nfits in the node; or\nZeRO-3, with many\ntokens on each rank"),
+               (11.25, "and weights", 1.0,
+                "the smallest tp or pp\nthat fits; or ZeRO-3, with\nmany tokens on each rank,\nrecomputed if need be"),
                (15.75, "and more than\na node", 1.6, "and pp, the fewest\nstages that fit;\nor ZeRO-3 alone")]
     for x, answer, aside, text in answers:
         near = 9 + 0.45 * (x - 9)
@@ -228,7 +232,7 @@ def choose_picture():
     arrow((7.5, 2.5), (11.1, 2.5), "yes", dy=0.28)
     box(13.9, 2.5, 5.6, 1.2, "more micro-batches,\nor another schedule")
     arrow((4.2, 1.8), (4.2, 1.25), "then", dx=0.7)
-    box(9, 0.55, 16.2, 1.4, "At last the micro-batch: the largest that fits.\n"
+    box(9, 0.55, 16.2, 1.4, "At last the micro-batch: larger, if there is tp.\n"
                             "Then measure, and change one thing at a time.")
     axes.set(xlim=(0, 18), ylim=(-0.45, 21.2))
     axes.axis("off")
