@@ -81,7 +81,11 @@ class Profiler:
                 tools.enter_context(torch.profiler.profile(record_shapes=True, on_trace_ready=write_trace))
             yield
         if step == last:
-            self.write_memory()
+            if self.memory.rows:
+                draw(self.memory.rows, self.path("memory", "png"))
+            if self.args.device == "cuda":
+                torch.cuda.memory._dump_snapshot(self.path("memory", "pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def note_state(self):
         """Whose storages they are that last from step to step. AdamW makes its states in the first."""
@@ -92,13 +96,6 @@ class Profiler:
                               "parameters": [*self.model.parameters(), *self.optimizer.params]}.items():
             for tensor in tensors:
                 self.memory.kinds[tensor.untyped_storage()] = kind
-
-    def write_memory(self):
-        if self.memory.rows:
-            draw(self.memory.rows, self.path("memory", "png"))
-        if self.args.device == "cuda":
-            torch.cuda.memory._dump_snapshot(self.path("memory", "pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def path(self, name, ending):
         return os.path.join(self.args.profile, f"{name}_rank{RANK}.{ending}")

@@ -107,7 +107,7 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(whole.in_features, whole.out_features // parts, bias=False)
         self.border = border
 
-    def forward(self, x):                       # (in training `project_together` does it for several at once)
+    def forward(self, x):                       # (`project_together` does it for several at once)
         return F.linear(enter(x, self.border), self.weight)
 
 
