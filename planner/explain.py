@@ -63,7 +63,8 @@ def mfus(c, one, cluster):
 
 
 def known_by(question, l):
-    return trust.MEANS[provenance(question, l)].format(", ".join(trust.unmeasured(question.c, l)))
+    unseen = ", ".join(trust.unmeasured(question.c, l))
+    return trust.MEANS[provenance(question, l)].format(unseen) + "; none had ZeRO-2" * (l.zero == 2)
 
 
 def two_answers(question, search):

@@ -1,7 +1,7 @@
 """Applies each break to a copy of the step that it is a break of and checks that the test which it names goes red.
 
     python tools/break_it.py                    # all of exercises/mistakes/*.patch
-    python tools/break_it.py step01_no_decay    # some
+    python tools/break_it.py step01_not_causal  # some
     python tools/break_it.py --green            # first that all these tests pass (make test and make rest show that)
 
 A break is a patch; lines before it say which test goes red, one case of one test, and what the loss curve shows:

@@ -272,7 +272,7 @@ def published_table():
     yield ""
     judged = [run for run in runs if not run["fitted"]]
     kinds = {"all": lambda run: True, "A100": lambda run: run["gpu"].lower() == "a100",
-             "Megatron": lambda run: "gpt-" in run["model"],
+             "Megatron's GPTs": lambda run: "gpt-" in run["model"],
              "ZeRO-3 alone, H100": lambda run: run["gpu"].lower() == "h100" and run["tp"] in ("", "1") and run["pp"] in ("", "1")}
     yield "| not fitted | runs | planned / published, median | error, median | inside the interval |"
     yield "|---|---|---|---|---|"
