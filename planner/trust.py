@@ -12,8 +12,8 @@ MEANS = {
     "extrapolated": "as runs that were measured, of another size",
     "physics only": "no run was measured with {}"}
 
-# Logarithms of measured over predicted, (low, high): of dp and ZeRO alone in another trainer (six of the seven
-# fitted runs lie in it); and what else a layout has, tp and pp by the fitted runs, others by judgement
+# Logarithms of measured over predicted, (low, high): of dp and ZeRO alone in another trainer (six of seven
+# fitted runs lie in it); and of what else a layout has, tp and pp by the fitted runs, others by judgement
 ALONE = (-0.15, 0.05)
 MORE = dict(
     tp=(0.15, 0.15), pp=(0.10, 0.12), interleaved=(0.08, 0.08), zerobubble=(0.12, 0.12),

@@ -35,7 +35,7 @@ class LiveMemory(TorchDispatchMode):
         for tensor in tree_leaves((args, result)):
             if isinstance(tensor, torch.Tensor):
                 kind = self.kinds.setdefault(tensor.untyped_storage(), new)
-                if kind == "rest" and tensor.requires_grad:            # our own functions make it with grad off
+                if kind == "rest" and tensor.requires_grad:           # our own functions made it, grad off
                     self.kinds[tensor.untyped_storage()] = "activations"
         alive = Counter()
         for storage, kind in self.kinds.items():
