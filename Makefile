@@ -1,16 +1,7 @@
-# make run [FLAGS="--steps 300"] | make test [STEP=4] | make diff STEP=4 | make plot LOGS="a.jsonl b.jsonl"
-# make exercise STEP=4 [LEVEL=blank] [FROM=3] | make check STEP=4 [RUNG=5] | make watch STEP=4 | make hint STEP=4 | make solution STEP=4
-# make restart STEP=4 [LEVEL=blank] [FROM=3]
-# make extend [NAME=muon] | make kernels
-# make hang N=3 [ANSWER="2 hang3.py:14"]
-# make hunt SEED=today [LEVEL=any] [ANSWER="zero.py:120"] | make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]
-# make simulate STEP=8 RANKS=16 FLAGS="--pp 2"
-# make attack SEED=7 COUNT=50 | make wrong [STEP=3]
-# make site, then make site-open or make site-test | make slides
-# make lint | make rest | make sweep | make break | make mutate | make carry | make figures | make bench
+# make help prints the targets.
 #
-# The environment is made in .venv when it is missing or not of this requirements.txt; a .venv that is a link stays as it is.
-# PYTHON=python make test uses one of your own instead.
+# The environment is made in .venv when it is missing or does not match requirements.txt; a .venv that is a link stays as it is.
+# PYTHON=python make test uses an environment of your own instead.
 ifndef PYTHON
 PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
@@ -18,9 +9,55 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: run test lint rest sweep diff exercise restart check watch hint solution extend break mutate plot carry figures bench simulate kernels attack wrong hang hunt probe site slides site-open site-test
-.PHONY: .venv/requirements.txt
-.DEFAULT_GOAL := run
+.PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan
+.PHONY: carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
+.DEFAULT_GOAL := help
+
+define HELP
+Run
+  make run [FLAGS="--steps 300"]       train a mixture of experts on 8 processes, sharded in four ways
+  make plot LOGS="a.jsonl b.jsonl"     draw the losses of several runs
+
+Learn
+  make diff STEP=4 [FILE=train.py]     what step 4 changes, in the order to read it
+  make exercise STEP=4 [LEVEL=blank] [FROM=3]    copy step 4 without its technique, for you to write
+  make check STEP=4 [RUNG=5]           which rungs of the ladder are green; make watch checks at every save
+  make hint STEP=4                     the next of three hints for the first red rung
+  make solution STEP=4                 how your functions differ from ours
+  make restart STEP=4                  begin the exercise anew; your folder is kept
+  make hang N=3 [ANSWER="2 hang3.py:14"]         a run that hangs: which rank, which line?
+  make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
+  make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    ask the hunt for a number
+  make extend [NAME=muon]              list the extensions and test them, or copy one to exercise/
+  make kernels                         run and count the Triton kernels
+
+Ask
+  make plan FLAGS="--model llama-8b --gpus 64"             which layout should I take?
+  make simulate STEP=8 RANKS=16 FLAGS="--pp 2 --tp 4"      what would it do, on GPUs I do not have?
+
+Check
+  make test [STEP=4]                   a sample of the tests, about five minutes; or all quick ones of a step
+  make test CHANGED=1                  the tests that your uncommitted changes can touch
+  make lint                            ruff
+
+Maintain
+  make carry                           merge uncommitted changes of a step into all later steps and patches
+  make readme                          write the tables of files into the READMEs
+  make rest                            the tests that make test leaves out, but for the long ones
+  make sweep [STEP=4]                  the long tests
+  make mistakes                        plant each mistake, and check that its test goes red
+  make figures                         draw all figures
+  make bench                           speed beside torch's own parallelism, as ratios
+  make site, site-open, site-test      build the site, serve it, test it;  make slides builds the slides alone
+endef
+export HELP
+
+help:
+	@echo "$$HELP"
+
+# a target that does not exist
+.DEFAULT:
+	@echo "make $@: no such target" >&2; echo "$$HELP" >&2; exit 2
 
 .venv/requirements.txt:
 	@if [ -L .venv ] || cmp -s requirements.txt $@; then exit 0; fi; set -e; \
@@ -48,66 +85,63 @@ diff:
 
 # a red rung, status 3, is no mistake: make has nothing to add
 exercise restart check watch hint solution: $(VENV)
-	@$(PYTHON) tools/exercise.py "$(STEP)" $@ LEVEL="$(LEVEL)" FROM="$(FROM)" RUNG="$(RUNG)" || [ $$? -eq 3 ]
+	@$(PYTHON) exercises/exercise.py "$(STEP)" $@ LEVEL="$(LEVEL)" FROM="$(FROM)" RUNG="$(RUNG)" || [ $$? -eq 3 ]
 
 hang: $(VENV)
 	@$(PYTHON) exercises/hangs/lab.py "$(N)" "$(ANSWER)" || [ $$? -eq 3 ]
 
 hunt: $(VENV)
-	@$(PYTHON) tools/hunt.py hunt SEED="$(SEED)" LEVEL="$(LEVEL)" ANSWER="$(ANSWER)" || [ $$? -eq 3 ]
+	@$(PYTHON) exercises/hunt.py hunt SEED="$(SEED)" LEVEL="$(LEVEL)" ANSWER="$(ANSWER)" || [ $$? -eq 3 ]
 
 probe: $(VENV)
-	@$(PYTHON) tools/hunt.py probe OF="$(OF)" RANK="$(RANK)" AT="$(AT)" NAME="$(NAME)"
+	@$(PYTHON) exercises/hunt.py probe OF="$(OF)" RANK="$(RANK)" AT="$(AT)" NAME="$(NAME)"
 
 extend: $(VENV)
-	@$(PYTHON) tools/extend.py $(NAME)
+	@$(PYTHON) exercises/extend.py $(NAME)
 
 kernels: $(VENV)
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0
 	$(PYTEST) exercises/kernels
 	$(PYTHON) exercises/kernels/count.py
 
-break: $(VENV)
-	$(PYTHON) tools/break_it.py
-
-mutate: $(VENV)
-	$(PYTHON) tools/mutate.py $(FLAGS)
+mistakes: $(VENV)
+	$(PYTHON) dev/break_it.py
 
 plot: $(VENV)
 	@test -n "$(LOGS)" || { echo 'make plot LOGS="a.jsonl b.jsonl"' >&2; exit 2; }
 	$(PYTHON) tools/plot.py $(LOGS)
 
+plan: $(VENV)
+	@$(PYTHON) tools/plan $(FLAGS)
+
 simulate: $(VENV)
 	@$(PYTHON) tools/simulate "$(STEP)" "$(RANKS)" $(FLAGS)
 
 carry:
-	@python3 tools/carry.py
+	@python3 dev/carry.py
+
+readme:
+	@python3 dev/readme.py
 
 figures: $(VENV)
-	set -e; for make in $(filter-out %/common.py,$(wildcard tools/figures/*.py)); do $(PYTHON) $$make; done
+	set -e; for make in $(filter-out %/common.py,$(wildcard dev/figures/*.py)); do $(PYTHON) $$make; done
 
 bench: $(VENV)
-	set -e; for bench in tools/bench/bench*.py; do $(PYTHON) $$bench; done
-
-wrong: $(VENV)
-	$(PYTHON) tools/wrong.py $(STEP)
-
-attack: $(VENV)
-	$(PYTHON) tests/attack --seed "$(or $(SEED),0)" --count $(or $(COUNT),36)
+	set -e; for bench in dev/bench/bench*.py; do $(PYTHON) $$bench; done
 
 # Sphinx, and what it wants, in an environment of its own: out/site-venv
 SPHINX = out/site-venv/bin/python
-$(SPHINX): tools/site/requirements.txt
+$(SPHINX): dev/site/requirements.txt
 	python3 -m venv out/site-venv
 	$(SPHINX) -m pip install -q -r $<
 	@touch $@
 
 site: $(VENV) $(SPHINX)
-	$(SPHINX) tools/site/build.py $(PYTHON)
-	$(SPHINX) tools/site/slides.py
+	$(SPHINX) dev/site/build.py $(PYTHON)
+	$(SPHINX) dev/site/slides.py
 
 slides: $(SPHINX)
-	$(SPHINX) tools/site/slides.py
+	$(SPHINX) dev/site/slides.py
 
 site-open:
 	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }

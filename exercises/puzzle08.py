@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "exercise/puzzle08.txt"
-sys.path.append(str(ROOT / "planner"))
+sys.path.append(str(ROOT / "tools/plan"))
 
 import costs
 import explain

@@ -1,4 +1,4 @@
-"""tools/sweep.py: a sweep that survives what it measures. And of each tools/bench/bench*.py that every contestant still runs."""
+"""tools/sweep.py: a sweep that survives what it measures. And of each dev/bench/bench*.py that every contestant still runs."""
 import csv
 import os
 import signal
@@ -107,7 +107,7 @@ def test_the_real_trainer_and_the_planner(tmp_path):
     found = [(row["status"], row["dp"], row["tp"], row["grad_acc"]) for row in rows]
     assert found == [("ok", "2", "1", "2"), ("ok", "1", "2", "4")], rows
     assert all(float(row["tok_s_gpu"]) > 0 and float(row["mem_gib"]) > 0.1 for row in rows)
-    planner = [sys.executable, ROOT / "planner", "--model", "tiny", "--gpus", "8"]
+    planner = [sys.executable, ROOT / "tools/plan", "--model", "tiny", "--gpus", "8"]
     status, output = run([*planner, "--fit", "results.csv", "--constants", "mine.json"], tmp_path, 120)
     assert status == 0 and (tmp_path / "mine.json").exists(), output
 
@@ -120,14 +120,14 @@ def test_bad_input_is_refused(tmp_path, more, message):
     assert status == 2 and message in output and "Traceback" not in output, output
 
 
-# ------------------------------------------------------------------------------------------- tools/bench/bench*.py
-ONE_ROUND = {"bench_step01": ["--rounds 1"], "bench_experts": ["--rounds 1 --tokens 64"], "bench_collectives": ["--sizes 2"],
-             "bench_plan": [""], "bench_gpu": ["--device cpu --models tiny --seq_len 32 --batch 2 --steps 6"],
+# ------------------------------------------------------------------------------------------- dev/bench/bench*.py
+ONE_ROUND = {"bench_step01": ["--rounds 1"], "bench_collectives": ["--sizes 2"],
+             "bench_gpu": ["--device cpu --models tiny --seq_len 32 --batch 2 --steps 6"],
              "bench_parallel": [f"--table {table} --short --rounds 1 --steps 1" for table in TABLES]}
 
 
 def test_every_bench_is_known():
-    assert {path.stem for path in (ROOT / "tools/bench").glob("bench*.py")} == set(ONE_ROUND)
+    assert {path.stem for path in (ROOT / "dev/bench").glob("bench*.py")} == set(ONE_ROUND)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_every_bench_is_known():
     *every_other((bench, flags) for bench, every in ONE_ROUND.items() for flags in every if bench != "bench_gpu"),
     pytest.param("bench_gpu", *ONE_ROUND["bench_gpu"], marks=pytest.mark.sweep)])                 # compiles 12 models
 def test_every_contestant_runs_a_short_round(tmp_path, bench, flags):
-    status, output = run([sys.executable, ROOT / "tools/bench" / f"{bench}.py", *flags.split()], tmp_path, 1800)
+    status, output = run([sys.executable, ROOT / "dev/bench" / f"{bench}.py", *flags.split()], tmp_path, 1800)
     assert status == 0 and "Error" not in output, output[-3000:]
     if bench == "bench_parallel":
         contestants = TABLES[flags.split()[1]][2]

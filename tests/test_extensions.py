@@ -48,9 +48,9 @@ def test_its_tests_pass(patch, monkeypatch):
 def test_a_copy_to_play_with(tmp_path):
     copy_repository(tmp_path)
     first = NAMES[0]
-    status, output = run([sys.executable, "tools/extend.py", first], tmp_path, timeout=60)
+    status, output = run([sys.executable, "exercises/extend.py", first], tmp_path, timeout=60)
     assert status == 0 and (tmp_path / "exercise" / first / "train.py").exists(), output
-    again = run([sys.executable, "tools/extend.py", first], tmp_path, timeout=60)
+    again = run([sys.executable, "exercises/extend.py", first], tmp_path, timeout=60)
     assert again[0] == 0 and "stays as it is" in again[1]
-    status, output = run([sys.executable, "tools/extend.py", "none"], tmp_path, timeout=60)
+    status, output = run([sys.executable, "exercises/extend.py", "none"], tmp_path, timeout=60)
     assert status == 2 and output.count("\n") == 1 and first in output

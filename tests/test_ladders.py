@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import exercise
 import pytest
-import wrong
-from break_it import run_tests
 from exercise import LADDER, RED, copy, copy_blank, count, find, rungs, skeleton, take_out
 from harness import JobFailed
 from layouts import every_other
+from patched import run_tests
 from steps import NAMES, ROOT, clean_environment, copy_repository, run
 
 LADDERS = [number for number in range(2, len(NAMES) + 1) if (LADDER / f"test_ladder{number:02d}.py").exists()]
@@ -41,35 +40,10 @@ def test_rung_by_rung(number, tmp_path, monkeypatch):
                     assert verdict.failed and "NotImplementedError" in verdict.text, why
 
 
-WRONG = {2: "1 rank 0's for all", 3: "1 the padding in front", 4: "1 always rows", 5: "1 two neighbours",
-         6: "2 as many on each rank",
-         7: "3 the only part", 8: "2 one short"}
-DRAWN = """
-yours:
-rank 0 | F0   F1                  B0        F2                  B1        B2
-rank 1 |      F0   F1   B0                       F2   B1        B2
-wanted:
-rank 0 | F0   F1             B0        F2   B1             B2
-rank 1 |      F0   B0        F1   B1        F2   B2"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", LADDERS)
-def test_a_written_wrong_answer_is_red(number, monkeypatch):
-    """One of exercises/wrong, all of which have a place. A list of step 6 is drawn. With nothing exchanged none is red."""
-    monkeypatch.chdir(ROOT / "tests")
-    written = {f"{i + 1} {kind}": (i, file, line, kind, *rest) for i, file, line, kind, *rest in wrong.written(number)}
-    i, file, *_ = fault = written[WRONG[number]]
-    came = wrong.tried(number, fault)
-    assert came.startswith("came:    ") and (number != 6 or DRAWN in came.replace("\n" + 11 * " ", "\n")), came
-    if number == 5:
-        assert wrong.tried(number, (i, file, (ROOT / NAMES[number - 1] / file).read_text())) == ""
-
-
 @pytest.mark.slow
 def test_as_a_reader_goes_up(tmp_path):
     def make(*words):
-        return run([sys.executable, "tools/exercise.py", "2", *words], tmp_path, timeout=120)
+        return run([sys.executable, "exercises/exercise.py", "2", *words], tmp_path, timeout=120)
     copy_repository(tmp_path)
     assert make("hint") == (2, "error: no exercise/step02: make exercise STEP=2 makes it\n")
     assert make("solved")[0] == 2
@@ -318,10 +292,10 @@ def test_what_is_refused(tmp_path, words, message):
 @pytest.mark.slow
 def test_watching(tmp_path):
     copy_repository(tmp_path)
-    run([sys.executable, "tools/exercise.py", "2"], tmp_path, timeout=120)
+    run([sys.executable, "exercises/exercise.py", "2"], tmp_path, timeout=120)
     mine, said = tmp_path / "exercise/step02/data_parallel.py", tmp_path / "said"
     with said.open("w") as file:
-        command = [sys.executable, "tools/exercise.py", "2", "watch"]
+        command = [sys.executable, "exercises/exercise.py", "2", "watch"]
         child = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=file)
     try:
         wait_for(child, said, "rung 1: naive")

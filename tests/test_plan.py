@@ -20,7 +20,7 @@ import transformers
 import fit_plan
 from fit_plan import DATA, NODES, ROOT
 
-STEP, PLANNER = ROOT / "step08_5d", ROOT / "planner"
+STEP, PLANNER = ROOT / "step08_5d", ROOT / "tools/plan"
 sys.path[:0] = [str(STEP), str(PLANNER)]
 import config
 import costs
@@ -56,7 +56,7 @@ def test_it_runs_without_torch_wherever_it_is_copied_to_with_what_it_needs(tmp_p
     (tmp_path / "copy/tools/simulate").mkdir(parents=True)
     shutil.copy(ROOT / "tools/simulate/gpus.py", tmp_path / "copy/tools/simulate")
     for words in (["--config", "tp=2"], ["--html", "plan.html", "--config", "tp=2"]):
-        command = [sys.executable, "-X", "importtime", "copy/planner", *words]
+        command = [sys.executable, "-X", "importtime", "copy/tools/plan", *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
         assert done.returncode == 0 and {"plan", "costs", "trainer"} <= loaded, done.stderr
@@ -647,19 +647,19 @@ def test_the_tables_of_the_planners_readme(rows):
 
 @pytest.mark.slow
 def test_the_cases_in_step_8s_readme(tmp_path):
-    """What the planner says of them is in the README, word for word. Made by `python tools/figures/step08.py cases`."""
+    """What the planner says of them is in the README, word for word. Made by `python dev/figures/step08.py cases`."""
     copy_repository(tmp_path)
     readme = tmp_path / "step08_5d/README.md"
     before = readme.read_text()
     for text in (before, before.replace("llama-70b, 70.55B parameters", "llama-70b, some parameters")):
         readme.write_text(text)
-        status, output = steps_run([sys.executable, "tools/figures/step08.py", "cases"], tmp_path, timeout=300)
+        status, output = steps_run([sys.executable, "dev/figures/step08.py", "cases"], tmp_path, timeout=300)
         assert status == 0 and readme.read_text() == before, output
 
 
 @pytest.mark.slow
 def test_the_plans_in_the_planners_readme(rows):
-    """Made by `python tools/bench/fit_plan.py --readme`."""
+    """Made by `python dev/bench/fit_plan.py --readme`."""
     assert fit_plan.between(fit_plan.README.read_text(), "plans") == fit_plan.readme_tables(rows, which=("plans",))["plans"] + "\n"
 
 

@@ -35,7 +35,7 @@ def question(model="llama-8b", gpus=64, seq_len=4096, sequences=1024, gpu="h100"
 
 # ------------------------------------------------------------------------------------------- without a browser
 def run(*words):
-    return subprocess.run([sys.executable, ROOT / "planner", *words], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, ROOT / "tools/plan", *words], capture_output=True, text=True, timeout=300)
 
 
 def data_of(text):
@@ -71,7 +71,7 @@ def test_the_page_opens_at_the_best_layout(tmp_path):
 def test_a_closed_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, ROOT / "planner", "--config", "tp=2"]
+    command = [sys.executable, ROOT / "tools/plan", "--config", "tp=2"]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writing)
     assert done.stderr == ""
@@ -133,7 +133,7 @@ def test_commands():
 # ------------------------------------------------------------------------------------------- the server
 @pytest.fixture(scope="module")
 def server():
-    command = [sys.executable, ROOT / "planner", "--serve", "--port", "0", "--gpus", "64", "--global_batch_tokens", "4M"]
+    command = [sys.executable, ROOT / "tools/plan", "--serve", "--port", "0", "--gpus", "64", "--global_batch_tokens", "4M"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
     yield port, process
@@ -246,7 +246,7 @@ def test_a_pasted_config(server):
 
 
 def test_ctrl_c_ends_it():
-    command = [sys.executable, ROOT / "planner", "--serve", "--port", "0"]
+    command = [sys.executable, ROOT / "tools/plan", "--serve", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)

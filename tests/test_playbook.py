@@ -12,7 +12,7 @@ import pytest
 from readme import PAGES, broken_anchors, broken_links
 from steps import ROOT
 
-sys.path[:0] = [str(ROOT / "step08_5d"), str(ROOT / "planner")]
+sys.path[:0] = [str(ROOT / "step08_5d"), str(ROOT / "tools/plan")]
 import explain
 import models
 import plan

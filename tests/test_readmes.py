@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from layouts import every_other
 
-from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, all_words, block_problems, blocks, break_table, broken_anchors,
+from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, all_words, block_problems, blocks, planted_table, broken_anchors,
                     broken_links, diff_problems, diff_size, diffs_of, main_path_words, to_run, with_files, with_line_counts,
                     with_tables)
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, repository_files, run
@@ -29,7 +29,7 @@ def runs_something(page):
 @pytest.mark.parametrize("readme", [READMES[0], *every_other(filter(runs_something, [*READMES[1:], *DOCS]))])
 def test_blocks_run(readme, tmp_path):
     copy_repository(tmp_path)
-    status, output = run([sys.executable, "tools/readme.py", "--run", readme], tmp_path, timeout=900)
+    status, output = run([sys.executable, "dev/readme.py", "--run", readme], tmp_path, timeout=900)
     assert status == 0, output[-5000:]
 
 
@@ -52,7 +52,7 @@ def test_links_and_pictures_exist(readme):
 @pytest.mark.parametrize("readme", PAGES)
 def test_line_counts_and_sizes_of_diffs(readme):
     text = (ROOT / readme).read_text()
-    assert with_tables(text, readme) == text, "python tools/readme.py writes the real ones"
+    assert with_tables(text, readme) == text, "python dev/readme.py writes the real ones"
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -173,7 +173,7 @@ def run_readme(tmp_path, text):
     (tmp_path / "step").mkdir()
     (tmp_path / "step/helper.py").write_text("three = 3\n")
     (tmp_path / "step/README.md").write_text(text)
-    return run([sys.executable, ROOT / "tools/readme.py", "--run", "step/README.md"], tmp_path, timeout=60)
+    return run([sys.executable, ROOT / "dev/readme.py", "--run", "step/README.md"], tmp_path, timeout=60)
 
 
 def test_blocks_share_a_folder_and_a_namespace(tmp_path):
@@ -287,7 +287,7 @@ def test_words_of_the_main_path():
     assert main_path_words(text + "## Break it\n\nno\n") == main_path_words(text) == 13
 
 
-def test_break_table():
+def test_planted_table():
     text = ("# x\n## Break it\n\n| break | test |\n|---|---|\n| `step01_a` | no decay |\n| bare | t |\n\n"
             "## Next\n| a |\n|---|\n| `step01_b` | t |\n")
-    assert break_table(text) == ["step01_a"] and break_table("# none\n") == []
+    assert planted_table(text) == ["step01_a"] and planted_table("# none\n") == []

@@ -16,7 +16,7 @@ import pytest
 from readme import blocks, hunks
 from steps import ROOT, STEPS
 
-sys.path.insert(0, str(ROOT / "tools/site"))
+sys.path.insert(0, str(ROOT / "dev/site"))
 import diffs  # noqa: E402
 
 SITE = ROOT / os.environ.get("SITE", "no")

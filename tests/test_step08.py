@@ -122,7 +122,7 @@ SOME = random.Random(3).sample(PAIRS, 6)
 
 
 @slow
-@pytest.mark.parametrize("first, second", [SOME[0], *layouts.every_other(SOME[1:])])         # with the first one breaks are seen
+@pytest.mark.parametrize("first, second", [SOME[0], *layouts.every_other(SOME[1:])])  # the first shows planted mistakes
 def test_goes_on_under_another_layout(pool, flags, one_process, saved, tmp_path, first, second):
     assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
 

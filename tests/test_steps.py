@@ -1,18 +1,18 @@
-"""Adjacent steps differ where the later one says so and nowhere else; the tool that keeps it that way; the breaks."""
+"""Adjacent steps differ where the later one says so and nowhere else; the tool that keeps it that way; the planted mistakes."""
 import ast
 import re
 import shutil
 import subprocess
 import sys
 
-import break_it
 import pytest
-from readme import break_table, breaks_named
+from patched import planted_mistakes, read_header
+from readme import planted_table, mistakes_named
 from steps import CHANGES, NAMES, ROOT, STEPS, pairs, repository_files, step_dir, step_files
 
 PACKAGES = {"torch", "transformers", "datasets", "flash_attn", "matplotlib",
             "numpy", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
-PLANNER = "planner"
+PLANNER = "tools/plan"
 
 
 # ------------------------------------------------------------------------------- what differs is what is declared
@@ -234,7 +234,7 @@ def git(folder, *command):
 
 
 def carry(folder, *flags):
-    result = subprocess.run([sys.executable, "tools/carry.py", *flags], cwd=folder, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "dev/carry.py", *flags], cwd=folder, capture_output=True, text=True)
     return result.returncode, result.stdout + result.stderr
 
 
@@ -293,11 +293,11 @@ def test_carry_leaves_a_later_steps_own_file_alone(three_steps):
     assert texts(three_steps, "new.py") == ["first\n", "second\n", "second\n"]
 
 
-# ------------------------------------------------------------------------------------------------------ break it
-def test_every_break_applies_to_the_present_tree():
-    assert break_it.patches()
-    for patch in break_it.patches():
-        head = break_it.head(patch)
+# ------------------------------------------------------------------------------------------------------ planted mistakes
+def test_every_planted_mistake_applies_to_the_present_tree():
+    assert planted_mistakes()
+    for patch in planted_mistakes():
+        head = read_header(patch)
         assert set(head) == {"test", "loss"}, patch.name
         assert (ROOT / head["test"].split("::")[0]).is_file(), patch.name
         applied = subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True)
@@ -306,11 +306,11 @@ def test_every_break_applies_to_the_present_tree():
         assert touched and all(name.startswith(patch.stem[:6]) for name in touched), f"{patch.name} touches {touched}"
 
 
-def test_every_break_is_a_row_of_a_table_and_the_other_way_round():
-    tables = [break_table((ROOT / step / "README.md").read_text()) for step in STEPS]
+def test_every_planted_mistake_is_a_row_of_a_table_and_the_other_way_round():
+    tables = [planted_table((ROOT / step / "README.md").read_text()) for step in STEPS]
     assert [len(table) for table in tables] == [3] * len(STEPS), "the others are in docs/mistakes.md"
-    others = breaks_named((ROOT / "docs/mistakes.md").read_text())
-    assert sorted(sum(tables, others)) == [patch.stem for patch in break_it.patches()]
+    others = mistakes_named((ROOT / "docs/mistakes.md").read_text())
+    assert sorted(sum(tables, others)) == [patch.stem for patch in planted_mistakes()]
 
 
 # ------------------------------------------------------------------------------------- each step is all there

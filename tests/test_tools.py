@@ -26,9 +26,10 @@ from unforgiving import unforgiving
 def small_repository(tmp_path):
     """Two steps of one line each, a test for the second, and the real tools."""
     folder = tmp_path / "repository"
-    for name in ("tests", "tools", "exercises/mistakes", "exercises/ladder"):
+    for name in ("tests", "tools", "dev", "exercises/mistakes", "exercises/ladder"):
         (folder / name).mkdir(parents=True)
-    for name in ("Makefile", "tools/steps.py", "tools/diff.py", "tools/exercise.py", "tools/break_it.py", "tests/pytest.ini"):
+    for name in ("Makefile", "tools/steps.py", "tools/diff.py", "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py",
+                 "tests/pytest.ini"):
         shutil.copy(ROOT / name, folder / name)
     for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
         (folder / step).mkdir()
@@ -289,17 +290,17 @@ def test_the_environment_is_made_where_it_has_to_be(small_repository, there, mad
     assert there == "a link" and os.listdir(linked) == ["bin"] or (venv / "requirements.txt").read_text() == "torch\n"
 
 
-# ------------------------------------------------------------------------------------------------------- break it
+# ------------------------------------------------------------------------------------------------------- dev/break_it.py
 PATCH = ("test: tests/test_step02.py::{test}\nloss: nothing\n"
          "--- a/step02_dp/train.py\n+++ b/step02_dp/train.py\n@@ -1 +1 @@\n-answer = 42\n+{line}\n")
 
 
 def break_it(folder, test, line, *names):
     (folder / "exercises/mistakes/step02_answer.patch").write_text(PATCH.format(test=test, line=line))
-    return run([sys.executable, "tools/break_it.py", *names], folder, timeout=120)
+    return run([sys.executable, "dev/break_it.py", *names], folder, timeout=120)
 
 
-def test_a_break_that_goes_red(small_repository):
+def test_a_planted_mistake_that_goes_red(small_repository):
     status, output = break_it(small_repository, "test_answer", "answer = 40")
     assert status == 0 and "| yes | AssertionError: no answer |" in output, output
     assert (small_repository / "step02_dp/train.py").read_text() == "answer = 42\n"
@@ -310,7 +311,7 @@ def test_a_break_that_goes_red(small_repository):
     ("test_import", "import nowhere", "| NO | ModuleNotFoundError"),               # red, but for no lesson
     ("test_gone", "answer = 40", "| NO | there is no such test"),
     ("test_long", "answer = 40", "| NO | there is no such test")])                 # one that is not run
-def test_a_break_that_shows_nothing_is_seen(small_repository, test, line, message):
+def test_a_planted_mistake_that_shows_nothing_is_seen(small_repository, test, line, message):
     status, output = break_it(small_repository, test, line)
     assert status == 1 and message in output, output
 
@@ -319,13 +320,13 @@ def test_what_is_red_anyway_shows_nothing(small_repository):
     (small_repository / "step02_dp/train.py").write_text("answer = 41\n")
     patch = small_repository / "exercises/mistakes/step02_answer.patch"
     patch.write_text(PATCH.format(test="test_answer", line="answer = 40").replace("-answer = 42", "-answer = 41"))
-    status, output = run([sys.executable, "tools/break_it.py", "--green"], small_repository, timeout=120)
-    assert status == 1 and "must pass before anything is broken: AssertionError: no answer" in output, output
+    status, output = run([sys.executable, "dev/break_it.py", "--green"], small_repository, timeout=120)
+    assert status == 1 and "must pass before a mistake is planted: AssertionError: no answer" in output, output
 
 
-def test_an_unknown_break_is_refused(small_repository):
+def test_an_unknown_planted_mistake_is_refused(small_repository):
     status, output = break_it(small_repository, "test_answer", "answer = 40", "step02_question")
-    assert status == 1 and "no break step02_question" in output
+    assert status == 1 and "no planted mistake step02_question" in output
 
 
 # ----------------------------------------------------------------------------------------------------------- plot
@@ -414,10 +415,10 @@ def test_sweep_refuses(tmp_path, monkeypatch, capsys, words, message):
 def test_extend_where_nothing_can_be_written_and_on_a_changed_step(tmp_path):
     copy_repository(tmp_path)
     (tmp_path / "exercise").write_text("a file in the place of the folder\n")
-    status, output = run([sys.executable, "tools/extend.py", "muon"], tmp_path, timeout=120)
+    status, output = run([sys.executable, "exercises/extend.py", "muon"], tmp_path, timeout=120)
     assert status == 2 and output.startswith("error: [Errno ") and output.count("\n") == 1, output
     (tmp_path / NAMES[2] / "optimizer.py").write_text("")
-    status, output = run([sys.executable, "tools/extend.py", "muon"], tmp_path, timeout=120)
+    status, output = run([sys.executable, "exercises/extend.py", "muon"], tmp_path, timeout=120)
     assert status == 2 and output.startswith("error: muon.patch does not fit step03_zero as it is here"), output
 
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
          "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
 # where the code of tests, tools and exercises is, for what imports it without tests/pytest.ini
-PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools", "tools/bench", "exercises", "exercises/ladder",
-                                                "exercises/extensions")]
+PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools", "dev", "dev/bench", "exercises",
+                                                "exercises/ladder", "exercises/extensions")]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
 
 # The files that a step changes or adds, relative to the step before it, in the order to read them: the lesson, and what only

@@ -2,7 +2,7 @@
 
     python tools/sweep.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 \\
         --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
-    python planner --fit results.csv --constants mine.json       # the planner's, of this cluster
+    python tools/plan --fit results.csv --constants mine.json       # the planner's, of this cluster
 
 Every combination of the lists is tried that the trainer takes; what follows -- goes to it as it is. A run has
 processes, a time limit and a row of the CSV file of its own. Whatever a run leaves behind is killed, also

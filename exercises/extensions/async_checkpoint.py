@@ -1,6 +1,6 @@
 """Asynchronous checkpoints: what is written is what was to be saved, though training went on; killed at any moment nothing is lost.
 
-    python tools/extend.py async_checkpoint
+    python exercises/extend.py async_checkpoint
     EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tools:tests/support:tests \\
         python exercises/extensions/async_checkpoint.py                           # how long training is held up
 """

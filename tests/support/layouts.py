@@ -217,7 +217,7 @@ def drawn(step, number=None):
 # ------------------------------------------------------------------------------------------- those with a name
 USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", zero=0, shard="all", dp_mode="bucket",
              sp="on", cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1, ep=1)
-# Those of `make test`: for each step and each of its dimensions one in which that is above 1. The breaks name some of them.
+# Those of `make test`: for each step and each of its dimensions one in which that is above 1. Planted mistakes name some of them.
 QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full")},
          3: {"zero 1": dict(dp=2, zero=1),
@@ -237,7 +237,7 @@ QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
          8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
              "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full")}}
-# Those that breaks name besides, and what no factor says.
+# Those that planted mistakes name besides, and what no factor says.
 NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients": dict(dp=3, dp_mode="bucket", optimizer="sgd")},
          3: {"gradients": dict(dp=4, zero=3, optimizer="sgd", micro_batches="one")},

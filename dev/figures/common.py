@@ -1,0 +1,68 @@
+"""What the makers of figures share: where a step's code and pictures are, runs under torchrun, and tables that go into a page."""
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+from steps import PYTHONPATH, ROOT, full_name
+
+sys.path += PYTHONPATH
+from jobs import storage_bytes as bytes_of                # noqa: F401  every storage once
+
+matplotlib.use("Agg")
+PICTURES = ROOT / "docs/figures"                          # of the front page and of docs/
+
+
+def paths_of(number):
+    """A step's folder, whose modules can be imported from now on, and the one of its pictures."""
+    step = ROOT / full_name(number)
+    sys.path.insert(0, str(step))
+    return step, step / "figures"
+
+
+def put_into_page(page, tables):
+    """Each table between its marks."""
+    text = page.read_text()
+    for name, rows in tables.items():
+        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
+        assert found == 1, f"{page.name} has {found} tables of the name {name}"
+    page.write_text(text)
+
+
+def torchrun(world, *words, **how):
+    """A program on so many ranks with one thread each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), *words]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
+
+
+def seen_by_ranks(file, word, world, jobs, timeout):
+    """What the ranks of a torchrun of `file word OUT JOBS` write into OUT, of each job."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "seen.json")
+        torchrun(world, file, word, out, json.dumps(jobs), timeout=timeout)
+        return json.loads(out.read_text())
+
+
+def seen_in_runs(file, word, world, runs, timeout):
+    """The same of runs of the trainer; do_runs does them."""
+    from torch.distributed import TCPStore
+    # a store for every run: in one that another run has used, ranks find the addresses of that run
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    return seen_by_ranks(file, word, world, [(*run, store.port) for run, store in zip(runs, stores)], timeout)
+
+
+def do_runs(do, out, runs):
+    """On every rank: do(*run) for each; rank 0 writes what it returned."""
+    seen = []
+    for *run, port in json.loads(runs):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        seen.append(do(*run))
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(seen))

@@ -1,0 +1,317 @@
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+
+    python dev/figures/step01.py                    all of it (about three minutes on two cores)
+    python dev/figures/step01.py attention fits     only these pictures, and no table
+"""
+import os
+import sys
+import tempfile
+from dataclasses import replace
+
+from common import bytes_of, paths_of, put_into_page
+
+STEP, FIGURES = paths_of(1)
+
+import matplotlib.pyplot as plt
+import torch
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import config
+import data
+import metrics
+import model as llama
+import profiling
+import train
+
+COLORS = profiling.KINDS
+H100 = 80                                                 # GB
+MODES = ["none", "selective", "full"]
+
+
+def run(flags, keep):
+    """Runs the trainer; returns the rows of its memory picture, and what `keep` says of its model and optimizer."""
+    kept = {}
+    class Keeping(train.Profiler):
+        def __init__(self, model, optimizer, args):
+            super().__init__(model, optimizer, args)
+            kept.update(model=model, optimizer=optimizer)
+            self.memory.rows = rows
+    with tempfile.TemporaryDirectory() as folder:
+        original, train.Profiler, rows = train.Profiler, Keeping, []
+        try:
+            train.main([*flags.split(), "--profile", folder])
+        finally:
+            train.Profiler = original
+    return rows, keep(**kept)
+
+
+def alive(memory, *kinds):
+    """Bytes of those kinds that a LiveMemory has seen made, and that are still alive."""
+    return sum(storage.nbytes() for storage, kind in memory.kinds.items() if kind in kinds)
+
+
+def persistent(model, optimizer):
+    """Bytes of live storages between two steps, each counted once."""
+    params = list(model.parameters())
+    own = [master for master in optimizer.masters if master.dtype != params[0].dtype]
+    states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
+    return [bytes_of(params), bytes_of([p.main_grad for p in params]), bytes_of(own), bytes_of(states)]
+
+
+def persistent_table():
+    rows = ["| precision | weights | gradients | master weights | Adam | in all "
+            "| formula, bytes per parameter |",
+            "|---|---|---|---|---|---|---|"]
+    for dtype, formula in (("float32", "4 + 4 + 0 + 8 = 16"), ("bfloat16", "2 + 4 + 4 + 8 = 18")):
+        measured = run(f"--steps 2 --dtype {dtype}", persistent)[1]
+        P = metrics.parameter_count(config.PRESETS["tiny"])
+        rows.append(f"| {dtype} | " + " | ".join(f"{b / P:g} P" for b in measured)
+                    + f" | {sum(measured) / P:g} P | {formula} |")
+    return rows
+
+
+def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
+    """Bytes that one layer more keeps from forward to backward."""
+    shape, kept = replace(config.PRESETS["tiny"], hidden_size=128, head_dim=16), []
+    for layers in (2, 4):
+        args = config.parse_args(["--dtype", dtype, "--recompute", mode])
+        model = train.build_model(replace(shape, num_hidden_layers=layers), args)
+        live = profiling.LiveMemory()
+        live.kinds.update({param.untyped_storage(): "parameters" for param in model.parameters()})
+        with live:
+            out = model.model(torch.zeros(batch, seq_len, dtype=torch.long), torch.arange(seq_len))
+        kept.append(alive(live, "activations"))
+        del out
+    return (kept[1] - kept[0]) / 2 / (batch * seq_len)
+
+
+def activation_table():
+    h, kv, i = 128, 64, 192
+    formulas = {
+        "none": ("16 h + e (4 h + 2 kv + 4 i)", lambda e: 16 * h + e * (4 * h + 2 * kv + 4 * i)),
+        "selective": ("e (5 h + 2 kv + 2 i)", lambda e: e * (5 * h + 2 * kv + 2 * i)),
+        "full": ("e h", lambda e: e * h)}
+    rows = ["| `--recompute` | formula | float32 (e = 4): formula | measured | bfloat16 (e = 2): formula "
+            "| measured |",
+            "|---|---|---|---|---|---|"]
+    for mode, (text, formula) in formulas.items():
+        cells = [f"{formula(e):,} | {kept_by_a_layer(dtype, mode):,.0f}"
+                 for dtype, e in (("float32", 4), ("bfloat16", 2))]
+        rows.append(f"| {mode} | {text} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def accumulation_table():
+    def gradient(micro_batch):
+        flags = f"--dtype float64 --global_batch_size 8 --micro_batch_size {micro_batch}"
+        args = config.parse_args(flags.split())
+        shape = config.load_config(args)
+        model = train.build_model(shape, args)
+        train.accumulate_gradients(model.parameters())
+        train.forward_backward(model, micro_batches_of(args, shape), args)
+        return torch.cat([p.main_grad.flatten() for p in model.parameters()])
+    def micro_batches_of(args, shape):
+        return next(train.batches(train.load_tokens(args, shape.vocab_size), shape, args))[1]
+    whole = gradient(8)
+    rows = ["| micro-batches | gradient norm | difference to one batch of 8, relative |", "|---|---|---|"]
+    for micro_batch in (8, 4, 2, 1):
+        g = gradient(micro_batch)
+        rows.append(f"| {8 // micro_batch} | {g.norm():.12f} | {(g - whole).norm() / whole.norm():.0e} |")
+    return rows
+
+
+def memory_picture():
+    """The memory profile of each recomputation mode, two steps of it, on one scale."""
+    figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.6), sharey=True)
+    for mode, axes in zip(MODES, panels):
+        rows = run(f"--steps 4 --seq_len 256 --global_batch_size 6 --recompute {mode}", lambda **_: None)[0]
+        seconds, *kinds = zip(*rows)
+        axes.stackplot(range(len(rows)), [[b / 2**20 for b in kind] for kind in kinds], labels=COLORS,
+                       colors=COLORS.values(), step="post")
+        total = [sum(row[1:]) / 2**20 for row in rows]
+        peak = max(range(len(rows)), key=total.__getitem__)
+        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5),
+                      textcoords="offset points", ha="center")
+        axes.set(title=f"--recompute {mode}", xlabel="operations", xlim=(0, len(rows)))
+    panels[0].set(ylabel="MiB alive", ylim=(0, 34))
+    for axes in panels:
+        axes.locator_params(axis="x", nbins=3)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    panels[-1].legend(loc="upper right", fontsize=10, frameon=False)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "memory.png"), dpi=120)
+
+
+def preset_table():
+    rows = ["| model | parameters | weights, gradients, optimizer "
+            "| activations of one 4,096-token sequence: none | selective | full |",
+            "|---|---|---|---|---|---|"]
+    for name, c in config.PRESETS.items():
+        if name != "tiny":
+            P = metrics.parameter_count(c)
+            kept = [f"{n * c.num_hidden_layers * 4096 / 1e9:,.1f} GB" for n in activation_bytes(c)]
+            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 1e9:,.0f} GB | {' | '.join(kept)} |")
+    return rows
+
+
+def activation_bytes(c):
+    """Of one token in one layer, in bfloat16 with fused norms: none, selective, full."""
+    h, kv, i = c.hidden_size, c.num_key_value_heads * c.head_dim, c.intermediate_size
+    return 12 * h + 4 * kv + 8 * i, 10 * h + 4 * kv + 4 * i, 2 * h
+
+
+class FusedNorm(torch.autograd.Function):
+    """What a fused kernel keeps: the input, and one float32 a token. (torch's own is for CUDA only.)"""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        inverse = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).type_as(x) * weight
+
+
+def with_probabilities(q, k, v):
+    """Attention without a flash kernel: [seq, seq] probabilities per head, which backward needs."""
+    seq, kv_heads, head_dim = k.shape[1:]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = q.reshape(q.shape[0], kv_heads, -1, head_dim) @ k.mT
+    scores = scores * head_dim ** -0.5                                # [batch, kv, heads / kv * seq, seq]
+    later = torch.full((seq, seq), float("-inf"), dtype=q.dtype).triu(1)
+    probabilities = (scores.unflatten(2, (-1, seq)) + later).softmax(-1)
+    return (probabilities.flatten(2, 3) @ v).unflatten(2, (-1, seq)).flatten(1, 2).transpose(1, 2)
+
+
+def kept_at_full_size(c, seq_len, core=None):
+    """Bytes that a layer of a real model keeps of one sequence: live storages of fake tensors."""
+    with FakeTensorMode():
+        torch.set_default_dtype(torch.bfloat16)
+        block = llama.Block(c)
+        torch.set_default_dtype(torch.float32)
+        block.self_attn.core = core or block.self_attn.core
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight, norm.eps)
+        x = torch.empty(1, seq_len, c.hidden_size, dtype=torch.bfloat16)
+        tables = llama.rotary_tables(torch.arange(seq_len), c, x.dtype)
+        live = profiling.LiveMemory()
+        live.kinds.update({tensor.untyped_storage(): "parameters" for tensor in (*block.parameters(), *tables)})
+        live.kinds[x.untyped_storage()] = "activations"
+        with live:
+            out = block(x.requires_grad_(), *tables)
+        # what a Function's forward makes is "rest"
+        return alive(live, "activations", "rest") - out.untyped_storage().nbytes()
+
+
+def attention_picture():
+    """Activations of one sequence over its length, with and without a flash kernel."""
+    c = config.PRESETS["llama-8b"]
+    layers, flash = c.num_hidden_layers, activation_bytes(c)[0]
+    curves = {"with": (None, lambda s: flash * s, "#4878a8", "-", [2048, 4096, 8192, 12288, 16384]),
+              "without": (with_probabilities, lambda s: flash * s + 2 * c.num_attention_heads * s * s,
+                          "#c8605a", "--", [1024, 2048, 4096, 6144, 8192])}
+    figure, axes = plt.subplots(figsize=(8, 4.4))
+    lengths = range(0, 16385, 64)
+    for name, (core, formula, color, style, measured) in curves.items():
+        axes.plot(lengths, [formula(s) * layers / 1e9 for s in lengths], style, color=color, lw=2,
+                  label=f"{name} a flash kernel: formula")
+        kept = [kept_at_full_size(c, s, core) for s in measured]
+        for s, k in zip(measured, kept):
+            print(f"{name}, {s:,}: {k / 1e9:.3f} GB a layer, {k / formula(s):.4f} of the formula")
+        axes.plot(measured, [k * layers / 1e9 for k in kept], "o" if core is None else "s", color=color, ms=6,
+                  label=f"{name}: live storages of a layer, x {layers}")
+        crossing = next(s for s in range(1, 10**6) if formula(s) * layers > H100 * 1e9)
+        print(f"{name}: {H100} GB from {crossing:,} tokens on")
+    axes.axhline(H100, color="black", lw=1.2)
+    axes.text(10240, H100 + 2, "80 GB, an H100", ha="center", va="bottom", fontsize=10)
+    top, bottom = (curves[name][1](4096) * layers / 1e9 for name in ("without", "with"))
+    axes.annotate("", (4096, top), (4096, bottom), arrowprops=dict(arrowstyle="<->", lw=1.2))
+    words = f"{top - bottom:.0f} GB of\nprobabilities"
+    axes.text(4200, (top + bottom) / 2 + 6, words, fontsize=10, va="center")
+    axes.set(xlabel="tokens in the sequence", ylabel="all 32 layers, GB",
+             xlim=(0, 16500), ylim=(0, 200), xticks=range(0, 16385, 2048))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    one_layer = axes.secondary_yaxis("right", functions=(lambda y: y / layers, lambda y: y * layers))
+    one_layer.set_ylabel("one layer, GB")
+    axes.legend(loc="upper right", fontsize=9.5, framealpha=1, bbox_to_anchor=(1, 0.99))
+    axes.set_title("Activations of one sequence of llama-8b, nothing recomputed", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "attention.png"), dpi=130)
+
+
+def fits_picture():
+    """What training keeps, as bars against one GPU's memory."""
+    kinds = ["weights", "gradients", "optimizer states", "activations of one\n4,096-token sequence"]
+    colors = [COLORS[name] for name in ("parameters", "gradients", "optimizer states", "activations")]
+    names = ["llama-1b", "llama-3b", "llama-8b", "llama-70b"]
+    figure, axes = plt.subplots(figsize=(8, 3.3))
+    for row, name in enumerate(names):
+        c = config.PRESETS[name]
+        P, at = metrics.parameter_count(c), 0
+        sizes = [2 * P, 4 * P, 12 * P, activation_bytes(c)[0] * c.num_hidden_layers * 4096]
+        for kind, color, size in zip(kinds, colors, sizes):
+            gb = size / 1e9
+            axes.barh(row, gb, left=at, color=color, edgecolor="white", lw=1.5, height=0.62,
+                      label=kind if row == 0 else None)
+            if gb > 11 and at + gb < 195:
+                axes.text(at + gb / 2, row, f"{gb:.0f}", ha="center", va="center", fontsize=10, weight="bold")
+            at += gb
+        behind = H100 if H100 - 15 < at < H100 else min(at, 197)
+        axes.text(behind + 2, row, f"{at:,.0f} GB", va="center", fontsize=10)
+        if at > 197:
+            axes.text(190, row, "...", ha="center", va="center", fontsize=16, weight="bold")
+    axes.axvline(H100, color="black", lw=1.4)
+    axes.text(H100 + 1.5, -0.62, "80 GB, an H100", fontsize=10, va="center")
+    axes.set(xlim=(0, 197), ylim=(len(names) - 0.5, -0.95), yticks=range(len(names)),
+             xlabel="GB (the last bar goes on)")
+    axes.set_yticklabels(names, fontsize=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="upper center", ncol=4, fontsize=9.5, frameon=False)
+    figure.tight_layout(rect=(0, 0, 0.98, 0.9))
+    figure.savefig(os.path.join(FIGURES, "fits.png"), dpi=130)
+
+
+def noise_table():
+    """How much the gradient of a batch varies, against the gradient itself; from sequences not trained on."""
+    args, sequences = config.parse_args(["--steps", "121"]), 256
+    shape = config.load_config(args)
+    tokens = train.load_tokens(args, shape.vocab_size)
+    model = train.build_model(shape, args)
+    train.accumulate_gradients(model.parameters())
+    optimizer = train.Optimizer(model.parameters(), args)
+
+    def noise_over_gradient():
+        probe = config.parse_args(f"--global_batch_size {sequences} --micro_batch_size 1".split())
+        gradients = []
+        for inputs, positions, targets in data.micro_batches(tokens, shape, probe, 8):
+            (model(inputs, positions, targets) / targets.numel()).backward()
+            gradients.append(torch.cat(torch._foreach_mul([g.flatten() for g in optimizer.grads], 1.0)))
+            torch._foreach_zero_(optimizer.grads)
+        gradients = torch.stack(gradients)
+        mean = gradients.mean(0)
+        noise = (gradients - mean).square().sum() / (sequences - 1)
+        return float((noise / (mean.square().sum() - noise / sequences)).sqrt())
+
+    sizes = (1, 4, 16, 64, 256)
+    rows = ["| after | noise / gradient: 1 sequence | " + " | ".join(map(str, sizes[1:])) + " |",
+            "|---|" + "---|" * len(sizes)]
+    for step, micro_batches in train.batches(tokens, shape, args):
+        if step in (10, 30, 120):
+            ratio = noise_over_gradient()
+            ratios = " | ".join(f"{ratio / size ** 0.5:.2f}" for size in sizes)
+            rows.append(f"| {step} steps | {ratios} |")
+        train.forward_backward(model, micro_batches, args)
+        optimizer.clip()
+        optimizer.step(train.learning_rate(step, args))
+    return rows
+
+
+PICTURES = dict(fits=fits_picture, attention=attention_picture, memory=memory_picture)
+TABLES = dict(persistent=persistent_table, activations=activation_table, accumulation=accumulation_table,
+              presets=preset_table, noise=noise_table)
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name]()
+    if not sys.argv[1:]:
+        put_into_page(STEP / "README.md", {name: table() for name, table in TABLES.items()})

@@ -1,0 +1,443 @@
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+
+    python dev/figures/step03.py                 (about three minutes on two cores)
+    python dev/figures/step03.py timeline        (the timeline alone)
+
+The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
+"""
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs, torchrun
+
+STEP, FIGURES = paths_of(3)
+
+import matplotlib.pyplot as plt
+import torch
+
+import config
+import ledger
+import live_storages
+import metrics
+import profiling
+import train
+import zero
+
+COLORS = profiling.KINDS
+WHAT = ["parameters", "gradients", "optimizer states"]
+P = metrics.parameter_count(config.PRESETS["tiny"])
+DP = 4
+
+
+def flags(stage, dtype="float32", micro_batches=1, more=""):
+    """Four sequences on each rank."""
+    batch = f"--global_batch_size {4 * DP} --micro_batch_size {4 // micro_batches}"
+    return f"--zero {stage} --dtype {dtype} --seq_len 32 {batch} {more}"
+
+
+UNITS = [("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4),
+         ("all", "the whole model", 1)]
+RUNS = [(flags(stage, "bfloat16"), "1") for stage in range(4)]
+RUNS += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1, 2, 4)]
+RUNS += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
+RUNS += [(flags(3), group) for group, _, _ in UNITS if group != "1"]
+SEEN = {}                                                 # by (flags, units)
+# bytes per parameter in float32 and bfloat16, and from which stage on they are divided by dp
+BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
+
+
+# ---------------------------------------------------------------------------------------------- inside a rank
+class Watch(live_storages.LiveStorages):
+    """Sees storages resized as well, which no operation does."""
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+        def resize_(storage, size):
+            self.events.append((time.perf_counter(), self.numbers[storage], size - storage.nbytes()))
+            return self.resize(storage, size)
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_ = self.resize
+        return super().__exit__(*exception)
+
+
+def tensors_of(model, optimizer):
+    """What persists, by kind."""
+    params, units = list(model.parameters()), zero.units_of(model)
+    masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
+    grads = [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None]
+    states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
+    return {"parameters": params + [unit.weight_slice for unit in units],
+            "gradients": grads or [p.main_grad for p in params],
+            "optimizer states": masters + states}
+
+
+def cut_into_units(group, model, mesh, args):
+    """zero.make_units with other units, for stage 3: half a block, so many blocks, or the whole model."""
+    shards = zero.data_mesh(mesh)._unflatten(0, (1, args.dp), ("replicate", "shard"))
+    decoder = model.model
+    layers = list(decoder.layers.values())
+    if group == "all":
+        units = [[decoder.embed_tokens, *layers, decoder.norm, model.lm_head]]
+    else:
+        halves = [[[layer.input_layernorm, layer.self_attn], [layer.post_attention_layernorm, layer.mlp]]
+                  for layer in layers]
+        blocks = (sum(halves, []) if group == "half" else
+                  [layers[i:i + int(group)] for i in range(0, len(layers), int(group))])
+        units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
+    for modules in units:
+        params = [param for module in modules for param in module.parameters()]
+        zero.Unit3(modules, params, shards, args)
+
+
+def watch(argv, group):
+    """Runs the trainer; returns bytes that persist, what the ledger saw, and memory over the last step."""
+    seen, live, kept, buffers = {}, Watch(), {}, set()
+
+    class Keeping(profiling.Profiler):
+        @contextlib.contextmanager
+        def step(self, step):
+            kinds = tensors_of(self.model, self.optimizer)
+            seen["persistent"] = {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
+            for kind, tensors in kinds.items():
+                for tensor in tensors:
+                    live.note(tensor, kind)
+            kept["first"] = len(live.events)
+            yield
+            kept["last"] = len(live.events)
+    add, gather = zero.Unit2.add_gradient, zero.Unit3.gather_if_released
+    cut, profiler = zero.make_units, train.Profiler
+
+    def noted_add(unit, param):
+        add(unit, param)
+        live.note(unit.grads, "gradients")
+        buffers.add(live.numbers[unit.grads.untyped_storage()])
+
+    def noted_gather(unit):
+        gather(unit)
+        seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in unit.all))
+
+    def noted_units(model, mesh, args):
+        cut_into_units(group, model, mesh, args) if group != "1" else cut(model, mesh, args)
+        zero.Unit.all = zero.units_of(model)
+    zero.Unit2.add_gradient, zero.Unit3.gather_if_released = noted_add, noted_gather
+    ledger.print_table = lambda sent, formula: seen.update(
+        calls={" ".join(key): n for key, n in sent.calls.items()},
+        wire={" ".join(key): n for key, n in sent.wire.items()},
+        payload={" ".join(key): n for key, n in sent.payload.items()},
+        formula={" ".join(key): n for key, n in formula.items()})
+    train.Profiler, train.make_units = Keeping, noted_units
+    with live:
+        train.main([*argv.split(), "--steps", "3", "--ledger"])
+    zero.Unit2.add_gradient, zero.Unit3.gather_if_released = add, gather
+    train.make_units, train.Profiler = cut, profiler
+    alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
+    seen["grads"] = max(alive)                            # those under way among them
+    seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
+    seen["peak"] = max(map(sum, seen["rows"]))
+    return seen
+
+
+# -------------------------------------------------------------------------------- the timeline, inside a rank
+# 4.9M parameters in six blocks; one micro-batch of 4 x 64 tokens on each of two ranks
+TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688,
+              num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+              rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
+TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4 --steps 40"
+
+
+def trace(out, argv):
+    """Runs the trainer; writes for every step what happened, and when.
+
+    By the clock of this thread, which stands while it waits."""
+    steps, number = [], {}
+
+    class Traced(profiling.Profiler):
+        @contextlib.contextmanager
+        def step(self, step):
+            steps.append([])
+            yield
+
+    def note(what, unit):
+        if steps:                                         # not while the model is built
+            steps[-1].append((what, number[unit], time.thread_time()))
+
+    def noted(what, function):
+        def call(unit, *args):
+            note(what, unit)
+            return function(unit, *args)
+        return call
+
+    def noted_forward(unit, function):
+        def call(*args):
+            note("forward", unit)
+            result = function(*args)
+            note("forward done", unit)
+            return result
+        return call
+    build, wait = train.build_model, zero.Unit.wait
+
+    def noted_build(*args):
+        model = build(*args)
+        number.update((unit, i) for i, unit in enumerate(zero.units_of(model)))
+        for unit in number:
+            for module in unit.modules:
+                module.forward = noted_forward(unit, module.forward)
+        return model
+
+    def noted_wait(unit):
+        gathering = unit.gathering
+        wait(unit)
+        if gathering:
+            note("there", unit)
+    train.build_model, train.Profiler, zero.Unit.wait = noted_build, Traced, noted_wait
+    zero.Unit.gather = noted("ask", zero.Unit.gather)
+    zero.Unit3.release = noted("drop", zero.Unit3.release)
+    zero.Unit3.start_reduce = noted("reduce", zero.Unit3.start_reduce)
+    zero.Unit3.finish_reduce = noted("summed", zero.Unit3.finish_reduce)
+    train.main(argv)
+    if os.environ["RANK"] == "0":
+        with open(out, "w") as file:
+            json.dump(steps, file)
+
+
+# ------------------------------------------------------------------------------------------------ the runs
+def run_all():
+    """Fills SEEN with what rank 0 saw of the third training step of each run."""
+    SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "watch", DP, RUNS, timeout=600)))
+    for key, seen in SEEN.items():
+        assert seen["payload"] == seen["formula"], (key, seen["payload"], seen["formula"])
+
+
+def run(argv, group="1"):
+    return SEEN[argv, group]
+
+
+def share(what, stage, dp, dtype="float32"):
+    """Bytes per parameter, from the formula."""
+    float32, bfloat16, first = BYTES[what]
+    return (float32 if dtype == "float32" else bfloat16) / (dp if stage >= first else 1)
+
+
+def persistent_table():
+    rows = ["| precision | stage | parameters: formula | measured | gradients: formula | measured "
+            "| optimizer states: formula | measured | in all |",
+            "|---|---|---|---|---|---|---|---|---|"]
+    for dtype in ("float32", "bfloat16"):
+        for stage in range(4):
+            seen, cells = run(flags(stage, dtype))["persistent"], []
+            for what in WHAT:
+                number, cut = BYTES[what][dtype == "bfloat16"], "/dp" if stage >= BYTES[what][2] else ""
+                cells.append(f"{number}P{cut} = {P * share(what, stage, DP, dtype):,.0f} | {seen[what]:,}")
+            rows.append(f"| {dtype} | {stage} | " + " | ".join(cells) + f" | {sum(seen.values()) / P:g} P |")
+    return rows
+
+
+def wire_of(seen, *collectives):
+    return sum(n for key, n in seen["wire"].items() if key.split()[1] in collectives)
+
+
+def wire_table():
+    """P counts elements here; one, and four micro-batches a step; the loss and the norm left out."""
+    again = P - 2 * 16384 - 64 - (P - 2 * 16384 - 64) // 8                         # all blocks but the last
+    assert again == P - 16384 - 16448 - 49280
+    rows = ["| stage | micro-batches | reduced, elements: formula | measured | gathered: formula "
+            "| measured | bytes on the wire per rank | calls |",
+            "|---|---|---|---|---|---|---|---|"]
+    for m in (1, 4):
+        for stage in range(4):
+            seen = run(flags(stage, micro_batches=m))
+            paid = lambda name: seen["payload"].get("dp " + name, 0) // 4
+            reduced, gathered = paid("reduce_scatter"), paid("all_gather")
+            if stage == 0:
+                reduced, gathered = 2 * (paid("all_reduce") - 2), 0
+            to_reduce, reduces = [("2P", 2 * P), ("P", P), ("mP", m * P), ("mP", m * P)][stage]
+            to_gather, gathers = [("0", 0), ("P", P), ("P", P), ("m(P + R)", m * (P + again))][stage]
+            assert (reduced, gathered) == (reduces, gathers)
+            calls = sum(seen["calls"].values()) - 2
+            on_wire = wire_of(seen, "all_reduce", "reduce_scatter", "all_gather") - 2 * 4 * 1.5
+            rows.append(f"| {stage} | {m} | {to_reduce} = {reduces:,} | {reduced:,} "
+                        f"| {to_gather} = {gathers:,} | {gathered:,} | {on_wire:,.0f} | {calls} |")
+    return rows
+
+
+def unit_table():
+    rows = ["| unit | units | all-gathers | reduce-scatters | bytes gathered on the wire "
+            "| largest whole weights | largest gradient buffers | peak of all memory |",
+            "|---|---|---|---|---|---|---|---|"]
+    for group, name, count in UNITS:
+        seen = run(flags(3), group=group)
+        rows.append(f"| {name} | {count} | {seen['calls']['dp all_gather']} "
+                    f"| {seen['calls']['dp reduce_scatter']} | {wire_of(seen, 'all_gather'):,.0f} "
+                    f"| {seen['whole'] / 4 / P:.2f} P | {seen['grads'] / 4 / P:.2f} P "
+                    f"| {seen['peak'] / 2**20:.2f} MiB |")
+    return rows
+
+
+def hybrid_table():
+    rows = ["| stage | `--zero_shard` | persists, P bytes | on the wire inside a group "
+            "| on the wire across groups |",
+            "|---|---|---|---|---|"]
+    for stage in (1, 3):
+        for shard in (4, 2):
+            seen = run(flags(stage, more="--zero_shard 2" if shard == 2 else ""))
+            inside = wire_of(seen, "reduce_scatter", "all_gather")
+            across = seen["wire"].get("replicate all_reduce", 0)
+            rows.append(f"| {stage} | {shard} | {sum(seen['persistent'].values()) / P:g} | {inside:,.0f} "
+                        f"| {across:,.0f} |")
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------- the pictures
+def holds_picture():
+    """Who holds what: a row per rank, a column of four quarters per kind."""
+    figure, panels = plt.subplots(1, 4, figsize=(10, 3.7))
+    titles = ["--zero 0", "--zero 1", "--zero 2", "--zero 3"]
+    for stage, axes in enumerate(panels):
+        for rank in range(DP):
+            for column, what in enumerate(WHAT):
+                for quarter in range(DP):
+                    held = stage < BYTES[what][2] or quarter == rank
+                    axes.add_patch(plt.Rectangle((column * 1.25 + quarter * 0.25, -rank), 0.25, 0.62, lw=0.8,
+                                                 edgecolor="#666666" if held else "#cccccc",
+                                                 facecolor=COLORS[what] if held else "white"))
+        total = sum(share(what, stage, DP, "bfloat16") for what in WHAT)
+        axes.set(xlim=(-0.15, 3.65), ylim=(-DP + 0.65, 0.9),
+                 title=f"{titles[stage]}\n{total:g} bytes per\nparameter on each rank")
+        axes.title.set_fontsize(10)
+        names = [f"rank {rank}" for rank in range(DP)] if stage == 0 else [""] * DP
+        axes.set_yticks([0.31 - rank for rank in range(DP)], names)
+        axes.set_xticks([0.5, 1.75, 3.0], ["weights\n2 B", "gradients\n4 B", "states\n12 B"])
+        axes.tick_params(length=0)
+        axes.tick_params(labelsize=9.5)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    figure.tight_layout(w_pad=0.2)
+    figure.savefig(os.path.join(FIGURES, "who_holds_what.png"), dpi=110)
+
+
+def step_picture():
+    """Memory on rank 0 over one training step of two micro-batches."""
+    figure, panels = plt.subplots(2, 2, figsize=(9.5, 6.4), sharey=True)
+    panels = list(panels.flat)
+    for stage, axes in enumerate(panels):
+        rows = run(flags(stage, micro_batches=2))["rows"]
+        order = ["optimizer states", "gradients", "parameters", "activations", "rest"]
+        kinds = [[row[list(COLORS).index(kind)] / 2**20 for row in rows] for kind in order]
+        axes.stackplot(range(len(rows)), kinds, labels=order,
+                       colors=[COLORS[kind] for kind in order], step="post")
+        total = [sum(row) / 2**20 for row in rows]
+        peak = max(range(len(rows)), key=total.__getitem__)
+        axes.annotate(f"peak {total[peak]:.1f} MiB", (peak, total[peak]), (0, 5),
+                      textcoords="offset points", ha="center")
+        axes.set(title=f"--zero {stage}", xlabel="allocations and frees, in order", xlim=(0, len(rows)))
+        axes.locator_params(axis="x", nbins=4)
+        bottoms = itertools.accumulate([0, *(layer[0] for layer in kinds)])
+        for below, kind, layer in zip(bottoms, order[:3] if stage < 2 else [], kinds):
+            axes.text(0.03 * len(rows), below + layer[0] / 2, kind, va="center", fontsize=9)
+    for axes in panels[::2]:
+        axes.set(ylabel="MiB alive on rank 0 of 4", ylim=(0, 1.2 * panels[0].dataLim.ymax))
+    handles, labels = panels[-1].get_legend_handles_labels()
+    panels[-1].legend(handles[::-1], labels[::-1], loc="upper right", fontsize=9.5, frameon=False)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "step.png"), dpi=110)
+
+
+def traced_step():
+    """Rank 0's events of a step, as (what, unit, ms).
+
+    All steps have the same; the time between two is the median of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(TRACED, file)
+        out = os.path.join(folder, "trace.json")
+        torchrun(2, os.path.abspath(__file__), "trace", out, "--model", folder, *TRACED_FLAGS.split(), timeout=600)
+        with open(out) as file:
+            steps = json.load(file)[4:]
+    names = [event[:2] for event in steps[0]]
+    assert all([event[:2] for event in step] == names for step in steps)
+    gaps = [0] + [statistics.median(1000 * (step[i][2] - step[i - 1][2]) for step in steps)
+                  for i in range(1, len(names))]
+    return [(*name, now) for name, now in zip(names, itertools.accumulate(gaps))]
+
+
+def timeline_picture():
+    """Rank 0 of 2: what it computes, and the time that a gather and a sum have to hide in.
+
+    Below: whose weights are whole."""
+    events, blocks = traced_step(), TRACED["num_hidden_layers"]
+    names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
+    short = ["", *map(str, range(1, blocks + 1)), "head"]
+    end = max(now for _, _, now in events)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6.8), sharex=True, height_ratios=[1.15, 1])
+
+    def when(what, unit):
+        return [now for kind, i, now in events if (kind, i) == (what, unit)]
+
+    def bar(axes, row, start, stop, color, label="", height=0.6):
+        axes.barh(row, stop - start, height, start, color=color, edgecolor="#333333", lw=0.6)
+        if label and stop - start > 0.025 * end:
+            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=9)
+
+    def window(axes, row, start, stop, color, label=""):
+        """Not how long a transfer takes, but how long it may take."""
+        axes.plot([start, stop], [row, row], color=color, lw=1.4, ls=(0, (4, 2)), solid_capstyle="butt")
+        axes.plot([start], [row], "o", color=color, ms=4.5)
+        axes.plot([stop, stop], [row - 0.13, row + 0.13], color=color, lw=2)
+        if label and stop - start > 0.025 * end:
+            axes.text((start + stop) / 2, row + 0.08, label, ha="center", va="bottom", fontsize=9)
+    turn = max(when("forward done", blocks + 1))
+    for unit, label in enumerate(short):
+        lane = 0.42 * (unit % 2)                          # one begins where another ends
+        for start, stop in zip(when("forward", unit), when("forward done", unit)):
+            bar(above, 3, start, stop, "#d9ead9", label)
+        for start, stop in zip(when("ask", unit), when("there", unit)):
+            window(above, 1.9 - lane, start, stop, COLORS["parameters"], label)
+        for start, stop in zip(when("reduce", unit), when("summed", unit)):
+            window(above, 0.5 - lane, start, stop, "#a8741a", label)
+        for start, there, stop in zip(when("ask", unit), when("there", unit), when("drop", unit)):
+            window(below, unit, start, there, COLORS["parameters"])
+            bar(below, unit, there, stop, COLORS["parameters"])
+    began = turn
+    for stop, unit in sorted((when("reduce", unit)[0], unit) for unit in range(len(names))):
+        bar(above, 3, began, stop, COLORS["optimizer states"], short[unit])
+        began = stop
+    for axes in (above, below):
+        axes.axvline(turn, color="#333333", ls=":", lw=1)
+    above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
+    above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
+    above.set_yticks([3, 1.7, 0.3], ["compute", "all-gather may take\nfrom \u25cf asked for\nto | needed",
+                                     "reduce-scatter may take\nfrom \u25cf begun\nto | waited for"])
+    above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
+    below.set_yticks(range(len(names)), names)
+    below.invert_yaxis()
+    below.set_title("weights on rank 0: dashed while they are gathered, filled while they are whole", fontsize=10)
+    below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
+    for axes in (above, below):
+        axes.tick_params(labelsize=9.5)
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "timeline.png"), dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["watch"]:
+        do_runs(watch, *sys.argv[2:])
+    elif sys.argv[1:2] == ["trace"]:
+        trace(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:] == ["timeline"]:
+        timeline_picture()
+    else:
+        run_all()
+        timeline_picture()
+        holds_picture()
+        step_picture()
+        put_into_page(STEP / "README.md", dict(persistent=persistent_table(), wire=wire_table(),
+                             units=unit_table(), hybrid=hybrid_table()))

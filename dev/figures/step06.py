@@ -1,0 +1,429 @@
+"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+
+    python dev/figures/step06.py          (about two minutes on two cores)
+    python dev/figures/step06.py drawn    (only what needs no run: the pictures of the lists)
+
+The runs are done first, by a torchrun of this file; rank 0 writes what all saw of each.
+"""
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import time
+
+from common import ROOT, do_runs, paths_of, put_into_page, seen_in_runs
+
+STEP, FIGURES = paths_of(6)
+
+import matplotlib
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from matplotlib.legend_handler import HandlerTuple
+
+import live_storages
+import pipeline_parallel
+import profiling
+import schedule as shown
+import schedules
+import train
+import zero
+
+PP, M = 4, 8
+SCHEDULES = list(schedules.SCHEDULES)
+TWO = {"interleaved": 2, "dualpipe": 2}                   # stages on a rank
+COLORS = {"afab": "#444444", "1f1b": "#7b4ea3", "interleaved": "#2a9d8f", "zerobubble": "#c8605a",
+          "dualpipe": "#d4569d"}
+UNIT = 0.04                                               # seconds of sleep in place of a unit of time
+
+
+def flags(name):
+    return f"--seq_len 32 --steps 2 --pp {PP} --schedule {name}"
+
+
+RUNS = [(kind, flags(name)) for name in SCHEDULES for kind in ("watch", "sleep")]
+SEEN = {}                                                 # by (kind of run, flags): what every rank saw
+
+
+# ---------------------------------------------------------------------------------------------- inside a rank
+def one_run(kind, argv):
+    """Runs the trainer; returns what every rank saw, in a list by rank."""
+    seen, ranks = {}, []
+    kept = {name: getattr(train, name) for name in ("Pipeline", "Profiler", "Zero")}
+
+    class Finishing(zero.Zero):
+        def wait(self):                                   # the last thing before the processes part
+            super().wait()
+            ranks.extend([None] * dist.get_world_size())
+            dist.all_gather_object(ranks, seen)
+    train.Zero = Finishing
+    if kind == "watch":
+        watch(seen)
+    else:
+        train.Pipeline = sleeping(seen)
+        argv += " --steps 8"
+    train.main(argv.split())
+    for name, value in kept.items():
+        setattr(train, name, value)
+    return ranks
+
+
+def watch(seen):
+    """Sees of the second training step the bytes alive between actions."""
+    live, marks = live_storages.LiveStorages(), []
+
+    class Watched(pipeline_parallel.Pipeline):
+        def forward_backward(self, micro_batches):
+            gc.collect()
+            marks[:] = [len(live.events)]
+            return super().forward_backward(micro_batches)
+
+        def compute(self, action):
+            super().compute(action)
+            marks.append(len(live.events))
+
+    class Keeping(profiling.Profiler):
+        @contextlib.contextmanager
+        def step(self, step):
+            live_storages.note_state(live, self.model, self.optimizer)
+            with live:
+                yield
+            live_storages.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
+            alive = [0]
+            for _, _, size in live.events:
+                alive.append(alive[-1] + size)
+            between = [alive[mark] - alive[marks[0]] for mark in marks[1:]]
+            seen.update(kept=max(between), of_one=between[0])
+    train.Pipeline, train.Profiler = Watched, Keeping
+
+
+def sleeping(seen):
+    """A pipeline whose stages only take time: messages of the right size go where they should, unread."""
+    class Sleeping(pipeline_parallel.Pipeline):
+        def __init__(self, model, config, mesh, args):
+            super().__init__(model, config, mesh, args)
+            self.seconds = UNIT / args.stages_per_rank
+            self.events = shown.as_it_runs(self)
+
+        def forward(self, stage, i, x):
+            time.sleep(self.seconds)
+            return torch.empty(self.shape, dtype=self.args.dtype)
+
+        def input_gradient(self, stage, i, grad):
+            time.sleep(self.seconds)
+            return torch.empty(self.shape, dtype=self.args.dtype)
+
+        def weight_gradient(self, stage, i, grad):
+            time.sleep(self.seconds)
+
+        def forward_backward(self, micro_batches):
+            dist.barrier()
+            self.events.clear()
+            loss = super().forward_backward(micro_batches)
+            seen.setdefault("steps", []).append([(event.rank, list(event.action), event.start, event.end)
+                                                 for event in self.events])
+            return loss
+    return Sleeping
+
+
+# ------------------------------------------------------------------------------------------------ the runs
+def run_all():
+    """Fills SEEN with what the ranks saw of each run."""
+    SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "rank", PP, RUNS, timeout=900)))
+
+
+def share(name):
+    """Stages of a rank: with them, times are those of a rank's whole share."""
+    return TWO.get(name, 1)
+
+
+def simulated(name, m=M, message=0):
+    lists = schedules.make(name, PP, m, share(name))
+    return schedules.simulate(lists, *[1 / share(name)] * 3, message=message)
+
+
+def length(events):
+    return max(event.end for event in events) - min(event.start for event in events)
+
+
+def ran(name):
+    """The events of a sleeping run, of all ranks, in units of time: of its steps the shortest."""
+    steps = zip(*(seen["steps"] for seen in SEEN["sleep", flags(name)]))
+    events = [[schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
+               for of_rank in step for rank, action, start, end in of_rank] for step in steps]
+    return min(events, key=length)
+
+
+def idle_formula(name):
+    """With F = I = W = 1."""
+    return (PP - 1) * {"afab": 3, "1f1b": 3, "interleaved": 1.5, "zerobubble": 1, "dualpipe": 0.5}[name]
+
+
+def number(x):
+    return f"{round(x, 6):g}"
+
+
+def message_table():
+    rows = ["| a message takes | micro-batches | " + " | ".join(SCHEDULES) + " |",
+            "|---" * (2 + len(SCHEDULES)) + "|"]
+    for message, m in ((0, 8), (0.25, 8), (0.25, 32), (0.5, 8), (0.5, 32)):
+        idle = [max(schedules.bubble(simulated(name, m, message))) for name in SCHEDULES]
+        rows.append(f"| {number(message)} | {m} | " + " | ".join(map(number, idle)) + " |")
+    return rows
+
+
+def counted(name):
+    return [schedules.in_flight(actions) for actions in schedules.make(name, PP, M, share(name))]
+
+
+KEPT = {"afab": "m", "1f1b": "min(m, p - r)", "interleaved": "min(mv, 2(p - 1 - r) + (v - 1) R + 1)",
+        "zerobubble": "min(m, p)", "dualpipe": "2p + 1"}
+
+
+def kept_by_formula(name):
+    return [{"afab": M, "1f1b": min(M, PP - r), "interleaved": min(2 * M, 2 * (PP - 1 - r) + PP + 1),
+             "zerobubble": min(M, PP), "dualpipe": 2 * PP + 1}[name] for r in range(PP)]
+
+
+def memory_table():
+    rows = ["| schedule | stages' worth: formula | ranks 0 to 3, counted | measured, in forwards of a stage |",
+            "|---|---|---|---|"]
+    for name in SCHEDULES:
+        assert counted(name) == kept_by_formula(name)
+        forwards = ", ".join(f"{seen['kept'] / seen['of_one']:.1f}" for seen in SEEN["watch", flags(name)])
+        rows.append(f"| {name} | {KEPT[name]} | {', '.join(map(str, counted(name)))} | {forwards} |")
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------- the pictures
+def phases(events, rank):
+    """Where a rank's warm-up ends, with its first backward, and its steady phase, with its last forward."""
+    mine = [event for event in events if event.rank == rank]
+    warm = min(event.start for event in mine if event.action.kind != "F")
+    return warm, max(warm, *(event.end for event in mine if event.action.kind == "F"))
+
+
+def mark_phases(axes, events):
+    """Two staircases over the rows, from the lists: warm-up | steady | cool-down."""
+    start, ranks = min(event.start for event in events), 1 + max(event.rank for event in events)
+    ends = [[time - start for time in phases(events, rank)] for rank in range(ranks)]
+    for which in (0, 1):
+        times = [time for rank in range(ranks) for time in [ends[rank][which]] * 2]
+        edges = [edge for rank in range(ranks) for edge in (rank - 0.5, rank + 0.5)]
+        axes.plot(times, edges, color="white", lw=4, solid_joinstyle="miter")
+        axes.plot(times, edges, color="black", lw=1.6, ls="-" if which == 0 else (0, (3, 1.2)),
+                  solid_joinstyle="miter")
+    borders = [0, *ends[0], length(events)]
+    for name, left, right in zip(("warm-up", "steady", "cool-down"), borders, borders[1:]):
+        if right > left:
+            axes.text((left + right) / 2, 1.02, name, ha="center", va="bottom", fontsize=9,
+                      transform=axes.get_xaxis_transform())
+
+
+def mark_idle(axes, events, rank):
+    """How long the rank idles, and for what, under each of its gaps."""
+    mine = [event for event in events if event.rank == rank]
+    times = [0, *(time for event in mine for time in (event.start, event.end)), length(events)]
+    gaps = [(start, end) for start, end in zip(times[::2], times[1::2]) if end > start]
+    terms = ["r F", "(p−1−r)(F+I+W)", "r(I+W)"]
+    for (start, end), term in zip(gaps, terms, strict=True):
+        axes.annotate("", (end, rank), (start, rank), arrowprops=dict(arrowstyle="|-|, widthA=0.35, widthB=0.35", color="#b03030",
+                                                                     lw=1.4, shrinkA=0, shrinkB=0))
+        side = "left" if start == 0 else "right" if end == length(events) else "center"
+        at = {"left": start, "right": end, "center": (start + end) / 2}[side]
+        axes.text(at, rank - 0.16, term, ha=side, va="bottom", fontsize=7.5, color="#b03030")
+
+
+@contextlib.contextmanager
+def on_one_scale(units):
+    """tools/schedule.py's draw, with a time axis that does not end where the schedule does, and with the phases.
+
+    To be read 800 pixels wide."""
+    close = plt.close
+
+    def restyled(figure):
+        axes = figure.axes[0]
+        for label in axes.texts:                          # a number in a box: black where the box is light
+            at = axes.transData.transform(label.get_position())
+            box = next(bar for bar in axes.patches if bar.contains_point(at))
+            dark = box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8")
+            label.set(fontsize=8, color="white" if dark else "black")
+        mark_phases(axes, restyled.events)
+        if restyled.idle is not None:
+            mark_idle(axes, restyled.events, restyled.idle)
+        axes.set(xlim=(0, units))
+        axes.set_xlabel("units of time", fontsize=9)
+        title = axes.get_title()
+        axes.set_title("")
+        axes.set_title(title, fontsize=10, loc="left", pad=18)
+        axes.tick_params(labelsize=9)
+        handles = axes.get_legend().legend_handles
+        names = ["F", "B, or I alone", "W"]
+        if any(len(stages) > 1 for stages in shown.local_stages(restyled.events).values()):
+            pale = [plt.Rectangle((0, 0), 1, 1, color=handle.get_facecolor(), alpha=0.65) for handle in handles[:2]]
+            handles = [*handles, tuple(pale)]
+            names.append("pale: second stage")
+        solid, dashed = (plt.Line2D([], [], color="black", lw=1.6, ls=style) for style in ("-", "--"))
+        names = [*names, "warm-up ends", "cool-down begins"]
+        axes.legend([*handles, solid, dashed], names, loc="upper center", bbox_to_anchor=(0.5, -0.24),
+                    ncols=6, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1.2,
+                    handler_map={tuple: HandlerTuple(ndivide=None, pad=0)})
+        figure.set_size_inches(8.4, 2.5)
+        figure.savefig(restyled.path, dpi=150, bbox_inches="tight")
+        close(figure)
+    plt.close = restyled
+
+    def draw(events, name, title, idle=None):
+        restyled.path, restyled.events, restyled.idle = os.path.join(FIGURES, f"{name}.png"), events, idle
+        shown.draw(events, restyled.path, title)
+    yield draw
+    plt.close = close
+
+
+def idle_words(events):
+    return f"ranks idle {number(schedules.bubble(events)[0])} of {number(length(events))} units"
+
+
+def list_pictures():
+    one = schedules.simulate(schedules.make("afab", PP, 1), M, M, M)
+    with on_one_scale(length(one)) as draw:
+        draw(one, "one_micro_batch", f"the whole batch as one micro-batch: {idle_words(one)}")
+    with on_one_scale(33) as draw:
+        for name in SCHEDULES:
+            events = simulated(name)
+            kept = ", ".join(map(str, counted(name))) + (" halves" if name in TWO else " micro-batches")
+            if name != "dualpipe":
+                draw(events, name, f"{name}: {idle_words(events)}, keep at most {kept}", 1 if name == "afab" else None)
+
+
+def dualpipe_picture(traced=(0, 6)):
+    """Of DualPipeV the first and the last rank, a lane for each stage; two micro-batches on their way there and back."""
+    events, colours = simulated("dualpipe"), {"F": "#4878a8", "B": "#d9a441", "I": "#d9a441", "W": "#6aa56e"}
+    last = 2 * PP - 1
+    lanes = {stage: lane for lane, stage in enumerate((0, last, PP - 1, PP))}
+    figure, axes = plt.subplots(figsize=(8.4, 4.2))
+    row = lambda stage: lanes[stage] + 0.5 * (lanes[stage] > 1)
+    ways = {i: [] for i in traced}
+    for _, action, start, end in events:
+        if action.stage not in lanes:
+            continue
+        mine = action.micro_batch in traced
+        axes.barh(row(action.stage), end - start, left=start, height=0.86, color=colours[action.kind], alpha=1 if mine else 0.22,
+                  edgecolor="black" if mine else "white", lw=1.4 if mine else 0.6, zorder=3 if mine else 1)
+        axes.text((start + end) / 2, row(action.stage), action.micro_batch, ha="center", va="center", fontsize=8, zorder=5,
+                  color="black" if mine else "#777777", fontweight="bold" if mine else "normal")
+        if mine and action.kind != "W":
+            ways[action.micro_batch].append((action.kind != "F", start, end, row(action.stage)))
+    for i, way in ways.items():
+        for (_, _, end, here), (_, start, _, there) in zip(sorted(way), sorted(way)[1:]):
+            axes.plot([end, start], [here, there], color="black", lw=1.3, ls="-" if i == traced[0] else (0, (4, 2)), zorder=2)
+    names = {stage: f"rank {0 if stage in (0, last) else PP - 1}, stage {stage}" for stage in lanes}
+    axes.set_yticks([row(stage) for stage in lanes], names.values(), fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, length(events)))
+    axes.set_xlabel("units of time", fontsize=9)
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"dualpipe: {idle_words(events)}, keep at most {counted('dualpipe')[0]} halves (ranks 1, 2 not drawn)",
+                   fontsize=10, loc="left")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
+    lines = [plt.Line2D([], [], color="black", lw=1.3, ls=style) for style in ("-", "--")]
+    axes.legend([*patches, *lines], ["F", "B, or I alone", "W", *(f"the way of micro-batch {i}" for i in traced)], ncols=5,
+                loc="upper center", bbox_to_anchor=(0.45, -0.14), frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2)
+    figure.savefig(os.path.join(FIGURES, "dualpipe.png"), dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def simulated_picture():
+    """1F1B of the same size with a real model, as tools/simulate plays and draws it."""
+    words = ("6 4 --pp 4 --schedule 1f1b --model llama-8b --dtype bfloat16 --seq_len 4096 --global_batch_size 8 "
+             "--micro_batch_size 1 --plot").split()
+    subprocess.run([sys.executable, ROOT / "tools/simulate", *words, os.path.join(FIGURES, "simulated.png")],
+                   check=True, stdout=subprocess.DEVNULL)
+
+
+def in_flight_picture():
+    """How long rank 0 keeps what it needs of a micro-batch, from its F to its B, and how many at a time."""
+    figure, columns = plt.subplots(2, 2, figsize=(8.4, 4.4), sharex=True, sharey="row", height_ratios=(2, 1))
+    for name, (above, below) in zip(("afab", "1f1b"), columns.T):
+        mine = [event for event in simulated(name) if event.rank == 0]
+        starts, ends = ({event.action.micro_batch: event for event in mine if event.action.kind == kind}
+                        for kind in "FB")
+        for i in starts:
+            above.barh(i, ends[i].end - starts[i].start, left=starts[i].start, height=0.75,
+                       color="#d8d8d8", edgecolor="#888888", lw=0.5)
+            for event, color in ((starts[i], "#4878a8"), (ends[i], "#d9a441")):
+                above.barh(i, event.end - event.start, left=event.start, height=0.75, color=color)
+        times = sorted({0, *(event.start for event in starts.values()),
+                        *(event.end for event in ends.values())})
+        kept = [sum(starts[i].start <= time < ends[i].end for i in starts) for time in times]
+        most = max(kept)
+        assert most == counted(name)[0]
+        below.step(times, kept, where="post", color="black", lw=1.5)
+        below.fill_between(times, kept, step="post", color="#d8d8d8")
+        below.text(times[kept.index(most)] + 0.4, most + 0.25, f"at most {most}", fontsize=9, va="bottom")
+        above.set_title(f"rank 0 in {name}", fontsize=10, loc="left")
+        below.set_xlabel("units of time", fontsize=9)
+    columns[0, 0].set_ylabel("micro-batch", fontsize=9)
+    columns[0, 0].set(yticks=range(M))
+    columns[0, 0].invert_yaxis()
+    columns[1, 0].set_ylabel("in flight", fontsize=9)
+    columns[1, 0].set(ylim=(0, M + 2.5), yticks=(0, 4, 8))
+    for axes in columns.flat:
+        axes.tick_params(labelsize=9)
+    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("#4878a8", "#d9a441", "#d8d8d8")]
+    figure.legend(patches, ["F", "B", "kept from F to B"], loc="upper center", ncols=3, frameon=False,
+                  fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.savefig(os.path.join(FIGURES, "in_flight.png"), dpi=150)
+    plt.close(figure)
+
+
+def bubble_picture():
+    """Idle share against micro-batches; memory per rank."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2))
+    many = range(PP, 33)
+    for name in SCHEDULES:
+        style = dict(color=COLORS[name])
+        taken = [m for m in many if m >= schedules.least(name, PP)]
+        left.plot(taken, [idle_formula(name) / (3 * m) for m in taken], lw=1,
+                  ls="--" if name == "afab" else "-", **style)
+        points = [m for m in taken if m in (4, 8, 12, 16, 24, 32)]
+        idle = [schedules.bubble(simulated(name, m))[0] / (3 * m) for m in points]
+        left.plot(points, idle, "o", ms=7 if name == "afab" else 4, label=name, **style)
+        real = ran(name)
+        left.plot(M, sum(schedules.bubble(real)) / PP / (3 * M), "x", ms=9, mew=1.5, **style)
+    left.plot([], [], "x", color="black", label="a real run")
+    left.set(xlabel="micro-batches m", ylabel="idle time, as a share of the work",
+             title="lines: formula; dots: simulation", ylim=(0, None))
+    left.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, 0))
+    left.legend(frameon=False, fontsize=9)
+    for i, name in enumerate(SCHEDULES):
+        ranks = SEEN["watch", flags(name)]
+        places = [rank + (i - 2) * 0.16 for rank in range(PP)]
+        right.bar(places, [n / share(name) for n in counted(name)], width=0.14,
+                  color=COLORS[name], label=name)
+        measured = [seen["kept"] / seen["of_one"] / share(name) for seen in ranks]
+        right.plot(places, measured, "k_", ms=9, mew=1.5, label="measured" if i == 4 else None)
+    right.set(ylabel="micro-batches kept, of a rank's whole share",
+              title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 12))
+    right.set_xticks(range(PP), [f"rank {rank}" for rank in range(PP)])
+    right.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
+    figure.tight_layout()
+    figure.savefig(os.path.join(FIGURES, "bubble_and_memory.png"), dpi=150)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        do_runs(one_run, *sys.argv[2:])
+    else:
+        list_pictures()
+        dualpipe_picture()
+        simulated_picture()
+        in_flight_picture()
+        put_into_page(STEP / "README.md", dict(messages=message_table()))
+        if sys.argv[1:2] != ["drawn"]:
+            run_all()
+            bubble_picture()
+            put_into_page(STEP / "README.md", dict(memory=memory_table()))

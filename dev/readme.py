@@ -1,0 +1,247 @@
+"""What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, line counts, the tables of planted mistakes.
+
+    python dev/readme.py                             # writes the tables' order of files, line counts and sizes of diffs
+    python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
+    python dev/readme.py --words                     # how many words each step's README has, and of these its main path
+
+A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
+diff to the step before; text, or none, is only read. A comment line right before a block changes that:
+
+    <!-- run: no, needs a GPU -->        (or: needs a hub, needs a cluster, installs torch, is the test suite itself)
+    <!-- run: add --steps 3 -->          adds these flags to every command that runs a train.py, and to make run
+"""
+import re
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs, step_files
+
+PLANNER = "tools/plan/README.md"
+READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
+NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
+
+Block = namedtuple("Block", "line language directive text")
+
+
+def blocks(text):
+    """All fenced blocks, with the line they start at."""
+    found, opened, directive, body = [], None, "", []
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if opened and stripped == "```":
+            found.append(Block(*opened, "".join(body)))
+            opened, directive = None, ""
+        elif opened:
+            body.append(line + "\n")
+        elif stripped.startswith("```"):
+            opened, body = (number, stripped[3:].strip(), directive), []
+        elif stripped and directive:
+            raise ValueError(f"line {number}: 'run: {directive}' must stand right before a block")
+        elif stripped.startswith("<!-- run:"):
+            directive = stripped.removeprefix("<!-- run:").removesuffix("-->").strip()
+    if opened or directive:
+        raise ValueError(f"the last block has no end, or 'run: {directive}' no block")
+    return found
+
+
+def block_problems(text):
+    """Blocks that would be neither run nor compared."""
+    known = ("bash", "python", "diff", "text", "")
+    return ([f"line {block.line}: a block of {block.language!r}; known are {known}"
+             for block in blocks(text) if block.language not in known]
+            + [f"line {block.line}: 'run: {block.directive}' is not known" for block in blocks(text)
+               if block.directive and block.directive not in NOT_RUN and not block.directive.startswith("add --")])
+
+
+def with_flags(text, flags):
+    """The flags at the end of each command that runs a train.py, before any pipe, comment or next command."""
+    text = re.sub(r"\bmake run\b", f'make run FLAGS="{flags}"', text.replace("\\\n", " "))
+    return re.sub(r"(train\.py[^|&;>#\n)]*?)(?=\s*([|&;>#\n)]|$))", rf"\1 {flags}", text)
+
+
+def to_run(block):
+    """A block's text as it runs; None if it is not to be run."""
+    if block.language not in ("bash", "python") or block.directive in NOT_RUN:
+        return None
+    if block.directive.startswith("add "):
+        return with_flags(block.text, block.directive.removeprefix("add "))
+    return block.text
+
+
+def run_blocks(readme):
+    sys.argv = [readme]
+    sys.path.insert(0, str(Path(readme).resolve().parent))
+    namespace = {"__name__": "__main__"}
+    for block in blocks(Path(readme).read_text()):
+        text = to_run(block)
+        if text is None:
+            continue
+        print(f"--- {readme}, line {block.line}", flush=True)
+        if block.language == "bash":
+            subprocess.run(["bash", "-e", "-c", text], check=True)
+        else:
+            exec(compile("\n" * block.line + text, readme, "exec"), namespace)
+
+
+def real_diff(old, new):
+    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", "-x", "by_hand.py", old, new]
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+
+
+def hunks(text):
+    """The runs of lines of a diff block, cut at its headers and at '...'."""
+    cut = re.split(r"^(?:diff .*|--- .*|\+\+\+ .*|@@.*|\s*\.\.\.)\n", text, flags=re.MULTILINE)
+    return [hunk.splitlines() for hunk in cut if hunk.strip()]
+
+
+def diff_problems(text, diffs):
+    """The hunks that are in none of the diffs, line after line."""
+    joined = ["\n" + "\n".join(map(str.rstrip, lines)) + "\n" for lines in diffs]
+    return [f"line {block.line}: not in the diff: {hunk[0]} ..."
+            for block in blocks(text) if block.language == "diff" for hunk in hunks(block.text)
+            if not any("\n" + "\n".join(map(str.rstrip, hunk)) + "\n" in lines for lines in joined)]
+
+
+def diffs_of(readme):
+    """A step's own diff to the step before; for the README at the top and for docs/ all of them."""
+    return [real_diff(old, new) for old, new in pairs() if Path(readme).parts[0] in ("README.md", "docs", new.name)]
+
+
+def prose(text):
+    return re.sub(r"^\s*```.*?^\s*```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(text):
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|<img[^>]*\bsrc=\"([^\"]+)\"", prose(text))
+    return [link for link in map("".join, targets) if not re.match(r"\w+:", link)]
+
+
+def broken_links(text, folder):
+    names = (link.split("#")[0] for link in links(text))
+    return [name for name in names if name and not (folder / name).exists()]
+
+
+def anchors(text):
+    """What may stand behind the # of a link to this page: its headings, as GitHub names them, and its <a id>s."""
+    without_code = re.sub(r"^\s*```.*?^\s*```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*?)\s*$", without_code, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).replace(" ", "-") for heading in headings]
+    return {*slugs, *re.findall(r"<a id=\"([^\"]+)\"", text)}
+
+
+def broken_anchors(text, path):
+    """The links whose page is there, and whose place in it is not."""
+    broken = []
+    for link in links(text):
+        name, _, place = link.partition("#")
+        page = path.parent / name if name else path
+        page = page / "README.md" if page.is_dir() else page
+        if place and page.suffix == ".md" and page.exists() and place not in anchors(page.read_text()):
+            broken.append(link)
+    return broken
+
+
+def with_line_counts(text, folder):
+    """The text with the real number of lines in every table headed | file | lines |."""
+    lines, inside = text.splitlines(keepends=True), False
+    for index, line in enumerate(lines):
+        if re.match(r"\s*\|\s*file\s*\|\s*lines\s*\|", line):
+            inside = True
+        elif not line.lstrip().startswith("|"):
+            inside = False
+        elif inside and (row := re.match(r"(\s*\|\s*[\[`]*([\w./-]+\.\w+)[^|]*\|\s*)[\d,?]+", line)):
+            count = (folder / row[2]).read_text().count("\n")
+            lines[index] = row[1] + str(count) + line[row.end():]
+    return "".join(lines)
+
+
+TABLE = re.compile(r"^\| file \| lines \|.*\n\|[-|: ]*\n((?:\|.*\n)*)", re.MULTILINE)
+
+
+def with_files(text, lesson, support):
+    """The text with the rows of its table of files in the order to read them, BORDER before those that only support the lesson.
+    A file without a row gets one that says '?'; the row of a file that the step does not change goes."""
+    found = TABLE.search(text)
+    if not found:
+        return text
+    rows = {name[1]: name.string for name in map(re.compile(r"\|\s*[\[`]*([\w./-]+\.\w+)").match, found[1].splitlines()) if name}
+    def of(names):
+        return [rows.get(name, f"| {name} | ? | ? |") for name in names]
+    border = [f"| *{BORDER}* | | |"] if support else []
+    return "".join([text[:found.start(1)], *(f"{row}\n" for row in [*of(lesson), *border, *of(support)]), text[found.end(1):]])
+
+
+def with_tables(text, name):
+    """A page with all that is counted in its tables, and a step's with its files in order."""
+    step = Path(name).parts[0]
+    if name == f"{step}/README.md" and step in LESSON:
+        text = with_files(text, LESSON[step], SUPPORT[step])
+    return with_diff_sizes(with_line_counts(text, (ROOT / name).parent))
+
+
+def diff_size(old, new):
+    """A step's new files with their lines, and the lines added to and removed from the files that were there before."""
+    there, here = set(step_files(old)), set(step_files(new))
+    added = ", ".join(f"{name} {(new / name).read_text().count(chr(10))}" for name in sorted(here - there))
+    changes = [line for name in there & here for line in real_diff(old / name, new / name) if re.match(r"[-+](?!--|\+\+)", line)]
+    return added, f"+{sum(line[0] == '+' for line in changes)} -{sum(line[0] == '-' for line in changes)}"
+
+
+def with_diff_sizes(text):
+    """The text with the real sizes in the table headed | step | adds | new files | changed lines |."""
+    for old, new in pairs():
+        row = rf"^(\| \[{new.name}\]\({new.name}\) \|[^|\n]*\|)[^|\n]*\|[^|\n]*\|$"
+        text = re.sub(row, lambda m: f"{m[1]} {' | '.join(diff_size(old, new))} |", text, flags=re.MULTILINE)
+    return text
+
+
+def planted_table(text):
+    """The planted mistakes named in the first column of the table under 'Break it'."""
+    section = re.search(r"^## Break it\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return mistakes_named(section[1]) if section else []
+
+
+def mistakes_named(text):
+    """The patches that begin a row of a table."""
+    return re.findall(r"^\| *`(step0\d_\w+)` *\|", text, re.MULTILINE)
+
+
+def main_path_words(text):
+    """The words up to 'Break it', tables counted with their bars; without code, comments and what is folded."""
+    text = re.split(r"^## Break it$", text, flags=re.MULTILINE)[0]
+    for left_out in (r"^\s*```.*?^\s*```$", r"<details>.*?</details>", r"<!--.*?-->"):
+        text = re.sub(left_out, " ", text, flags=re.MULTILINE | re.DOTALL)
+    return len(text.split())
+
+
+def all_words(text):
+    """What `wc -w` counts."""
+    return len(text.split())
+
+
+def write_tables():
+    for name in PAGES:
+        old = (ROOT / name).read_text()
+        new = with_tables(old, name)
+        if new != old:
+            (ROOT / name).write_text(new)
+            print(f"{name}: tables written")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        run_blocks(sys.argv[2])
+    elif sys.argv[1:] == ["--words"]:
+        for name in STEPS:
+            text = (ROOT / name / "README.md").read_text()
+            print(f"{main_path_words(text):6,} of {all_words(text):6,} {name}")
+        print(f"{sum(all_words((ROOT / page).read_text()) for page in PAGES):15,} in all")
+    elif sys.argv[1:]:
+        sys.exit("error: readme.py takes --run PAGE, --words, or nothing")
+    else:
+        write_tables()

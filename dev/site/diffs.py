@@ -1,0 +1,163 @@
+"""What the site's pages know of the code: each changed file of a step as rows, where README shows a piece of it, and what else
+touches a row: a rung of the ladder, a planted mistake. Only the standard library."""
+import ast
+import re
+import subprocess
+import sys
+from collections import namedtuple
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "dev")]
+
+import diff
+from readme import blocks, hunks
+from steps import LESSON, STEPS
+
+Row = namedtuple("Row", "kind text old new")              # kind: ' ', '-' or '+'; the numbers of its line before and after
+Card = namedtuple("Card", "number line file first last")  # README's hunk: its block's line, and which rows it shows
+Mark = namedtuple("Mark", "kind label title where")
+
+
+def before(step):
+    index = STEPS.index(step)
+    return STEPS[index - 1] if index else None
+
+
+@cache
+def changed(step):
+    """{file: its rows} of the lesson, and of what supports it, in the order of `make diff`. Of step 1 all is new."""
+    if not before(step):
+        names = [path.name for path in (ROOT / step).glob("*.py") if path.name != "by_hand.py"]
+        lesson = [name for name in LESSON[step] if name in names]
+        return [{name: rows(None, step, name) for name in part} for part in (lesson, sorted({*names} - {*lesson}))]
+    return [{name: rows(before(step), step, name) for name in part} for part in diff.changed_files(before(step), step)]
+
+
+@cache
+def rows(old, new, name):
+    """A file as its whole diff. The lines without '-' are the file, those without '+' the file of the step before."""
+    if not old or not (ROOT / old / name).exists():
+        return [Row("+", line, None, number) for number, line in enumerate((ROOT / new / name).read_text().splitlines(), 1)]
+    command = ["diff", "-U1000000", str(ROOT / old / name), str(ROOT / new / name)]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[3:]
+    found, at = [], {"-": 0, "+": 0}
+    for line in lines:
+        kind = line[0]
+        for side in at:
+            at[side] += kind in (side, " ")
+        found.append(Row(kind, line[1:], at["-"] if kind != "+" else None, at["+"] if kind != "-" else None))
+    return found
+
+
+@cache
+def functions(step, name):
+    """(name, line of def, last line) of the functions and methods of a step's file; one inside of another comes after it."""
+    if not name.endswith(".py"):
+        return []
+    found = []
+
+    def visit(node, prefix):
+        for child in node.body:
+            if isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.FunctionDef):
+                found.append((prefix + child.name, child.lineno, child.end_lineno))
+                visit(child, f"{prefix}{child.name}.")
+    visit(ast.parse((ROOT / step / name).read_text()), "")
+    return found
+
+
+@cache
+def function_at(step, name, new):
+    """The function that the row after line `new` of the new file still belongs to, by the line of its def."""
+    return next((start for _, start, end in functions(step, name) if start <= new <= end), None)
+
+
+@cache
+def cards(step):
+    """A card for each hunk of a step's README. A hunk that is twice in the diff is taken where it comes next."""
+    found, last = [], ("", -1)
+    for block in blocks((ROOT / step / "README.md").read_text()):
+        for hunk in hunks(block.text) if block.language == "diff" else []:
+            places = occurrences(step, hunk)
+            if not places:
+                raise ValueError(f"{step}/README.md, line {block.line}: not in the diff: {hunk[0]}")
+            file, first = min(places, key=lambda place: (place[0] != last[0], place[1] < last[1]))
+            found.append(Card(len(found) + 1, block.line, file, first, first + len(hunk) - 1))
+            last = file, first
+    return found
+
+
+def occurrences(step, hunk):
+    wanted = [line.rstrip() for line in hunk]
+    found = []
+    for part in changed(step):
+        for name, lines in part.items():
+            text = [(row.kind + row.text).rstrip() for row in lines]
+            found += [(name, i) for i in range(len(text)) if text[i:i + len(wanted)] == wanted]
+    return found
+
+
+@cache
+def rungs(step):
+    """[(number, name of the test, {file: functions})] of a step's ladder, read and not imported: that would need torch."""
+    path = ROOT / f"exercises/ladder/test_ladder{step[4:6]}.py"
+    body = ast.parse(path.read_text()).body if path.exists() else []
+    named = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign) and hasattr(node.targets[0], "id")}
+
+    def value(expression):
+        names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)} & {*named}
+        return eval(compile(ast.Expression(expression), path, "eval"), {name: value(named[name]) for name in names})
+    found = []
+    for node in body:
+        for mark in getattr(node, "decorator_list", []):
+            if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "rung":
+                found.append((len(found) + 1, node.name, value(mark.args[0])))
+    return found
+
+
+@cache
+def mistakes(step):
+    """[(name, file, the lines of the step's file that it changes)] of the planted mistakes."""
+    found = []
+    for path in sorted((ROOT / "exercises/mistakes").glob(f"{step[:6]}_*.patch")):
+        file = line = None
+        for text in path.read_text().splitlines():
+            if text.startswith("--- a/"):
+                file = text.removeprefix("--- a/").partition("/")[2]
+            elif text.startswith("@@"):
+                line = int(re.match(r"@@ -(\d+)", text)[1])
+            elif line and text.startswith("-"):
+                found.append((path.stem, file, line))
+                line += 1
+            elif line and text.startswith("+"):
+                found.append((path.stem, file, max(line - 1, 1)))
+            elif line and not text.startswith("+"):
+                line += 1
+    return found
+
+
+@cache
+def marks(step, name):
+    """{index of a row: marks}: where README speaks of it, where a rung wants the function, where a mistake touches it."""
+    found, lines = {}, next(part[name] for part in changed(step) if name in part)
+    index_of = {row.new: index for index, row in enumerate(lines) if row.new}
+
+    def add(index, mark):
+        if mark not in found.setdefault(index, []):
+            found[index].append(mark)
+    for card in cards(step):
+        if card.file == name:
+            add(card.first, Mark("said", f"§{card.number}", "README shows this", f"index.html#card-{card.number}"))
+    starts = {function: start for function, start, _ in functions(step, name)}
+    for number, test, write in rungs(step):
+        for function in write.get(name, []):
+            if function in starts:
+                add(index_of[starts[function]], Mark("rung", f"rung {number}", f"the ladder wants {function}: {test}",
+                                                     "index.html#exercises"))
+    for mistake, file, line in mistakes(step):
+        if file == name and line in index_of:
+            add(index_of[line], Mark("mistake", "mistake", f"planted: {mistake}", "index.html#break-it"))
+    return found

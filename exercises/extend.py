@@ -1,0 +1,103 @@
+"""Extensions: techniques that one step each could have as well, as a patch of a few lines on it.
+
+    python exercises/extend.py               # which there are, and their tests
+    python exercises/extend.py muon          # a copy of its step with the patch, in exercise/muon
+
+exercises/extensions/muon.patch begins with lines that say what it is, what to run, and what it was measured to do;
+exercises/extensions/muon.py has its tests. As with a planted mistake, EXERCISE puts the copy in the place of the step.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from patched import copy_step, read_header, run_tests
+from steps import ROOT, full_name
+
+FOLDER = ROOT / "exercises/extensions"
+
+
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def patches():
+    """{name: patch}, by step"""
+    found = sorted(FOLDER.glob("*.patch"), key=lambda patch: (read_header(patch)["step"], patch.stem))
+    return {patch.stem: patch for patch in found}
+
+
+def lines(patch, sign="+"):
+    """How many the patch adds, or takes away; neither its head nor the names of files count."""
+    return sum(line[:1] == sign and line[:3] != 3 * sign for line in patch.read_text().splitlines())
+
+
+def apply(patch, folder):
+    """Into a copy of its step in the folder."""
+    copy = copy_step(full_name(read_header(patch)["step"]), folder)
+    command = ["git", "apply", "--unsafe-paths", f"--directory={folder}", patch]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        refuse(f"{patch.name} does not fit {copy.name} as it is here (git status shows what was changed): "
+               + done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    return copy
+
+
+def run_its_tests(patch, *options):
+    with tempfile.TemporaryDirectory() as folder:
+        return run_tests([patch.with_suffix(".py")], (read_header(patch)["step"], apply(patch, folder)), *options)
+
+
+# ------------------------------------------------------------------------------------------------ the reader's commands
+def start(patch):
+    target, said = ROOT / "exercise" / patch.stem, read_header(patch)
+    step, shown = full_name(said["step"]), target.relative_to(ROOT)
+    if target.exists():
+        print(f"{shown} is there already and stays as it is")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = apply(patch, folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copytree(copy, target)
+        print(f"{shown} is {step} with {said['what']}")
+    print(f"    diff -u -N -r -x README.md -x by_hand.py -x figures -x __pycache__ {step} {shown}\n"
+          f"    {said['run'].format(folder=shown)}\n"
+          f"    EXERCISE={said['step']}={shown} make test STEP={said['step']}        all tests of the step, on the copy")
+
+
+def run_all():
+    red = 0
+    print("| extension | step | lines | its tests | seconds |\n|---|---|---|---|---|", flush=True)
+    for name, patch in patches().items():
+        begun = time.monotonic()
+        verdict = run_its_tests(patch)
+        green = verdict.passed and not verdict.failed
+        red += not green
+        result = f"{verdict.passed} passed" if green else f"RED: {verdict.failed} {verdict.why[:150]}"
+        header = read_header(patch)
+        print(f"| {name}: {header['what']} | {header['step']} | +{lines(patch)} -{lines(patch, '-')} | {result} "
+              f"| {time.monotonic() - begun:.0f} |", flush=True)
+    sys.exit(f"error: {red} of {len(patches())} extensions have tests that fail" if red else 0)
+
+
+def main():
+    names, known = sys.argv[1:], patches()
+    if unknown := [name for name in names if name not in known]:
+        refuse(f"no extension {unknown[0]}; there are: {' '.join(known)}")
+    for name in names:
+        start(known[name])
+    if not names:
+        os.chdir(ROOT / "tests")
+        run_all()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as error:                              # no git, or a folder that cannot be written
+        refuse(error)

@@ -1,0 +1,253 @@
+"""A bug hunt: a mistake is planted in a copy of a step that you do not see. Find file and line by asking for numbers.
+
+    make hunt SEED=today                                  # begins one: the loss, right and with the mistake; LEVEL=any: any
+    make probe OF=grad_norm RANK=1 AT=3                   # one number of one rank in one training step, of both runs
+    make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT=1 if it is not said; without NAME of all that the rank has
+    make hunt ANSWER="zero.py:120"                        # a line of ours; LEVEL=any: ANSWER="step03_zero/zero.py:120"
+
+OF= is loss, grad_norm, gradient (the norm of this rank's, before clipping), weight (norm and digest of the rank's own part after
+the update), bytes (payload that the rank sends) or operations (the first collective that differs). A line is near enough if it is
+at most three lines from one that the mistake changes. The fewest probes win.
+"""
+import datetime
+import difflib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from unittest.mock import patch as replaced
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from exercise import refuse
+from patched import MISTAKES, copy_step, planted_mistakes
+from steps import PYTHONPATH, ROOT, full_name
+
+HUNT = ROOT / "exercise/hunt"
+HIDDEN = HUNT / ".bug"                                    # the copy with the mistake, and the numbers of both runs
+NEAR, WRONG = 3, 3                                        # lines; the exit status of a wrong answer, which is no mistake
+RUN = "--seq_len 16 --global_batch_size 8 --micro_batch_size 1 --steps 6 --lr 1e-2 --warmup 2"
+# ranks and flags: the first under which a mistake shows in a number is taken
+LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
+           2: ["2 --dp_mode bucket", "2 --dp_mode overlap", "2 --dp_mode naive"],
+           3: ["2 --zero 1", "2 --zero 3", "4 --zero 2 --zero_shard 2"],
+           4: ["2 --tp 2", "2 --tp 2 --sp off"],
+           5: ["2 --cp 2", "2 --cp 2 --cp_mode ring", "4 --cp 2 --dp 2"],
+           6: ["2 --pp 2", "2 --pp 2 --schedule zerobubble", "2 --pp 2 --schedule interleaved", "4 --pp 2 --schedule zerobubble",
+               "4 --pp 2 --zero 3"],
+           7: ["2 --ep 2", "4 --ep 2 --tp 2", "4 --ep 2 --cp 2 --balance aux", "4 --ep 2 --pp 2 --schedule zerobubble"],
+           8: []}                                         # its mistakes show only in runs that are saved, killed or resumed
+RACE = "whether a message has come in time is chance: its numbers differ from run to run, or are none"
+TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
+EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where a rank refuses",
+            "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
+            "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
+            "step06_deferred_gradients_kept": TIME, "step06_gradients_kept_apart": TIME,
+            "step05_halves_of_one_token": "shows only with --seq_len 1",
+            "step07_experts_sliced_over_all": "ends in the first step, with an infinite norm and no number to ask for",
+            "step07_empty_experts_not_zeroed": "shows only with a kernel that zeroes none", "step02_sums_every_micro_batch": RACE}
+
+
+def probed_job(argv):
+    """Trains; returns what can be asked for, of each training step."""
+    import torch
+    import torch.distributed as dist
+    import train
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from unforgiving import unforgiving
+    steps, models = [], []
+
+    class Sent(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.namespace == "c10d" and (tensors := [t for t in tree_leaves(args[:2]) if torch.is_tensor(t)]):
+                objects = [a for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup"]
+                ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(objects[0])) if objects else []
+                size, among = max(tensor.nbytes for tensor in tensors), ", ".join(map(str, ranks))
+                steps[-1]["operations"].append(f"{op._opname.strip('_')} of {size:,} bytes among ranks {among}")
+                steps[-1]["bytes"] += size * (op._opname != "recv_")
+            return op(*args, **(kwargs or {}))
+
+    def kept(*args):
+        models[:] = [build_model(*args)]
+        return models[0]
+
+    def watched(*args):
+        for step, micro_batches in batches(*args):
+            steps.append(dict(bytes=0, operations=[]))
+            with Sent():
+                yield step, micro_batches
+
+    def named(tensors):
+        """A name for each parameter of the optimizer: that of the model's parameter in whose memory it lies."""
+        where = [(param.data_ptr(), param.data_ptr() + param.nbytes, name) for name, param in models[0].named_parameters()]
+        return {next((name for begin, end, name in where if begin <= param.data_ptr() < end), f"part{i}"): tensor
+                for i, (param, tensor) in enumerate(tensors)}
+
+    class Probed(train.Optimizer):
+        def clip(self):
+            grads = named(zip(self.params, self.grads))
+            steps[-1]["gradient"] = {name: float(grad.norm()) for name, grad in grads.items()}
+            steps[-1]["gradient"]["all"] = float(torch.stack([grad.norm() for grad in self.grads]).norm())
+            return super().clip()
+
+        def step(self, lr):
+            super().step(lr)
+            steps[-1]["weight"] = {name: described([master]) for name, master in named(zip(self.params, self.masters)).items()}
+            steps[-1]["weight"]["all"] = described(self.masters)
+
+    def log(self, step, loss, grad_norm, lr, **more):
+        steps[-1].update(loss=float(loss), grad_norm=float(grad_norm))
+
+    build_model, batches = train.build_model, train.batches
+    with replaced.multiple(train, build_model=kept, batches=watched, Optimizer=Probed), replaced.object(train.Metrics, "log", log):
+        with unforgiving():                               # else a message that nobody waits for comes by chance, or does not
+            train.main(argv)
+    return steps
+
+
+def described(tensors):
+    """The norm, and a digest of every bit."""
+    digest = zlib.crc32(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors))
+    return f"{sum(float(tensor.norm()) ** 2 for tensor in tensors) ** 0.5:.6g}, digest {digest:08x}"
+
+
+def drawn(seed):
+    """All that can be drawn, in the order of this seed; the first that shows is taken."""
+    names = [patch.stem for patch in planted_mistakes() if patch.stem not in EXCLUDED and LAYOUTS[int(patch.stem[4:6])]]
+    return random.Random(seed).sample(names, len(names))
+
+
+def run(pool, step, layout):
+    """What every rank has noted; None if the run does not come to its end."""
+    import cases
+    from harness import JobFailed
+    world, *flags = layout.split()
+    shape = cases.shape("top2-4" if "--ep" in flags else "dense-4-kv1") | dict(vocab_size=256)
+    (pool.folder() / "config.json").write_text(json.dumps(shape))
+    try:
+        return pool.call(probed_job, step, int(world), timeout=200, argv=["--model", str(pool.folder()), *RUN.split(), *flags])
+    except JobFailed:
+        return None
+
+
+def plant(pool, name, folder):
+    """The copy with this mistake, a layout under which it shows, and both runs; None if it does not."""
+    step = full_name(name[:6])
+    copy = copy_step(step, folder)
+    alone = os.environ | dict(GIT_CEILING_DIRECTORIES=str(folder.resolve().parent))           # git leaves alone what it ignores
+    subprocess.run(["git", "apply", MISTAKES / f"{name}.patch"], cwd=folder, env=alone, check=True)
+    for layout in LAYOUTS[int(name[4:6])]:
+        right = pool.once((step, layout), lambda: run(pool, step, layout))
+        bug = run(pool, copy, layout)
+        if bug and right != bug and not re.search("NaN|Infinity", json.dumps(bug)):
+            return dict(patch=name, step=step, layout=layout, right=right, bug=bug, probes=0)
+    shutil.rmtree(copy)
+
+
+def begin(pool, seed, level):
+    shutil.rmtree(HIDDEN, ignore_errors=True)
+    hunt = next(filter(None, (plant(pool, name, HIDDEN) for name in drawn(seed))))
+    remember(hunt | dict(level=level))
+    where = f"{hunt['step']}, --nproc_per_node {hunt['layout']}" if level == "one" else f"a step, {len(hunt['bug'])} ranks"
+    print(f"There is a mistake in a copy of {where}. The loss, right and with the mistake:")
+    for t, (right, bug) in enumerate(zip(hunt["right"][0], hunt["bug"][0]), 1):
+        print(f"    training step {t}   {right['loss']:.4f}   {bug['loss']:.4f}")
+
+
+def remember(hunt):
+    (HIDDEN / "hunt.json").write_text(json.dumps(hunt))
+
+
+def present():
+    try:
+        return json.loads((HIDDEN / "hunt.json").read_text())
+    except (FileNotFoundError, ValueError):
+        refuse("there is no hunt yet: make hunt SEED=today")
+
+
+def probe(of, rank="0", at="1", name=""):
+    hunt = present()
+    asked = ("loss", "grad_norm", "gradient", "weight", "bytes", "operations")
+    if of not in asked:
+        refuse(f"OF={of}: there are {', '.join(asked)}")
+    for key, text, first, last in (("RANK", rank, 0, len(hunt["bug"]) - 1), ("AT", at, 1, len(hunt["bug"][0]))):
+        if not re.fullmatch("[0-9]{1,6}", text) or not first <= int(text) <= last:
+            refuse(f"{key}={text}: there are {first} to {last}")
+    right, bug = (hunt[which][int(rank)][int(at) - 1][of] for which in ("right", "bug"))
+    names = right if of in ("gradient", "weight") else {}
+    if name and name not in names:
+        refuse(f"NAME={name}: of {of} rank {rank} has {', '.join(names) or 'no names'}")
+    if names:
+        right, bug = right[name or "all"], bug.get(name or "all")
+    if of == "operations":
+        both = [*zip([*right, "no more"], [*bug, "no more"])]
+        i = next((i for i, (a, b) in enumerate(both) if a != b), len(both) - 1)    # the first that differs
+        right, bug = (f"{len(all)} operations; no. {i + 1}: {one}" for all, one in zip((right, bug), both[i]))
+    remember(hunt | dict(probes=hunt["probes"] + 1))
+    print(f"{of} {name}".strip() + f" of rank {rank} in training step {at} (probe {hunt['probes'] + 1})\n"
+          f"    right          {right}\n    with mistake   {bug}" + "\n    no difference" * (right == bug))
+
+
+def changed_lines(step, copy):
+    """{file: the lines of ours that the mistake changes}"""
+    changed = {}
+    for path in sorted((ROOT / step).glob("*.py")):
+        ours, theirs = path.read_text().splitlines(), (copy / path.name).read_text().splitlines()
+        for kind, first, last, *_ in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+            if kind != "equal":
+                changed.setdefault(path.name, set()).update(range(first + 1, max(last, first + 1) + 1))
+    return changed
+
+
+def judge(hunt, answer, copy):
+    """Whether it is right."""
+    found = re.fullmatch(r"(?:(step0[1-8]\w*)/)?(\w+\.py):([0-9]{1,6})", answer.strip())
+    if not found or hunt["level"] == "any" and not found[1]:
+        refuse(f'ANSWER="{answer}": an answer is "zero.py:120", and with LEVEL=any "step03_zero/zero.py:120"')
+    step, file, line = found[1] or hunt["step"], found[2], int(found[3])
+    changed = changed_lines(hunt["step"], copy).get(file, ())
+    return hunt["step"].startswith(step) and any(abs(line - one) <= NEAR for one in changed)
+
+
+def answered(answer):
+    hunt, best_of = present(), HUNT / "best.json"
+    if not judge(hunt, answer, HIDDEN / hunt["step"]):
+        print(f"no: the mistake is not there ({hunt['probes']} probes so far)")
+        return WRONG
+    best = json.loads(best_of.read_text()) if best_of.exists() else {}
+    best[hunt["patch"]] = min(hunt["probes"], best.get(hunt["patch"], hunt["probes"]))
+    best_of.write_text(json.dumps(best))
+    print(f"yes, with {hunt['probes']} probes; the fewest with which it was found here: {best[hunt['patch']]}\n\n"
+          + (MISTAKES / f"{hunt['patch']}.patch").read_text())
+
+
+def main():
+    what, *words = sys.argv[1:] or ["hunt"]
+    given = dict(word.split("=", 1) for word in words if not word.endswith("="))   # as make gives what nobody has set
+    if what == "probe":
+        return probe(given.get("OF", ""), given.get("RANK", "0"), given.get("AT", "1"), given.get("NAME", ""))
+    if "ANSWER" in given:
+        return answered(given["ANSWER"])
+    seed, level = given.get("SEED", ""), given.get("LEVEL", "one")
+    if not re.fullmatch(r"[\w.-]{1,40}", seed):
+        refuse('which hunt? make hunt SEED=today, or any word; make hunt ANSWER="FILE:LINE" answers')
+    if level not in ("one", "any"):
+        refuse(f"LEVEL={level}: there are one and any")
+    sys.path += [path for path in PYTHONPATH if path not in sys.path]
+    from harness import shared_pool
+    begin(shared_pool(), datetime.date.today().isoformat() if seed == "today" else seed, level)
+
+
+if __name__ == "__main__":
+    import hunt                                           # by this name the workers find what they are to run
+    try:
+        sys.exit(hunt.main())
+    except OSError as error:                              # a folder that cannot be written
+        refuse(error)
+    except KeyboardInterrupt:
+        sys.exit(130)

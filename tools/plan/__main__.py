@@ -1,0 +1,172 @@
+"""From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
+
+    python tools/plan --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
+"""
+import argparse
+import json
+import re
+import signal
+import sys
+
+import explain
+import measured
+import models
+import nanotron
+import serve
+import verify
+from speed import GPUS, NETWORKS, Cluster, gpus
+from trainer import LARGEST_NUMBER as MOST, Refused, refuse
+from trainers import TRAINERS, constants_of
+
+# beyond these a unit was mistaken
+RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0.001, 1e18),
+              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def count(text):
+    """4k is 4,096 and 4M 4,194,304: lengths and batches are powers of two."""
+    plain = text.strip().lower().replace(",", "").replace("_", "")
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmg]?)", plain)
+    try:
+        return float(found[1]) * UNITS[found[2]]
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; 4096, 4k, 4e6 and 4M are") from None
+
+
+def network(text):
+    try:
+        return NETWORKS.get(text) or float(text)
+    except ValueError:
+        choices = ", ".join(NETWORKS)
+        raise argparse.ArgumentTypeError(f"{text}: {choices}, or bytes per second per GPU") from None
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(prog="planner", description=__doc__.splitlines()[0], allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    add = parser.add_argument
+    add("--model", default="llama-8b",
+        help=f"one of {', '.join(models.PRESETS)}; or a directory or hub id with a config.json")
+    add("--gpus", type=count, default=8)
+    add("--gpu", choices=GPUS, default="h100")
+    add("--network", type=network, default="infiniband",
+        help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
+    add("--gpus_per_node", type=count, default=8)
+    add("--flops", type=float, help="bfloat16 FLOPs per second, in place of --gpu's")
+    add("--hbm", type=float, help="bytes per second of its memory, in place of --gpu's")
+    add("--memory", type=float, help="GiB, in place of --gpu's")
+    add("--nvlink", type=float, help="bytes per second inside a node, in place of --gpu's")
+    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's")
+    add("--trainer", choices=TRAINERS, default="this", help="whose speeds and memory")
+    add("--compile", action="store_true", help="with torch.compile; torchtitan: and asynchronous tp")
+    add("--fp8", action="store_true", help="layers' products in 8 bits")
+    add("--seq_len", type=count, default=4096, help="tokens; 4k is 4,096")
+    add("--global_batch_tokens", type=count, default=4e6, help="4M is 4,194,304")
+    add("--config", help="explain this one: "
+        "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
+    add("--tokens", type=float, default=0, help="to train on, as 15e12: says days and GPU-hours")
+    add("--price", type=float, default=0, help="of a GPU-hour, for --tokens")
+    add("--mtbf", type=float, default=0, help="hours between failures of the whole job, for --tokens")
+    add("--checkpoint_s", type=float, default=60, help="seconds that a checkpoint holds it up, for --mtbf")
+    add("--restart_s", type=float, default=600, help="seconds from a failure until it goes on, for --mtbf")
+    add("--verify", type=int, default=0, metavar="K", help="have tools/simulate run the best K (needs torch)")
+    add("--json", action="store_true", help="print the answer for programs")
+    add("--constants", help="a file that --fit wrote, or is to write")
+    add("--fit", help="a CSV file of tools/sweep.py: fit the constants to this cluster")
+    add("--serve", action="store_true", help="a page with sliders, for a browser on this machine")
+    add("--port", type=int, default=8008, help="of --serve; 0: any that is free")
+    add("--html", help="write the answer to this file, as a page that needs nothing")
+    add("--predict", help="a CSV file of runs of other trainers")
+    add("--out", help="where --predict writes")
+    args = parser.parse_args()
+    check(args)
+    return args
+
+
+def check(args):
+    for name in ("gpus", "gpus_per_node", "seq_len"):
+        value, most = getattr(args, name), serve.LARGEST[name]
+        if not 1 <= value <= most or value != int(value):
+            refuse(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
+        setattr(args, name, int(value))
+    for name, (least, most) in RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
+    tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
+    if not 1 <= tokens <= most:
+        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {most:,}")
+    if tokens / args.seq_len > MOST / 2:
+        refuse(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
+               f"{args.seq_len:,} tokens")
+
+
+def cluster_of(args):
+    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
+        refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
+    gpu = GPUS[args.gpu]
+    own = dict(bfloat16=args.flops, hbm=args.hbm, memory=args.memory, nvlink=args.nvlink)
+    gpu = gpu._replace(**{name: value for name, value in own.items() if value})
+    if args.power:
+        gpu = gpus.at_power(gpu, args.power)
+    if args.verify and (gpu != GPUS[args.gpu] or args.trainer != "this" or args.compile or args.fp8):
+        refuse("--verify: the simulator has GPUs as --gpu names them, and this trainer alone, without "
+               "--compile and --fp8")
+    return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
+
+
+def main():
+    args = parse_args()
+    if args.predict:
+        return nanotron.predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
+    cluster = cluster_of(args)
+    if args.fit:
+        path = args.constants or refuse("--fit needs --constants FILE to write to")
+        constants, runs = measured.fit_own(args.fit, cluster)
+        measured.write_text("--constants", path, json.dumps(constants, indent=1))
+        return print(f"fitted to {runs} runs: {path}")
+    c, known = models.load(args.model), measured.load_constants(args.constants)
+    constants = constants_of(known, args.trainer, args.compile, args.fp8, args.gpu)
+    training = args.tokens, args.price, args.mtbf, args.checkpoint_s, args.restart_s
+    question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
+                              args.global_batch_tokens / args.seq_len, constants, training)
+    if args.serve:
+        return serve.run(question, args.config, args.port)
+    if args.html:
+        return serve.write(question, args.config, args.html)
+    if args.config:
+        one = question.evaluate(args.config)
+        if args.json:
+            return print(json.dumps(explain.as_json(question, one), indent=1))
+        heading = explain.heading(question, "its batch", one.layout.batch)
+        return print("\n".join([*heading, "", *explain.one_in_detail(question, one)]))
+    if not args.json:
+        print("\n".join(explain.heading(question)), flush=True)            # the search takes seconds
+    search = question.search()
+    best = search.best()
+    if args.json:
+        if not best:
+            print(explain.nothing_fits(question), file=sys.stderr)
+        return print(json.dumps([explain.as_json(question, one) for one in best], indent=1))
+    if not best:
+        return print(explain.nothing_fits(question))
+    print("\n".join(explain.two_answers(question, search)))
+    print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
+    print("\n".join(explain.table(question, best)), "\n")
+    print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
+    for one in best[:args.verify]:
+        print(verify.beside_the_simulator(question, one), flush=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)         # python tools/plan | head
+    try:
+        main()
+    except Refused as refused:
+        print(f"error: {' '.join(str(refused).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
