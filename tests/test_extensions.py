@@ -3,8 +3,9 @@ import re
 import sys
 
 import pytest
-from extend import FOLDER, apply, head, lines, patches, run_its_tests
+from extend import FOLDER, apply, lines, patches, run_its_tests
 from layouts import every_other
+from patched import read_header
 from steps import ROOT, copy_repository, full_name, run
 
 NAMES = list(patches())
@@ -14,7 +15,7 @@ AT_MOST = {"expert_chunks": 100, "fp8": 100, "linear_cp": 100, "reshard": 100}  
 
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_it_is_a_small_patch_on_its_step(patch, tmp_path):
-    said = head(patch)
+    said = read_header(patch)
     assert list(said) == ["step", "what", "run", "effect"]
     assert lines(patch) <= AT_MOST.get(patch.stem, 80)
     folder = apply(patch, tmp_path)
@@ -27,7 +28,7 @@ def test_it_is_a_small_patch_on_its_step(patch, tmp_path):
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_the_readmes_tell_of_it(patch):
     """Its step's, with what it does; the table in the FAQ, with its size and what it was measured to do."""
-    said = head(patch)
+    said = read_header(patch)
     assert f"make extend NAME={patch.stem}" in (ROOT / full_name(said["step"]) / "README.md").read_text()
     rows = re.findall(rf"^\| `{patch.stem}` \|.*$", (ROOT / "docs/FAQ.md").read_text(), re.M)
     assert len(rows) == 1 and f"| {lines(patch)} |" in rows[0] and said["effect"] in rows[0], rows
