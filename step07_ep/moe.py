@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from config import FAMILIES
 from mesh import data_mesh
 
 
@@ -137,10 +138,10 @@ def split_grouped(linear, queue, queue_weight_gradient):
 
 
 # ------------------------------------------------------------------------------------------- in a checkpoint
-def on_disk(name, param):
-    """What a parameter is in a Mixtral's checkpoint: (name, tensor), one for each expert that it has."""
-    if ".mlp.gate." in name or ".mlp.experts." in name:
-        name = name.replace(".mlp.", ".block_sparse_moe.")
+def on_disk(name, param, config):
+    """What a parameter is in a checkpoint: (name, tensor), one for each expert that it has."""
+    for ours, theirs in FAMILIES[config.family].renamed.items():
+        name = name.replace(ours, theirs)
     if ".experts." not in name:
         return [(name, param)]
     placement = getattr(param, "placement", None)         # the model as it is on the disk has none
