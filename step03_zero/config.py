@@ -38,13 +38,17 @@ def parse_args(argv=None):
     add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
+
     add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
+
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
         help="ZeRO: shard 1 optimizer states, 2 gradients, 3 weights (FSDP)")
     add("--zero_shard", type=at_least(1), help="shard over so many ranks only, and replicate (hybrid)")
+
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
+
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")

@@ -40,26 +40,34 @@ def parse_args(argv=None):
     add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
+
     add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
+
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
         help="ZeRO: shard 1 optimizer states, 2 gradients, 3 weights (FSDP)")
     add("--zero_shard", type=at_least(1), help="shard over so many ranks only, and replicate (hybrid)")
+
     add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks: each has a part of every matrix")
     add("--sp", choices=["on", "off"], default="on",
         help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
+
     add("--cp", type=at_least(1), default=1, help="context-parallel ranks: each has a part of every sequence")
     add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
         help="how attention sees the other parts")
+
     add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks: each has a part of the layers")
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
     add("--stages_per_rank", type=at_least(1),
         help="interleaved: two or more, two if not given; dualpipe has two, the others one")
+
     add("--ep", type=at_least(1), default=1, help="expert-parallel ranks, of dp x cp: each has some experts")
     add("--balance", choices=["none", "bias", "aux"],
         help="how the experts' load is evened out; bias if not given, none with --init_from")
+
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
+
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")
