@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from messages import refuse
-from schedules import SCHEDULES, least
+from schedules import SCHEDULES
 
 LARGEST_NUMBER = 10**8                                    # of anything that is counted
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
@@ -60,7 +60,7 @@ def parse_args(argv=None):
     add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks: each has a part of the layers")
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
     add("--stages_per_rank", type=at_least(1),
-        help="interleaved: two or more, two if not given; dualpipe has two, the others one")
+        help="stages of the model on each rank of pp; the schedule's own number if not given")
 
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
 
@@ -77,8 +77,7 @@ def parse_args(argv=None):
     world = int(os.environ.get("WORLD_SIZE", 1))
     args.dp = args.dp or world // (args.tp * args.cp * args.pp)
     args.schedule = args.schedule if args.pp > 1 else "1f1b"                # as with no pipeline
-    usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
-    args.stages_per_rank = args.stages_per_rank or usual
+    args.stages_per_rank = args.stages_per_rank or SCHEDULES[args.schedule].stages_per_rank
     if args.zero == 0 and args.zero_shard:
         refuse("--zero_shard needs --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp * args.cp
@@ -265,18 +264,18 @@ def check_context_parallel(args, config):
 
 
 def check_pipeline(args, config, micro_batches):
-    chosen, per_rank = args.schedule, args.stages_per_rank
-    fits = per_rank >= 2 if chosen == "interleaved" else per_rank == (2 if chosen == "dualpipe" else 1)
-    if not fits:
-        refuse(f"--stages_per_rank {per_rank}: interleaved takes 2 or more, dualpipe 2, all others 1")
+    schedule, per_rank = SCHEDULES[args.schedule], args.stages_per_rank
+    if per_rank < schedule.stages_per_rank or per_rank > schedule.stages_per_rank and not schedule.or_more:
+        refuse(f"--stages_per_rank {per_rank}: --schedule {args.schedule} takes {schedule.stages_per_rank}"
+               + " or more" * schedule.or_more)
     layers = config.num_hidden_layers
     if layers < args.pp * per_rank:
         refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({per_rank}) = "
                f"{args.pp * per_rank} stages; pp could be up to {layers // per_rank}")
-    wanted = least(chosen, args.pp)
+    wanted = schedule.min_micro_batches(args.pp)
     if micro_batches < wanted:
         refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
-               f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {chosen} with "
+               f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {args.schedule} with "
                f"pp({args.pp}) takes {wanted} or more: global_batch_size could be "
                f"{wanted * args.dp * args.micro_batch_size}")
 
