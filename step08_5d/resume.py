@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -24,9 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from boxes import boxes, fill, share_out
-from config import NOT_ARCHITECTURE
+from config import NOT_ARCHITECTURE, ModelConfig
 from mesh import from_all_ranks, sample, together
 from messages import refuse, say
+
+DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(qk_norm=False)
 
 
 class Checkpoints:
@@ -140,10 +142,10 @@ class Checkpoints:
         problem = damage(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
             refuse(f"--resume: {folder} is damaged: {problem}; {older(folder, self.args)}")
-        for name, value in self.run.items():
-            if index["run"].get(name) != value:
-                refuse(f"--resume: {folder} is of a run with {name} {index['run'].get(name)}, "
-                       f"this one has {value}")
+        for name in self.run | index["run"]:              # a field that is newer than a checkpoint: its default
+            then, now = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
+            if then != now:
+                refuse(f"--resume: {folder} is of a run with {name} {then}, this one has {now}")
 
     @torch.no_grad()
     def restore(self, folder, index):
@@ -161,10 +163,12 @@ class Checkpoints:
 def fingerprint(config, tokens, args):
     """What decides the numbers of a run, or where in the data it is, and must not change under it."""
     flags = ("seq_len", "global_batch_size", "weight_decay", "grad_clip", "warmup", "lr_schedule", "seed")
-    model = {name: value for name, value in asdict(config).items() if name not in NOT_ARCHITECTURE}
+    left_out = ("family", *NOT_ARCHITECTURE)              # a family is its sizes and qk_norm
+    model = {name: value for name, value in asdict(config).items() if name not in left_out}
     balance = args.balance if config.num_local_experts else None
     return {name: vars(args)[name] for name in flags} | model | dict(
-        balance=balance, dtype=str(args.dtype).removeprefix("torch."), data=sample(tokens))
+        qk_norm=config.qk_norm, balance=balance, data=sample(tokens),
+        dtype=str(args.dtype).removeprefix("torch."))
 
 
 def hear_signals():
