@@ -142,7 +142,7 @@ class Checkpoints:
         problem = damage(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
             refuse(f"--resume: {folder} is damaged: {problem}; {older(folder, self.args)}")
-        for name in self.run | index["run"]:              # a field that is newer than a checkpoint: its default
+        for name in self.run | index["run"]:              # a field newer than the checkpoint: its default
             then, now = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
             if then != now:
                 refuse(f"--resume: {folder} is of a run with {name} {then}, this one has {now}")
