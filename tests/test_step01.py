@@ -81,13 +81,17 @@ def test_copied_alone_it_runs(tmp_path):
 
 
 # ------------------------------------------------------------------------------------- against transformers
-@pytest.mark.parametrize("recompute, micro_batch, exact, tolerance", [
-    ("selective", 4, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
-        ("none", 2, True, 1e-9), ("full", 1, True, 1e-9), ("none", 2, False, 1e-5)])])
-def test_trains_as_transformers(pool, small, tokens, initial, exact, tolerance, recompute, micro_batch):
+@pytest.mark.parametrize("family, recompute, micro_batch, exact, tolerance", [
+    ("llama", "selective", 4, True, 1e-9), ("qwen3", "none", 2, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
+        ("llama", "none", 2, True, 1e-9), ("llama", "full", 1, True, 1e-9), ("llama", "none", 2, False, 1e-5),
+        ("qwen3", "selective", 4, True, 1e-9), ("qwen3", "none", 2, False, 1e-5)])])
+def test_trains_as_transformers(pool, tokens, tmp_path, family, exact, tolerance, recompute, micro_batch):
+    small, initial = write_config(tmp_path / "small", model_type=family, rope_scaling=LLAMA3), tmp_path / "initial"
+    pool.train(STEP, f"--model {small} --dataset {tokens} {BATCH} --dtype float64 --steps 0 --save {initial}", weights=False)
     flags = f"{BATCH} --micro_batch_size {micro_batch} --recompute {recompute} --dtype float64 --steps 4 --grad_clip 0.5"
     run = pool.train(STEP, f"--model {small} --dataset {tokens} --init_from {initial} {flags}")
     model = huggingface.load(initial, torch.float64, exact)
+    assert model.config.model_type == family
     losses, norms, weights = huggingface.train(model, np.load(tokens), 4, 8, 48, lr=1e-3, warmup=2, grad_clip=0.5)
     assert max(norms) > 0.5, "the test should clip"
     for ours, theirs in zip(run.losses + run.grad_norms, losses + norms):
@@ -418,10 +422,12 @@ def save_job(folder, shard_bytes):
         train.main(["--steps", "0", "--save", folder])
 
 
-def test_a_checkpoint_of_transformers_is_loaded_tied_ones_untied_with_a_notice(pool, tmp_path):
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_checkpoint_of_transformers_is_loaded_tied_ones_untied_with_a_notice(pool, tmp_path, family):
     import transformers
+    model_class, config_class = (getattr(transformers, family + kind) for kind in ("ForCausalLM", "Config"))
     for tied in (False, True):
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "tie_word_embeddings": tied}))
+        theirs = model_class(config_class(**{**SMALL, "model_type": family.lower(), "tie_word_embeddings": tied}))
         theirs.save_pretrained(tmp_path / str(tied))
         ours = pool.train(STEP, f"--model {tmp_path / str(tied)} --init_from {tmp_path / str(tied)} --steps 0")
         assert_same_tensors(ours.weights, {name: p for name, p in theirs.state_dict().items()}, 0.0)

@@ -477,6 +477,20 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
     assert message in str(refused.value).splitlines()[-1]
 
 
+def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_path):
+    """Of a dense Llama each of these is at its default, so an older trainer would have resumed the same run."""
+    newer = {"qk_norm", "num_local_experts", "num_experts_per_tok", "rope_scaling"}
+    base = f"{flags['dense']} --checkpoint {tmp_path}"
+    pool.train(STEP, f"{base} --steps 1", weights=False)
+    for folder in tmp_path.glob("step_*"):
+        index = json.loads((folder / "index.json").read_text())
+        assert newer < index["run"].keys()
+        older = {name: value for name, value in index["run"].items() if name not in newer}
+        (folder / "index.json").write_text(json.dumps(index | dict(run=older)))
+    trained = pool.train(STEP, f"{base} --resume", weights=False)
+    assert len(trained.lines) == 3
+
+
 def signals_job():
     """What is heard of SIGHUP and SIGINT, both of which the shell had told the process to ignore: nohup, and a background job."""
     import resume
