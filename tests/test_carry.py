@@ -110,7 +110,7 @@ def test_takes_a_change_through_all_later_steps(repository):
     assert f"{FIRST}/new.py -> {SECOND}/new.py: new\n" in output and f"{FIRST}/train.py -> {SECOND}/train.py: merged\n" in output
     assert texts(repository, "same.py") == ["one\nTWO\n"] * 3
     assert texts(repository, "new.py") == ["new\n"] * 3
-    assert texts(repository, "old.py") == [None] * 3
+    assert texts(repository, "old.py") == [None] * 3 and "old.py" not in git(repository, "ls-tree", "-r", "refs/worktree/carry")
     for name in ("README.md", "figures/fits.png"):
         assert texts(repository, name) == [FIRST.replace("step", "STEP"), SECOND, THIRD]
     first, second, third = texts(repository, "train.py")
@@ -134,6 +134,7 @@ def test_check_says_what_carry_does_and_writes_nothing(repository):
     assert status == 1 and everything(repository) == before
     assert carry(repository) == (0, said) and f"{MISTAKE}: merged\n" in said
     edit(repository / FIRST / "train.py", "line 13\n", "line X\n")
+    edit(repository / FIRST / "train.py", "line 10\n", "line 10\nline 10.5\n")           # merges, and moves the conflict
     edit(repository / SECOND / "train.py", "line 13\n", "line Y\n")
     before = everything(repository)
     status, said = carry(repository, "--check")
@@ -229,6 +230,9 @@ def test_a_commit_beside_the_steps_keeps_the_last_carry_and_one_of_the_steps_end
     assert carry(repository)[0] == 0 and all("line 12 + 1\n" in text for text in texts(repository, "train.py"))
     commit(repository)
     commit(repository, "--amend")
+    edit(repository / FIRST / "same.py", "two", "TWO")
+    commit(repository)                                    # a change that is not meant for the later steps
+    assert carry(repository) == (0, "")
     edit(repository / FIRST / "train.py", "line 12 + 1\n", "line 13\n")
     assert carry(repository)[0] == 0 and all("line 13\n" in text for text in texts(repository, "train.py"))
 
@@ -241,8 +245,7 @@ def test_what_is_checked_out_is_undone_in_the_first_step_and_carried_again_into_
     assert carry(repository)[0] == 0 and texts(repository, "train.py") == carried
     git(repository, "checkout", f"{FIRST}/train.py")
     assert carry(repository)[0] == 0 and git(repository, "status", "--porcelain") == ""
-    edit(repository / FIRST / "same.py", "two", "TWO")
-    edit(repository / SECOND / "same.py", "two", "zwei")
+    edit(repository / FIRST / "train.py", "line 20\n", "line twenty\n")
     assert carry(repository)[0] == 1
     git(repository, "checkout", ".")
     assert carry(repository) == (0, "") and git(repository, "status", "--porcelain") == ""
@@ -289,6 +292,7 @@ def test_a_patch_that_does_not_merge_is_named_with_its_place_until_it_does(repos
     for _ in range(2):
         status, output = carry(repository)
         assert status == 1 and f"{MISTAKE}: does not merge at {FIRST}/train.py:8\n" in output
+        assert carry(repository, "--check")[0] == 1
         assert (repository / MISTAKE).read_text() == PATCH
     (repository / MISTAKE).write_text(PATCH.replace("-line 7", "-line VII").replace("-4,7 +4,7", "-5,7 +5,7"))
     assert carry(repository) == (0, "")
