@@ -118,7 +118,7 @@ simulate: $(VENV)
 	@$(PYTHON) tools/simulate "$(STEP)" "$(RANKS)" $(FLAGS)
 
 carry:
-	@python3 dev/carry.py
+	@python3 dev/carry.py $(if $(BASE),--base "$(BASE)") $(if $(CHECK),--check)
 
 readme:
 	@python3 dev/readme.py

@@ -1,4 +1,4 @@
-"""Adjacent steps differ where the later one says so and nowhere else; the tool that keeps it that way; the planted mistakes."""
+"""Adjacent steps differ where the later one says so and nowhere else; the planted mistakes apply."""
 import ast
 import re
 import shutil
@@ -201,96 +201,6 @@ def test_machine_paths_and_hosts_are_seen():
     seen = ["cd /" + "work/main", "'/" + "root/x'", "/" + "home/me", "pypi" + ".org", "https://files.python" + "hosted.org"]
     assert all(MACHINE.search(text) for text in seen)
     assert not any(MACHINE.search(text) for text in ("4=/path/to/folder", "./work/x", "network/work/x"))
-
-
-# ------------------------------------------------------------------------------------------------------- carry.py
-THREE = NAMES[:3]
-TRAIN = "".join(f"line {number}\n" for number in range(1, 31))
-
-
-@pytest.fixture
-def three_steps(tmp_path):
-    """A repository of three steps: same.py the same in all, train.py with a line more from step 2 on."""
-    (tmp_path / "tools").mkdir()
-    for name in ("carry.py", "steps.py"):
-        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
-    for number, step in enumerate(THREE):
-        (tmp_path / step).mkdir()
-        (tmp_path / step / "same.py").write_text("one\ntwo\n")
-        (tmp_path / step / "old.py").write_text("old\n")
-        (tmp_path / step / "README.md").write_text(step)
-        (tmp_path / step / "figures").mkdir()
-        (tmp_path / step / "figures/fits.png").write_text(step)
-        (tmp_path / step / "train.py").write_text(TRAIN.replace("line 20\n", "line 20\n" + "added\n" * (number > 0)))
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "-qm", "three steps")
-    return tmp_path
-
-
-def git(folder, *command):
-    who = ["-c", "user.name=reader", "-c", "user.email=reader@example.com", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", *who, *command], cwd=folder, check=True)
-
-
-def carry(folder, *flags):
-    result = subprocess.run([sys.executable, "dev/carry.py", *flags], cwd=folder, capture_output=True, text=True)
-    return result.returncode, result.stdout + result.stderr
-
-
-def edit(path, old, new):
-    assert path.read_text().count(old) == 1
-    path.write_text(path.read_text().replace(old, new))
-
-
-def texts(folder, name):
-    return [(folder / step / name).read_text() if (folder / step / name).exists() else None for step in THREE]
-
-
-def test_carry_takes_a_change_through_all_later_steps(three_steps):
-    edit(three_steps / THREE[0] / "same.py", "two", "TWO")
-    edit(three_steps / THREE[0] / "train.py", "line 3\n", "line three\n")
-    edit(three_steps / THREE[1] / "train.py", "line 10\n", "line ten\n")
-    edit(three_steps / THREE[0] / "README.md", "step", "STEP")
-    edit(three_steps / THREE[0] / "figures/fits.png", "step", "STEP")
-    (three_steps / THREE[0] / "new.py").write_text("new\n")
-    (three_steps / THREE[0] / "old.py").unlink()
-    before = texts(three_steps, "train.py")
-    status, output = carry(three_steps, "--check")
-    assert status == 1 and len(output.splitlines()) == 8 and texts(three_steps, "train.py") == before
-    assert carry(three_steps) == (0, output)
-    assert f"{THREE[0]}/new.py -> {THREE[1]}/new.py: new" in output
-    assert texts(three_steps, "same.py") == ["one\nTWO\n"] * 3
-    assert texts(three_steps, "new.py") == ["new\n"] * 3
-    assert texts(three_steps, "old.py") == [None] * 3
-    for name in ("README.md", "figures/fits.png"):
-        assert texts(three_steps, name) == [THREE[0].replace("step", "STEP"), *THREE[1:]]
-    first, second, third = texts(three_steps, "train.py")
-    assert "line three\n" in first and "line ten\n" not in first
-    assert second == third and all(text in second for text in ("line three\n", "line ten\n", "line 20\nadded\nline 21\n"))
-    assert carry(three_steps) == (0, "") and carry(three_steps, "--check") == (0, "")
-
-
-def test_carry_stops_at_a_conflict_and_names_the_place(three_steps):
-    edit(three_steps / THREE[0] / "train.py", "line 20\n", "line twenty\n")
-    edit(three_steps / THREE[1] / "train.py", "line 20\n", "line XX\n")
-    before = texts(three_steps, "train.py")
-    status, output = carry(three_steps)
-    assert status == 1 and texts(three_steps, "train.py") == before
-    assert f"conflict: {THREE[0]}/train.py does not merge into {THREE[1]}/train.py, lines 20-21;" in output
-    assert "line twenty" in output and "line XX" in output
-    edit(three_steps / THREE[1] / "train.py", "line XX\n", "line twenty XX\n")
-    status, output = carry(three_steps, "--merged", f"{THREE[1]}/train.py")
-    assert status == 0, output
-    assert texts(three_steps, "train.py")[2] == texts(three_steps, "train.py")[1]
-
-
-def test_carry_leaves_a_later_steps_own_file_alone(three_steps):
-    (three_steps / THREE[0] / "new.py").write_text("first\n")
-    (three_steps / THREE[1] / "new.py").write_text("second\n")
-    status, output = carry(three_steps)
-    assert status == 0 and f"{THREE[1]}/new.py: left alone" in output
-    assert texts(three_steps, "new.py") == ["first\n", "second\n", "second\n"]
 
 
 # ------------------------------------------------------------------------------------------------------ planted mistakes
