@@ -37,7 +37,7 @@ Ask
 
 Check
   make test [STEP=4]                   a sample of the tests, about five minutes; or all quick ones of a step
-  make test CHANGED=1                  the tests that your uncommitted changes can touch
+  make test CHANGED=1 [BASE=REV]       the tests that your uncommitted changes can touch, or all since REV
   make lint                            ruff
 
 Maintain
@@ -68,7 +68,11 @@ run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
 test: $(VENV)
+ifdef CHANGED
+	@tests=$$($(PYTHON) dev/changed.py $(if $(BASE),--base "$(BASE)")) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests
+else
 	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
+endif
 
 lint: $(VENV)
 	@$(PYTHON) -m pip install -q ruff==0.17.6
