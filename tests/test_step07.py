@@ -152,14 +152,20 @@ def initial(pool, flags, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world, more, exact, tolerance", [(1, "", True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
-    (1, "", False, 1e-5), (4, "--ep 4", True, 1e-9), (8, "--ep 2 --tp 2 --pp 2", True, 1e-9),
-    (8, "--ep 2 --tp 2 --pp 2", False, 1e-5)])])
-def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exact, tolerance):
-    base = f"{flags[2, 4]} --init_from {initial} --micro_batch_size 3 --lr_schedule constant --dtype float64"
+@pytest.mark.parametrize("family, world, more, exact, tolerance", [
+    ("mixtral", 1, "", True, 1e-9), ("qwen3_moe", 1, "", True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
+        ("mixtral", 1, "", False, 1e-5), ("qwen3_moe", 1, "", False, 1e-5), ("mixtral", 4, "--ep 4", True, 1e-9),
+        ("mixtral", 8, "--ep 2 --tp 2 --pp 2", True, 1e-9), ("qwen3_moe", 8, "--ep 2 --tp 2 --pp 2", True, 1e-9),
+        ("mixtral", 8, "--ep 2 --tp 2 --pp 2", False, 1e-5)])])
+def test_trains_as_transformers(pool, tmp_path, family, world, more, exact, tolerance):
+    flags = cases.make(tmp_path / "case", **cases.shape("top2-4" + "-qk" * (family == "qwen3_moe"))) + " --dtype float64"
+    initial = tmp_path / "initial"
+    pool.train(STEP, f"{flags} --steps 0 --save {initial}", weights=False)
+    base = f"{flags} --init_from {initial} --micro_batch_size 3 --lr_schedule constant"
     trained = pool.train(STEP, f"{base} {more}", world=world)
     model = huggingface.load(initial, torch.float64, exact)
-    tokens = np.load(flags[2, 4].split("--dataset ")[1].split()[0])
+    assert model.config.model_type == family
+    tokens = np.load(tmp_path / "case/tokens.npy")
     losses, norms, _ = huggingface.train(model, tokens, 4, 24, 16, lr=1e-2, warmup=2, grad_clip=0.5)
     assert max(norms) > 0.5, "the test should clip"
     for ours, theirs in zip(trained.losses + trained.grad_norms, losses + norms):
@@ -168,13 +174,15 @@ def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exa
 
 
 @slow
-def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path):
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path, family):
     import transformers
     torch.manual_seed(3)
-    config = transformers.MixtralConfig(
+    more = dict(moe_intermediate_size=48, norm_topk_prob=True) if family == "Qwen3Moe" else {}
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=64, hidden_size=40, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3)
-    model = transformers.MixtralForCausalLM(config).double()
+        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3, **more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
     saved = huggingface.on_disk(model, tmp_path / "theirs")
     flags = cases.make(tmp_path / "case").split(" ", 2)[2]
