@@ -1,4 +1,4 @@
-"""Prints the test files that the files changed since HEAD can touch, as arguments for pytest, and on stderr why each was chosen.
+"""Print the test files that the files changed since HEAD can touch, as arguments for pytest, and on stderr why each was chosen.
 
     python dev/changed.py              # uncommitted and untracked files
     python dev/changed.py --base REV   # since REV
@@ -75,7 +75,8 @@ def steps_of(tree, name):
     """Return the steps that a module asks tools/steps.py for without naming them; a test of one step has this one."""
     if own := re.search(r"/test_(?:step|ladder)(\d\d)", name):
         return NAMES[int(own[1]) - 1:int(own[1])]
-    asked = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "steps" for alias in node.names}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "steps"]
+    asked = {alias.name for node in imports for alias in node.names}
     some = asked & SOME_STEP and not any(text in NAMES for text in strings(tree))
     return NAMES if asked & EVERY_STEP or some else []
 
@@ -160,7 +161,8 @@ def main():
     for test, words in found.items():
         print(f"{test}: {words}", file=sys.stderr)
     if not found:
-        print(f"no test depends on what has changed since {base}" if changed else f"nothing has changed since {base}", file=sys.stderr)
+        what = "no test depends on what has changed" if changed else "nothing has changed"
+        print(f"{what} since {base}", file=sys.stderr)
     print(*found)
 
 

@@ -217,6 +217,15 @@ def check_device(args):
         refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
 
 
+def set_num_threads(args, config):
+    """Compute with one CPU thread, unless the model is large or OMP_NUM_THREADS asks for more.
+
+    A small model gains little from more threads, and waits long for them when other programs run.
+    """
+    if args.device == "cpu" and config.hidden_size < 512 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def check_outputs(args):
     """Refuses what cannot be written, before training."""
     if args.profile and args.steps == 0:

@@ -80,7 +80,9 @@ def zero_where_empty(grad, counts):
 
 
 def grouped_gradient(grad, x, weight, counts):
-    """Of the weight, for where autograd does not make it (step 6's W)."""
+    """Return the weight's gradient, where autograd does not compute it (step 6's W)."""
+    if not len(x):                                        # this rank's experts have no tokens: ask no kernel
+        return torch.zeros_like(weight)
     if kernel_takes(weight):
         product = F.grouped_mm(grad.T, x, offs=counts.cumsum(0, dtype=torch.int32))
         return zero_where_empty(product, counts)

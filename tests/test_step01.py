@@ -80,6 +80,27 @@ def test_copied_alone_it_runs(tmp_path):
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
 
 
+THREADS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import config, torch
+args = config.parse_args(sys.argv[2:])
+before = torch.get_num_threads()
+config.set_num_threads(args, config.load_config(args))
+print(before, torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("flags, asked, one", [("", None, True), ("", "3", False), ("--model llama-1b", None, False)])
+def test_a_small_model_takes_one_thread_if_nobody_asks_for_more(flags, asked, one):
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"OMP_NUM_THREADS": asked} if asked else {}
+    command = [sys.executable, "-c", THREADS, step_dir(STEP), *flags.split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    before, after = done.stdout.split()
+    assert after == ("1" if one else before) and before == (asked or before), done.stderr
+
+
 # ------------------------------------------------------------------------------------- against transformers
 @pytest.mark.parametrize("family, recompute, micro_batch, exact, tolerance", [
     ("llama", "selective", 4, True, 1e-9), ("qwen3", "none", 2, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [

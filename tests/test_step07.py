@@ -238,6 +238,21 @@ def test_grouped_products_against_a_loop(pool, dtype, tolerance):
     assert worst.keys() == {"kernel", "trainer"} and max(worst.values()) < tolerance
 
 
+def no_rows_job():
+    """Return the gradient of experts without tokens; no kernel is asked for a product without rows."""
+    from unittest.mock import patch
+
+    import moe
+    weight = torch.randn(2, 24, 16, dtype=torch.bfloat16)
+    with patch.object(torch.nn.functional, "grouped_mm", side_effect=AssertionError("asked the kernel")):
+        return moe.grouped_gradient(torch.empty(0, 24).bfloat16(), torch.empty(0, 16).bfloat16(), weight, torch.tensor([0, 0]))
+
+
+def test_a_rank_without_tokens_asks_no_kernel_for_its_gradient(pool):
+    gradient, = pool.call(no_rows_job, STEP)
+    assert gradient.shape == (2, 24, 16) and not gradient.any()
+
+
 def grouped_job(dtype):
     import moe
     from harness import distance
