@@ -98,7 +98,7 @@ def test_a_small_model_takes_one_thread_if_nobody_asks_for_more(flags, asked, on
     command = [sys.executable, "-c", THREADS, step_dir(STEP), *flags.split()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     before, after = done.stdout.split()
-    assert after == ("1" if one else before) and before == (asked or before), done.stderr
+    assert after == ("1" if one else before), done.stderr
 
 
 # ------------------------------------------------------------------------------------- against transformers
