@@ -162,6 +162,8 @@ def from_hugging_face(theirs):
         raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
     values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
+    if values["head_dim"] is None:                        # some leave it out
+        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
     for ours, value in values.items():
         if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
             raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")

@@ -207,15 +207,9 @@ def from_hugging_face(theirs):
     if rope["rope_type"] not in ("default", "llama3"):
         raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
-<<<<<<< step07_ep/config.py
-    values = {ours: getattr(theirs, name) for ours, name in family.fields.items()}
-    if values["head_dim"] is None:                        # a Mixtral or Qwen3-MoE may leave it out
-        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
-||||||| step06_pp/config.py before
-    values = {ours: getattr(theirs, name) for ours, name in family.fields.items()}
-=======
     values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
->>>>>>> step06_pp/config.py
+    if values["head_dim"] is None:                        # some leave it out
+        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
     for ours, value in values.items():
         if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
             raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")
