@@ -102,7 +102,8 @@ def test_a_family_that_is_not_known(pool, tmp_path, step):
     (dict(mlp_only_layers=[0]), "mlp_only_layers is [0]; only [] is supported"),
     (dict(decoder_sparse_step=2), "decoder_sparse_step is 2; only 1 is supported")])
 def test_a_qwen3_moe_that_is_built_otherwise(pool, tmp_path, step, changes, message):
-    fine = dict(model_type="qwen3_moe", head_dim=None, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    fine = dict(model_type="qwen3_moe", head_dim=None, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                norm_topk_prob=True)
     pool.call(check_job, step, argv=["--model", str(write_config(tmp_path, **fine))], world_size=1)
     assert message in refused(pool, step, f"--model {write_config(tmp_path, **fine | changes)}", check_job, world_size=1)
 

@@ -54,7 +54,8 @@ def run(*flags):
 # ------------------------------------------------------------------------------------------- a folder of its own
 def test_it_runs_without_torch_wherever_it_is_copied_to_with_what_it_needs(tmp_path):
     for folder in (STEP, PLANNER):
-        shutil.copytree(folder, tmp_path / "copy" / folder.relative_to(ROOT), ignore=shutil.ignore_patterns("__pycache__", "figures"))
+        copy = tmp_path / "copy" / folder.relative_to(ROOT)
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "figures"))
     (tmp_path / "copy/tools/simulate").mkdir(parents=True)
     shutil.copy(ROOT / "tools/simulate/gpus.py", tmp_path / "copy/tools/simulate")
     for words in (["--config", "tp=2"], ["--html", "plan.html", "--config", "tp=2"]):

@@ -465,22 +465,26 @@ def test_saved_config_means_the_same_to_transformers(pool, small, initial):
 
 # The parameters of the released models; the small two tie the head to the embedding, counted once there and twice here.
 RELEASED = {"llama-1b": 1_235_814_400 + 128256 * 2048, "llama-3b": 3_212_749_824 + 128256 * 3072, "llama-8b": 8_030_261_248,
-            "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800}
+            "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800, "qwen3-0.6b": 596_049_920 + 151936 * 1024,
+            "qwen3-8b": 8_190_735_360}
 
 
 def parameters_job():
+    """Return for each preset the parameters that the trainer counts, and those of transformers' model of the saved config."""
     import config
     import metrics
-    import model
+    import transformers
     with torch.device("meta"):
-        return {name: (sum(p.numel() for p in model.Llama(shape).parameters()), metrics.parameter_count(shape))
-                for name, shape in config.PRESETS.items()}
+        theirs = {name: transformers.AutoModelForCausalLM.from_config(config.to_hugging_face(shape, torch.bfloat16))
+                  for name, shape in config.PRESETS.items()}
+    return {name: (metrics.parameter_count(config.PRESETS[name]), sum(param.numel() for param in model.parameters()))
+            for name, model in theirs.items()}
 
 
 def test_presets_have_the_released_sizes(pool):
     counted = pool.call(parameters_job, STEP)[0]
-    assert counted.pop("tiny") == (427072, 427072)
-    assert counted == {name: (size, size) for name, size in RELEASED.items()}
+    assert all(ours == theirs for ours, theirs in counted.values()), counted
+    assert {name: counted[name][0] for name in RELEASED} == RELEASED
 
 
 # ------------------------------------------------------------------------------------- bad input: one line, status 2
@@ -513,9 +517,9 @@ def bad_inputs(folder):
             "12 is not a multiple of micro_batch_size 5; micro_batch_size could be 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "); the presets are tiny, llama-1b",
         f"--model {folder}/empty": "no model that is known here (",
-        f"--model {folder}/gpt2": "model_type is 'gpt2', only 'llama' is known here",
-        f"--model {folder}/yarn": "rope scaling of type 'yarn'",
-        f"--model {folder}/bias": "attention_bias is True, only False is known here",
+        f"--model {folder}/gpt2": "model_type is 'gpt2'; supported are llama, qwen3",
+        f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
+        f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 is not a multiple of num_key_value_heads 3",
         f"--model {folder}/broken": "is not a valid JSON file",
         f"--init_from {folder}/empty": "not to be had, or damaged (",

@@ -217,18 +217,30 @@ def save_in_pieces_job(argv):
         train.main(argv)
 
 
+# the parameters of the released models: all, and those that one token meets
+RELEASED = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704)}
+
+
 def parameters_job():
+    """Return for each preset with experts the parameters of our model, of transformers', and those that one token meets."""
     import config
     import metrics
     import model
-    with torch.device("meta"):
-        return {name: (sum(p.numel() for p in model.Llama(shape).parameters()), metrics.parameter_count(shape))
-                for name, shape in config.PRESETS.items() if shape.num_local_experts}
+    import transformers
+    sizes = {}
+    for name, shape in config.PRESETS.items():
+        if shape.num_local_experts:
+            with torch.device("meta"):
+                theirs = transformers.AutoModelForCausalLM.from_config(config.to_hugging_face(shape, torch.bfloat16))
+                both = [sum(param.numel() for param in one.parameters()) for one in (model.Llama(shape), theirs)]
+            sizes[name] = *both, metrics.parameter_count(shape)
+    return sizes
 
 
 def test_presets_have_the_released_sizes(pool):
     sizes = pool.call(parameters_job, STEP)[0]
-    assert sizes["mixtral-8x7b"] == (46_702_792_704, 12_879_925_248)               # all; those that one token meets
+    assert all(ours == theirs for ours, theirs, _ in sizes.values()), sizes
+    assert {name: (sizes[name][0], sizes[name][2]) for name in RELEASED} == RELEASED
 
 
 # ------------------------------------------------------------------------------------- the products
@@ -508,7 +520,7 @@ def test_the_log_has_a_balance_where_there_are_experts(pool, tmp_path, shape, ha
     ("moe", 2, "--ep 0", "argument --ep: 0 is not a number from 1 on"),
     ("moe", 2, "--balance both", "invalid choice: 'both'"),
     ("dense", 2, "--ep 2", "has no experts"),
-    ("sliding", 1, "", "sliding_window is 64, only None is known here")])
+    ("sliding", 1, "", "sliding_window is 64; only None is supported")])
 def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
     shape = dict(moe=MOE, dense=SHAPE, sliding=MOE | dict(sliding_window=64))[model]
     assert_refused(pool, STEP, world, f"{cases.make(tmp_path, **shape)} --micro_batch_size 1 {more}", message)
