@@ -279,8 +279,8 @@ NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients, sp off": dict(tp=2, sp="off", optimizer="sgd")},
          5: {f"gradients, {mode}": dict(cp=2, dp=2, cp_mode=mode, optimizer="sgd")
              for mode in ("zigzag", "ring", "allgather", "ulysses")},
-         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd")
-             for schedule in SCHEDULES},
+         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd") for schedule in SCHEDULES}
+            | {"a V on four ranks": dict(pp=4, schedule="dualpipe", micro_batches="many", optimizer="sgd")},
          7: {"gradients, ep": dict(dp=4, ep=2, experts="top2", zero=2, optimizer="sgd"),
              "gradients, ep and tp": dict(dp=2, tp=2, ep=2, experts="top2", optimizer="sgd"),
              "four of eight": dict(dp=4, ep=4, experts="top4")},
