@@ -52,6 +52,17 @@ def make(folder, *arguments, **environment):
 
 
 # --------------------------------------------------------------------------------------------------- make targets
+@pytest.mark.parametrize("target, status", [("help", 0), ("", 0), ("nonsense", 2)])
+def test_make_help_names_every_target(small_repository, target, status):
+    """Also plain make, and make with a target that does not exist."""
+    found, output = make(small_repository, *target.split())
+    phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    targets = {name for line in phony for name in line.split() if "/" not in name} - {"help"}
+    assert found == status and {"run", "simulate", "carry"} < targets
+    assert [name for name in targets if not re.search(rf"\b{name}\b", output)] == []
+    assert ("no such target" in output) == (target == "nonsense")
+
+
 @pytest.fixture
 def two_steps(small_repository):
     """With a file of each kind: changed, unchanged, new, and what is no part of a step's diff."""
