@@ -69,7 +69,7 @@ run: $(VENV)
 
 test: $(VENV)
 ifdef CHANGED
-	@tests=$$($(PYTHON) dev/changed.py $(if $(BASE),--base "$(BASE)")) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests
+	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests
 else
 	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
 endif
