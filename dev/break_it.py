@@ -1,4 +1,4 @@
-"""Plant each mistake of exercises/mistakes in a copy of its step, and check that the test it names goes red.
+"""Apply each planted mistake of exercises/mistakes to a copy of its step, and check that the test it names goes red.
 
     python dev/break_it.py                    # all planted mistakes
     python dev/break_it.py step01_not_causal  # some of them
@@ -10,7 +10,7 @@ A planted mistake is a patch. Its header names the test that must go red, one ca
     loss: nothing to see
     --- a/step03_zero/optimizer.py
 
-One process does it all, so all mistakes share the tests' worker processes.
+One process does it all, so all planted mistakes share the tests' worker processes.
 """
 import os
 import subprocess
@@ -25,7 +25,7 @@ from steps import full_name
 
 
 def plant(patch):
-    """Run the test that a planted mistake names on a copy of its step that has the mistake; return the verdict."""
+    """Run the test that a planted mistake names on a copy of its step that has it; return the verdict."""
     step = full_name(patch.stem[:6])
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_step(step, folder)
@@ -34,7 +34,7 @@ def plant(patch):
 
 
 def check_green(chosen):
-    """Exit if a test fails without the mistake: such a test shows nothing."""
+    """Exit if a test fails without the planted mistake: such a test shows nothing."""
     for test in sorted({read_header(patch)["test"] for patch in chosen}):
         verdict = run_tests([ROOT / test])
         if verdict.failed or not verdict.passed:

@@ -250,7 +250,7 @@ def diff_page(step):
             "[The lesson](index.md), which shows some of it, one piece at a time. Removed lines "
             "stand beside what replaces them; functions without a change are folded. In the margin: "]
     text += [raw('<p class="legend"><span class="mark said">§</span> README shows it <span class="mark rung">rung</span> the '
-                 'ladder wants the function <span class="mark mistake">mistake</span> a planted one touches the line</p>')]
+                 'ladder wants the function <span class="mark mistake">mistake</span> a planted mistake touches the line</p>')]
     if number == 1:
         text[1] = "Step 1 has nothing before it: all of it is new. In the margin: "
     for name, rows in (lesson | support).items():
