@@ -48,6 +48,7 @@ EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02
             "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
             "step06_deferred_gradients_kept": TIME, "step06_gradients_kept_apart": TIME,
             "step05_halves_of_one_token": "shows only with --seq_len 1",
+            "step04_qk_norms_not_summed": "shows only in a model with QK-norm",
             "step07_experts_sliced_over_all": "ends in the first step, with an infinite norm and no number to ask for",
             "step07_empty_experts_not_zeroed": "shows only with a kernel that zeroes none", "step02_sums_every_micro_batch": RACE}
 

@@ -12,7 +12,7 @@ from layouts import every_other
 
 from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, block_problems, blocks, broken_anchors, broken_links, diff_problems,
                     diffs_of, planted_table, to_run, with_files, with_tables)
-from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, run
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run, step_files
 
 
 def test_the_repository_and_every_step_have_a_readme():
@@ -55,6 +55,13 @@ def test_the_table_of_files_is_what_make_diff_shows(step):
     rows = [row.strip("| ").split(" | ") for row in TABLE.search((ROOT / step / "README.md").read_text())[1].splitlines()]
     assert [row[0].strip("[`").partition("`")[0] for row in rows] == [*LESSON[step], f"*{BORDER}*", *SUPPORT[step]]
     assert all(len(row) == 2 and len(row[1]) > 5 for row in rows if BORDER not in row[0]), "what does each of them hold?"
+
+
+def test_the_front_page_names_the_new_files():
+    text = (ROOT / "README.md").read_text()
+    for old, new in pairs():
+        row = text.split(f"| [{new.name}]({new.name}) |")[1].split("\n")[0]
+        assert row.split("|")[1].strip() == ", ".join(sorted({*step_files(new)} - {*step_files(old)}))
 
 
 @pytest.mark.parametrize("step", STEPS)
