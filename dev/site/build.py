@@ -363,9 +363,9 @@ def planner_page(python):
     if not kept.exists():
         for old in RAN.glob("planner-*"):
             old.unlink()
-        subprocess.run([python, "planner", *shlex.split(PLANNED), "--html", kept], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
-    page = re.sub(r'"(\w+)/README\.md"', r'"\1/index.html"', kept.read_text())
-    return page.replace("docs/glossary.md", "docs/glossary.html").replace('"root": "../../"', '"root": "../"')
+        subprocess.run([python, "tools/plan", *shlex.split(PLANNED), "--html", kept], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+    page = re.sub(r'"([\w/]+)/README\.md"', r'"\1/index.html"', kept.read_text())
+    return page.replace("docs/glossary.md", "docs/glossary.html")         # both lie two folders deep, so root stays
 
 
 MENDED = {                                                # what Sphinx and Furo leave out for who has no mouse, or cannot see
