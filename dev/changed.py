@@ -1,7 +1,7 @@
-"""Print the test files that the files changed since a commit can touch, as arguments for pytest: python dev/changed.py [REV]
+"""Print the test files that changes since a commit can affect, as pytest arguments: python dev/changed.py [REV]
 
-A test can be touched by what it imports, directly or not, and by every file or folder that these modules name. A test of one step
-is touched by that step and no other. The quick tests of the first steps come first. On stderr it says what touches each.
+A test is affected by what it imports, directly or not, and by every file or folder that these modules name; a test of one step by
+that step and no other. The tests of the steps come first. The reason for each choice is printed to stderr.
 """
 import ast
 import re
@@ -13,11 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from steps import NAMES, PYTHONPATH, ROOT, repository_files
 
-ANY_STEP = re.compile(r"\b(STEPS|NAMES\[|CHANGES|pairs|step_dir|copy_repository)")       # of tools/steps.py: a test of all steps
+ANY_STEP = re.compile(r"\b(STEPS|NAMES\[|CHANGES|pairs|step_dir|copy_repository)")       # names from tools/steps.py: such a test covers all steps
 
 
 def changed_since(revision):
-    """Return the files that differ from a revision, and those that git does not know yet."""
+    """Return the files that differ from a revision, and the untracked ones."""
     commands = ["diff", "--name-only", "--no-renames", revision], ["ls-files", "--others", "--exclude-standard"]
     found = [subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout for command in commands]
     return "".join(found).split()
@@ -39,7 +39,7 @@ def modules_of(test):
 
 
 def touches(changed, test, texts):
-    """Whether a change of this file can touch a test with these modules."""
+    """Return whether a change to this file can affect a test that imports these modules."""
     step, of_one_step = changed.split("/")[0], re.search(r"test_(?:step|ladder)(\d\d)", test)
     if step in NAMES and of_one_step:
         return step == NAMES[int(of_one_step[1]) - 1]

@@ -107,12 +107,12 @@ def at_least(smallest, kind=int):
 
 
 class Family(NamedTuple):
-    """How a model_type of Hugging Face is read, built and written."""
+    """How to read, build and write one model_type of Hugging Face."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
     only: dict = {}                              # {key of config.json: the one value that is supported}
-    qk_norm: bool = False                        # queries and keys are normalised, each head by itself
-    renamed: dict = {}                           # {part of a parameter's name: what a checkpoint has for it}
+    qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
+    renamed: dict = {}                           # {part of our parameter names: its name in a checkpoint}
 
 
 FIELDS = {name: name for name in (
@@ -204,7 +204,7 @@ def read_config(flag, name):
 
 def from_hugging_face(theirs):
     if theirs.model_type not in FAMILIES:
-        raise ValueError(f"model_type is {theirs.model_type!r}; supported are {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[theirs.model_type]
     for key, value in (ONLY | family.only).items():
         if getattr(theirs, key, value) != value:
@@ -214,7 +214,7 @@ def from_hugging_face(theirs):
         raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
     values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
-    if values["head_dim"] is None:                        # some leave it out
+    if values["head_dim"] is None:                        # optional in config.json
         values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
     for ours, value in values.items():
         if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
@@ -332,9 +332,9 @@ def check_device(args):
 
 
 def set_num_threads(args, config):
-    """Compute with one CPU thread, unless the model is large or OMP_NUM_THREADS asks for more.
+    """Use one thread for a small model on the CPU, unless OMP_NUM_THREADS is set.
 
-    A small model gains little from more threads, and waits long for them when other programs run.
+    More threads gain a small model little, and on a busy machine they make it wait.
     """
     if args.device == "cpu" and config.hidden_size < 512 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

@@ -103,10 +103,10 @@ def dualpipe(rank, ranks, m):
 
 class Schedule(NamedTuple):
     """All that the trainer, the tools and the tests know about a schedule."""
-    actions: Callable                                     # (rank, ranks, m) -> the list of that rank
+    actions: Callable                                     # (rank, ranks, m) -> that rank's actions
     stages_per_rank: int = 1
-    or_more: bool = False                                 # takes more stages per rank, as a fourth argument
-    v_shaped: bool = False                                # a rank holds stage `rank` and the last but `rank`
+    or_more: bool = False                                 # stages_per_rank may be larger: a fourth argument
+    v_shaped: bool = False                                # rank r holds stages r and last - r
     split_backward: bool = False                          # into I and W
     min_micro_batches: Callable = lambda ranks: 1
 

@@ -37,7 +37,7 @@ def test_a_factor_that_silently_gets_no_value_is_seen(monkeypatch, forbidden):
     """As when a rule of agree forbids all values of a factor."""
     agree = layouts.agree
     monkeypatch.setattr(layouts, "agree", lambda row: agree(row) and row.get(forbidden) is None)
-    with pytest.raises(AssertionError, match=f"{forbidden} applies and has no value"):
+    with pytest.raises(AssertionError, match=f"{forbidden} applies but has no value"):
         for seed in range(100):
             layouts.complete({"experts": "top2"} if forbidden == "balance" else {}, 8, random.Random(seed))
 

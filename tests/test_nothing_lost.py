@@ -93,7 +93,7 @@ def test_a_family_reads_only_its_own_fields(pool, tmp_path, step):
 def test_a_family_that_is_not_known(pool, tmp_path, step):
     said = refused(pool, step, f"--model {write_config(tmp_path, model_type='gpt2')}", check_job, world_size=1)
     families = "llama, qwen3" + ", mixtral, qwen3_moe" * (step == LAST)
-    assert f"model_type is 'gpt2'; supported are {families})" in said
+    assert f"model_type is 'gpt2'; supported: {families})" in said
 
 
 @pytest.mark.parametrize("step", STEPS[6:])
@@ -755,12 +755,13 @@ def test_two_runs_do_not_share_a_directory(pool, tmp_path):
     assert (tmp_path / ".lock").read_text() == "somebody's notes"
 
 
-OTHER = {"--seq_len 32": "seq_len 16, this one has 32", "--global_batch_size 8": "global_batch_size 4, this one has 8",
+OTHER = {"--seq_len 32": "seq_len 16, but this run has 32", "--global_batch_size 8": "global_batch_size 4, but this run has 8",
          "--dataset {tokens}": "data 466195 tokens", "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps",
-         "--model {heads}": "num_attention_heads 8, this one has 4", "--weight_decay 0": "weight_decay 0.1, this one has 0.0",
-         "--grad_clip 0.5": "grad_clip 1.0, this one has 0.5", "--warmup 0": "warmup 5, this one has 0",
-         "--lr_schedule constant": "lr_schedule cosine, this one has constant", "--seed 3": "seed 42, this one has 3",
-         "--dtype float64": "dtype float32, this one has float64"}
+         "--model {heads}": "num_attention_heads 8, but this run has 4",
+         "--weight_decay 0": "weight_decay 0.1, but this run has 0.0",
+         "--grad_clip 0.5": "grad_clip 1.0, but this run has 0.5", "--warmup 0": "warmup 5, but this run has 0",
+         "--lr_schedule constant": "lr_schedule cosine, but this run has constant", "--seed 3": "seed 42, but this run has 3",
+         "--dtype float64": "dtype float32, but this run has float64"}
 
 
 def test_another_run_is_not_gone_on_with(pool, copy, tmp_path):

@@ -97,7 +97,7 @@ def fits(row, mesh):
 
 
 def counts(kind, dp, pp, schedule):
-    """Return the numbers of micro-batches of this kind that divide the batch and that the schedule takes."""
+    """Return the micro-batch counts of this kind that divide the batch and that the schedule accepts."""
     low, high = {"one": (1, 1), "few": (2, 4), "many": (5, 24)}[kind]
     least = SCHEDULES[schedule].min_micro_batches(pp) if schedule else 1
     return [n for n in range(max(low, least), high + 1) if 24 // dp % n == 0]
@@ -144,7 +144,7 @@ def checked(row, step):
     """Return the row; fail if a factor that applies has no value, or one that does not apply has one."""
     full = ALONE | row
     for name in factors(step):
-        problem = "applies and has no value" if applies(name, full) else "has a value and does not apply"
+        problem = "applies but has no value" if applies(name, full) else "has a value but does not apply"
         assert (name in row) == applies(name, full), f"{name} {problem}: {row}"
     return row
 
