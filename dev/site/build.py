@@ -363,7 +363,8 @@ def planner_page(python):
     if not kept.exists():
         for old in RAN.glob("planner-*"):
             old.unlink()
-        subprocess.run([python, "tools/plan", *shlex.split(PLANNED), "--html", kept], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+        command = [python, "tools/plan", *shlex.split(PLANNED), "--html", kept]
+        subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
     page = re.sub(r'"([\w/]+)/README\.md"', r'"\1/index.html"', kept.read_text())
     return page.replace("docs/glossary.md", "docs/glossary.html")         # both lie two folders deep, so root stays
 
