@@ -225,11 +225,6 @@ def test_what_a_schedule_keeps(schedule, pp, m):
         assert costs.my_stages(l, rank) == my_stages(mesh, args)
 
 
-def without_formulas(monkeypatch, schedule):
-    monkeypatch.delitem(costs.FORMULAS, schedule, raising=False)
-    monkeypatch.delitem(speed.IDLE, schedule, raising=False)
-
-
 @pytest.mark.parametrize("schedule", plan.SCHEDULES)
 def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule):
     """A schedule that has none is planned all the same, and those that have some as its lists say: memory and the bubble."""
@@ -248,7 +243,7 @@ def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule)
             idle = speed.idle_share(l, times.F, times.I, times.W) * (l.pp - 1) / l.accumulation      # over the step's work
             yield [costs.in_flight(l, rank) for rank in range(l.pp)], held, sum(plan.memory(c, l).values()) * costs.GIB, idle
     by_formula = list(found())
-    without_formulas(monkeypatch, schedule)
+    monkeypatch.delitem(costs.FORMULAS, schedule, raising=False)
     for (kept, held, fullest, idle), (counted, followed, fullest_of_all, simulated) in zip(by_formula, found()):
         assert kept == counted and idle == pytest.approx(simulated, abs=0.025)
         assert followed == pytest.approx(held, rel=0.02) and fullest_of_all == max(followed)
