@@ -231,8 +231,8 @@ def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule)
     draw, asked = random.Random(3), []
     while len(asked) < 60:
         c = models.PRESETS[draw.choice(["llama-8b", "llama-70b", "qwen3-8b", "qwen3-30b-a3b"])]
-        l = Layout(dp=4, tp=draw.choice([1, 4]), pp=draw.choice([2, 4, 8]), zero=draw.choice([0, 1, 2, 3]), schedule=schedule,
-                   virtual=draw.choice([2, 3]), recompute=draw.choice(plan.RECOMPUTE), accumulation=draw.choice([4, 8, 13, 32]))
+        l = Layout(dp=4, tp=draw.choice([1, 4]), pp=draw.choice([2, 4, 8, 16]), zero=draw.choice([0, 1, 2, 3]), schedule=schedule,
+                   virtual=draw.choice([2, 3]), recompute=draw.choice(plan.RECOMPUTE), accumulation=draw.choice([4, 8, 13, 32, 64]))
         if plan.impossible(c, l) is None:
             asked.append((c, l))
 
