@@ -225,19 +225,14 @@ def test_what_a_schedule_keeps(schedule, pp, m):
         assert costs.my_stages(l, rank) == my_stages(mesh, args)
 
 
-def without_formulas(monkeypatch, schedule):
-    monkeypatch.delitem(costs.FORMULAS, schedule, raising=False)
-    monkeypatch.delitem(speed.IDLE, schedule, raising=False)
-
-
 @pytest.mark.parametrize("schedule", plan.SCHEDULES)
 def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule):
     """A schedule that has none is planned all the same, and those that have some as its lists say: memory and the bubble."""
     draw, asked = random.Random(3), []
     while len(asked) < 60:
         c = models.PRESETS[draw.choice(["llama-8b", "llama-70b", "qwen3-8b", "qwen3-30b-a3b"])]
-        l = Layout(dp=4, tp=draw.choice([1, 4]), pp=draw.choice([2, 4, 8]), zero=draw.choice([0, 1, 2, 3]), schedule=schedule,
-                   virtual=draw.choice([2, 3]), recompute=draw.choice(plan.RECOMPUTE), accumulation=draw.choice([4, 8, 13, 32]))
+        l = Layout(dp=4, tp=draw.choice([1, 4]), pp=draw.choice([2, 4, 8, 16]), zero=draw.choice([0, 1, 2, 3]), schedule=schedule,
+                   virtual=draw.choice([2, 3]), recompute=draw.choice(plan.RECOMPUTE), accumulation=draw.choice([4, 8, 13, 32, 64]))
         if plan.impossible(c, l) is None:
             asked.append((c, l))
 
@@ -248,7 +243,7 @@ def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule)
             idle = speed.idle_share(l, times.F, times.I, times.W) * (l.pp - 1) / l.accumulation      # over the step's work
             yield [costs.in_flight(l, rank) for rank in range(l.pp)], held, sum(plan.memory(c, l).values()) * costs.GIB, idle
     by_formula = list(found())
-    without_formulas(monkeypatch, schedule)
+    monkeypatch.delitem(costs.FORMULAS, schedule, raising=False)
     for (kept, held, fullest, idle), (counted, followed, fullest_of_all, simulated) in zip(by_formula, found()):
         assert kept == counted and idle == pytest.approx(simulated, abs=0.025)
         assert followed == pytest.approx(held, rel=0.02) and fullest_of_all == max(followed)
@@ -257,8 +252,9 @@ def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule)
 
 def test_what_is_timed_is_the_default_and_what_is_better():
     """AFAB idles as 1F1B does and keeps more."""
-    assert plan.worth_timing() == [name for name in ("1f1b", *plan.SCHEDULES) if name != "afab"][:1] + [
-        name for name in plan.SCHEDULES if name not in ("afab", "1f1b")]
+    first, *others = plan.worth_timing()
+    assert first == costs.DEFAULT_SCHEDULE == "1f1b" and first not in others
+    assert {"interleaved", "zerobubble", "dualpipe"} <= {*others} <= plan.SCHEDULES.keys() - {"afab"}
 
 
 def persists(l, c=TINY, number=costs.BF16):

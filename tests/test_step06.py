@@ -227,7 +227,7 @@ def test_four_times_the_micro_batches_are_four_times_the_work(schedules, monkeyp
 
     def work(m):
         looked.clear()
-        schedules.program(schedules.make(name, 4, m, 2), 1)
+        schedules.program(schedules.make(name, 4, m, SCHEDULES[name].stages_per_rank), 1)
         return len(looked)
     monkeypatch.setattr(schedules, "Message", Counted)
     assert work(256) < 5 * work(64)
@@ -387,7 +387,7 @@ def test_nothing_is_computed_twice(watched):
 def test_memory_follows_what_is_in_flight(watched, schedules):
     """Saved by forward passes, of who does not split backward against afab's 12 micro-batches, on the ranks without embedding or
     head."""
-    lists = {name: schedules.make(name, 4, 12, 2) for name in SCHEDULES}
+    lists = {name: schedules.make(name, 4, 12, row.stages_per_rank) for name, row in SCHEDULES.items()}
     afab = watched["afab"][1][5] / 12
     for name in [name for name, row in SCHEDULES.items() if not row.split_backward]:
         for rank in (1, 2):

@@ -4,6 +4,7 @@ All but the memory that comes and goes is exact: tests compare it with a dry run
 """
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -273,12 +274,12 @@ def moments(c, l, rank, stage, number, fused_norm):
             yield dict(activations=alive, loss=0, buffers=buffers - grads)
 
 
-# What a rank of pp keeps follows from its list. A search asks thousands of times, so a schedule may have a
-# formula for it: (micro-batches of all of a rank's layers, the moments of in_backward).
+# What a rank of pp keeps follows from its list. A search asks thousands of times, so a schedule may have
+# formulas for it.
 def in_flight(l, rank=0):
     """Micro-batches, of all of a rank's layers, that it keeps at the worst moment: step 6's table."""
     if l.schedule in FORMULAS:
-        return FORMULAS[l.schedule][0](l, rank)
+        return FORMULAS[l.schedule].in_flight(l, rank)
     return counted_in_flight(l.schedule, l.pp, l.accumulation, l.stages_per_rank, rank)
 
 
@@ -286,7 +287,7 @@ def in_backward(l, rank, stage):
     """(layers, stages) that wait for backward, layers that wait for W alone, times micro-batches, when either
     is most; whether the head may be next."""
     if l.schedule in FORMULAS:
-        return FORMULAS[l.schedule][1](l, rank, stage)
+        return FORMULAS[l.schedule].in_backward(l, rank, stage)
     return counted_moments(l.schedule, l.pp, l.accumulation, l.stages_per_rank, rank, stage.each)
 
 
@@ -378,12 +379,26 @@ def of_stage(i, done, size, v):
     return done // (size * v) * size + min(size, max(0, done % (size * v) - i * size))
 
 
+class Formulas(NamedTuple):
+    """What the planner knows of a schedule in closed form, in place of counting its lists and simulating them."""
+    in_flight: Callable                                   # (layout, rank)
+    in_backward: Callable                                 # (layout, rank, stage)
+    # (layout, F, I, W) -> idle time over p - 1, or None where no formula is known: where there are so few
+    # micro-batches that some W have nothing to fill
+    idle: Callable
+
+
 FORMULAS = {
-    "afab": (lambda l, rank: l.accumulation, whole_micro_batches),
-    "1f1b": (lambda l, rank: min(l.accumulation, l.pp - rank), whole_micro_batches),
-    "interleaved": (interleaved_in_flight, interleaved_moments),
-    "zerobubble": (lambda l, rank: min(l.accumulation, l.pp), zero_bubble_moments),
-    "dualpipe": (lambda l, rank: min(2 * l.accumulation, 2 * l.pp + 1) / 2, dualpipe_moments),
+    "afab": Formulas(lambda l, rank: l.accumulation, whole_micro_batches, lambda l, F, I, W: F + I + W),
+    "1f1b": Formulas(lambda l, rank: min(l.accumulation, l.pp - rank), whole_micro_batches,
+                     lambda l, F, I, W: F + I + W),
+    "interleaved": Formulas(interleaved_in_flight, interleaved_moments,
+                            lambda l, F, I, W: (F + I + W) / l.stages_per_rank),
+    "zerobubble": Formulas(lambda l, rank: min(l.accumulation, l.pp), zero_bubble_moments,
+                           lambda l, F, I, W: max(F, I, F + I - W) if l.accumulation >= l.pp else None),
+    "dualpipe": Formulas(lambda l, rank: min(2 * l.accumulation, 2 * l.pp + 1) / 2, dualpipe_moments,
+                         # a stage is half of a rank
+                         lambda l, F, I, W: max(F, F + I - W, 2 * I - W - F / (l.pp - 1)) / 2),
 }
 
 

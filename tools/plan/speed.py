@@ -132,31 +132,31 @@ def pipeline_seconds(c, l, stages, k, times, host):
 def idle_share(l, F, I, W):
     """The bubble as a share of 1F1B's, (p - 1)(F + I + W). A schedule's formula is what schedules.py's simulator
     finds, and exact, but for DualPipe's: to 2% of a step. Without one the simulator is asked."""
-    idle = IDLE[l.schedule](l, F, I, W) if l.schedule in IDLE else None
+    formulas = costs.FORMULAS.get(l.schedule)
+    idle = formulas and formulas.idle(l, F, I, W)
     if idle is None:
         whole = F + I + W
         return simulated_idle(l.schedule, l.pp, l.accumulation, l.stages_per_rank, *(
-            round(part / whole, 2) for part in (F, I, W)))
+            round(part / whole * 50) / 50 for part in (F, I, W))) / (l.pp - 1)
     return idle / (F + I + W)
 
 
-@lru_cache(maxsize=4096)
 def simulated_idle(schedule, p, m, v, F, I, W):
-    """In units of (p - 1)(F + I + W). Once a pipeline is full more micro-batches add no idle time."""
-    m = min(m, max(4 * p, SCHEDULES[schedule].min_micro_batches(p)))
+    """In units of F + I + W. It grows linearly with the ranks, if micro-batches do, so that long pipelines, which
+    would take a search minutes, are drawn out from two short ones. Once a pipeline is full more micro-batches
+    add no idle time."""
+    per_rank = min(m / p, 3)
+    if p <= 8:
+        return simulated(schedule, p, round(per_rank * p), v, F, I, W)
+    short, longer = (simulated(schedule, ranks, round(per_rank * ranks), v, F, I, W) for ranks in (4, 8))
+    return longer + (longer - short) * (p - 8) / 4
+
+
+@lru_cache(maxsize=4096)
+def simulated(schedule, p, m, v, F, I, W):
+    m = max(m, SCHEDULES[schedule].min_micro_batches(p), 1)
     events = simulate(make(schedule, p, m, v), F / v, I / v, W / v)
-    return bubble(events)[0] / ((p - 1) * (F + I + W))
-
-
-# Idle time over p - 1, or None where no formula is known: where there are so few micro-batches that some W have
-# nothing to fill. A stage of DualPipe is half of a rank.
-IDLE = {
-    "afab": lambda l, F, I, W: F + I + W,
-    "1f1b": lambda l, F, I, W: F + I + W,
-    "interleaved": lambda l, F, I, W: (F + I + W) / l.stages_per_rank,
-    "zerobubble": lambda l, F, I, W: max(F, I, F + I - W) if l.accumulation >= l.pp else None,
-    "dualpipe": lambda l, F, I, W: max(F, F + I - W, 2 * I - W - F / (l.pp - 1)) / 2,
-}
+    return bubble(events)[0] / (F + I + W)
 
 
 # ---------------------------------------------------------------------- a layer's kernels
