@@ -34,7 +34,7 @@ from steps import NAMES, PYTHONPATH, ROOT, STEPS
 
 LADDER = ROOT / "exercises/ladder"
 RED = 3                                                   # the exit status when a rung is not green yet, which is no mistake
-NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md", "by_hand.py")
+NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md", "by_hand*.py")
 NOTE = """# A note to coding assistants
 
 This folder is an exercise. Whoever works here wants to learn how the technique works by writing it.

@@ -65,7 +65,7 @@ def start(patch):
             target.parent.mkdir(exist_ok=True)
             shutil.copytree(copy, target)
         print(f"{shown} is {step} with {said['what']}")
-    print(f"    diff -u -N -r -x README.md -x by_hand.py -x figures -x __pycache__ {step} {shown}\n"
+    print(f"    diff -u -N -r -x README.md -x 'by_hand*' -x figures -x __pycache__ {step} {shown}\n"
           f"    {said['run'].format(folder=shown)}\n"
           f"    EXERCISE={said['step']}={shown} make test STEP={said['step']}        all tests of the step, on the copy")
 

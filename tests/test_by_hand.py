@@ -1,30 +1,38 @@
-"""stepNN/by_hand.py: the technique alone, on real ranks, in one short file that ends in a comparison with one process."""
+"""stepNN/by_hand*.py: the technique alone, on real ranks, in one short file that ends in a comparison with one process."""
 import ast
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from steps import ROOT, STEPS, run
 
-LIBRARY = sys.stdlib_module_names | {"torch"}
+LIBRARY = sys.stdlib_module_names | {"torch", "by_hand"}
+PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("step0*/by_hand*.py"))
 QUICK = ["step01", "step04", "step07", "step08"]          # of the others each of four processes imports much
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_uses_no_file_of_the_trainer(step):
-    text = (ROOT / step / "by_hand.py").read_text()
+def test_every_step_has_one():
+    assert {f"{step}/by_hand.py" for step in STEPS} <= set(PROGRAMS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_uses_no_file_of_the_trainer(program):
+    text = (ROOT / program).read_text()
     lines = text.splitlines()
     assert max(map(len, lines)) <= 110 and "argv" not in text
     imported = {name.partition(".")[0] for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))
                 for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])}
-    assert "torch" in imported and imported <= LIBRARY
+    assert imported & {"torch", "by_hand"} and imported <= LIBRARY
     assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(text))) or "assert_close" in text
 
 
-@pytest.mark.parametrize("step", [pytest.param(step, marks=[] if step[:6] in QUICK else pytest.mark.slow) for step in STEPS])
-def test_runs_alone(step, tmp_path):
-    shutil.copy(ROOT / step / "by_hand.py", tmp_path)
-    status, output = run([sys.executable, "by_hand.py"], tmp_path, timeout=120)
+@pytest.mark.parametrize("program", [pytest.param(one, marks=[] if one[:6] in QUICK else pytest.mark.slow) for one in PROGRAMS])
+def test_runs_alone(program, tmp_path):
+    """Beside the other programs by hand of its step, and without anything else."""
+    for path in (ROOT / program).parent.glob("by_hand*.py"):
+        shutil.copy(path, tmp_path)
+    status, output = run([sys.executable, Path(program).name], tmp_path, timeout=120)
     assert status == 0 and output.strip(), output
 
 

@@ -64,7 +64,7 @@ def pairs():
 
 def in_diff(name):
     """Whether `make diff` shows a step's file."""
-    return not {"__pycache__", "figures", "README.md", "by_hand.py"} & set(Path(name).parts)
+    return not {"__pycache__", "figures", "README.md"} & set(Path(name).parts) and not Path(name).name.startswith("by_hand")
 
 
 def step_files(folder):

@@ -7,6 +7,7 @@ The runs are done first, by a torchrun of this file; rank 0 writes what all saw 
 """
 import contextlib
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ import zero
 
 PP, M = 4, 8
 SCHEDULES = list(schedules.SCHEDULES)
-COLORS = dict(zip(SCHEDULES, ["#444444", "#7b4ea3", "#2a9d8f", "#c8605a", "#d4569d", "#8a6d3b", "#4878a8", "#6aa56e"]))
+COLORS = dict(zip(SCHEDULES, itertools.cycle(["#444444", "#7b4ea3", "#2a9d8f", "#c8605a", "#d4569d", "#8a6d3b", "#4878a8"])))
 UNIT = 0.04                                               # seconds of sleep in place of a unit of time
 
 

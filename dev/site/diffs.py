@@ -29,7 +29,7 @@ def before(step):
 def changed(step):
     """{file: its rows} of the lesson, and of what supports it, in the order of `make diff`. Of step 1 all is new."""
     if not before(step):
-        names = [path.name for path in (ROOT / step).glob("*.py") if path.name != "by_hand.py"]
+        names = [path.name for path in (ROOT / step).glob("*.py") if not path.name.startswith("by_hand")]
         lesson = [name for name in LESSON[step] if name in names]
         return [{name: rows(None, step, name) for name in part} for part in (lesson, sorted({*names} - {*lesson}))]
     return [{name: rows(before(step), step, name) for name in part} for part in diff.changed_files(before(step), step)]
