@@ -70,7 +70,8 @@ def zero_bubble(rank, ranks, m):
 
 def dualpipe(rank, ranks, m):
     """DualPipeV: a rank has a stage of the way there, here 0, and one of the way back, here 1. In the steady
-    phase F of one comes with B of the other. W is of the oldest I that has none yet."""
+    phase an F of one stands beside a B of the other. DualPipe runs the two at once, to hide transfers; the
+    executor here runs one after the other. W is of the oldest I that has none yet."""
     after = ranks - 1 - rank
     pairs = m - 2 * ranks + rank + 1
     fill = ["F0"] * (2 * after)                           # the way to the last rank and back
