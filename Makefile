@@ -67,8 +67,14 @@ help:
 run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
+ifdef CHANGED
+test: $(VENV)
+	@tests=$$($(PYTHON) dev/changed.py $(if $(BASE),--base "$(BASE)")) && \
+	if [ -n "$$tests" ]; then $(PYTEST) -m "not slow and not sweep" $$tests; fi
+else
 test: $(VENV)
 	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
+endif
 
 lint: $(VENV)
 	@$(PYTHON) -m pip install -q ruff==0.17.6

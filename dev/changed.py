@@ -8,6 +8,7 @@ tests/test_step04.py and exercises/ladder/test_ladder04.py depend on step 4 and 
 """
 import argparse
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -30,20 +31,20 @@ READS = {"tests/test_*.py": ["requirements.txt", "tests/pytest.ini", "tests/conf
          "tests/test_tools.py": ["Makefile"],
          "tests/test_steps.py": ["*"]}
 # these make repositories of their own, and need no more of this one
-ALONE = {"tests/test_carry.py": ["dev/carry.py", "dev/three_way.py", "tools/steps.py"]}
+ALONE = {"tests/test_carry.py": ["dev/carry.py", "dev/three_way.py", "tools/steps.py"],
+         "tests/test_changed.py": ["dev/changed.py", "tools/steps.py", "Makefile"]}
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|\w+\.\w+|step0\d_\w+")
 
 
 # ------------------------------------------------------------------------------------------------ what a file depends on
-def strings(tree):
+def strings(nodes):
     """Return the strings of a module that are not docstrings; of an f-string what comes before its first value, and a *."""
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts | docs:
-            yield node.value
-        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            yield node.values[0].value + "*" * (len(node.values) > 1)
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    left_out = parts | {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    plain = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = {node.value for node in plain if id(node) not in left_out}
+    return found | {node.values[0].value + "*" * (len(node.values) > 1) for node in nodes
+                    if isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[0], ast.Constant)}
 
 
 def named(text, files):
@@ -59,11 +60,12 @@ def named(text, files):
             yield from (file for file in files if file.startswith(f"{path.rstrip('/')}/"))
 
 
-def imported(tree, name, files):
-    """Return the files that a module imports, from its own folder or from those that the tests and tools have on their path."""
+def imported(nodes, texts, name, files):
+    """Return the files that a module imports: from its own folder, those on everybody's path, and those that it names."""
     folders = [str(Path(name).parent), *(str(Path(folder).relative_to(ROOT)) for folder in PYTHONPATH)]
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    for node in ast.walk(tree):
+    folders += [text for text in texts if "/" in text and len(text) < 100 and (ROOT / text).is_dir()]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     for module in modules:
@@ -71,12 +73,12 @@ def imported(tree, name, files):
         yield from [f"{path}.py" for path in paths if f"{path}.py" in files][:1]
 
 
-def steps_of(tree, name):
+def steps_of(nodes, texts, name):
     """Return the steps that a module asks tools/steps.py for without naming them; a test of one step has this one."""
     if own := re.search(r"/test_(?:step|ladder)(\d\d)", name):
         return NAMES[int(own[1]) - 1:int(own[1])]
-    asked = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "steps" for alias in node.names}
-    some = asked & SOME_STEP and not any(text in NAMES for text in strings(tree))
+    asked = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "steps" for alias in node.names}
+    some = asked & SOME_STEP and not texts & set(NAMES)
     return NAMES if asked & EVERY_STEP or some else []
 
 
@@ -89,13 +91,21 @@ def depends_on(name, files):
     if name == "Makefile" or name.endswith(".sh"):
         return found | {path: "runs" for path in named((ROOT / name).read_text(), files)}
     if name.endswith(".py"):
-        tree = ast.parse((ROOT / name).read_text())
-        found |= {path: "names" for text in strings(tree) for path in named(text, files)}
-        found |= {step: "runs" for step in steps_of(tree, name)}
-        found |= {path: "imports" for path in imported(tree, name, files)}
-    if name.startswith("tools/plan/"):                    # what it simulates is of step 8, which it names
+        nodes = list(ast.walk(ast.parse((ROOT / name).read_text())))
+        texts = strings(nodes)
+        found |= {path: "names" for text in sorted(texts) for path in named(text, files)}
+        found |= {step: "runs" for step in steps_of(nodes, texts, name)}
+        found |= {path: "imports" for path in imported(nodes, texts, name, files)}
+    if name.startswith(("tools/plan/", "tests/test_plan")):                    # what they simulate is of step 8, which they name
         found.pop("tools/simulate/__main__.py", None)
     return found
+
+
+@functools.cache
+def graph_of(files):
+    """Return what each file outside the steps depends on, {file: {path or step: how}}."""
+    files = dict.fromkeys(files)
+    return {name: depends_on(name, files) for name in files if name.split("/")[0] not in NAMES}
 
 
 # -------------------------------------------------------------------------------------------------- what a change touches
@@ -108,10 +118,10 @@ def reached(test, graph):
     while todo:
         here = todo.popleft()
         for path, how in graph.get(here, {}).items():
-            # the test says which step its helpers take; what another test reads, and tests that a tool would run, do not count
-            others = here != test and (path in NAMES and (of_one_step or here.startswith("tests/support/"))
-                                       or how == "reads" or how == "names" and "/test_" in path)
-            if path not in words and not others:
+            # The test says which step its helpers take. What another test reads does not count, nor tests that a tool runs.
+            others = (how == "reads" or how != "imports" and of_one_step or path in NAMES and here.startswith("tests/support/")
+                      or how == "names" and "/test_" in path)
+            if path not in words and (here == test or not others):
                 words[path] = f"{words[here]}, which {how} {path}" if words[here] else f"{how} {path}"
                 todo.append(path)
     return words
@@ -130,8 +140,8 @@ def touches(changed, test, words):
 
 def chosen(changed, files):
     """Return the tests that the changed files can touch, quick ones of the first steps first, and why, {test: words}."""
-    files = sorted({*files, *changed})
-    graph = {name: depends_on(name, files) for name in files if name.split("/")[0] not in NAMES}
+    files = tuple(sorted({*files, *changed}))
+    graph = graph_of(files)
     tests = [name for name in files if any(fnmatch(name, pattern) for pattern in TESTS) and (ROOT / name).is_file()]
     tests.sort(key=lambda name: (not name.startswith("tests/test_step0"), name != "tests/test_steps.py", name))
     found = {}
@@ -139,7 +149,7 @@ def chosen(changed, files):
         words = reached(test, graph)
         reasons = [reason for name in changed if (reason := touches(name, test, words))]
         if reasons:
-            found[test] = min(reasons, key=len) + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else "")
+            found[test] = min(reasons, key=len) + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
     return found
 
 
@@ -157,10 +167,9 @@ def main():
     if changed is None:
         parser.error(f"--base {base}: no such commit")
     found = chosen(changed, repository_files())
-    for test, words in found.items():
-        print(f"{test}: {words}", file=sys.stderr)
-    if not found:
-        print(f"no test depends on what has changed since {base}" if changed else f"nothing has changed since {base}", file=sys.stderr)
+    said = [f"{test}: {words}" for test, words in found.items()]
+    none = f"no test depends on what has changed since {base}" if changed else f"nothing has changed since {base}"
+    print(*said or [none], sep="\n", file=sys.stderr)
     print(*found)
 
 
