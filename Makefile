@@ -37,11 +37,11 @@ Ask
 
 Check
   make test [STEP=4]                   a sample of the tests, about five minutes; or all quick ones of a step
-  make test CHANGED=1                  the tests that your uncommitted changes can touch
+  make test CHANGED=1 [BASE=REV]       the quick tests that your uncommitted changes (or those since REV) can touch
   make lint                            ruff
 
 Maintain
-  make carry                           merge uncommitted changes of a step into all later steps and patches
+  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes of a step into all later steps and patches
   make readme                          write the tables of files into the READMEs
   make rest                            the tests that make test leaves out, but for the long ones
   make sweep [STEP=4]                  the long tests
@@ -67,6 +67,8 @@ help:
 run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
+# the tests run make themselves
+unexport CHANGED BASE
 ifdef CHANGED
 test: $(VENV)
 	@tests=$$($(PYTHON) dev/changed.py $(if $(BASE),--base "$(BASE)")) && \

@@ -1,4 +1,4 @@
-"""Carries the uncommitted changes of each step into every later step, and into the patches of exercises/, by three-way merge.
+"""Carry the uncommitted changes of each step into every later step, and into the patches of exercises/, by three-way merge.
 
     python dev/carry.py              # after editing step K, before the commit
     python dev/carry.py --check      # only say what would be carried, and write nothing

@@ -1,4 +1,4 @@
-"""Prints the test files that the files changed since HEAD can touch, as arguments for pytest, and on stderr why each was chosen.
+"""Print the test files that the files changed since HEAD can touch, as arguments for pytest, and on stderr why each was chosen.
 
     python dev/changed.py              # uncommitted and untracked files
     python dev/changed.py --base REV   # since REV

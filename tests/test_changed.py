@@ -75,7 +75,7 @@ def test_a_module_that_is_gone_reaches_those_that_import_it():
 
 @pytest.fixture
 def repository(tmp_path):
-    """One module, one test of it and one of nothing, committed."""
+    """One module, two tests that import it and one that does not, committed."""
     for name in ("Makefile", "dev/changed.py", "tools/steps.py", "tests/pytest.ini", ".gitignore"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -84,6 +84,8 @@ def repository(tmp_path):
     (tmp_path / "tests/test_answer.py").write_text(
         "import pytest\nfrom answer import answer\ndef test_answer(): assert answer == 42\n"
         "@pytest.mark.slow\ndef test_slow(): assert False\n@pytest.mark.sweep\ndef test_long(): assert False\n")
+    (tmp_path / "tests/test_environment.py").write_text(
+        "import answer, os\ndef test_environment(): assert not {'CHANGED', 'BASE'} & os.environ.keys()\n")
     (tmp_path / "tests/test_nothing.py").write_text("def test_nothing(): assert False\n")
     git(tmp_path, "init", "-q")
     commit(tmp_path)
@@ -113,10 +115,11 @@ def test_make_test_runs_what_has_changed_and_no_more(repository):
     with (repository / "tests/support/answer.py").open("a") as file:
         file.write("question = None\n")
     status, said, why = make_test(repository)
-    assert status == 0 and "1 passed, 2 deselected" in said and why == "tests/test_answer.py: imports tests/support/answer.py\n"
+    assert status == 0 and "2 passed, 2 deselected" in said
+    assert why == "".join(f"tests/test_{name}.py: imports tests/support/answer.py\n" for name in ("answer", "environment"))
     commit(repository)
     assert make_test(repository)[1] == ""
-    assert "1 passed, 2 deselected" in make_test(repository, "BASE=HEAD^")[1]
+    assert "2 passed, 2 deselected" in make_test(repository, "BASE=HEAD^")[1]
     (repository / "tests/support/answer.py").unlink()
     assert make_test(repository)[0] == 2, "the test cannot import it"
 
