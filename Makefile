@@ -24,26 +24,26 @@ Learn
   make check STEP=4 [RUNG=5]           which rungs of the ladder are green; make watch checks at every save
   make hint STEP=4                     the next of three hints for the first red rung
   make solution STEP=4                 how your functions differ from ours
-  make restart STEP=4                  begin the exercise anew; your folder is kept
+  make restart STEP=4                  start the exercise over; your old folder is renamed
   make hang N=3 [ANSWER="2 hang3.py:14"]         a run that hangs: which rank, which line?
   make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
-  make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    ask the hunt for a number
+  make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions and test them, or copy one to exercise/
   make kernels                         run and count the Triton kernels
 
 Ask
-  make plan FLAGS="--model llama-8b --gpus 64"             which layout should I take?
+  make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
   make simulate STEP=8 RANKS=16 FLAGS="--pp 2 --tp 4"      what would it do, on GPUs I do not have?
 
 Check
-  make test [STEP=4]                   a sample of the tests, about five minutes; or all quick ones of a step
-  make test CHANGED=1 [BASE=REV]       the quick tests that your uncommitted changes (or those since REV) can touch
+  make test [STEP=4]                   the quick tests, about five minutes; with STEP, all tests of that step but the long ones
+  make test CHANGED=1 [BASE=REV]       the tests that your uncommitted changes, or changes since REV, can affect
   make lint                            ruff
 
 Maintain
-  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes of a step into all later steps and patches
+  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and patches
   make readme                          write the tables of files into the READMEs
-  make rest                            the tests that make test leaves out, but for the long ones
+  make rest                            the slow tests, which make test leaves out
   make sweep [STEP=4]                  the long tests
   make mistakes                        plant each mistake, and check that its test goes red
   make figures                         draw all figures
@@ -67,14 +67,12 @@ help:
 run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
-# the tests run make themselves
+# the tests run make themselves, and these must not inherit CHANGED
 unexport CHANGED BASE
+test: $(VENV)
 ifdef CHANGED
-test: $(VENV)
-	@tests=$$($(PYTHON) dev/changed.py $(if $(BASE),--base "$(BASE)")) && \
-	if [ -n "$$tests" ]; then $(PYTEST) -m "not slow and not sweep" $$tests; fi
+	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests
 else
-test: $(VENV)
 	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
 endif
 

@@ -1,4 +1,4 @@
-"""Plant each mistake of exercises/mistakes in a copy of its step, and check that the test it names goes red.
+"""Apply each planted mistake of exercises/mistakes to a copy of its step, and check that the test it names goes red.
 
     python dev/break_it.py                    # all planted mistakes
     python dev/break_it.py step01_not_causal  # some of them
@@ -10,7 +10,7 @@ A planted mistake is a patch. Its header names the test that must go red, one ca
     loss: nothing to see
     --- a/step03_zero/optimizer.py
 
-One process does it all, so all mistakes share the tests' worker processes.
+One process does it all, so all planted mistakes share the tests' worker processes.
 """
 import os
 import subprocess
@@ -25,7 +25,7 @@ from steps import full_name
 
 
 def plant(patch):
-    """Run the test that a planted mistake names on a copy of its step that has the mistake; return the verdict."""
+    """Plant a mistake in a copy of its step, and run the test that its header names; return the verdict."""
     step = full_name(patch.stem[:6])
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_step(step, folder)
@@ -34,7 +34,7 @@ def plant(patch):
 
 
 def check_green(chosen):
-    """Exit if a test fails without the mistake: such a test shows nothing."""
+    """Exit if a test fails without the planted mistake: it would prove nothing."""
     for test in sorted({read_header(patch)["test"] for patch in chosen}):
         verdict = run_tests([ROOT / test])
         if verdict.failed or not verdict.passed:
@@ -61,7 +61,7 @@ def main():
         survivors += not verdict.red
         why = verdict.why or ("" if verdict.passed else "there is no such test")
         print(f"| {patch.stem} | {read_header(patch)['test']} | {'yes' if verdict.red else 'NO'} | {why[:150]} |", flush=True)
-    sys.exit(f"error: the tests did not see {survivors} of {len(chosen)} planted mistakes" if survivors else 0)
+    sys.exit(f"error: the tests missed {survivors} of {len(chosen)} planted mistakes" if survivors else 0)
 
 
 if __name__ == "__main__":

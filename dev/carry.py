@@ -7,7 +7,8 @@
 Step K's change goes to step K+1, then step K+1's, which now includes it, to step K+2, and so on. A conflict is written into
 the later step's file, between markers; edit it there, and carry again. At the end dev/readme.py writes the READMEs' tables.
 
-A change is one since the last carry, whose result is kept in refs/worktree/carry; since HEAD, if HEAD's steps are others now.
+Changes are counted from the last carry, whose result is kept in refs/worktree/carry, or from HEAD if a commit has changed the
+steps since then.
 The exit status is 0 if all is well, 1 at a conflict or if --check has found something, 2 for wrong arguments.
 """
 import argparse
@@ -96,7 +97,7 @@ def carry(now, base, head, check):
             name = path.removeprefix(f"{step}/")
             later = f"{later_step}/{name}"
             ours = now.get(later)
-            # what git checkout has put back is as if it had never been carried
+            # the user undid this carry with git checkout: merge from HEAD again
             put_back = ours == head.get(later) and (ours != base.get(later) or now.get(path) == head.get(path))
             before = (head if put_back else base).get(path)
             text, how, conflicts = combine(path, later, before, now.get(path), ours)

@@ -1,8 +1,7 @@
-"""What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, line counts, the tables of planted mistakes.
+"""What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
 
-    python dev/readme.py                             # writes the tables' order of files, line counts and sizes of diffs
+    python dev/readme.py                             # writes the files in the order of tools/steps.py into the tables
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
-    python dev/readme.py --words                     # how many words each step's README has, and of these its main path
 
 A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
 diff to the step before; text, or none, is only read. A comment line right before a block changes that:
@@ -17,7 +16,7 @@ from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs, step_files
+from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
 
 PLANNER = "tools/plan/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
@@ -146,21 +145,7 @@ def broken_anchors(text, path):
     return broken
 
 
-def with_line_counts(text, folder):
-    """The text with the real number of lines in every table headed | file | lines |."""
-    lines, inside = text.splitlines(keepends=True), False
-    for index, line in enumerate(lines):
-        if re.match(r"\s*\|\s*file\s*\|\s*lines\s*\|", line):
-            inside = True
-        elif not line.lstrip().startswith("|"):
-            inside = False
-        elif inside and (row := re.match(r"(\s*\|\s*[\[`]*([\w./-]+\.\w+)[^|]*\|\s*)[\d,?]+", line)):
-            count = (folder / row[2]).read_text().count("\n")
-            lines[index] = row[1] + str(count) + line[row.end():]
-    return "".join(lines)
-
-
-TABLE = re.compile(r"^\| file \| lines \|.*\n\|[-|: ]*\n((?:\|.*\n)*)", re.MULTILINE)
+TABLE = re.compile(r"^\| file \|.*\n\|[-|: ]*\n((?:\|.*\n)*)", re.MULTILINE)
 
 
 def with_files(text, lesson, support):
@@ -171,33 +156,15 @@ def with_files(text, lesson, support):
         return text
     rows = {name[1]: name.string for name in map(re.compile(r"\|\s*[\[`]*([\w./-]+\.\w+)").match, found[1].splitlines()) if name}
     def of(names):
-        return [rows.get(name, f"| {name} | ? | ? |") for name in names]
-    border = [f"| *{BORDER}* | | |"] if support else []
+        return [rows.get(name, f"| {name} | ? |") for name in names]
+    border = [f"| *{BORDER}* | |"] if support else []
     return "".join([text[:found.start(1)], *(f"{row}\n" for row in [*of(lesson), *border, *of(support)]), text[found.end(1):]])
 
 
 def with_tables(text, name):
-    """A page with all that is counted in its tables, and a step's with its files in order."""
+    """Return a page with the rows of a step's table of files in order."""
     step = Path(name).parts[0]
-    if name == f"{step}/README.md" and step in LESSON:
-        text = with_files(text, LESSON[step], SUPPORT[step])
-    return with_diff_sizes(with_line_counts(text, (ROOT / name).parent))
-
-
-def diff_size(old, new):
-    """A step's new files with their lines, and the lines added to and removed from the files that were there before."""
-    there, here = set(step_files(old)), set(step_files(new))
-    added = ", ".join(f"{name} {(new / name).read_text().count(chr(10))}" for name in sorted(here - there))
-    changes = [line for name in there & here for line in real_diff(old / name, new / name) if re.match(r"[-+](?!--|\+\+)", line)]
-    return added, f"+{sum(line[0] == '+' for line in changes)} -{sum(line[0] == '-' for line in changes)}"
-
-
-def with_diff_sizes(text):
-    """The text with the real sizes in the table headed | step | adds | new files | changed lines |."""
-    for old, new in pairs():
-        row = rf"^(\| \[{new.name}\]\({new.name}\) \|[^|\n]*\|)[^|\n]*\|[^|\n]*\|$"
-        text = re.sub(row, lambda m: f"{m[1]} {' | '.join(diff_size(old, new))} |", text, flags=re.MULTILINE)
-    return text
+    return with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
 
 
 def planted_table(text):
@@ -209,19 +176,6 @@ def planted_table(text):
 def mistakes_named(text):
     """The patches that begin a row of a table."""
     return re.findall(r"^\| *`(step0\d_\w+)` *\|", text, re.MULTILINE)
-
-
-def main_path_words(text):
-    """The words up to 'Break it', tables counted with their bars; without code, comments and what is folded."""
-    text = re.split(r"^## Break it$", text, flags=re.MULTILINE)[0]
-    for left_out in (r"^\s*```.*?^\s*```$", r"<details>.*?</details>", r"<!--.*?-->"):
-        text = re.sub(left_out, " ", text, flags=re.MULTILINE | re.DOTALL)
-    return len(text.split())
-
-
-def all_words(text):
-    """What `wc -w` counts."""
-    return len(text.split())
 
 
 def write_tables():
@@ -236,12 +190,7 @@ def write_tables():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         run_blocks(sys.argv[2])
-    elif sys.argv[1:] == ["--words"]:
-        for name in STEPS:
-            text = (ROOT / name / "README.md").read_text()
-            print(f"{main_path_words(text):6,} of {all_words(text):6,} {name}")
-        print(f"{sum(all_words((ROOT / page).read_text()) for page in PAGES):15,} in all")
     elif sys.argv[1:]:
-        sys.exit("error: readme.py takes --run PAGE, --words, or nothing")
+        sys.exit("error: readme.py takes --run PAGE, or nothing")
     else:
         write_tables()

@@ -13,7 +13,7 @@ HEADING = re.compile(rb"^(@@ -\S+ \+\S+ @@) .*", re.MULTILINE)         # git nam
 
 
 def git(*command, folder, stdin=b""):
-    """Run git in a folder that is no repository, without anybody's settings; return what subprocess returns."""
+    """Run git outside any repository, ignoring user and system settings; return the CompletedProcess."""
     alone = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     alone |= dict(GIT_CEILING_DIRECTORIES=str(Path(folder).resolve().parent), GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_NOSYSTEM="1")
     return subprocess.run(["git", *command], cwd=folder, input=stdin, capture_output=True, env=alone)

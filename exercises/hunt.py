@@ -1,13 +1,13 @@
-"""A bug hunt: a mistake is planted in a copy of a step that you do not see. Find file and line by asking for numbers.
+"""The hunt for a planted mistake, in a copy of a step that you do not see. Find file and line by asking for numbers.
 
-    make hunt SEED=today                                  # begins one: the loss, right and with the mistake; LEVEL=any: any
+    make hunt SEED=today                                  # begins one: the loss, without and with it; LEVEL=any: of any step
     make probe OF=grad_norm RANK=1 AT=3                   # one number of one rank in one training step, of both runs
     make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT=1 if it is not said; without NAME of all that the rank has
     make hunt ANSWER="zero.py:120"                        # a line of ours; LEVEL=any: ANSWER="step03_zero/zero.py:120"
 
 OF= is loss, grad_norm, gradient (the norm of this rank's, before clipping), weight (norm and digest of the rank's own part after
 the update), bytes (payload that the rank sends) or operations (the first collective that differs). A line is near enough if it is
-at most three lines from one that the mistake changes. The fewest probes win.
+at most three lines from one that the planted mistake changes. The fewest probes win.
 """
 import datetime
 import difflib
@@ -28,10 +28,10 @@ from patched import MISTAKES, copy_step, planted_mistakes
 from steps import PYTHONPATH, ROOT, full_name
 
 HUNT = ROOT / "exercise/hunt"
-HIDDEN = HUNT / ".bug"                                    # the copy with the mistake, and the numbers of both runs
+HIDDEN = HUNT / ".planted"                                # the copy with the planted mistake, and the numbers of both runs
 NEAR, WRONG = 3, 3                                        # lines; the exit status of a wrong answer, which is no mistake
 RUN = "--seq_len 16 --global_batch_size 8 --micro_batch_size 1 --steps 6 --lr 1e-2 --warmup 2"
-# ranks and flags: the first under which a mistake shows in a number is taken
+# ranks and flags: the first under which a planted mistake shows in a number is taken
 LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            2: ["2 --dp_mode bucket", "2 --dp_mode overlap", "2 --dp_mode naive"],
            3: ["2 --zero 1", "2 --zero 3", "4 --zero 2 --zero_shard 2"],
@@ -40,7 +40,7 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            6: ["2 --pp 2", "2 --pp 2 --schedule zerobubble", "2 --pp 2 --schedule interleaved", "4 --pp 2 --schedule zerobubble",
                "4 --pp 2 --zero 3"],
            7: ["2 --ep 2", "4 --ep 2 --tp 2", "4 --ep 2 --cp 2 --balance aux", "4 --ep 2 --pp 2 --schedule zerobubble"],
-           8: []}                                         # its mistakes show only in runs that are saved, killed or resumed
+           8: []}                                         # its planted mistakes show only in runs that are saved, killed or resumed
 RACE = "whether a message has come in time is chance: its numbers differ from run to run, or are none"
 TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
 EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where a rank refuses",
@@ -48,6 +48,7 @@ EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02
             "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
             "step06_deferred_gradients_kept": TIME, "step06_gradients_kept_apart": TIME,
             "step05_halves_of_one_token": "shows only with --seq_len 1",
+            "step04_qk_norms_not_summed": "shows only in a model with QK-norm",
             "step07_experts_sliced_over_all": "ends in the first step, with an infinite norm and no number to ask for",
             "step07_empty_experts_not_zeroed": "shows only with a kernel that zeroes none", "step02_sums_every_micro_batch": RACE}
 
@@ -136,16 +137,16 @@ def run(pool, step, layout):
 
 
 def plant(pool, name, folder):
-    """The copy with this mistake, a layout under which it shows, and both runs; None if it does not."""
+    """The copy with this planted mistake, a layout under which it shows, and both runs; None if it does not."""
     step = full_name(name[:6])
     copy = copy_step(step, folder)
     alone = os.environ | dict(GIT_CEILING_DIRECTORIES=str(folder.resolve().parent))           # git leaves alone what it ignores
     subprocess.run(["git", "apply", MISTAKES / f"{name}.patch"], cwd=folder, env=alone, check=True)
     for layout in LAYOUTS[int(name[4:6])]:
         right = pool.once((step, layout), lambda: run(pool, step, layout))
-        bug = run(pool, copy, layout)
-        if bug and right != bug and not re.search("NaN|Infinity", json.dumps(bug)):
-            return dict(patch=name, step=step, layout=layout, right=right, bug=bug, probes=0)
+        planted = run(pool, copy, layout)
+        if planted and right != planted and not re.search("NaN|Infinity", json.dumps(planted)):
+            return dict(patch=name, step=step, layout=layout, right=right, planted=planted, probes=0)
     shutil.rmtree(copy)
 
 
@@ -153,10 +154,10 @@ def begin(pool, seed, level):
     shutil.rmtree(HIDDEN, ignore_errors=True)
     hunt = next(filter(None, (plant(pool, name, HIDDEN) for name in drawn(seed))))
     remember(hunt | dict(level=level))
-    where = f"{hunt['step']}, --nproc_per_node {hunt['layout']}" if level == "one" else f"a step, {len(hunt['bug'])} ranks"
-    print(f"There is a mistake in a copy of {where}. The loss, right and with the mistake:")
-    for t, (right, bug) in enumerate(zip(hunt["right"][0], hunt["bug"][0]), 1):
-        print(f"    training step {t}   {right['loss']:.4f}   {bug['loss']:.4f}")
+    where = f"{hunt['step']}, --nproc_per_node {hunt['layout']}" if level == "one" else f"a step, {len(hunt['planted'])} ranks"
+    print(f"There is a planted mistake in a copy of {where}. The loss, without and with it:")
+    for t, (right, planted) in enumerate(zip(hunt["right"][0], hunt["planted"][0]), 1):
+        print(f"    training step {t}   {right['loss']:.4f}   {planted['loss']:.4f}")
 
 
 def remember(hunt):
@@ -175,26 +176,26 @@ def probe(of, rank="0", at="1", name=""):
     asked = ("loss", "grad_norm", "gradient", "weight", "bytes", "operations")
     if of not in asked:
         refuse(f"OF={of}: there are {', '.join(asked)}")
-    for key, text, first, last in (("RANK", rank, 0, len(hunt["bug"]) - 1), ("AT", at, 1, len(hunt["bug"][0]))):
+    for key, text, first, last in (("RANK", rank, 0, len(hunt["planted"]) - 1), ("AT", at, 1, len(hunt["planted"][0]))):
         if not re.fullmatch("[0-9]{1,6}", text) or not first <= int(text) <= last:
             refuse(f"{key}={text}: there are {first} to {last}")
-    right, bug = (hunt[which][int(rank)][int(at) - 1][of] for which in ("right", "bug"))
+    right, planted = (hunt[which][int(rank)][int(at) - 1][of] for which in ("right", "planted"))
     names = right if of in ("gradient", "weight") else {}
     if name and name not in names:
         refuse(f"NAME={name}: of {of} rank {rank} has {', '.join(names) or 'no names'}")
     if names:
-        right, bug = right[name or "all"], bug.get(name or "all")
+        right, planted = right[name or "all"], planted.get(name or "all")
     if of == "operations":
-        both = [*zip([*right, "no more"], [*bug, "no more"])]
+        both = [*zip([*right, "no more"], [*planted, "no more"])]
         i = next((i for i, (a, b) in enumerate(both) if a != b), len(both) - 1)    # the first that differs
-        right, bug = (f"{len(all)} operations; no. {i + 1}: {one}" for all, one in zip((right, bug), both[i]))
+        right, planted = (f"{len(all)} operations; no. {i + 1}: {one}" for all, one in zip((right, planted), both[i]))
     remember(hunt | dict(probes=hunt["probes"] + 1))
     print(f"{of} {name}".strip() + f" of rank {rank} in training step {at} (probe {hunt['probes'] + 1})\n"
-          f"    right          {right}\n    with mistake   {bug}" + "\n    no difference" * (right == bug))
+          f"    right          {right}\n    with mistake   {planted}" + "\n    no difference" * (right == planted))
 
 
 def changed_lines(step, copy):
-    """{file: the lines of ours that the mistake changes}"""
+    """{file: the lines of ours that the planted mistake changes}"""
     changed = {}
     for path in sorted((ROOT / step).glob("*.py")):
         ours, theirs = path.read_text().splitlines(), (copy / path.name).read_text().splitlines()
@@ -217,7 +218,7 @@ def judge(hunt, answer, copy):
 def answered(answer):
     hunt, best_of = present(), HUNT / "best.json"
     if not judge(hunt, answer, HIDDEN / hunt["step"]):
-        print(f"no: the mistake is not there ({hunt['probes']} probes so far)")
+        print(f"no: the planted mistake is not there ({hunt['probes']} probes so far)")
         return WRONG
     best = json.loads(best_of.read_text()) if best_of.exists() else {}
     best[hunt["patch"]] = min(hunt["probes"], best.get(hunt["patch"], hunt["probes"]))

@@ -1,4 +1,4 @@
-"""Copies of a step with a patch applied, and the tests run on such a copy.
+"""What planted mistakes and extensions share: copy a step, read a patch's header, run tests on the copy.
 
 Planted mistakes (dev/break_it.py, hunt.py) and extensions (extend.py) are patches. The lines before the patch proper are its
 header, one 'key: value' each. EXERCISE=3=FOLDER makes the tests take FOLDER for step 3.
@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-os.environ.setdefault("PATIENCE", "120")                  # seconds for a test's job: some planted mistakes make it hang
+os.environ.setdefault("PATIENCE", "120")                  # seconds before a hung test is stopped
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTAKES = ROOT / "exercises/mistakes"
@@ -50,11 +50,11 @@ class Verdict:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.why = "cannot be collected"
+            self.why = "pytest could not collect the tests"
 
     @property
     def red(self):
-        """Whether a test failed on its own assertion, not on a name that the patch broke."""
+        """Return whether a test failed on its own assertion, not on a name that the patch broke."""
         return bool(self.failed) and self.lesson
 
 

@@ -55,7 +55,7 @@ def layouts():
         for size in (2**i for i in range(11) if SEQUENCES // mesh.dp % 2**i == 0):
             m = SEQUENCES // mesh.dp // size
             for schedule, v in plan.schedules(C, mesh.pp):
-                if m < (mesh.pp if schedule == "zerobubble" else plan.least(schedule, mesh.pp)):
+                if m < plan.fewest_micro_batches(mesh._replace(schedule=schedule)):
                     continue
                 for zero in (0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,):
                     yield mesh._replace(zero=zero, schedule=schedule, virtual=v, micro_batch=size, accumulation=m)

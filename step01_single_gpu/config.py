@@ -3,7 +3,8 @@ import importlib.util
 import os
 import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,7 @@ def parse_args(argv=None):
     add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
+
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")
@@ -60,9 +62,28 @@ def at_least(smallest, kind=int):
     return number
 
 
+class Family(NamedTuple):
+    """How to read, build and write one model_type of Hugging Face."""
+    config_class: str                            # its class in transformers
+    fields: dict                                 # {field of ModelConfig: its name in config.json}
+    only: dict = {}                              # {key of config.json: the one value that is supported}
+    qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
+
+
+FIELDS = {name: name for name in (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "initializer_range")}
+FAMILIES = {
+    "llama": Family("LlamaConfig", FIELDS),
+    "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
+}
+ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
+            quantization_config=None)                    # in all families
+
+
 @dataclass
 class ModelConfig:
-    """The names are those of a Hugging Face config.json."""
+    """The shape of a model, with the names of Llama's config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -75,12 +96,18 @@ class ModelConfig:
     rope_scaling: dict = None                    # of type llama3: its four numbers
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
+    family: str = "llama"
+
+    @property
+    def qk_norm(self):
+        return FAMILIES[self.family].qk_norm
 
 
 def llama3(factor):
     return dict(factor=factor, low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192)
 
 
+QWEN3 = dict(rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960)
 #                          vocab   hidden  mlp  layers heads kv head_dim
 PRESETS = {
     "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096,
@@ -90,6 +117,8 @@ PRESETS = {
     "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
     "llama-70b":  ModelConfig(128256, 8192,  28672, 80, 64, 8, 128, rope_scaling=llama3(8.0)),
     "llama-405b": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128, rope_scaling=llama3(8.0)),
+    "qwen3-0.6b": ModelConfig(151936, 1024,  3072,  28, 16, 8, 128, family="qwen3", **QWEN3),
+    "qwen3-8b":   ModelConfig(151936, 4096,  12288, 36, 32, 8, 128, family="qwen3", **QWEN3),
 }
 
 
@@ -114,24 +143,34 @@ def read_config(flag, name):
 
 
 def from_hugging_face(theirs):
-    expected = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
-    for key, value in dict(expected, quantization_config=None).items():
+    if theirs.model_type not in FAMILIES:
+        raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[theirs.model_type]
+    for key, value in (ONLY | family.only).items():
         if getattr(theirs, key, value) != value:
-            raise ValueError(f"{key} is {getattr(theirs, key)!r}, only {value!r} is known here")
+            raise ValueError(f"{key} is {getattr(theirs, key)!r}; only {value!r} is supported")
     rope = theirs.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"rope scaling of type {rope['rope_type']!r}, only 'llama3' is known here")
+        raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
-    values = {field.name: getattr(theirs, field.name, field.default) for field in fields(ModelConfig)}
-    return ModelConfig(**{**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
+    values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
+    if values["head_dim"] is None:                        # optional in config.json
+        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
+    for ours, value in values.items():
+        if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
+            raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")
+    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=theirs.model_type)
+    return ModelConfig(**values)
 
 
 def to_hugging_face(config, dtype):
-    from transformers import LlamaConfig as Config
+    import transformers
+    family = FAMILIES[config.family]
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
-    values = {name: value for name, value in asdict(config).items() if not name.startswith("rope_")}
-    return Config(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
-                  tie_word_embeddings=False, architectures=[Config.__name__.replace("Config", "ForCausalLM")])
+    values = {name: getattr(config, ours) for ours, name in family.fields.items()}
+    return getattr(transformers, family.config_class)(
+        **values, **family.only, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+        tie_word_embeddings=False, architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
 def check(args, config):
@@ -157,6 +196,15 @@ def check_device(args):
         refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+
+
+def set_num_threads(args, config):
+    """Use one thread for a small model on the CPU, unless OMP_NUM_THREADS is set.
+
+    More threads gain a small model little, and on a busy machine they make it wait.
+    """
+    if args.device == "cpu" and config.hidden_size < 512 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def check_outputs(args):

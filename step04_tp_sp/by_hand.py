@@ -57,6 +57,13 @@ def gradients(x, norm, up, down, f=nothing, g=nothing):     # as it stands, with
     return [leaf.grad for leaf in leaves]
 
 
+def print_in_order(line):                                   # rank 0 prints what all ranks say
+    lines = [None] * RANKS
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
 def work(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     mine = lambda whole, dim=0: whole.chunk(RANKS, dim)[rank]
@@ -64,7 +71,7 @@ def work(rank, folder):
     assert_close(inner, mine(linear(x, up), 1))
     partial = linear(inner, mine(down, 1))                  # row-parallel: all columns, of each sum my terms
     assert_close(all_reduce(partial), linear(linear(x, up), down))
-    print(f"rank {rank} has {partial[0, 0]:.3f} of the result's {all_reduce(partial)[0, 0]:.3f}", flush=True)
+    print_in_order(f"rank {rank} has {partial[0, 0]:.3f} of the result's {all_reduce(partial)[0, 0]:.3f}")
 
     cut = lambda x, norm, up, down: [x, norm, mine(up), mine(down, 1)]
     one = gradients(x, norm, up, down)
@@ -72,7 +79,7 @@ def work(rank, folder):
     found = gradients(*cut(mine(x), norm, up, down), f_sp, g_sp)
     found[1] = all_reduce(found[1])                         # a norm saw my tokens: its gradient is a term
     assert_close(found, cut(mine(one[0]), *one[1:]))
-    print(f"rank {rank} equals one process, norms of {TOKENS} or of {len(mine(x))} tokens", flush=True)
+    print_in_order(f"rank {rank} equals one process, norms of {TOKENS} or of {len(mine(x))} tokens")
 
 
 if __name__ == "__main__":

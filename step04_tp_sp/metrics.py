@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 
 from messages import RANK, refuse, say
+from model import Llama
 
 # of dense bfloat16, by the name that a GPU gives itself
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
               "GH200": 989.5e12, "B200": 2250e12}
 
 
-def parameter_count(c):
-    """From the shape of the model: no rank need hold it all."""
-    attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
-    return 2 * c.vocab_size * c.hidden_size + c.num_hidden_layers * layer + c.hidden_size
+def parameter_count(config):
+    """Count the parameters of the whole model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        params = dict(Llama(config).named_parameters())
+    return sum(param.numel() for param in params.values())
 
 
 def flops_per_token(c, seq_len):

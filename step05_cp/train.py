@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import materialize, save_checkpoint
-from config import check, load_config, parse_args
+from config import check, load_config, parse_args, set_num_threads
 from context_parallel import context_parallel
 from data import batches, load_tokens
 from ledger import ledger
@@ -27,6 +27,7 @@ def prepare(argv):
     args = parse_args(argv)
     config = load_config(args)
     check(args, config)
+    set_num_threads(args, config)
     return args, config, load_tokens(args, config.vocab_size)
 
 

@@ -32,7 +32,7 @@ def first_layers(config, stages):
 
 def my_stages(mesh, args):
     stages, rank = args.pp * args.stages_per_rank, mesh.get_local_rank("pp")
-    if args.schedule == "dualpipe":
+    if schedules.SCHEDULES[args.schedule].v_shaped:
         return [rank, stages - 1 - rank]                  # there and back
     return list(range(rank, stages, args.pp))
 
@@ -72,7 +72,7 @@ class Pipeline:
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of what travels
         self.queue = []                                   # what the I under way leaves to its W
-        if any(action.kind == "W" for actions in schedule for action in actions):
+        if schedules.SCHEDULES[args.schedule].split_backward:
             split_backward(layers.values(), self.queue)
 
     def part(self, stage, layers):

@@ -9,6 +9,7 @@ From such lists everything else follows: how many activations are kept (`in_flig
 any of them; tools/schedule.py draws them.
 """
 from collections import Counter, deque
+from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
@@ -100,19 +101,31 @@ def dualpipe(rank, ranks, m):
     return actions
 
 
-SCHEDULES = {"afab": afab, "1f1b": one_f_one_b, "interleaved": interleaved, "zerobubble": zero_bubble,
-             "dualpipe": dualpipe}
+class Schedule(NamedTuple):
+    """All that the trainer, the tools and the tests know about a schedule."""
+    actions: Callable                                     # (rank, ranks, m) -> that rank's actions
+    stages_per_rank: int = 1
+    or_more: bool = False                                 # stages_per_rank may be larger: a fourth argument
+    v_shaped: bool = False                                # rank r holds stages r and last - r
+    split_backward: bool = False                          # into I and W
+    min_micro_batches: Callable = lambda ranks: 1
+
+
+SCHEDULES = {
+    "afab": Schedule(afab),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, stages_per_rank=2, or_more=True,
+                            min_micro_batches=lambda ranks: ranks),
+    "zerobubble": Schedule(zero_bubble, split_backward=True),
+    "dualpipe": Schedule(dualpipe, stages_per_rank=2, v_shaped=True, split_backward=True,
+                         min_micro_batches=lambda ranks: 2 * ranks),
+}
 
 
 def make(name, ranks, m, stages_per_rank=1):
-    """The lists of all ranks."""
-    more = [stages_per_rank] if name == "interleaved" else []
-    return [SCHEDULES[name](rank, ranks, m, *more) for rank in range(ranks)]
-
-
-def least(name, ranks):
-    """So many micro-batches it takes at least."""
-    return {"interleaved": ranks, "dualpipe": 2 * ranks}.get(name, 1)
+    """Return the lists of all ranks."""
+    more = [stages_per_rank] if SCHEDULES[name].or_more else []
+    return [SCHEDULES[name].actions(rank, ranks, m, *more) for rank in range(ranks)]
 
 
 # -------------------------------------------------------------------------------- what follows from the lists

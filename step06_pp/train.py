@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import materialize, save_checkpoint
-from config import check, load_config, parse_args
+from config import check, load_config, parse_args, set_num_threads
 from context_parallel import context_parallel
 from data import batches, load_tokens
 from ledger import ledger
@@ -21,6 +21,7 @@ from pipeline_parallel import Pipeline, cut_stages
 from placement import place
 from profiling import Profiler
 from recompute import recompute_and_compile
+from schedules import SCHEDULES
 from tensor_parallel import sum_partial_gradients, tensor_parallel
 from zero import Zero, make_units
 
@@ -29,6 +30,7 @@ def prepare(argv):
     args = parse_args(argv)
     config = load_config(args)
     check(args, config)
+    set_num_threads(args, config)
     return args, config, load_tokens(args, config.vocab_size)
 
 
@@ -45,7 +47,7 @@ def build_model(config, mesh, args):
         for layer in model.model.layers.values():
             layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    breaks = args.tp * args.cp > 1 or args.schedule in ("zerobubble", "dualpipe")
+    breaks = args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
     recompute_and_compile(model, args, breaks)
     return model
 

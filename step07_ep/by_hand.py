@@ -24,6 +24,13 @@ class AllToAll(torch.autograd.Function):                  # sent[r] rows to rank
         return AllToAll.apply(grad, ctx.received, ctx.sent), None, None
 
 
+def print_in_order(line):                                 # rank 0 prints what all ranks say
+    lines = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    if dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
 def moe(x, router, experts, names):                       # x: this rank's tokens; experts: those it keeps
     ranks = dist.get_world_size()
     # 1. Route: whom each token chooses, and how much each counts.
@@ -38,8 +45,8 @@ def moe(x, router, experts, names):                       # x: this rank's token
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
     sent, received = counts.view(ranks, -1).sum(1).tolist(), theirs.view(ranks, -1).sum(1).tolist()
-    print(f"rank {dist.get_rank()} sorts", *(f"{names[i // TOP_K]}{expert.flatten()[i]}" for i in order),
-          f"  sends {sent} rows, receives {received}")
+    choices = " ".join(f"{names[i // TOP_K]}{expert.flatten()[i]}" for i in order)
+    print_in_order(f"rank {dist.get_rank()} sorts {choices}   sends {sent} rows, receives {received}")
     # 4. All-to-all: what comes is sorted by sender, and within each sender by expert.
     rows = AllToAll.apply(rows, sent, received)
     # 5. Experts: sort once more, so that each expert's rows stand together; compute; undo that sort.

@@ -27,7 +27,7 @@ def materialize(model, config, args):
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weight_of, source = (read_weight, saved) if saved else (initial_weight, config)
-        weights = [weight_of(*one, source, args) for one in on_disk(name, meta)]
+        weights = [weight_of(*one, source, args) for one in on_disk(name, meta, config)]
         weight = torch.stack(weights) if ".experts." in name else weights[0]
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         module, _, leaf = name.rpartition(".")
@@ -89,7 +89,7 @@ def save_checkpoint(model, config, mesh, args):
         for name in names:
             weight = from_its_stage(model, name, params[name].shape, mesh, args)
             if RANK == 0:
-                weights.update(on_disk(name, weight.cpu()))
+                weights.update(on_disk(name, weight.cpu(), config))
         if RANK == 0:
             save_file(weights, os.path.join(new, file), {"format": "pt"})
     if RANK > 0:
@@ -98,7 +98,7 @@ def save_checkpoint(model, config, mesh, args):
     if split.is_sharded:
         with open(os.path.join(new, "model.safetensors.index.json"), "w") as file:
             where = {disk: file for name, file in split.tensor_to_filename.items()
-                     for disk, _ in on_disk(name, params[name])}
+                     for disk, _ in on_disk(name, params[name], config)}
             json.dump({"metadata": split.metadata, "weight_map": where}, file)
     put_in_place(new, os.path.realpath(args.save))
 

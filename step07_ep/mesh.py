@@ -29,6 +29,7 @@ def processes():
     else:                                                 # gloo listens to this machine only
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.distributed_c10d.default_pg_timeout = TIMEOUT    # of the mesh's groups, which else wait 30 minutes
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=ranks)
     end = None
     try:

@@ -1,4 +1,4 @@
-"""A plain Llama, or Mixtral. Modules and parameters have the names of the Hugging Face checkpoint.
+"""A plain decoder-only transformer. Modules and parameters have the names of the Hugging Face checkpoint.
 
 Nothing here knows how many devices there are:
 - a Linear's width is read from its weight, so half the weight is half the heads,
@@ -57,6 +57,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.core = sdpa
 
     def project(self, x):
@@ -64,7 +66,8 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin):                                                # [batch, seq, hidden]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
-        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)           # [batch, seq, heads, head_dim]
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        out = self.core(q, k, v)                                               # [batch, seq, heads, head_dim]
         return self.o_proj(out.flatten(-2))
 
 

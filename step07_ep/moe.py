@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from config import FAMILIES
 from mesh import data_mesh
 
 
@@ -79,7 +80,9 @@ def zero_where_empty(grad, counts):
 
 
 def grouped_gradient(grad, x, weight, counts):
-    """Of the weight, for where autograd does not make it (step 6's W)."""
+    """Return the weight's gradient, where autograd does not compute it (step 6's W)."""
+    if not len(x):                                        # this rank's experts have no tokens: ask no kernel
+        return torch.zeros_like(weight)
     if kernel_takes(weight):
         product = F.grouped_mm(grad.T, x, offs=counts.cumsum(0, dtype=torch.int32))
         return zero_where_empty(product, counts)
@@ -137,10 +140,10 @@ def split_grouped(linear, queue, queue_weight_gradient):
 
 
 # ------------------------------------------------------------------------------------------- in a checkpoint
-def on_disk(name, param):
-    """What a parameter is in a Mixtral's checkpoint: (name, tensor), one for each expert that it has."""
-    if ".mlp.gate." in name or ".mlp.experts." in name:
-        name = name.replace(".mlp.", ".block_sparse_moe.")
+def on_disk(name, param, config):
+    """What a parameter is in a checkpoint: (name, tensor), one for each expert that it has."""
+    for ours, theirs in FAMILIES[config.family].renamed.items():
+        name = name.replace(ours, theirs)
     if ".experts." not in name:
         return [(name, param)]
     placement = getattr(param, "placement", None)         # the model as it is on the disk has none

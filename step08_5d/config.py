@@ -4,12 +4,13 @@ import math
 import os
 import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 from messages import refuse
-from schedules import SCHEDULES, least
+from schedules import SCHEDULES
 
 LARGEST_NUMBER = 10**8                                    # of anything that is counted
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
@@ -39,31 +40,40 @@ def parse_args(argv=None):
     add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
+
     add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
+
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
         help="ZeRO: shard 1 optimizer states, 2 gradients, 3 weights (FSDP)")
     add("--zero_shard", type=at_least(1), help="shard over so many ranks only, and replicate (hybrid)")
+
     add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks: each has a part of every matrix")
     add("--sp", choices=["on", "off"], default="on",
         help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
+
     add("--cp", type=at_least(1), default=1, help="context-parallel ranks: each has a part of every sequence")
     add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
         help="how attention sees the other parts")
+
     add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks: each has a part of the layers")
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
     add("--stages_per_rank", type=at_least(1),
-        help="interleaved: two or more, two if not given; dualpipe has two, the others one")
+        help="stages of the model on each rank of pp; the schedule's own number if not given")
+
     add("--ep", type=at_least(1), default=1, help="expert-parallel ranks, of dp x cp: each has some experts")
     add("--balance", choices=["none", "bias", "aux"],
         help="how the experts' load is evened out; bias if not given, none with --init_from")
+
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
+
     add("--checkpoint", help="directory for checkpoints to resume from")
     add("--save_every", type=at_least(1), default=100, help="steps between checkpoints")
     add("--keep", type=at_least(1), default=2, help="so many checkpoints are kept, the newest")
     add("--resume", nargs="?", const="newest", metavar="STEP",
         help="go on from the newest checkpoint in --checkpoint, if there is one; or from the one named")
+
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace and a picture of the memory over the first steps")
@@ -77,8 +87,7 @@ def parse_args(argv=None):
     world = int(os.environ.get("WORLD_SIZE", 1))
     args.dp = args.dp or world // (args.tp * args.cp * args.pp)
     args.schedule = args.schedule if args.pp > 1 else "1f1b"                # as with no pipeline
-    usual = 2 if args.schedule in ("interleaved", "dualpipe") else 1
-    args.stages_per_rank = args.stages_per_rank or usual
+    args.stages_per_rank = args.stages_per_rank or SCHEDULES[args.schedule].stages_per_rank
     if args.zero == 0 and args.zero_shard:
         refuse("--zero_shard needs --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp * args.cp
@@ -97,9 +106,35 @@ def at_least(smallest, kind=int):
     return number
 
 
+class Family(NamedTuple):
+    """How to read, build and write one model_type of Hugging Face."""
+    config_class: str                            # its class in transformers
+    fields: dict                                 # {field of ModelConfig: its name in config.json}
+    only: dict = {}                              # {key of config.json: the one value that is supported}
+    qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
+    renamed: dict = {}                           # {part of our parameter names: its name in a checkpoint}
+
+
+FIELDS = {name: name for name in (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "initializer_range")}
+EXPERTS = {name: name for name in ("num_local_experts", "num_experts_per_tok")}
+FAMILIES = {
+    "llama": Family("LlamaConfig", FIELDS),
+    "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
+    "mixtral": Family("MixtralConfig", FIELDS | EXPERTS, dict(router_jitter_noise=0.0),
+                      renamed={".mlp.": ".block_sparse_moe."}),
+    "qwen3_moe": Family("Qwen3MoeConfig", FIELDS | EXPERTS | {"intermediate_size": "moe_intermediate_size"},
+                        dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True,
+                        renamed={".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
+}
+ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
+            quantization_config=None)                    # in all families
+
+
 @dataclass
 class ModelConfig:
-    """The names are those of a Hugging Face config.json."""
+    """The shape of a model, with the names of Llama's config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -112,14 +147,20 @@ class ModelConfig:
     rope_scaling: dict = None                    # of type llama3: its four numbers
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
-    num_local_experts: int = 0                   # of a Mixtral; 0: a Llama
+    num_local_experts: int = 0                   # 0: a dense model
     num_experts_per_tok: int = 0
+    family: str = "llama"
+
+    @property
+    def qk_norm(self):
+        return FAMILIES[self.family].qk_norm
 
 
 def llama3(factor):
     return dict(factor=factor, low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192)
 
 
+QWEN3 = dict(rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960)
 #                          vocab   hidden  mlp  layers heads kv head_dim
 PRESETS = {
     "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096,
@@ -129,10 +170,15 @@ PRESETS = {
     "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
     "llama-70b":  ModelConfig(128256, 8192,  28672, 80, 64, 8, 128, rope_scaling=llama3(8.0)),
     "llama-405b": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128, rope_scaling=llama3(8.0)),
+    "qwen3-0.6b": ModelConfig(151936, 1024,  3072,  28, 16, 8, 128, family="qwen3", **QWEN3),
+    "qwen3-8b":   ModelConfig(151936, 4096,  12288, 36, 32, 8, 128, family="qwen3", **QWEN3),
     "tiny-moe":   ModelConfig(256,    64,    96,    8,   8, 4,   8, max_position_embeddings=4096,
-                              initializer_range=0.1, num_local_experts=8, num_experts_per_tok=2),
-    "mixtral-8x7b": ModelConfig(32000, 4096, 14336, 32, 32, 8, 128, rope_theta=1e6,
-                                max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2),
+                              initializer_range=0.1, num_local_experts=8, num_experts_per_tok=2,
+                              family="mixtral"),
+    "mixtral-8x7b": ModelConfig(32000, 4096, 14336, 32, 32, 8, 128, rope_theta=1e6, num_local_experts=8,
+                                max_position_embeddings=32768, num_experts_per_tok=2, family="mixtral"),
+    "qwen3-30b-a3b": ModelConfig(151936, 2048, 768, 48, 32, 4, 128, num_local_experts=128,
+                                 num_experts_per_tok=8, family="qwen3_moe", **QWEN3),
 }
 
 
@@ -157,29 +203,34 @@ def read_config(flag, name):
 
 
 def from_hugging_face(theirs):
-    kind = "mixtral" if theirs.model_type == "mixtral" else "llama"
-    expected = dict(model_type=kind, hidden_act="silu", attention_bias=False, mlp_bias=False,
-                    sliding_window=None, router_jitter_noise=0.0)
-    for key, value in dict(expected, quantization_config=None).items():
+    if theirs.model_type not in FAMILIES:
+        raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[theirs.model_type]
+    for key, value in (ONLY | family.only).items():
         if getattr(theirs, key, value) != value:
-            raise ValueError(f"{key} is {getattr(theirs, key)!r}, only {value!r} is known here")
+            raise ValueError(f"{key} is {getattr(theirs, key)!r}; only {value!r} is supported")
     rope = theirs.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"rope scaling of type {rope['rope_type']!r}, only 'llama3' is known here")
+        raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
-    values = {field.name: getattr(theirs, field.name, field.default) for field in fields(ModelConfig)}
-    if values["head_dim"] is None:                        # a Mixtral's may leave it out
+    values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
+    if values["head_dim"] is None:                        # optional in config.json
         values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
-    return ModelConfig(**{**values, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
+    for ours, value in values.items():
+        if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
+            raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")
+    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=theirs.model_type)
+    return ModelConfig(**values)
 
 
 def to_hugging_face(config, dtype):
-    from transformers import LlamaConfig, MixtralConfig
-    Config = MixtralConfig if config.num_local_experts else LlamaConfig
+    import transformers
+    family = FAMILIES[config.family]
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
-    values = {name: value for name, value in asdict(config).items() if not name.startswith("rope_")}
-    return Config(**values, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
-                  tie_word_embeddings=False, architectures=[Config.__name__.replace("Config", "ForCausalLM")])
+    values = {name: getattr(config, ours) for ours, name in family.fields.items()}
+    return getattr(transformers, family.config_class)(
+        **values, **family.only, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+        tie_word_embeddings=False, architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
 def check(args, config):
@@ -243,18 +294,18 @@ def check_context_parallel(args, config):
 
 
 def check_pipeline(args, config, micro_batches):
-    chosen, per_rank = args.schedule, args.stages_per_rank
-    fits = per_rank >= 2 if chosen == "interleaved" else per_rank == (2 if chosen == "dualpipe" else 1)
-    if not fits:
-        refuse(f"--stages_per_rank {per_rank}: interleaved takes 2 or more, dualpipe 2, all others 1")
+    schedule, per_rank = SCHEDULES[args.schedule], args.stages_per_rank
+    if per_rank < schedule.stages_per_rank or per_rank > schedule.stages_per_rank and not schedule.or_more:
+        refuse(f"--stages_per_rank {per_rank}: --schedule {args.schedule} takes {schedule.stages_per_rank}"
+               + " or more" * schedule.or_more)
     layers = config.num_hidden_layers
     if layers < args.pp * per_rank:
         refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({per_rank}) = "
                f"{args.pp * per_rank} stages; pp could be up to {layers // per_rank}")
-    wanted = least(chosen, args.pp)
+    wanted = schedule.min_micro_batches(args.pp)
     if micro_batches < wanted:
         refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
-               f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {chosen} with "
+               f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {args.schedule} with "
                f"pp({args.pp}) takes {wanted} or more: global_batch_size could be "
                f"{wanted * args.dp * args.micro_batch_size}")
 
@@ -278,6 +329,15 @@ def check_device(args):
         refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
         refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+
+
+def set_num_threads(args, config):
+    """Use one thread for a small model on the CPU, unless OMP_NUM_THREADS is set.
+
+    More threads gain a small model little, and on a busy machine they make it wait.
+    """
+    if args.device == "cpu" and config.hidden_size < 512 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def check_outputs(args):

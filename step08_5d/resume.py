@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -24,9 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from boxes import boxes, fill, share_out
-from config import NOT_ARCHITECTURE
+from config import NOT_ARCHITECTURE, ModelConfig
 from mesh import from_all_ranks, sample, together
 from messages import refuse, say
+
+DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(qk_norm=False)
 
 
 class Checkpoints:
@@ -136,14 +138,14 @@ class Checkpoints:
         return (found[-1], index_of(found[-1])) if found else None
 
     def check(self, folder, index):
-        """Whether it is whole, and of this run."""
+        """Fail unless the checkpoint is intact and belongs to this run."""
         problem = damage(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
             refuse(f"--resume: {folder} is damaged: {problem}; {older(folder, self.args)}")
-        for name, value in self.run.items():
-            if index["run"].get(name) != value:
-                refuse(f"--resume: {folder} is of a run with {name} {index['run'].get(name)}, "
-                       f"this one has {value}")
+        for name in self.run | index["run"]:              # older checkpoints lack newer fields: the default
+            then, now = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
+            if then != now:
+                refuse(f"--resume: {folder} was saved with {name} {then}, but this run has {now}")
 
     @torch.no_grad()
     def restore(self, folder, index):
@@ -159,12 +161,14 @@ class Checkpoints:
 
 
 def fingerprint(config, tokens, args):
-    """What decides the numbers of a run, or where in the data it is, and must not change under it."""
+    """Return the settings that determine a run's losses and its place in the data: they must not change."""
     flags = ("seq_len", "global_batch_size", "weight_decay", "grad_clip", "warmup", "lr_schedule", "seed")
-    model = {name: value for name, value in asdict(config).items() if name not in NOT_ARCHITECTURE}
+    left_out = ("family", *NOT_ARCHITECTURE)              # sizes and qk_norm say all of a family
+    model = {name: value for name, value in asdict(config).items() if name not in left_out}
     balance = args.balance if config.num_local_experts else None
     return {name: vars(args)[name] for name in flags} | model | dict(
-        balance=balance, dtype=str(args.dtype).removeprefix("torch."), data=sample(tokens))
+        qk_norm=config.qk_norm, balance=balance, data=sample(tokens),
+        dtype=str(args.dtype).removeprefix("torch."))
 
 
 def hear_signals():

@@ -34,6 +34,7 @@ export OMP_NUM_THREADS=8                   # threads of a trainer on the CPU; wi
 export NCCL_DEBUG=WARN                     # INFO says which network is used: look once, for a fall back to sockets is silent and slow
 # export NCCL_SOCKET_IFNAME=eth0           # the interface over which ranks find each other, where NCCL picks a wrong one
 # export NCCL_IB_HCA=mlx5                  # the InfiniBand adapters to use, where some are for storage
+export PYTORCH_ALLOC_CONF=expandable_segments:True     # ZeRO-3 frees and takes its units' weights all the time: less fragmentation
 export TORCH_NCCL_TRACE_BUFFER_SIZE=2000   # the flight recorder: so many collectives back, of every rank (newer name: TORCH_FR_BUFFER_SIZE)
 export TORCH_NCCL_DUMP_ON_TIMEOUT=1        # written when one times out
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$RUN/flight_recorder_"                       # + the rank

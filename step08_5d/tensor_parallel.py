@@ -192,8 +192,8 @@ def tensor_parallel(model, config, mesh, args):
                 module = parallel(module, parts, border)
             module.weight.placement = placement
             model.set_submodule(name, module)
-        elif isinstance(module, nn.RMSNorm) and args.sp == "on":
-            module.weight.placement.sum_over = group      # each rank's part of the sequence adds to it
+        elif isinstance(module, nn.RMSNorm) and (args.sp == "on" or kind in ("q_norm", "k_norm")):
+            module.weight.placement.sum_over = group      # each rank saw some of the tokens, or of the heads
     for module in model.modules():
         if isinstance(module, Attention):
             module.project = project_together([module.q_proj, module.k_proj, module.v_proj])
@@ -241,7 +241,8 @@ class EnterLinears(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------- the parameters
 def sum_partial_gradients(params):
-    """Once a step: a norm saw a part of the sequence only, a shared key-value head one rank's queries."""
+    """Sum, once a step, what each rank of tp has a part of: the gradient of a norm, which saw some tokens or
+    some heads only, and of a shared key-value head, which saw one rank's queries."""
     for param in params:
         if param.placement.sum_over:
             dist.all_reduce(param.main_grad, group=param.placement.sum_over)

@@ -1,4 +1,4 @@
-"""The bug hunt: which mistakes can be drawn, and some hunts played to their ends."""
+"""The hunt: which planted mistakes can be drawn, and some hunts played to their ends."""
 import json
 import sys
 
@@ -9,9 +9,9 @@ from steps import ROOT
 
 
 @pytest.mark.sweep
-def test_every_mistake_shows_in_a_number_or_is_excluded_with_a_reason(pool, tmp_path):
+def test_every_planted_mistake_shows_in_a_number_or_is_excluded_with_a_reason(pool, tmp_path):
     assert all(len(reason) > 20 for reason in hunt.EXCLUDED.values())
-    shown = {patch.stem: bool(hunt.plant(pool, patch.stem, tmp_path / patch.stem)) for patch in hunt.patches()
+    shown = {patch.stem: bool(hunt.plant(pool, patch.stem, tmp_path / patch.stem)) for patch in hunt.planted_mistakes()
              if hunt.LAYOUTS[int(patch.stem[4:6])] and "differ from run to run" not in hunt.EXCLUDED.get(patch.stem, "")}
     assert {name for name, shows in shown.items() if not shows} == set(hunt.EXCLUDED) & set(shown)
 
@@ -34,7 +34,7 @@ def call(*words):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.setattr(hunt, "HUNT", tmp_path)
-    monkeypatch.setattr(hunt, "HIDDEN", tmp_path / ".bug")
+    monkeypatch.setattr(hunt, "HIDDEN", tmp_path / ".planted")
     monkeypatch.setattr(sys, "argv", sys.argv)
     return tmp_path
 
@@ -46,7 +46,7 @@ def test_played_to_its_end(pool, place, capsys, level, seed):
     hunt.begin(pool, seed, level)
     assert hunt.present() == first, "the same seed, the same numbers"
     assert (first["step"] in capsys.readouterr().out) == (level == "one")
-    assert first["patch"] == hunt.drawn(seed)[0] and first["right"] != first["bug"]
+    assert first["patch"] == hunt.drawn(seed)[0] and first["right"] != first["planted"]
     assert first["right"] == json.loads(json.dumps(hunt.run(pool, first["step"], first["layout"])))
 
     asked = [("loss",), ("grad_norm",), ("gradient",), ("weight",), ("bytes",), ("operations",)]

@@ -19,6 +19,7 @@ import pytest
 import torch
 from harness import JobFailed, Refused, assert_same_run, assert_same_tensors
 from jobs import assert_refused, check_job, main_job
+from safetensors.torch import load_file
 from steps import STEPS, clean_environment, step_dir
 from test_step01 import LLAMA3, SMALL, tokenizer, write_config  # noqa: F401
 
@@ -55,8 +56,9 @@ def test_a_bucket_that_is_no_size(pool, flags):
 
 
 # ------------------------------------------------------------------------------------- config.json
-# what transformers takes for no config of a model; it asks no size to be above zero
-WRONG = [dict(vocab_size="257"), dict(vocab_size=1.5), dict(vocab_size=True), dict(hidden_size=None), dict(intermediate_size=[]),
+# what transformers takes for no config of a model, and sizes that are none
+WRONG = [dict(hidden_size=0), dict(num_hidden_layers=-1), dict(intermediate_size=0), dict(head_dim=-8), dict(vocab_size=0),
+         dict(vocab_size="257"), dict(vocab_size=1.5), dict(vocab_size=True), dict(hidden_size=None), dict(intermediate_size=[]),
          dict(num_hidden_layers="3"), dict(num_attention_heads=0), dict(num_attention_heads=0, head_dim=None),
          dict(num_attention_heads="8", head_dim=None), dict(head_dim=7), dict(head_dim="8"), dict(rms_norm_eps=None),
          dict(rms_norm_eps="1e-5"), dict(rms_norm_eps=0), dict(rope_scaling="llama3"), dict(rope_scaling=["llama3"]),
@@ -76,6 +78,34 @@ def test_a_config_that_is_none(pool, tmp_path, step):
     for fine in (dict(), dict(num_key_value_heads=None), dict(head_dim=None), dict(rope_theta=3580165449.0),
                  dict(rope_scaling=LLAMA3)):
         pool.call(check_job, step, argv=["--model", str(write_config(tmp_path / "0", **fine))], world_size=1)
+
+
+@pytest.mark.parametrize("step", [ONE, LAST])
+def test_a_family_reads_only_its_own_fields(pool, tmp_path, step):
+    """A Llama with a stray number of experts is a Llama, and not a mixture that is saved as another model."""
+    folder, out = write_config(tmp_path / "stray", num_local_experts=4, num_experts_per_tok=2), tmp_path / "out"
+    pool.call(main_job, step, argv=f"{TINY} --steps 1 --model {folder} --save {out}".split())
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert not [name for name in load_file(out / "model.safetensors") if "experts" in name]
+
+
+@pytest.mark.parametrize("step", [ONE, LAST])
+def test_a_family_that_is_not_known(pool, tmp_path, step):
+    said = refused(pool, step, f"--model {write_config(tmp_path, model_type='gpt2')}", check_job, world_size=1)
+    families = "llama, qwen3" + ", mixtral, qwen3_moe" * (step == LAST)
+    assert f"model_type is 'gpt2'; supported: {families})" in said
+
+
+@pytest.mark.parametrize("step", STEPS[6:])
+@pytest.mark.parametrize("changes, message", [
+    (dict(norm_topk_prob=False), "norm_topk_prob is False; only True is supported"),
+    (dict(mlp_only_layers=[0]), "mlp_only_layers is [0]; only [] is supported"),
+    (dict(decoder_sparse_step=2), "decoder_sparse_step is 2; only 1 is supported")])
+def test_a_qwen3_moe_that_is_built_otherwise(pool, tmp_path, step, changes, message):
+    fine = dict(model_type="qwen3_moe", head_dim=None, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                norm_topk_prob=True)
+    pool.call(check_job, step, argv=["--model", str(write_config(tmp_path, **fine))], world_size=1)
+    assert message in refused(pool, step, f"--model {write_config(tmp_path, **fine | changes)}", check_job, world_size=1)
 
 
 @pytest.mark.parametrize("step", STEPS[6:])
@@ -218,7 +248,6 @@ def killed_while_saving_job(new, folder, at, shard_bytes):
 
 def read_model(folder):
     """None, if it is not whole."""
-    from safetensors.torch import load_file
     index, weights = folder / "model.safetensors.index.json", {}
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     if not (folder / "config.json").exists() or not all((folder / file).exists() for file in files):
@@ -457,7 +486,7 @@ def model(pool, tmp_path_factory):
 
 
 def test_files_that_lie_beside_a_model_are_not_read(pool, model, tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
     shutil.copytree(model, tmp_path / "one")
     weights = load_file(model / "model.safetensors")
     zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -478,7 +507,7 @@ def test_files_that_lie_beside_a_model_are_not_read(pool, model, tmp_path):
 
 
 def test_quantized_weights_are_no_numbers(pool, model, tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
     weights = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors")
@@ -602,7 +631,7 @@ def test_more_processes_than_gpus_are_refused(pool, step):
 
 
 def test_a_weight_that_only_the_last_stage_misses(pool, tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
     pool.call(main_job, ONE, argv=["--steps", "0", "--save", str(tmp_path)])
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
@@ -726,12 +755,13 @@ def test_two_runs_do_not_share_a_directory(pool, tmp_path):
     assert (tmp_path / ".lock").read_text() == "somebody's notes"
 
 
-OTHER = {"--seq_len 32": "seq_len 16, this one has 32", "--global_batch_size 8": "global_batch_size 4, this one has 8",
+OTHER = {"--seq_len 32": "seq_len 16, but this run has 32", "--global_batch_size 8": "global_batch_size 4, but this run has 8",
          "--dataset {tokens}": "data 466195 tokens", "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps",
-         "--model {heads}": "num_attention_heads 8, this one has 4", "--weight_decay 0": "weight_decay 0.1, this one has 0.0",
-         "--grad_clip 0.5": "grad_clip 1.0, this one has 0.5", "--warmup 0": "warmup 5, this one has 0",
-         "--lr_schedule constant": "lr_schedule cosine, this one has constant", "--seed 3": "seed 42, this one has 3",
-         "--dtype float64": "dtype float32, this one has float64"}
+         "--model {heads}": "num_attention_heads 8, but this run has 4",
+         "--weight_decay 0": "weight_decay 0.1, but this run has 0.0",
+         "--grad_clip 0.5": "grad_clip 1.0, but this run has 0.5", "--warmup 0": "warmup 5, but this run has 0",
+         "--lr_schedule constant": "lr_schedule cosine, but this run has constant", "--seed 3": "seed 42, but this run has 3",
+         "--dtype float64": "dtype float32, but this run has float64"}
 
 
 def test_another_run_is_not_gone_on_with(pool, copy, tmp_path):
@@ -771,7 +801,7 @@ def damages(folder):
         """The digests are right, but a box is not there."""
         import hashlib
 
-        from safetensors.torch import load_file, save_file
+        from safetensors.torch import save_file
         tensors = load_file(data)
         tensors.pop(next(key for key in tensors if ".weight[" in key))
         save_file(tensors, data)

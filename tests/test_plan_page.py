@@ -237,7 +237,7 @@ def test_a_browser_that_goes_away_does_not_end_it(server):
 
 
 def test_a_pasted_config(server):
-    shape = dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+    shape = dict(model_type="qwen2", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
                  num_key_value_heads=8, head_dim=128, vocab_size=151936)
     status, text = send(server, "POST", "/answer", json.dumps(dict(model="pasted", pasted=json.dumps(shape))))
     found = json.loads(text)

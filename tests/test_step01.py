@@ -80,14 +80,39 @@ def test_copied_alone_it_runs(tmp_path):
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
 
 
+THREADS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import config, torch
+args = config.parse_args(sys.argv[2:])
+before = torch.get_num_threads()
+config.set_num_threads(args, config.load_config(args))
+print(before, torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize("flags, asked, one", [("", None, True), ("", "3", False), ("--model llama-1b", None, False)])
+def test_a_small_model_takes_one_thread_if_nobody_asks_for_more(flags, asked, one):
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"OMP_NUM_THREADS": asked} if asked else {}
+    command = [sys.executable, "-c", THREADS, step_dir(STEP), *flags.split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    before, after = done.stdout.split()
+    assert after == ("1" if one else before), done.stderr
+
+
 # ------------------------------------------------------------------------------------- against transformers
-@pytest.mark.parametrize("recompute, micro_batch, exact, tolerance", [
-    ("selective", 4, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
-        ("none", 2, True, 1e-9), ("full", 1, True, 1e-9), ("none", 2, False, 1e-5)])])
-def test_trains_as_transformers(pool, small, tokens, initial, exact, tolerance, recompute, micro_batch):
+@pytest.mark.parametrize("family, recompute, micro_batch, exact, tolerance", [
+    ("llama", "selective", 4, True, 1e-9), ("qwen3", "none", 2, True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
+        ("llama", "none", 2, True, 1e-9), ("llama", "full", 1, True, 1e-9), ("llama", "none", 2, False, 1e-5),
+        ("qwen3", "selective", 4, True, 1e-9), ("qwen3", "none", 2, False, 1e-5)])])
+def test_trains_as_transformers(pool, tokens, tmp_path, family, exact, tolerance, recompute, micro_batch):
+    small, initial = write_config(tmp_path / "small", model_type=family, rope_scaling=LLAMA3), tmp_path / "initial"
+    pool.train(STEP, f"--model {small} --dataset {tokens} {BATCH} --dtype float64 --steps 0 --save {initial}", weights=False)
     flags = f"{BATCH} --micro_batch_size {micro_batch} --recompute {recompute} --dtype float64 --steps 4 --grad_clip 0.5"
     run = pool.train(STEP, f"--model {small} --dataset {tokens} --init_from {initial} {flags}")
     model = huggingface.load(initial, torch.float64, exact)
+    assert model.config.model_type == family
     losses, norms, weights = huggingface.train(model, np.load(tokens), 4, 8, 48, lr=1e-3, warmup=2, grad_clip=0.5)
     assert max(norms) > 0.5, "the test should clip"
     for ours, theirs in zip(run.losses + run.grad_norms, losses + norms):
@@ -418,10 +443,12 @@ def save_job(folder, shard_bytes):
         train.main(["--steps", "0", "--save", folder])
 
 
-def test_a_checkpoint_of_transformers_is_loaded_tied_ones_untied_with_a_notice(pool, tmp_path):
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_checkpoint_of_transformers_is_loaded_tied_ones_untied_with_a_notice(pool, tmp_path, family):
     import transformers
+    model_class, config_class = (getattr(transformers, family + kind) for kind in ("ForCausalLM", "Config"))
     for tied in (False, True):
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "tie_word_embeddings": tied}))
+        theirs = model_class(config_class(**{**SMALL, "model_type": family.lower(), "tie_word_embeddings": tied}))
         theirs.save_pretrained(tmp_path / str(tied))
         ours = pool.train(STEP, f"--model {tmp_path / str(tied)} --init_from {tmp_path / str(tied)} --steps 0")
         assert_same_tensors(ours.weights, {name: p for name, p in theirs.state_dict().items()}, 0.0)
@@ -438,22 +465,26 @@ def test_saved_config_means_the_same_to_transformers(pool, small, initial):
 
 # The parameters of the released models; the small two tie the head to the embedding, counted once there and twice here.
 RELEASED = {"llama-1b": 1_235_814_400 + 128256 * 2048, "llama-3b": 3_212_749_824 + 128256 * 3072, "llama-8b": 8_030_261_248,
-            "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800}
+            "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800, "qwen3-0.6b": 596_049_920 + 151936 * 1024,
+            "qwen3-8b": 8_190_735_360}
 
 
 def parameters_job():
+    """Return for each preset the parameters that the trainer counts, and those of transformers' model of the saved config."""
     import config
     import metrics
-    import model
+    import transformers
     with torch.device("meta"):
-        return {name: (sum(p.numel() for p in model.Llama(shape).parameters()), metrics.parameter_count(shape))
-                for name, shape in config.PRESETS.items()}
+        theirs = {name: transformers.AutoModelForCausalLM.from_config(config.to_hugging_face(shape, torch.bfloat16))
+                  for name, shape in config.PRESETS.items()}
+    return {name: (metrics.parameter_count(config.PRESETS[name]), sum(param.numel() for param in model.parameters()))
+            for name, model in theirs.items()}
 
 
 def test_presets_have_the_released_sizes(pool):
     counted = pool.call(parameters_job, STEP)[0]
-    assert counted.pop("tiny") == (427072, 427072)
-    assert counted == {name: (size, size) for name, size in RELEASED.items()}
+    assert all(ours == theirs for ours, theirs in counted.values()), counted
+    assert {name: counted[name][0] for name in RELEASED} == RELEASED
 
 
 # ------------------------------------------------------------------------------------- bad input: one line, status 2
@@ -486,9 +517,9 @@ def bad_inputs(folder):
             "12 is not a multiple of micro_batch_size 5; micro_batch_size could be 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "); the presets are tiny, llama-1b",
         f"--model {folder}/empty": "no model that is known here (",
-        f"--model {folder}/gpt2": "model_type is 'gpt2', only 'llama' is known here",
-        f"--model {folder}/yarn": "rope scaling of type 'yarn'",
-        f"--model {folder}/bias": "attention_bias is True, only False is known here",
+        f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama, qwen3",
+        f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
+        f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 is not a multiple of num_key_value_heads 3",
         f"--model {folder}/broken": "is not a valid JSON file",
         f"--init_from {folder}/empty": "not to be had, or damaged (",

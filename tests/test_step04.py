@@ -228,6 +228,37 @@ def test_the_head_is_cut_though_no_number_tells(pool, flags):
 
 
 # ------------------------------------------------------------------------------------- what can go wrong
+def stuck_job(argv):
+    """Wait in a sub-group's collective that nobody else joins; return what ends the wait."""
+    import datetime
+    from unittest.mock import patch
+
+    import config
+    import mesh
+    import torch.distributed as dist
+    torch_s = dist.distributed_c10d.default_pg_timeout
+    with (patch.object(mesh, "TIMEOUT", datetime.timedelta(seconds=5)),
+          patch.object(dist.distributed_c10d, "default_pg_timeout", torch_s), mesh.processes()):
+        group, error = mesh.start_mesh(config.parse_args(argv)).get_group("tp"), None
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except RuntimeError as timed_out:
+                error = str(timed_out)
+            store.set("rank 0 waits no longer", "")
+        else:
+            store.wait(["rank 0 waits no longer"], datetime.timedelta(seconds=100))
+        return error
+
+
+def test_a_sub_group_has_the_time_out_too(pool):
+    """torch's own is 30 minutes, whatever the world's is."""
+    error, *others = pool.call(stuck_job, STEP, world=4, timeout=100, argv=["--tp", "2", "--dp", "2"])
+    assert "timed out" in error.lower() or "timeout" in error.lower(), error
+    assert others == [None] * 3
+
+
 @pytest.mark.parametrize("world, more, message", [
     (2, "--tp 3", "num_attention_heads 8 is not a multiple of tp(3); tp could be 1, 2, 4, 8"),
     (3, "--tp 2", "dp(1) x tp(2) != world size (3); tp could be 1, 3, with --dp left out"),

@@ -152,14 +152,20 @@ def initial(pool, flags, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("world, more, exact, tolerance", [(1, "", True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
-    (1, "", False, 1e-5), (4, "--ep 4", True, 1e-9), (8, "--ep 2 --tp 2 --pp 2", True, 1e-9),
-    (8, "--ep 2 --tp 2 --pp 2", False, 1e-5)])])
-def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exact, tolerance):
-    base = f"{flags[2, 4]} --init_from {initial} --micro_batch_size 3 --lr_schedule constant --dtype float64"
+@pytest.mark.parametrize("family, world, more, exact, tolerance", [
+    ("mixtral", 1, "", True, 1e-9), ("qwen3_moe", 1, "", True, 1e-9), *(pytest.param(*case, marks=slow) for case in [
+        ("mixtral", 1, "", False, 1e-5), ("qwen3_moe", 1, "", False, 1e-5), ("mixtral", 4, "--ep 4", True, 1e-9),
+        ("mixtral", 8, "--ep 2 --tp 2 --pp 2", True, 1e-9), ("qwen3_moe", 8, "--ep 2 --tp 2 --pp 2", True, 1e-9),
+        ("mixtral", 8, "--ep 2 --tp 2 --pp 2", False, 1e-5)])])
+def test_trains_as_transformers(pool, tmp_path, family, world, more, exact, tolerance):
+    flags = cases.make(tmp_path / "case", **cases.shape("top2-4" + "-qk" * (family == "qwen3_moe"))) + " --dtype float64"
+    initial = tmp_path / "initial"
+    pool.train(STEP, f"{flags} --steps 0 --save {initial}", weights=False)
+    base = f"{flags} --init_from {initial} --micro_batch_size 3 --lr_schedule constant"
     trained = pool.train(STEP, f"{base} {more}", world=world)
     model = huggingface.load(initial, torch.float64, exact)
-    tokens = np.load(flags[2, 4].split("--dataset ")[1].split()[0])
+    assert model.config.model_type == family
+    tokens = np.load(tmp_path / "case/tokens.npy")
     losses, norms, _ = huggingface.train(model, tokens, 4, 24, 16, lr=1e-2, warmup=2, grad_clip=0.5)
     assert max(norms) > 0.5, "the test should clip"
     for ours, theirs in zip(trained.losses + trained.grad_norms, losses + norms):
@@ -168,13 +174,15 @@ def test_trains_as_transformers(pool, flags, initial, tmp_path, world, more, exa
 
 
 @slow
-def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path):
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path, family):
     import transformers
     torch.manual_seed(3)
-    config = transformers.MixtralConfig(
+    more = dict(moe_intermediate_size=48, norm_topk_prob=True) if family == "Qwen3Moe" else {}
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=64, hidden_size=40, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3)
-    model = transformers.MixtralForCausalLM(config).double()
+        head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3, **more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
     saved = huggingface.on_disk(model, tmp_path / "theirs")
     flags = cases.make(tmp_path / "case").split(" ", 2)[2]
@@ -209,18 +217,30 @@ def save_in_pieces_job(argv):
         train.main(argv)
 
 
+# the parameters of the released models: all, and those that one token meets
+RELEASED = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704)}
+
+
 def parameters_job():
+    """Return for each preset with experts the parameters of our model, of transformers', and those that one token meets."""
     import config
     import metrics
     import model
-    with torch.device("meta"):
-        return {name: (sum(p.numel() for p in model.Llama(shape).parameters()), metrics.parameter_count(shape))
-                for name, shape in config.PRESETS.items() if shape.num_local_experts}
+    import transformers
+    sizes = {}
+    for name, shape in config.PRESETS.items():
+        if shape.num_local_experts:
+            with torch.device("meta"):
+                theirs = transformers.AutoModelForCausalLM.from_config(config.to_hugging_face(shape, torch.bfloat16))
+                both = [sum(param.numel() for param in one.parameters()) for one in (model.Llama(shape), theirs)]
+            sizes[name] = *both, metrics.parameter_count(shape)
+    return sizes
 
 
 def test_presets_have_the_released_sizes(pool):
     sizes = pool.call(parameters_job, STEP)[0]
-    assert sizes["mixtral-8x7b"] == (46_702_792_704, 12_879_925_248)               # all; those that one token meets
+    assert all(ours == theirs for ours, theirs, _ in sizes.values()), sizes
+    assert {name: (sizes[name][0], sizes[name][2]) for name in RELEASED} == RELEASED
 
 
 # ------------------------------------------------------------------------------------- the products
@@ -228,6 +248,21 @@ def test_presets_have_the_released_sizes(pool):
 def test_grouped_products_against_a_loop(pool, dtype, tolerance):
     worst = pool.call(grouped_job, STEP, dtype=dtype)[0]
     assert worst.keys() == {"kernel", "trainer"} and max(worst.values()) < tolerance
+
+
+def no_rows_job():
+    """Return the gradient of experts without tokens; no kernel is asked for a product without rows."""
+    from unittest.mock import patch
+
+    import moe
+    weight = torch.randn(2, 24, 16, dtype=torch.bfloat16)
+    with patch.object(torch.nn.functional, "grouped_mm", side_effect=AssertionError("asked the kernel")):
+        return moe.grouped_gradient(torch.empty(0, 24).bfloat16(), torch.empty(0, 16).bfloat16(), weight, torch.tensor([0, 0]))
+
+
+def test_a_rank_without_tokens_asks_no_kernel_for_its_gradient(pool):
+    gradient, = pool.call(no_rows_job, STEP)
+    assert gradient.shape == (2, 24, 16) and not gradient.any()
 
 
 def grouped_job(dtype):
@@ -485,7 +520,7 @@ def test_the_log_has_a_balance_where_there_are_experts(pool, tmp_path, shape, ha
     ("moe", 2, "--ep 0", "argument --ep: 0 is not a number from 1 on"),
     ("moe", 2, "--balance both", "invalid choice: 'both'"),
     ("dense", 2, "--ep 2", "has no experts"),
-    ("sliding", 1, "", "sliding_window is 64, only None is known here")])
+    ("sliding", 1, "", "sliding_window is 64; only None is supported")])
 def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
     shape = dict(moe=MOE, dense=SHAPE, sliding=MOE | dict(sliding_window=64))[model]
     assert_refused(pool, STEP, world, f"{cases.make(tmp_path, **shape)} --micro_batch_size 1 {more}", message)

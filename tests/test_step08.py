@@ -462,12 +462,12 @@ def test_a_checkpoint_of_another_model_is_refused(pool, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
     with pytest.raises(Refused) as refused:
         pool.call(main_job, STEP, argv=f"{dense} --checkpoint {tmp_path / 'c'} --resume".split())
-    assert "num_local_experts 8, this one has 0" in str(refused.value)
+    assert "num_local_experts 8, but this run has 0" in str(refused.value)
 
 
 @pytest.mark.parametrize("shape, message", [
-    (dict(num_hidden_layers=1), "num_hidden_layers 2, this one has 1"),
-    (dict(intermediate_size=64), "intermediate_size 96, this one has 64")])
+    (dict(num_hidden_layers=1), "num_hidden_layers 2, but this run has 1"),
+    (dict(intermediate_size=64), "intermediate_size 96, but this run has 64")])
 def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, message):
     small = dict(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=96)
     base = f"--dtype float64 --micro_batch_size 6 --checkpoint {tmp_path / 'c'}"
@@ -475,6 +475,20 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
     with pytest.raises(Refused) as refused:
         pool.call(main_job, STEP, argv=f"{cases.make(tmp_path / 'other', **small | shape)} {base} --resume".split())
     assert message in str(refused.value).splitlines()[-1]
+
+
+def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_path):
+    """Of a dense Llama each of these is at its default, so an older trainer would have resumed the same run."""
+    newer = {"qk_norm", "num_local_experts", "num_experts_per_tok", "rope_scaling"}
+    base = f"{flags['dense']} --checkpoint {tmp_path}"
+    pool.train(STEP, f"{base} --steps 1", weights=False)
+    for folder in tmp_path.glob("step_*"):
+        index = json.loads((folder / "index.json").read_text())
+        assert newer < index["run"].keys()
+        older = {name: value for name, value in index["run"].items() if name not in newer}
+        (folder / "index.json").write_text(json.dumps(index | dict(run=older)))
+    trained = pool.train(STEP, f"{base} --resume", weights=False)
+    assert len(trained.lines) == 3
 
 
 def signals_job():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import changed
 import diff
 import layouts
 import plot
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import JobFailed
 from operations import assert_none_waits_for_ever
-from readme import diff_size, real_diff
+from readme import real_diff
 from steps import CHANGES, LESSON, NAMES, ROOT, SUPPORT, clean_environment, copy_repository, pairs, run
 from unforgiving import unforgiving
 
@@ -52,6 +53,17 @@ def make(folder, *arguments, **environment):
 
 
 # --------------------------------------------------------------------------------------------------- make targets
+@pytest.mark.parametrize("target, status", [("help", 0), ("", 0), ("nonsense", 2)])
+def test_make_help_names_every_target(small_repository, target, status):
+    """Also plain make, and make with a target that does not exist."""
+    found, output = make(small_repository, *target.split())
+    phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    targets = {name for line in phony for name in line.split() if "/" not in name} - {"help"}
+    assert found == status and {"run", "simulate", "carry"} < targets
+    assert [name for name in targets if not re.search(rf"\b{name}\b", output)] == []
+    assert ("no such target" in output) == (target == "nonsense")
+
+
 @pytest.fixture
 def two_steps(small_repository):
     """With a file of each kind: changed, unchanged, new, and what is no part of a step's diff."""
@@ -149,7 +161,8 @@ def test_make_diff_of_every_step_is_what_diff_says():
         assert len(halves) == 2 and re.findall(r"^\+\+\+ \S+?/(\S+)$", halves[0], re.M) == LESSON[new.name]
         assert shown == re.findall(r"^  (\S+) ", head, re.M)
         added, removed = (sum(map(int, re.findall(rf"^  .* \{sign}(\d+)\b", head, re.M))) for sign in "+-")
-        assert f"+{added} -{removed}" == diff_size(old, new)[1]
+        of_old = [line for name in CHANGES[new.name] if (old / name).exists() for line in real_diff(old / name, new / name)[2:]]
+        assert [added, removed] == [sum(line.startswith(sign) for line in of_old) for sign in "+-"]
         parts = [sum(map(int, re.findall(r"[-+, ](\d+)\b", part))) for part in head.split("\n", 1)[1].split(diff.LINE)]
         assert head.startswith("{} -> {}: {} changed lines of the lesson, {} of support\n".format(old.name, new.name, *parts))
 
@@ -506,3 +519,16 @@ def test_unforgiving_gives_nothing_too_early(pool):
 def test_unforgiving_sees(pool, name, message):
     with pytest.raises(JobFailed, match=message):
         pool.call(misdeed, 2, world=2, name=name)
+
+
+# -------------------------------------------------------------------------------------------- make test CHANGED=1
+@pytest.mark.parametrize("file, some, not_these", [
+    ("step04_tp_sp/tensor_parallel.py", ["test_step04", "test_steps", "test_nothing_lost"], ["test_step03", "test_layouts"]),
+    ("tests/support/layouts.py", ["test_step02", "test_step08", "test_layouts"], ["test_wild"]),
+    ("tools/plan/costs.py", ["test_plan", "test_plan_page"], ["test_step01", "test_hangs"]),
+    ("docs/FAQ.md", ["test_readmes"], ["test_step04", "test_plan"]),
+    ("dev/break_it.py", ["test_tools"], ["test_step04", "test_plan"])])
+def test_a_changed_file_reaches_its_tests(file, some, not_these):
+    tests = {path.stem: f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
+    reached = {name for name, test in tests.items() if changed.touches(file, test, changed.modules_of(test))}
+    assert set(some) <= reached and not set(not_these) & reached, reached

@@ -9,17 +9,13 @@ import sys
 
 import pytest
 from jobs import ledger_rows
-from readme import all_words, blocks
+from readme import blocks
 from steps import ROOT, STEPS, full_name, run
 from test_readmes import called, refused, trainings
 
 FOLDER = ROOT / "docs/workshop"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
 SHELLS = [name for name in ("bash", "zsh") if shutil.which(name)]
-
-
-def test_it_is_short():
-    assert sum(all_words((FOLDER / page).read_text()) for page in PAGES) <= 5500
 
 
 def test_the_timetables_add_up():

@@ -84,18 +84,22 @@ def main():
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--micro_batches", type=int, default=8)
-    parser.add_argument("--stages_per_rank", type=int, default=2, help="of interleaved")
+    parser.add_argument("--stages_per_rank", type=int, help="the schedule's own number if not given")
     parser.add_argument("--picture", default="schedule.png")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / args.step))
     import schedules
     if args.schedule not in schedules.SCHEDULES:
         parser.error(f"--schedule {args.schedule}: there are {', '.join(schedules.SCHEDULES)}")
-    least = schedules.least(args.schedule, args.pp)
-    if min(args.pp, args.stages_per_rank) < 1 or args.micro_batches < least:
-        parser.error("pp and stages_per_rank must be at least 1, "
-                     f"micro_batches with this schedule at least {least}")
-    schedule = schedules.make(args.schedule, args.pp, args.micro_batches, args.stages_per_rank)
+    row = schedules.SCHEDULES[args.schedule]
+    own = row.stages_per_rank
+    stages = own if args.stages_per_rank is None else args.stages_per_rank
+    if stages < own or stages > own and not row.or_more:
+        parser.error(f"--stages_per_rank {stages}: --schedule {args.schedule} takes {own}{' or more' * row.or_more}")
+    least = row.min_micro_batches(max(1, args.pp))
+    if args.pp < 1 or args.micro_batches < least:
+        parser.error(f"pp must be at least 1, micro_batches with this schedule at least {least}")
+    schedule = schedules.make(args.schedule, args.pp, args.micro_batches, stages)
     events = schedules.simulate(schedule)
     print(text(events))
     print(f"idle, of {max(event.end for event in events)} units: {schedules.bubble(events)}")

@@ -310,7 +310,7 @@ PIPELINE = {
     "torch, DualPipeV": ("--pp 2 --schedule dualpipe", functools.partial(pipelined, pipelining.ScheduleDualPipeV)),
     "dualpipe": ("--pp 2 --schedule dualpipe", ours),
 }
-SCHEDULES = "afab", "1f1b", "interleaved", "zerobubble", "dualpipe"
+SCHEDULES = [name for name in PIPELINE if PIPELINE[name][1] is ours]
 SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # of F, of I and of W on a rank
 ASLEEP = {f"{name}, asleep": (f"{SLEEP} --schedule {name}", asleep) for name in SCHEDULES}
 EXPERT = {

@@ -32,9 +32,7 @@ import zero
 
 PP, M = 4, 8
 SCHEDULES = list(schedules.SCHEDULES)
-TWO = {"interleaved": 2, "dualpipe": 2}                   # stages on a rank
-COLORS = {"afab": "#444444", "1f1b": "#7b4ea3", "interleaved": "#2a9d8f", "zerobubble": "#c8605a",
-          "dualpipe": "#d4569d"}
+COLORS = dict(zip(SCHEDULES, ["#444444", "#7b4ea3", "#2a9d8f", "#c8605a", "#d4569d", "#8a6d3b", "#4878a8", "#6aa56e"]))
 UNIT = 0.04                                               # seconds of sleep in place of a unit of time
 
 
@@ -135,7 +133,7 @@ def run_all():
 
 def share(name):
     """Stages of a rank: with them, times are those of a rank's whole share."""
-    return TWO.get(name, 1)
+    return schedules.SCHEDULES[name].stages_per_rank
 
 
 def simulated(name, m=M, message=0):
@@ -156,8 +154,9 @@ def ran(name):
 
 
 def idle_formula(name):
-    """With F = I = W = 1."""
-    return (PP - 1) * {"afab": 3, "1f1b": 3, "interleaved": 1.5, "zerobubble": 1, "dualpipe": 0.5}[name]
+    """Return the idle time of a rank with F = I = W = 1; simulated where there is no formula."""
+    known = {"afab": 3, "1f1b": 3, "interleaved": 1.5, "zerobubble": 1, "dualpipe": 0.5}
+    return (PP - 1) * known[name] if name in known else max(schedules.bubble(simulated(name)))
 
 
 def number(x):
@@ -182,8 +181,9 @@ KEPT = {"afab": "m", "1f1b": "min(m, p - r)", "interleaved": "min(mv, 2(p - 1 - 
 
 
 def kept_by_formula(name):
-    return [{"afab": M, "1f1b": min(M, PP - r), "interleaved": min(2 * M, 2 * (PP - 1 - r) + PP + 1),
-             "zerobubble": min(M, PP), "dualpipe": 2 * PP + 1}[name] for r in range(PP)]
+    known = [{"afab": M, "1f1b": min(M, PP - r), "interleaved": min(2 * M, 2 * (PP - 1 - r) + PP + 1),
+              "zerobubble": min(M, PP), "dualpipe": 2 * PP + 1} for r in range(PP)]
+    return [of_rank[name] for of_rank in known] if name in KEPT else counted(name)
 
 
 def memory_table():
@@ -192,7 +192,7 @@ def memory_table():
     for name in SCHEDULES:
         assert counted(name) == kept_by_formula(name)
         forwards = ", ".join(f"{seen['kept'] / seen['of_one']:.1f}" for seen in SEEN["watch", flags(name)])
-        rows.append(f"| {name} | {KEPT[name]} | {', '.join(map(str, counted(name)))} | {forwards} |")
+        rows.append(f"| {name} | {KEPT.get(name, 'counted')} | {', '.join(map(str, counted(name)))} | {forwards} |")
     return rows
 
 
@@ -292,8 +292,8 @@ def list_pictures():
     with on_one_scale(33) as draw:
         for name in SCHEDULES:
             events = simulated(name)
-            kept = ", ".join(map(str, counted(name))) + (" halves" if name in TWO else " micro-batches")
-            if name != "dualpipe":
+            kept = ", ".join(map(str, counted(name))) + (" halves" if share(name) == 2 else " micro-batches")
+            if not schedules.SCHEDULES[name].v_shaped:        # it has a picture of its own
                 draw(events, name, f"{name}: {idle_words(events)}, keep at most {kept}", 1 if name == "afab" else None)
 
 
@@ -386,7 +386,7 @@ def bubble_picture():
     many = range(PP, 33)
     for name in SCHEDULES:
         style = dict(color=COLORS[name])
-        taken = [m for m in many if m >= schedules.least(name, PP)]
+        taken = [m for m in many if m >= schedules.SCHEDULES[name].min_micro_batches(PP)]
         left.plot(taken, [idle_formula(name) / (3 * m) for m in taken], lw=1,
                   ls="--" if name == "afab" else "-", **style)
         points = [m for m in taken if m in (4, 8, 12, 16, 24, 32)]
@@ -401,11 +401,11 @@ def bubble_picture():
     left.legend(frameon=False, fontsize=9)
     for i, name in enumerate(SCHEDULES):
         ranks = SEEN["watch", flags(name)]
-        places = [rank + (i - 2) * 0.16 for rank in range(PP)]
-        right.bar(places, [n / share(name) for n in counted(name)], width=0.14,
+        places = [rank + (i - (len(SCHEDULES) - 1) / 2) * 0.8 / len(SCHEDULES) for rank in range(PP)]
+        right.bar(places, [n / share(name) for n in counted(name)], width=0.7 / len(SCHEDULES),
                   color=COLORS[name], label=name)
         measured = [seen["kept"] / seen["of_one"] / share(name) for seen in ranks]
-        right.plot(places, measured, "k_", ms=9, mew=1.5, label="measured" if i == 4 else None)
+        right.plot(places, measured, "k_", ms=9, mew=1.5, label="measured" if name == SCHEDULES[-1] else None)
     right.set(ylabel="micro-batches kept, of a rank's whole share",
               title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 12))
     right.set_xticks(range(PP), [f"rank {rank}" for rank in range(PP)])

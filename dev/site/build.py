@@ -250,7 +250,7 @@ def diff_page(step):
             "[The lesson](index.md), which shows some of it, one piece at a time. Removed lines "
             "stand beside what replaces them; functions without a change are folded. In the margin: "]
     text += [raw('<p class="legend"><span class="mark said">§</span> README shows it <span class="mark rung">rung</span> the '
-                 'ladder wants the function <span class="mark mistake">mistake</span> a planted one touches the line</p>')]
+                 'ladder wants the function <span class="mark mistake">mistake</span> a planted mistake touches the line</p>')]
     if number == 1:
         text[1] = "Step 1 has nothing before it: all of it is new. In the margin: "
     for name, rows in (lesson | support).items():
@@ -363,9 +363,10 @@ def planner_page(python):
     if not kept.exists():
         for old in RAN.glob("planner-*"):
             old.unlink()
-        subprocess.run([python, "planner", *shlex.split(PLANNED), "--html", kept], cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
-    page = re.sub(r'"(\w+)/README\.md"', r'"\1/index.html"', kept.read_text())
-    return page.replace("docs/glossary.md", "docs/glossary.html").replace('"root": "../../"', '"root": "../"')
+        command = [python, "tools/plan", *shlex.split(PLANNED), "--html", kept]
+        subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+    page = re.sub(r'"([\w/]+)/README\.md"', r'"\1/index.html"', kept.read_text())
+    return page.replace("docs/glossary.md", "docs/glossary.html")         # both lie two folders deep, so root stays
 
 
 MENDED = {                                                # what Sphinx and Furo leave out for who has no mouse, or cannot see

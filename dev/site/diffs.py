@@ -141,7 +141,7 @@ def mistakes(step):
 
 @cache
 def marks(step, name):
-    """{index of a row: marks}: where README speaks of it, where a rung wants the function, where a mistake touches it."""
+    """{index of a row: marks}: where README speaks of it, where a rung wants the function, where a planted mistake touches it."""
     found, lines = {}, next(part[name] for part in changed(step) if name in part)
     index_of = {row.new: index for index, row in enumerate(lines) if row.new}
 
@@ -159,5 +159,5 @@ def marks(step, name):
                                                      "index.html#exercises"))
     for mistake, file, line in mistakes(step):
         if file == name and line in index_of:
-            add(index_of[line], Mark("mistake", "mistake", f"planted: {mistake}", "index.html#break-it"))
+            add(index_of[line], Mark("mistake", "mistake", f"planted mistake: {mistake}", "index.html#break-it"))
     return found

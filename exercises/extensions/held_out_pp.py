@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import assert_same_run, relative
 from jobs import assert_refused, main_job
-from layouts import Layout
+from layouts import SCHEDULES, Layout
 from observe import assert_sent, observed_job
 from operations import assert_all_meet
 from rendezvous import rendezvous
@@ -14,7 +14,6 @@ from rendezvous import rendezvous
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 S, WHOLE, HELD_OUT = 16, 70, 48                           # 4 steps of 24 sequences: training goes round in the other 22
 EVAL = f"--eval_every 1 --eval_sequences {HELD_OUT}"
-SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "zerobubble": 1, "dualpipe": 2}                 # and stages of a rank
 
 
 def layout(world, layers, flags):
@@ -197,8 +196,8 @@ def test_lists_of_forwards(pool, name):
     """They meet, and a rank idles while the pipeline fills or drains: p - 1 forwards of a stage; of a V there and back, twice."""
     for p in (2, 4):
         for m in (2 * p, 2 * p + 1, 4 * p):
-            idle, = pool.call(lists_job, STEP, name=name, p=p, m=m, v=SCHEDULES[name])
-            assert idle == [(p - 1) * (2 if name == "dualpipe" else 1)] * p
+            idle, = pool.call(lists_job, STEP, name=name, p=p, m=m, v=SCHEDULES[name].stages_per_rank)
+            assert idle == [(p - 1) * (2 if SCHEDULES[name].v_shaped else 1)] * p
 
 
 # ------------------------------------------------------------------------------------- what can go wrong

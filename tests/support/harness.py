@@ -44,7 +44,8 @@ class Refused(JobFailed):
 # ---------------------------------------------------------------------------------------------- inside a worker
 PATIENCE = int(os.environ.get("PATIENCE", 300))           # seconds after which a job hangs: no test is about how long it takes
 PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuration_llama",
-             "transformers.models.mixtral.configuration_mixtral",
+             "transformers.models.mixtral.configuration_mixtral", "transformers.models.qwen3.configuration_qwen3",
+             "transformers.models.qwen3_moe.configuration_qwen3_moe",
              "torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.utils.checkpoint", "torch.utils.flop_counter",
              "torch._refs", "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 

@@ -11,6 +11,7 @@ layouts in float64 count for pairs that dtype is not part of, since only they ar
 Which layouts make up an array is drawn. There are eight draws, of which a commit has one (DRAW=number chooses): one push covers
 what another does not, and `make sweep` runs all.
 """
+import importlib.util
 import itertools
 import os
 import random
@@ -22,11 +23,17 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from steps import NAMES, ROOT, full_name
 
+spec = importlib.util.spec_from_file_location("table_of_schedules", ROOT / "step06_pp/schedules.py")
+table = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(table)
+SCHEDULES = table.SCHEDULES
+
 #                      from step, values
 FACTORS = {"dtype":         (1, ["float64", "float32", "bfloat16"]),
            "optimizer":     (1, ["adamw", "sgd"]),
            "recompute":     (1, ["none", "selective", "full"]),
            "micro_batches": (1, ["one", "few", "many"]),
+           "qk_norm":       (1, ["off", "on"]),
            "dp":            (2, [1, 2, 3, 4]),
            "zero":          (3, [0, 1, 2, 3]),
            "shard":         (3, ["all", "part"]),
@@ -36,7 +43,7 @@ FACTORS = {"dtype":         (1, ["float64", "float32", "bfloat16"]),
            "cp":            (5, [1, 2, 4]),
            "cp_mode":       (5, ["zigzag", "ring", "allgather", "ulysses"]),
            "pp":            (6, [1, 2, 4]),
-           "schedule":      (6, ["afab", "1f1b", "interleaved", "zerobubble", "dualpipe"]),
+           "schedule":      (6, list(SCHEDULES)),
            "ep":            (7, [1, 2, 4]),
            "experts":       (7, ["dense", "top1", "top2", "top4"]),
            "balance":       (7, ["bias", "aux", "none"])}
@@ -44,13 +51,13 @@ MESH = ("dp", "tp", "cp", "pp")
 # Four ranks, or eight that are cut in three ways: more show nothing that these do not.
 MESHES = [mesh for mesh in itertools.product(*(FACTORS[name][1] for name in MESH))
           if (world := mesh[0] * mesh[1] * mesh[2] * mesh[3]) <= 4 or world == 8 and max(mesh) == 2]
-ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense"}           # what a step has not heard of
+ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense", "qk_norm": "off"}  # before a step has them
 
 
 class Layout(NamedTuple):
     step: str
     world: int
-    shape: str                                            # dense-3: of 3 layers; top2-3: and a mixture of experts, two per token
+    shape: str                                            # as in cases.py: dense-3, top2-3-qk
     optimizer: str
     flags: str
 
@@ -86,8 +93,26 @@ def fits(row, mesh):
             and (dp * cp > 1 or not (chosen("dp_mode") or chosen("zero") or chosen("shard")))
             and (dp * cp == 4 or chosen("shard") != "part")
             and dp * cp % chosen("ep", 1) == 0
-            and (chosen("micro_batches") != "one" or chosen("schedule") not in ("interleaved", "dualpipe"))
-            and (chosen("micro_batches") != "few" or chosen("schedule") != "dualpipe" or pp < 4))
+            and (chosen("micro_batches") is None or counts(chosen("micro_batches"), dp, pp, chosen("schedule"))))
+
+
+def counts(kind, dp, pp, schedule):
+    """Return the micro-batch counts of this kind that divide the batch and that the schedule accepts."""
+    low, high = {"one": (1, 1), "few": (2, 4), "many": (5, 24)}[kind]
+    least = SCHEDULES[schedule].min_micro_batches(pp) if schedule else 1
+    return [n for n in range(max(low, least), high + 1) if 24 // dp % n == 0]
+
+
+def stages(row):
+    """Return the number of pipeline stages."""
+    return row["pp"] * (SCHEDULES[row["schedule"]].stages_per_rank if "schedule" in row else 1)
+
+
+def applies(name, row):
+    """Whether a row with these degrees must choose a value of this factor."""
+    data_parallel = row["dp"] * row["cp"] > 1
+    return {"sp": row["tp"] > 1, "cp_mode": row["cp"] > 1, "schedule": row["pp"] > 1, "shard": row.get("zero", 0) > 0,
+            "dp_mode": data_parallel and row.get("zero", 0) == 0, "balance": row.get("experts", "dense") != "dense"}.get(name, True)
 
 
 def agree(row):
@@ -112,17 +137,23 @@ def complete(row, step, draw):
                   if agree(row | {name: value}) and fits(row | {name: value}, [row[n] for n in MESH])]
         if name not in row and values:
             row[name] = draw.choice(values)
-    return {name: row[name] for name in factors(step) if name in row}
+    return checked({name: row[name] for name in factors(step) if name in row}, step)
+
+
+def checked(row, step):
+    """Return the row; fail if a factor that applies has no value, or one that does not apply has one."""
+    full = ALONE | row
+    for name in factors(step):
+        problem = "applies but has no value" if applies(name, full) else "has a value but does not apply"
+        assert (name in row) == applies(name, full), f"{name} {problem}: {row}"
+    return row
 
 
 def layout_of(row, step, draw):
     full = ALONE | row
     dp, tp, cp, pp, schedule = full["dp"], full["tp"], full["cp"], full["pp"], full.get("schedule")
-    stages = pp * (2 if schedule in ("interleaved", "dualpipe") else 1)
-    least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
-    counts = [n for n in range(1, 25) if 24 // dp % n == 0 and n >= least]
-    few, many = [n for n in counts if 1 < n < 5], [n for n in counts if n >= 5]
-    count = {"one": 1, "few": draw.choice(few or many), "many": many[0]}[row["micro_batches"]]
+    possible = counts(row["micro_batches"], dp, pp, schedule)
+    count = draw.choice(possible) if row["micro_batches"] == "few" else possible[0]
     shard = [n for n in (1, 2) if dp * cp > n] if full.get("shard") == "part" else None
     words = [f"--dtype {row['dtype']} --recompute {row['recompute']} --micro_batch_size {24 // dp // count}"]
     words += [f"--dp_mode {full['dp_mode']}"] if "dp_mode" in full else []
@@ -133,7 +164,8 @@ def layout_of(row, step, draw):
     words += [f"--pp {pp} --schedule {schedule}"] if pp > 1 else []
     words += [f"--ep {full['ep']}"] if full["ep"] > 1 else []
     words += [f"--balance {full['balance']}"] if "balance" in full else []
-    shape = f"{full['experts']}-{ {1: 2, 2: 3, 4: 5, 8: 9}[stages]}"
+    number = stages(full)
+    shape = f"{full['experts']}-{number + 1}" + "-qk" * (full["qk_norm"] == "on")
     return Layout(NAMES[step - 1], dp * tp * cp * pp, shape, row["optimizer"], " ".join(words))
 
 
@@ -162,7 +194,7 @@ def wanted(step):
 def cost(row):
     """About how long it takes: what all ranks compute, in layers and micro-batches, and what it takes to start."""
     full = ALONE | row
-    layers = 1 + full["pp"] * (2 if full.get("schedule") in ("interleaved", "dualpipe") else 1)
+    layers = 1 + stages(full)
     passes = {"one": 1, "few": 3, "many": 6}[row["micro_batches"]] * {"none": 2, "full": 3, "selective": 4}[row["recompute"]]
     return full["dp"] * full["tp"] * full["cp"] * (layers * passes + 20)
 
@@ -215,28 +247,30 @@ def drawn(step, number=None):
 
 
 # ------------------------------------------------------------------------------------------- those with a name
-USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", zero=0, shard="all", dp_mode="bucket",
-             sp="on", cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1, ep=1)
+USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", qk_norm="off", zero=0, shard="all",
+             dp_mode="bucket", sp="on", cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1,
+             ep=1)
 # Those of `make test`: for each step and each of its dimensions one in which that is above 1. Planted mistakes name some of them.
 QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
-             "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full")},
+             "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full", qk_norm="on")},
          3: {"zero 1": dict(dp=2, zero=1),
              "zero 2": dict(dp=3, zero=2, recompute="selective"),
              "zero 3": dict(dp=2, zero=3, recompute="full"),
-             "hybrid": dict(dp=4, zero=2, shard="part", optimizer="sgd")},
+             "hybrid": dict(dp=4, zero=2, shard="part", optimizer="sgd", qk_norm="on")},
          4: {"sp on": dict(tp=2),
-             "sp off": dict(tp=2, dp=2, sp="off", zero=1, recompute="full")},
+             "sp off": dict(tp=2, dp=2, sp="off", zero=1, recompute="full"),
+             "QK-norm, sp off": dict(tp=2, sp="off", optimizer="sgd", qk_norm="on")},
          5: {"zigzag": dict(cp=4),
-             "ulysses": dict(cp=2, tp=2, cp_mode="ulysses", recompute="selective"),
+             "ulysses": dict(cp=2, tp=2, cp_mode="ulysses", recompute="selective", qk_norm="on"),
              "allgather": dict(cp=2, dp=2, cp_mode="allgather", zero=3)},
          6: {"1f1b": dict(pp=2, dp=2, zero=2),
-             "zerobubble": dict(pp=2, tp=2, schedule="zerobubble"),
+             "zerobubble": dict(pp=2, tp=2, schedule="zerobubble", qk_norm="on"),
              "dualpipe": dict(pp=2, cp=2, schedule="dualpipe", recompute="full")},
          7: {"ep": dict(dp=2, ep=2, experts="top2", zero=1),
-             "ep and tp": dict(dp=2, ep=2, tp=2, experts="top2", balance="aux"),
+             "ep and tp": dict(dp=2, ep=2, tp=2, experts="top2", balance="aux", qk_norm="on"),
              "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
          8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
-             "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full")}}
+             "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full", qk_norm="on")}}
 # Those that planted mistakes name besides, and what no factor says.
 NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients": dict(dp=3, dp_mode="bucket", optimizer="sgd")},
@@ -245,8 +279,8 @@ NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients, sp off": dict(tp=2, sp="off", optimizer="sgd")},
          5: {f"gradients, {mode}": dict(cp=2, dp=2, cp_mode=mode, optimizer="sgd")
              for mode in ("zigzag", "ring", "allgather", "ulysses")},
-         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd")
-             for schedule in ("afab", "1f1b", "interleaved", "zerobubble", "dualpipe")},
+         6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd") for schedule in SCHEDULES}
+            | {"a V on four ranks": dict(pp=4, schedule="dualpipe", micro_batches="many", optimizer="sgd")},
          7: {"gradients, ep": dict(dp=4, ep=2, experts="top2", zero=2, optimizer="sgd"),
              "gradients, ep and tp": dict(dp=2, tp=2, ep=2, experts="top2", optimizer="sgd"),
              "four of eight": dict(dp=4, ep=4, experts="top4")},
@@ -261,7 +295,7 @@ def filled(row, step):
     for name in factors(step):
         if name not in kept and agree(kept | {name: full[name]}) and fits(kept | {name: full[name]}, [full[name] for name in MESH]):
             kept[name] = full[name]
-    return kept
+    return checked(kept, step)
 
 
 def named(step):
@@ -278,9 +312,6 @@ def every_layout(step):
 
 
 # ------------------------------------------------------------------------------------------- for the sweeps
-SCHEDULES = FACTORS["schedule"][1]
-
-
 def all_of_a_world(world):
     """Every valid (dp, tp, cp, pp, ep) of a world, as (dense or moe, flags); all else drawn by a fixed seed."""
     found, draw = [], random.Random(world)
@@ -298,8 +329,8 @@ def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
     stage = draw.choice([0, 1, 2, 3]) if stage is None else stage
     sizes = [n for n in range(1, dp * cp + 1) if dp * cp % n == 0]
     shard = f"--zero_shard {draw.choice(sizes)}" if stage and draw.random() < 0.3 else ""
-    schedule = schedule or draw.choice([name for name in SCHEDULES if name not in ("interleaved", "dualpipe") or pp <= 4])
-    least = {"interleaved": pp, "dualpipe": 2 * pp}.get(schedule, 1)
+    schedule = schedule or draw.choice([name for name, row in SCHEDULES.items() if row.stages_per_rank * pp <= 8])
+    least = SCHEDULES[schedule].min_micro_batches(pp)
     micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 % dp == 0 and 24 // dp % n == 0 and 24 // dp // n >= least])
     mode = draw.choice(["zigzag", "ring", "allgather"] + ["ulysses"] * (8 // tp % cp == 0))
     fits = cp * tp * 2 <= 16                              # an early and a late chunk, cut over tp, of 16 tokens

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import cases
 from harness import assert_same_run, relative, train_job
+from layouts import SCHEDULES
 from operations import Recorder, assert_all_meet
 from steps import NAMES
 
@@ -122,11 +123,12 @@ def by_hand(layout):
     tp, cp, pp = layout.number("tp"), layout.number("cp"), layout.number("pp")
     number = {"float64": 8, "float32": 4, "bfloat16": 2}[layout.flag("dtype")]
     wide = max(4, number)                                 # of sums
+    head_norms = 2 * model["head_dim"] * layout.shape.endswith("-qk")               # of the queries and keys of a layer
     tokens = 24 * 16
     stream = tokens * hidden * number                     # [batch, seq, hidden] of the global batch
     sent = {}
     if layout.step in NAMES[1:3] and layout.world > 1:
-        block = hidden * (2 * q + 2 * kv + 3 * model["intermediate_size"] + 2)
+        block = hidden * (2 * q + 2 * kv + 3 * model["intermediate_size"] + 2) + head_norms
         embedding = model["vocab_size"] * hidden          # the head has as many
         sent |= data_by_hand(layout, [embedding, *[block] * layers, hidden + embedding], number, wide)
     if layout.flag("recompute") != "none":
@@ -136,10 +138,11 @@ def by_hand(layout):
         if layout.flag("sp") == "on":                     # and two inputs gathered again, but for the experts'
             sent["tp", "all_gather"] = tp * ((6 if dense else 5) * layers + 2) * stream
             sent["tp", "reduce_scatter"] = tp * (4 * layers + 2) * stream
-        elif dense and layout.world > tp:                 # where tp is all of the world it has other things to say
-            sent["tp", "all_reduce"] = tp * (4 * layers + 2) * stream + scalars
-        if layout.flag("sp") == "on" and dense and layout.world > tp and layout.number("zero") == 0 and pp == 1:
-            sent["tp", "all_reduce"] = scalars + layout.world * (2 * layers + 1) * hidden * wide           # and the norms
+        norms = layers * head_norms + (2 * layers + 1) * hidden * (layout.flag("sp") == "on")        # whose gradients are summed
+        # where tp is all of the world it has other things to say
+        if dense and layout.world > tp and (not norms or layout.number("zero") == 0 and pp == 1):
+            regions = tp * (4 * layers + 2) * stream * (layout.flag("sp") == "off")
+            sent["tp", "all_reduce"] = regions + scalars + layout.world * norms * wide
         if tp > kv_heads and layout.number("zero") == 0 and pp == 1:
             sent["kv_heads", "all_reduce"] = layout.world * 2 * layers * hidden * model["head_dim"] * wide
     attention = layers * tokens
@@ -155,8 +158,9 @@ def by_hand(layout):
         sent["cp", "all_to_all"] = attention * 2 * (2 * q + 2 * kv * copies) * number
     # each border there and back; where sp is off all ranks of tp send the same
     if pp > 1:
-        stages = pp * int(layout.flag("stages_per_rank", 2 if layout.flag("schedule") in ("interleaved", "dualpipe") else 1))
-        borders = stages - 1 - (layout.flag("schedule") == "dualpipe")             # there two neighbours are on one rank
+        schedule = SCHEDULES[layout.flag("schedule")]
+        stages = pp * int(layout.flag("stages_per_rank", schedule.stages_per_rank))
+        borders = stages - 1 - schedule.v_shaped          # of a V the two stages at the turn are on one rank
         sent["pp", "send"] = 2 * borders * stream * (tp if layout.flag("sp") == "off" else 1)
     return sent
 

@@ -4,8 +4,12 @@ All but the memory that comes and goes is exact: tests compare it with a dry run
 """
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
+
+import trainer
+from trainer import SCHEDULES
 
 GIB = 2**30
 BF16, FLOAT32, INT64 = 2, 4, 8                            # bytes of a number
@@ -24,7 +28,7 @@ class Layout(NamedTuple):
     accumulation: int = 1
     seq_len: int = 4096
     recompute: str = "none"
-    virtual: int = 2                                      # stages of a rank, where they are interleaved
+    virtual: int = 2                                      # stages of a rank, where a schedule takes more
     fused: bool = False                                   # another trainer's kernels, which keep less
 
     @property
@@ -43,9 +47,11 @@ class Layout(NamedTuple):
 
     @property
     def stages_per_rank(self):
-        if self.schedule == "interleaved":
-            return self.virtual
-        return 2 if self.schedule == "dualpipe" else 1
+        row = SCHEDULES[self.schedule]
+        return self.virtual if row.or_more else row.stages_per_rank
+
+
+DEFAULT_SCHEDULE = Layout().schedule
 
 
 class Stage(NamedTuple):
@@ -65,7 +71,9 @@ def first_layers(c, stages):
 def my_stages(l, rank):
     """pipeline_parallel.py's, of a rank of pp."""
     stages = l.pp * l.stages_per_rank
-    return [rank, stages - 1 - rank] if l.schedule == "dualpipe" else list(range(rank, stages, l.pp))
+    if SCHEDULES[l.schedule].v_shaped:
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, l.pp))
 
 
 def our_stages(c, l):
@@ -226,7 +234,8 @@ def moments(c, l, rank, stage, number, fused_norm):
     the first block's, the next one's, the embedding's."""
     h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
     block = dense + bool(c.num_local_experts) * expert_layer(c, l)
-    split, cut = l.schedule in ("zerobubble", "dualpipe"), FLOAT32 * (l.zero >= 2)
+    row, cut = SCHEDULES[l.schedule], FLOAT32 * (l.zero >= 2)
+    split = row.split_backward
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
     stream = number * l.tokens * h / l.tp
     output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # of a stage; and rotary tables
@@ -260,17 +269,104 @@ def moments(c, l, rank, stage, number, fused_norm):
         buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
-        if stage.embedding and delayed and l.schedule == "zerobubble":
+        if stage.embedding and delayed and not row.v_shaped:
             # the I whose W these wait for ends so; `dense` is its unit
             yield dict(activations=alive, loss=0, buffers=buffers - grads)
 
 
+# What a rank of pp keeps follows from its list. A search asks thousands of times, so a schedule may have
+# formulas for it.
 def in_flight(l, rank=0):
     """Micro-batches, of all of a rank's layers, that it keeps at the worst moment: step 6's table."""
-    p, m, v = l.pp, l.accumulation, l.stages_per_rank
-    ahead = 2 * (p - 1 - rank) + (v - 1) * round_size(l) + 1
-    return {"afab": m, "1f1b": min(m, p - rank), "zerobubble": min(m, p),
-            "dualpipe": min(2 * m, 2 * p + 1) / 2, "interleaved": min(m * v, ahead) / v}[l.schedule]
+    if l.schedule in FORMULAS:
+        return FORMULAS[l.schedule].in_flight(l, rank)
+    return counted_in_flight(l.schedule, l.pp, l.accumulation, l.stages_per_rank, rank)
+
+
+def in_backward(l, rank, stage):
+    """(layers, stages) that wait for backward, layers that wait for W alone, times micro-batches, when either
+    is most; whether the head may be next."""
+    if l.schedule in FORMULAS:
+        return FORMULAS[l.schedule].in_backward(l, rank, stage)
+    return counted_moments(l.schedule, l.pp, l.accumulation, l.stages_per_rank, rank, stage.each)
+
+
+def list_of_rank(schedule, p, m, v, rank):
+    row = SCHEDULES[schedule]
+    return row.actions(rank, p, m, *[v] * row.or_more)
+
+
+@lru_cache(maxsize=4096)
+def counted_in_flight(schedule, p, m, v, rank):
+    return trainer.in_flight(list_of_rank(schedule, p, m, v, rank)) / v
+
+
+@lru_cache(maxsize=4096)
+def counted_moments(schedule, p, m, v, rank, each):
+    """in_backward of any list: before each I or B, and after it where its W is still to come. Of the moments
+    only those at which no other has as much of everything."""
+    l = Layout(pp=p, schedule=schedule, virtual=v)
+    layers, last = dict(zip(my_stages(l, rank), each)), p * v - 1
+    waiting, delayed, found = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0), set()
+
+    def note(stage):
+        found.add((sum(count * layers[s] for s, count in waiting.items()), sum(waiting.values()),
+                   sum(count * layers[s] for s, count in delayed.items()), stage == last))
+    for kind, stage, _ in list_of_rank(schedule, p, m, v, rank):
+        if kind == "F":
+            waiting[stage] += 1
+        elif kind == "W":
+            delayed[stage] -= 1
+        else:
+            note(stage)
+            waiting[stage] -= 1
+            delayed[stage] += SCHEDULES[schedule].split_backward
+            note(stage)
+            delayed[stage] -= delayed[stage] > 0 and kind == "B"
+    more = lambda one, other: one != other and all(a >= b for a, b in zip(one, other))
+    return [one for one in found if not any(more(other, one) for other in found)]
+
+
+def whole_micro_batches(l, rank, stage):
+    most = in_flight(l, rank)
+    return [(most * stage.layers, most, 0, True)]
+
+
+def zero_bubble_moments(l, rank, stage):
+    """W comes `rank` micro-batches after I."""
+    p, m, layers, most = l.pp, l.accumulation, stage.layers, in_flight(l, rank)
+    waiting, delayed = min(m, p - rank), min(m, rank + 1)
+    most_waiting = waiting * layers, waiting, (most - waiting) * layers, True
+    most_delayed = (most - delayed) * layers, most - delayed, delayed * layers, True
+    return [most_waiting, most_delayed]
+
+
+def dualpipe_moments(l, rank, stage):
+    """B is an I and its W; at the end W is put off."""
+    layers, most, after = stage.layers, in_flight(l, rank), l.pp - 1 - rank
+    at_end = after / 2 * layers, after, (rank + 1) / 2 * layers, False
+    after_one = (most - 0.5) * layers, 2 * most - 1, layers / 2, True
+    return [(most * layers, 2 * most, 0, True), after_one, at_end]
+
+
+def interleaved_in_flight(l, rank):
+    v = l.stages_per_rank
+    ahead = 2 * (l.pp - 1 - rank) + (v - 1) * round_size(l) + 1
+    return min(l.accumulation * v, ahead) / v
+
+
+def interleaved_moments(l, rank, stage):
+    """Which of the rank's stages it is that wait changes every round."""
+    m, v, size = l.accumulation, l.stages_per_rank, round_size(l)
+    ahead, found = round(in_flight(l, rank) * v), []
+    starts = [size * i for i in range(v + 1)]
+    for backwards in [*starts, *(size - ahead % size + start for start in starts)]:
+        forwards = min(ahead + backwards, m * v)
+        done = [of_stage(v - 1 - i, backwards, size, v) for i in range(v)]
+        waiting = [of_stage(i, forwards, size, v) - done[i] for i in range(v)]
+        waiting_layers = sum(n * count for n, count in zip(waiting, stage.each))
+        found.append((waiting_layers, sum(waiting), 0, backwards % (size * v) < size))
+    return found
 
 
 def round_size(l):
@@ -278,37 +374,32 @@ def round_size(l):
     return -(-l.accumulation // max(1, l.accumulation // l.pp))
 
 
-def in_backward(l, rank, stage):
-    """(layers, stages) that wait for backward, layers that wait for W alone, times micro-batches, when either
-    is most; whether the head may be next."""
-    p, m, v, layers, most = l.pp, l.accumulation, l.stages_per_rank, stage.layers, in_flight(l, rank)
-    if l.schedule == "zerobubble":                        # W comes `rank` micro-batches after I
-        waiting, delayed = min(m, p - rank), min(m, rank + 1)
-        most_waiting = waiting * layers, waiting, (most - waiting) * layers, True
-        most_delayed = (most - delayed) * layers, most - delayed, delayed * layers, True
-        return [most_waiting, most_delayed]
-    if l.schedule == "dualpipe":                          # B is an I and its W; at the end W is put off
-        after = p - 1 - rank
-        at_end = after / 2 * layers, after, (rank + 1) / 2 * layers, False
-        after_one = (most - 0.5) * layers, 2 * most - 1, layers / 2, True
-        return [(most * layers, 2 * most, 0, True), after_one, at_end]
-    if l.schedule == "interleaved":           # which of the rank's stages it is that wait changes every round
-        size = round_size(l)
-        ahead, found = round(most * v), []
-        starts = [size * i for i in range(v + 1)]
-        for backwards in [*starts, *(size - ahead % size + start for start in starts)]:
-            forwards = min(ahead + backwards, m * v)
-            done = [of_stage(v - 1 - i, backwards, size, v) for i in range(v)]
-            waiting = [of_stage(i, forwards, size, v) - done[i] for i in range(v)]
-            waiting_layers = sum(n * count for n, count in zip(waiting, stage.each))
-            found.append((waiting_layers, sum(waiting), 0, backwards % (size * v) < size))
-        return found
-    return [(most * layers, most, 0, True)]
-
-
 def of_stage(i, done, size, v):
     """Of so many forwards, in rounds of `size` through each of v stages, those of stage i."""
     return done // (size * v) * size + min(size, max(0, done % (size * v) - i * size))
+
+
+class Formulas(NamedTuple):
+    """What the planner knows of a schedule in closed form, in place of counting its lists and simulating them."""
+    in_flight: Callable                                   # (layout, rank)
+    in_backward: Callable                                 # (layout, rank, stage)
+    # (layout, F, I, W) -> idle time over p - 1, or None where no formula is known: where there are so few
+    # micro-batches that some W have nothing to fill
+    idle: Callable
+
+
+FORMULAS = {
+    "afab": Formulas(lambda l, rank: l.accumulation, whole_micro_batches, lambda l, F, I, W: F + I + W),
+    "1f1b": Formulas(lambda l, rank: min(l.accumulation, l.pp - rank), whole_micro_batches,
+                     lambda l, F, I, W: F + I + W),
+    "interleaved": Formulas(interleaved_in_flight, interleaved_moments,
+                            lambda l, F, I, W: (F + I + W) / l.stages_per_rank),
+    "zerobubble": Formulas(lambda l, rank: min(l.accumulation, l.pp), zero_bubble_moments,
+                           lambda l, F, I, W: max(F, I, F + I - W) if l.accumulation >= l.pp else None),
+    "dualpipe": Formulas(lambda l, rank: min(2 * l.accumulation, 2 * l.pp + 1) / 2, dualpipe_moments,
+                         # a stage is half of a rank
+                         lambda l, F, I, W: max(F, F + I - W, 2 * I - W - F / (l.pp - 1)) / 2),
+}
 
 
 def kept(c, l, number, fused_norm):
@@ -326,6 +417,9 @@ def kept(c, l, number, fused_norm):
         return l.tokens * (inside + ring + number * products)
     inside += number * 2 * sum(c.latent[:2])              # before their norms and after
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
+    if c.qk_norm:                                         # each head's q and k before it, and its divisor
+        q_and_k = q / l.tp + kv / 2
+        inside += (number if fused_norm else 2 * FLOAT32) * q_and_k + FLOAT32 * q_and_k / c.head_dim
     mlp = number * (2 if l.fused else 4) * times * i / l.tp
     if c.num_local_experts:        # the gathered input, each choice's row in and out, and the router's scores
         mlp += number * h * (l.tp > 1) + number * 2 * times * h + FLOAT32 * c.num_local_experts

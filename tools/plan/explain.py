@@ -5,8 +5,10 @@ import shlex
 import costs
 import plan
 import trust
+from costs import DEFAULT_SCHEDULE
 from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fits, limit
 from speed import KINDS, Cluster
+from trainer import SCHEDULES
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
@@ -17,7 +19,7 @@ SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"
 def schedule_of(l):
     if l.pp == 1:
         return "-"
-    return f"{l.schedule} {l.virtual}" if l.schedule == "interleaved" else l.schedule
+    return f"{l.schedule} {l.virtual}" if SCHEDULES[l.schedule].or_more else l.schedule
 
 
 def row_of(l):
@@ -160,12 +162,12 @@ def notches(c, l):
         yield from either_way(name)
     yield from to("zero", [zero for zero in (l.zero + 1, l.zero - 1) if 0 <= zero <= 3])
     if l.pp > 1:
-        v = l.stages_per_rank if l.schedule == "interleaved" else 2
-        for schedule, virtual in (("1f1b", 2), ("afab", 2), ("interleaved", max(2, v // 2)),
-                                  ("interleaved", 2 * v), ("zerobubble", 2), ("dualpipe", 2)):
-            other = l._replace(schedule=schedule, virtual=virtual)
-            if (schedule, other.stages_per_rank) != (l.schedule, l.stages_per_rank):
-                yield "schedule", schedule_of(other), other
+        for schedule in sorted(SCHEDULES, key=lambda name: name != DEFAULT_SCHEDULE):
+            v = l.stages_per_rank if schedule == l.schedule else 2
+            for virtual in (max(2, v // 2), 2 * v) if SCHEDULES[schedule].or_more else [2]:
+                other = l._replace(schedule=schedule, virtual=virtual)
+                if (schedule, other.stages_per_rank) != (l.schedule, l.stages_per_rank):
+                    yield "schedule", schedule_of(other), other
     yield from either_way("mbs")
     yield from to("recompute", [mode for mode in RECOMPUTE if mode != l.recompute])
 
@@ -244,7 +246,7 @@ def recipe(search, cluster):
     tps = {one.layout.tp for one in search.ordered}
     largest = max((tp for tp in tps if tp <= cluster.gpus_per_node), default=1)
     of = [one for one in search.ordered if one.layout.tp == largest and one.layout.cp == one.layout.ep == 1
-          and one.layout.schedule == "1f1b"]
+          and one.layout.schedule == DEFAULT_SCHEDULE]
     least = lambda one: (RECOMPUTE.index(one.layout.recompute), one.layout.zero, -one.tokens_per_s)
     found = None
     for pp in sorted({one.layout.pp for one in of}):
@@ -318,7 +320,7 @@ def train_flags(model, l, steps=1000, lr=3e-4):
     for name in ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "recompute"):
         if getattr(l, name) != costs.Layout._field_defaults[name]:
             flags += [f"--{name}", getattr(l, name)]
-    if l.schedule == "interleaved" and l.pp > 1:
+    if SCHEDULES[l.schedule].or_more and l.pp > 1:
         flags += ["--stages_per_rank", l.virtual]
     return shlex.join(map(str, flags))
 

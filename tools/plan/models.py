@@ -1,6 +1,6 @@
 """The shapes of models: the trainer's presets, and what a config.json says, which transformers reads. Less
-has to be known than to train: a Mistral or a Qwen is a Llama but for a few vectors, and experts may be small
-or shared and attention latent.
+has to be known than to train: a Mistral or a Qwen2 is a Llama but for a few vectors, and experts may be shared
+and attention latent.
 """
 import os
 from typing import NamedTuple
@@ -31,10 +31,10 @@ class Model(NamedTuple):
     untrained: str = ""                                   # why the trainer refuses it, in its words
 
 
-KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-TRAINED = ("llama", "mixtral")
+TRAINED = tuple(trainer.FAMILIES)
+KNOWN = (*TRAINED, "mistral", "qwen2", "deepseek_v3")
 SIZES = Model._fields[:7]
-PRESETS = {name: Model(*(getattr(preset, field) for field in Model._fields[:9]))
+PRESETS = {name: Model(**{field: getattr(preset, field) for field in Model._fields if hasattr(preset, field)})
            for name, preset in trainer.PRESETS.items()}
 
 
@@ -82,7 +82,8 @@ def read(raw, where):
     if heads % kv_heads:
         refuse(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
-                  tied=theirs.tie_word_embeddings, qk_norm=kind.startswith("qwen3"), untrained=refused)
+                  tied=theirs.tie_word_embeddings, untrained=refused,
+                  qk_norm=kind in TRAINED and trainer.FAMILIES[kind].qk_norm)
     model = model._replace(**experts(theirs, kind, where))
     if kind == "deepseek_v3":                             # heads count as of the mean width of q and v
         rope, plain, v = theirs.qk_rope_head_dim, theirs.qk_nope_head_dim, theirs.v_head_dim
@@ -92,22 +93,22 @@ def read(raw, where):
 
 
 def experts(theirs, kind, where):
-    if kind not in ("mixtral", "qwen3_moe", "deepseek_v3"):
+    fields = trainer.FAMILIES[kind].fields if kind in TRAINED else {}
+    if "num_local_experts" not in fields and kind != "deepseek_v3":
         return {}
     count = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts
     chosen = theirs.num_experts_per_tok
     if not 1 <= chosen <= count < MOST:
         refuse(f"{where}: num_experts_per_tok {chosen} is below 1, or more than num_local_experts {count}")
-    found = dict(num_local_experts=count, num_experts_per_tok=chosen)
-    if kind == "mixtral":
-        return found
     if kind == "deepseek_v3":
         dense = theirs.first_k_dense_replace
     else:
-        dense = sum(i in theirs.mlp_only_layers or (i + 1) % theirs.decoder_sparse_step > 0
-                    for i in range(theirs.num_hidden_layers))
-    return dict(found, intermediate_size=theirs.moe_intermediate_size, dense_layers=dense,
-                dense_size=theirs.intermediate_size, shared_experts=getattr(theirs, "n_shared_experts", 0))
+        without, every = getattr(theirs, "mlp_only_layers", []), getattr(theirs, "decoder_sparse_step", 1)
+        dense = sum(i in without or (i + 1) % every > 0 for i in range(theirs.num_hidden_layers))
+    return dict(num_local_experts=count, num_experts_per_tok=chosen, dense_layers=dense,
+                intermediate_size=getattr(theirs, fields.get("intermediate_size", "moe_intermediate_size")),
+                dense_size=theirs.intermediate_size * bool(dense),
+                shared_experts=getattr(theirs, "n_shared_experts", 0))
 
 
 def notes(c, theirs):
@@ -121,7 +122,7 @@ def notes(c, theirs):
         extra += f", {c.shared_experts} shared" * bool(c.shared_experts)
         extra += " and latent attention" * bool(c.latent)
         yield (f"NOT TRAINABLE HERE: planned as a Llama{extra}; "
-               "this trainer itself takes model_type llama and mixtral only")
+               f"this trainer itself takes model_type {', '.join(TRAINED)} only")
     elif c.untrained:
         yield f"planned all the same, but this trainer refuses it: {c.untrained}"
     window = getattr(theirs, "sliding_window", None)

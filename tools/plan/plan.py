@@ -1,16 +1,16 @@
 """From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept."""
 import dataclasses
 import math
+from functools import lru_cache
 from types import SimpleNamespace
 
 import costs
 import speed
 import trainer
 import trust
-from costs import GIB, Layout
-from trainer import Refused, least, refuse
+from costs import DEFAULT_SCHEDULE, GIB, Layout
+from trainer import SCHEDULES, Refused, refuse
 
-SCHEDULES = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
 RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
 # Memory at the peak is followed, not measured: costs.py's is at most so much less than what a dry run sees
@@ -27,12 +27,9 @@ def impossible(c, l):
     """Why the trainer would refuse it, in its own words, or the planner; None if neither does."""
     if l.ep > 1 and not c.num_local_experts:
         return f"ep({l.ep}) is for experts, and the model has none"
-    if l.schedule == "zerobubble" and l.accumulation < l.pp:
-        return (f"zerobubble with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
-                "not know what it keeps, and 1f1b is as fast")
     if l.batch >= trainer.LARGEST_NUMBER:
         return f"a batch of {l.batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
-    filled_in = l if l.pp > 1 else l._replace(schedule="1f1b")             # as the trainer's parse_args does
+    filled_in = l if l.pp > 1 else l._replace(schedule=DEFAULT_SCHEDULE)   # as the trainer's parse_args does
     args = SimpleNamespace(
         **filled_in._asdict(), global_batch_size=l.batch, stages_per_rank=filled_in.stages_per_rank,
         micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag" if l.cp > 1 else "ring", device="cuda",
@@ -44,6 +41,9 @@ def impossible(c, l):
         trainer.check_experts(args, c)
     except Refused as refused:
         return str(refused)
+    if SCHEDULES[l.schedule].split_backward and l.accumulation < l.pp:
+        return (f"{l.schedule} with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
+                f"not know what it keeps, and {DEFAULT_SCHEDULE} is as fast")
 
 
 def meshes(c, cluster, seq_len, fused=False):
@@ -69,12 +69,38 @@ def batch_near(wanted, gpus):
 
 
 def schedules(c, pp):
-    """(schedule, stages per rank where they are interleaved). Without afab: never better than 1F1B."""
-    if pp == 1:
-        return [("1f1b", 2)]
+    """(schedule, virtual) of those to be timed. With one layer on a rank it is the default alone."""
     most = c.num_hidden_layers // pp
-    interleaved = [("interleaved", v) for v in (2, 4, 8) if v <= most]
-    return [("1f1b", 2), *interleaved, *[(name, 2) for name in ("zerobubble", "dualpipe") if most >= 2]]
+    if pp == 1 or most < 2:
+        return [(DEFAULT_SCHEDULE, 2)]
+    found = [Layout(schedule=name, virtual=v) for name in worth_timing() for v in stages_to_choose(name)]
+    return [(l.schedule, l.virtual) for l in found if l.stages_per_rank <= most]
+
+
+def stages_to_choose(name):
+    """Values of virtual. Where a schedule has one number of stages it says nothing."""
+    row = SCHEDULES[name]
+    return [times * row.stages_per_rank for times in (1, 2, 4)] if row.or_more else [2]
+
+
+@lru_cache
+def worth_timing(p=4):
+    """The default, and the schedules that idle less or keep less."""
+    def idle_and_kept(name):
+        row = SCHEDULES[name]
+        v = row.stages_per_rank
+        lists = trainer.make(name, p, max(2 * p, row.min_micro_batches(p)), v)
+        idle = trainer.bubble(trainer.simulate(lists))
+        return max(idle) / v, max(map(trainer.in_flight, lists)) / v
+    found = {name: idle_and_kept(name) for name in SCHEDULES}
+    idle, kept = found[DEFAULT_SCHEDULE]
+    return [DEFAULT_SCHEDULE, *(name for name, less in found.items() if less[0] < idle or less[1] < kept)]
+
+
+def fewest_micro_batches(l):
+    """That are timed: where W is put off to fill the end, fewer than ranks cannot."""
+    row = SCHEDULES[l.schedule]
+    return max(row.min_micro_batches(l.pp), l.pp * row.split_backward)
 
 
 def parse_config(text, c, cluster, seq_len, batch, fused=False):
@@ -84,7 +110,7 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
         name = NAMES.get(name, name)
         if name not in Layout._fields or name in ("seq_len", "fused") or not value:
             refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, v, mbs, acc, recompute take =value")
-        choices = dict(schedule=SCHEDULES, recompute=RECOMPUTE, zero=tuple("0123")).get(name)
+        choices = dict(schedule=[*SCHEDULES], recompute=RECOMPUTE, zero=tuple("0123")).get(name)
         if choices and value not in choices:
             refuse(f"--config {part}: must be one of {', '.join(choices)}")
         if not choices and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
@@ -128,7 +154,9 @@ def fullest(c, l):
     rank to the next, but for the very last, which puts off all."""
     stages = costs.our_stages(c, l)
     ranks = {stages.index(stage) for stage in stages}
-    if l.schedule in ("zerobubble", "dualpipe"):
+    if l.schedule not in costs.FORMULAS:
+        ranks = range(l.pp)
+    elif SCHEDULES[l.schedule].split_backward:
         ranks |= {max(0, l.pp - 2), *(l.pp - 1 - stages[::-1].index(stage) for stage in stages)}
     return max(sorted(ranks), key=lambda rank: sum(costs.our_memory(c, l, rank, stages[rank]).values()))
 
@@ -197,9 +225,9 @@ def timed(c, cluster, seq_len, batch, constants):
                 alike = l.tp, l.cp, l.ep, recompute, size
                 times = known[alike] = known.get(alike) or speed.Times(c, l, cluster, k)
                 for schedule, v, stages in ways:
-                    if m < (mesh.pp if schedule == "zerobubble" else least(schedule, mesh.pp)):
-                        continue
                     l = l._replace(schedule=schedule, virtual=v)
+                    if m < fewest_micro_batches(l):
+                        continue
                     seconds, windows = speed.of_micro_batches(c, l, cluster, stages, k, times)
                     for zero in stages_of_zero:
                         one = l._replace(zero=zero)
@@ -215,7 +243,8 @@ class Search:
         found, known = list(timed(c, cluster, seq_len, batch, constants)), {}
         for one in found:
             one.held_back = trust.held_back(c, one.layout, cluster, one.tokens_per_s, known)
-        simple = lambda l: (l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != "1f1b", l.virtual)
+        simple = lambda l: (l.cp, l.zero, l.tp, l.pp, l.recompute != "none", l.schedule != DEFAULT_SCHEDULE,
+                            l.virtual)
         self.ordered = sorted(found, key=lambda one: (-float(f"{one.held_back:.4g}"), *simple(one.layout)))
 
     def fits(self, one):

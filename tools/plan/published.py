@@ -5,6 +5,7 @@ import costs
 import speed
 import trainers
 import trust
+from costs import DEFAULT_SCHEDULE
 from models import PRESETS, Model
 from plan import RECOMPUTE, SCHEDULES, impossible
 from speed import GPUS
@@ -82,13 +83,14 @@ def run_of(row, assumed):
         gpu = speed.gpus.at_power(gpu, watts)
     dp, tp, cp, pp = (int(row[name] or 1) for name in ("dp", "tp", "cp", "pp"))
     micro_batch, virtual = number("micro_batch", 1), 2
-    if row["schedule"] == "interleaved":
+    schedule = row["schedule"] or DEFAULT_SCHEDULE
+    if SCHEDULES[schedule].or_more:
         virtual = number("stages_per_rank", min(4, -(-c.num_hidden_layers // pp)))
     # `fsdp` keeps what it gathered, and gradients until the last micro-batch: it sends what ZeRO-1 does
     zero = {"3": 3, "fsdp": 1, "2": 2, "1": 1}.get(row["fsdp_stage"], 0)
     accumulation = max(1, round(int(row["sequences_per_step"]) / dp / micro_batch))
     l = costs.Layout(
-        dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=row["schedule"] or "1f1b", virtual=virtual,
+        dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=schedule, virtual=virtual,
         micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
         recompute=(row["recompute"] or "none").replace("every second", "selective"))
     return c, l, speed.Cluster(int(row["gpus"]), gpu, network=float(row.get("network_gb_s") or 50) * 1e9)
@@ -115,7 +117,7 @@ def check(row, where):
                f"gpus({row['gpus']})")
     # its two ends may be stages of their own, which this trainer's are not: 126 layers in 128 stages
     most = -(-c.num_hidden_layers // l.pp)
-    if l.schedule == "interleaved" and l.virtual > most:
+    if SCHEDULES[l.schedule].or_more and l.virtual > most:
         refuse(f"{where}: stages_per_rank {l.virtual} is more than {c.num_hidden_layers} layers / pp({l.pp})")
     if why := impossible(c, l._replace(virtual=min(l.virtual, c.num_hidden_layers // l.pp))):
         refuse(f"{where}: {why}")

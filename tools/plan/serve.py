@@ -131,9 +131,9 @@ def timeline(question, one):
 def stops(question, l):
     """For each knob its values, and what they lead to, or why one is not possible."""
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
-                  schedule=plan.SCHEDULES, virtual=[2, 4, 8], micro_batch=DEGREES[:6],
+                  schedule=plan.SCHEDULES, virtual=plan.stages_to_choose(l.schedule), micro_batch=DEGREES[:6],
                   recompute=plan.RECOMPUTE)
-    if l.pp == 1 or l.schedule != "interleaved":
+    if l.pp == 1 or not plan.SCHEDULES[l.schedule].or_more:
         del values["virtual"]
 
     def stop(knob, value):
@@ -146,7 +146,7 @@ def stops(question, l):
 
 def turned_to(question, l, knob, value, batch):
     """The layout with one knob at a value; or why there is none."""
-    if knob == "schedule" and l.pp == 1 and value != "1f1b":
+    if knob == "schedule" and l.pp == 1 and value != costs.DEFAULT_SCHEDULE:
         return "needs pp"
     return plan.changed_to(l, question.cluster.gpus, batch, **{knob: value})
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import costs
 from costs import BF16, FLOAT32, Layout, expert_layer, kv_width, product_widths
-from trainer import bubble, make, simulate
+from trainer import SCHEDULES, bubble, make, simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from simulate import gpus                                                           # noqa: E402
@@ -125,24 +125,38 @@ def pipeline_seconds(c, l, stages, k, times, host):
         return seconds, busy[0], busy[0]
     filling = [soft_max(works, python * k["fill_launch"]) for works, python in zip(gpu, host)]
     seconds["bubble"] = idle_share(l, times.F, times.I, times.W) * (sum(filling) - max(filling))
-    v = l.stages_per_rank if l.schedule == "interleaved" else 1
+    v = 1 if SCHEDULES[l.schedule].v_shaped else l.stages_per_rank
     return seconds, filling[0], filling[0] * (1 + min(m, l.pp) * (v - 1)) / v
 
 
 def idle_share(l, F, I, W):
-    """The bubble as a share of 1F1B's, (p - 1)(F + I + W). Each is what schedules.py's simulator finds, and
-    exact, but for DualPipe: to 2% of a step."""
-    p, m = l.pp, l.accumulation
-    idle = (p - 1) * (F + I + W)
-    if l.schedule == "interleaved":
-        idle /= l.stages_per_rank
-    if l.schedule == "zerobubble":
-        idle = (p - 1) * max(F, I, F + I - W)
-        if m < p:                                         # some W have nothing to fill: no formula is known
-            idle = bubble(simulate(make("zerobubble", p, m), F, I, W))[0]
-    if l.schedule == "dualpipe":                          # a stage is half of a rank
-        idle = max((p - 1) * F, (p - 1) * (F + I - W), (p - 1) * (2 * I - W) - F) / 2
-    return idle / ((p - 1) * (F + I + W))
+    """The bubble as a share of 1F1B's, (p - 1)(F + I + W). A schedule's formula is what schedules.py's simulator
+    finds, and exact, but for DualPipe's: to 2% of a step. Without one the simulator is asked."""
+    formulas = costs.FORMULAS.get(l.schedule)
+    idle = formulas and formulas.idle(l, F, I, W)
+    if idle is None:
+        whole = F + I + W
+        return simulated_idle(l.schedule, l.pp, l.accumulation, l.stages_per_rank, *(
+            round(part / whole * 50) / 50 for part in (F, I, W))) / (l.pp - 1)
+    return idle / (F + I + W)
+
+
+def simulated_idle(schedule, p, m, v, F, I, W):
+    """In units of F + I + W. It grows linearly with the ranks, if micro-batches do, so that long pipelines, which
+    would take a search minutes, are drawn out from two short ones. Once a pipeline is full more micro-batches
+    add no idle time."""
+    per_rank = min(m / p, 3)
+    if p <= 8:
+        return simulated(schedule, p, round(per_rank * p), v, F, I, W)
+    short, longer = (simulated(schedule, ranks, round(per_rank * ranks), v, F, I, W) for ranks in (4, 8))
+    return longer + (longer - short) * (p - 8) / 4
+
+
+@lru_cache(maxsize=4096)
+def simulated(schedule, p, m, v, F, I, W):
+    m = max(m, SCHEDULES[schedule].min_micro_batches(p), 1)
+    events = simulate(make(schedule, p, m, v), F / v, I / v, W / v)
+    return bubble(events)[0] / (F + I + W)
 
 
 # ---------------------------------------------------------------------- a layer's kernels

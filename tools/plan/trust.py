@@ -4,7 +4,9 @@ how far off it may be. Of five runs four should lie in the interval; docs/proof.
 import math
 
 import costs
+from costs import DEFAULT_SCHEDULE
 from speed import NETWORKS, gpus as simulated
+from trainer import SCHEDULES
 
 MEANS = {
     "measured": "this trainer was measured doing the same",
@@ -16,11 +18,11 @@ MEANS = {
 # fitted runs lie in it); and of what else a layout has, tp and pp by the fitted runs, others by judgement
 ALONE = (-0.15, 0.05)
 MORE = dict(
-    tp=(0.15, 0.15), pp=(0.10, 0.12), interleaved=(0.08, 0.08), zerobubble=(0.12, 0.12),
-    dualpipe=(0.15, 0.15), afab=(0.05, 0.05), zero2=(0.03, 0.03), selective=(0.05, 0.05), full=(0.03, 0.03),
+    tp=(0.15, 0.15), pp=(0.10, 0.12), zero2=(0.03, 0.03), selective=(0.05, 0.05), full=(0.03, 0.03),
     cp=(0.20, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
     network=(0.05, 0.05))
-UNSEEN = ("zerobubble", "dualpipe", "afab", "cp", "ep", "experts")                 # in any run of these
+SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the runs
+UNSEEN = ("cp", "ep", "experts", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in any run
 PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the runs
 RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # from, to
 
@@ -31,9 +33,18 @@ DID = dict(
 
 
 def of_layout(l):
-    found = ["tp"] * (l.tp > 1) + ["pp"] * (l.pp > 1) + [l.schedule] * (l.pp > 1 and l.schedule != "1f1b")
+    found = ["tp"] * (l.tp > 1) + ["pp"] * (l.pp > 1) + [l.schedule] * (l.pp > 1 and l.schedule != DEFAULT_SCHEDULE)
     found += [l.recompute] * (l.recompute != "none") + ["zero2"] * (l.zero == 2)
     return found + ["cp"] * (l.cp > 1) + ["ep"] * (l.ep > 1)
+
+
+def of_schedule(row):
+    """As MORE, by what is difficult in one."""
+    if row.v_shaped:
+        return 0.15, 0.15
+    if row.split_backward:
+        return 0.12, 0.12
+    return (0.08, 0.08) if row.stages_per_rank > 1 else (0.05, 0.05)
 
 
 def unmeasured(c, l):
@@ -71,7 +82,8 @@ def off_by(c, l, cluster, experts=True, float8=False):
     """(low, high) as logarithms. Errors of different causes add as squares. experts: with what a model's may
     add, which is no reason to prefer a layout of it to another."""
     names = of_layout(l) + ["float8"] * float8 + ["experts"] * bool(c.num_local_experts and experts)
-    causes = [ALONE, *(MORE[name] for name in names), *beyond(c, l, cluster).values()]
+    more = MORE | {l.schedule: of_schedule(SCHEDULES[l.schedule])}
+    causes = [ALONE, *(more[name] for name in names), *beyond(c, l, cluster).values()]
     low, high = (math.hypot(*side) for side in zip(*causes))
     return -low, high
 
