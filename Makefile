@@ -41,7 +41,7 @@ Check
   make lint                            ruff
 
 Maintain
-  make carry                           merge uncommitted changes in a step into all later steps and patches
+  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and patches
   make readme                          write the tables of files into the READMEs
   make rest                            the slow tests, which make test leaves out
   make sweep [STEP=4]                  the long tests
@@ -67,6 +67,8 @@ help:
 run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
+# the tests run make themselves, and these must not inherit CHANGED
+unexport CHANGED BASE
 test: $(VENV)
 ifdef CHANGED
 	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests

@@ -26,8 +26,9 @@ def changed_since(revision):
 
 @cache
 def modules_of(test):
-    """Return the text of a test and of all repository modules that it imports, directly or not."""
-    folders, texts, todo = [ROOT, *map(Path, PYTHONPATH)], {}, [ROOT / test]
+    """Return the text of a test and of all repository modules that it or its conftest.py imports, directly or not."""
+    conftest = ROOT / test.split("/")[0] / "conftest.py"
+    folders, texts, todo = [ROOT, *map(Path, PYTHONPATH)], {}, [ROOT / test, *[conftest] * conftest.is_file()]
     while todo:
         path = todo.pop()
         texts[str(path.relative_to(ROOT))] = text = path.read_text()
@@ -44,10 +45,13 @@ def touches(changed, test, texts):
     step, of_one_step = changed.split("/")[0], re.search(r"test_(?:step|ladder)(\d\d)", test)
     if step in NAMES and of_one_step:
         return step == NAMES[int(of_one_step[1]) - 1]
+    if test == "tests/test_steps.py" or changed in ("requirements.txt", "tests/pytest.ini"):      # test_steps.py reads every file
+        return True
     everything = "\n".join(text for name, text in texts.items() if name != "tools/steps.py")
     folder = changed.rpartition("/")[0]
     return (changed in texts or changed in everything or "/" in folder and folder in everything
             or step in NAMES and bool(step in texts[test] or ANY_STEP.search(texts[test]))
+            or not (ROOT / changed).exists() and bool(re.search(rf"\b(from|import) {re.escape(Path(changed).stem)}\b", everything))
             or changed.endswith(".md") and "from readme import" in everything)
 
 
@@ -57,6 +61,8 @@ def main(revision="HEAD"):
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: {error.stderr.strip().splitlines()[0]}")
     tests = [name for name in repository_files() if re.fullmatch(r"(tests|exercises/ladder)/test_\w+\.py", name)]
+    if not changed:
+        print(f"nothing has changed since {revision}", file=sys.stderr)
     tests.sort(key=lambda name: (not name.startswith("tests/test_step0"), name))
     for test in tests:
         texts = modules_of(test)

@@ -232,7 +232,8 @@ def test_a_commit_beside_the_steps_keeps_the_last_carry_and_one_of_the_steps_end
     commit(repository, "--amend")
     edit(repository / FIRST / "same.py", "two", "TWO")
     commit(repository)                                    # a change that is not meant for the later steps
-    assert carry(repository) == (0, "")
+    edit(repository / SECOND / "same.py", "one", "ONE")
+    assert carry(repository)[0] == 0 and texts(repository, "same.py") == ["one\nTWO\n", "ONE\ntwo\n", "ONE\ntwo\n"]
     edit(repository / FIRST / "train.py", "line 12 + 1\n", "line 13\n")
     assert carry(repository)[0] == 0 and all("line 13\n" in text for text in texts(repository, "train.py"))
 
@@ -296,6 +297,13 @@ def test_a_patch_that_does_not_merge_is_named_with_its_place_until_it_does(repos
         assert (repository / MISTAKE).read_text() == PATCH
     (repository / MISTAKE).write_text(PATCH.replace("-line 7", "-line VII").replace("-4,7 +4,7", "-5,7 +5,7"))
     assert carry(repository) == (0, "")
+
+
+def test_a_patch_whose_change_the_step_has_now_is_named(repository):
+    edit(repository / FIRST / "train.py", "line 7\n", "line seven\n")
+    status, output = carry(repository)
+    assert status == 1 and f"{MISTAKE}: {FIRST}/train.py has this change already\n" in output
+    assert (repository / MISTAKE).read_text() == PATCH
 
 
 def test_a_patch_that_never_applied_is_named_and_left_alone(repository):
