@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import changed
 import diff
 import layouts
 import plot
@@ -519,16 +518,3 @@ def test_unforgiving_gives_nothing_too_early(pool):
 def test_unforgiving_sees(pool, name, message):
     with pytest.raises(JobFailed, match=message):
         pool.call(misdeed, 2, world=2, name=name)
-
-
-# -------------------------------------------------------------------------------------------- make test CHANGED=1
-@pytest.mark.parametrize("file, some, not_these", [
-    ("step04_tp_sp/tensor_parallel.py", ["test_step04", "test_steps", "test_nothing_lost"], ["test_step03", "test_layouts"]),
-    ("tests/support/layouts.py", ["test_step02", "test_step08", "test_layouts"], ["test_wild"]),
-    ("tools/plan/costs.py", ["test_plan", "test_plan_page"], ["test_step01", "test_hangs"]),
-    ("docs/FAQ.md", ["test_readmes"], ["test_step04", "test_plan"]),
-    ("dev/break_it.py", ["test_tools"], ["test_step04", "test_plan"])])
-def test_a_changed_file_reaches_its_tests(file, some, not_these):
-    tests = {path.stem: f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
-    reached = {name for name, test in tests.items() if changed.touches(file, test, changed.modules_of(test))}
-    assert set(some) <= reached and not set(not_these) & reached, reached
