@@ -1,9 +1,14 @@
-"""The arrays of layouts.py: what they are said to cover is in the flags of what is run."""
+"""The arrays of layouts.py: what they are said to cover is in the flags of what is run; what they leave out the trainer refuses, or
+never reads."""
+import itertools
+import os
 import random
 
 import layouts
 import pytest
-from layouts import FACTORS, Layout, layout_of, meshes, tuples_of, wanted
+from layouts import FACTORS, MESH, Layout, factors, layout_of, meshes, tuples_of, wanted
+
+STEPS = range(2, 9)
 
 
 def choices(layout):
@@ -22,7 +27,7 @@ def choices(layout):
     return {name: value for name, value in row.items() if value is not None and FACTORS[name][0] <= number}
 
 
-@pytest.mark.parametrize("step", range(2, 9))
+@pytest.mark.parametrize("step", STEPS)
 def test_every_possible_pair_is_in_some_layout(step):
     rows = [choices(layout) for layout in [*layouts.named(step).values(), *layouts.drawn(step)]]
     covered = set().union(*(tuples_of(row, step) for row in rows))
@@ -40,6 +45,91 @@ def test_a_factor_that_silently_gets_no_value_is_seen(monkeypatch, forbidden):
     with pytest.raises(AssertionError, match=f"{forbidden} applies but has no value"):
         for seed in range(100):
             layouts.complete({"experts": "top2"} if forbidden == "balance" else {}, 8, random.Random(seed))
+
+
+# ------------------------------------------------------------------------------- what is left out: a second rule
+# What the trainer never reads is no choice: the flag, and the layouts in which it is read. The other flags are always read.
+READ = {"zero": lambda run: run["zero"] == 0 or run["dp"] * run["cp"] > 1,
+        "shard": lambda run: run["zero"] > 0 and run["dp"] * run["cp"] in ((4,) if run.get("shard") == "part" else (2, 3, 4)),
+        "dp_mode": lambda run: run["zero"] == 0 and run["dp"] * run["cp"] > 1,
+        "sp": lambda run: run["tp"] > 1,
+        "cp_mode": lambda run: run["cp"] > 1,
+        "schedule": lambda run: run["pp"] > 1,
+        "balance": lambda run: run["experts"] != "dense"}
+LEFT_OUT = dict(dtype="bfloat16", optimizer="sgd")        # sgd is for comparing weights, which bfloat16 runs are too coarse for
+COUNTS = {"one": [1], "few": [2, 3, 4], "many": [5, 6, 8, 12, 24]}
+
+
+def unwanted(step):
+    """The pairs, and in step 8 the triples, that no layout of the step has to have."""
+    of_one = {name: [(name, value) for value in FACTORS[name][1]] for name in factors(step)}
+    groups = [pair for pair in itertools.combinations(of_one, 2) if step == 8 or step in [FACTORS[name][0] for name in pair]]
+    every = {frozenset(values) for names in [*groups, *[("zero", "tp", "pp")] * (step == 8)]
+             for values in itertools.product(*(of_one[name] for name in names))}
+    return every - wanted(step)
+
+
+def runs_with(values, step):
+    """All runs on four ranks at most, or on eight cut in three ways, in which the trainer would read these values."""
+    gates = {name: [value for value in FACTORS[name][1] if values.get(name, value) == value] if name in factors(step) else [alone]
+             for name, alone in dict(dp=1, tp=1, cp=1, pp=1, zero=0, experts="dense").items()}
+    for gate in itertools.product(*gates.values()):
+        run = {**dict(zip(gates, gate)), **values}
+        degrees = [run[name] for name in MESH]
+        world = degrees[0] * degrees[1] * degrees[2] * degrees[3]
+        if (world <= 4 or world == 8 and max(degrees) == 2) and all(READ[name](run) for name in values if name in READ):
+            if not LEFT_OUT.items() <= values.items():
+                for count in COUNTS[run.get("micro_batches", "many")]:
+                    if 24 // run["dp"] % count == 0:
+                        yield world, flags(run, 24 // run["dp"] // count)
+
+
+def flags(run, micro_batch):
+    words = [f"--{name} {run[name]}" for name in (*MESH, "zero", "dp_mode", "sp", "cp_mode", "schedule", "ep", "balance", "dtype",
+                                                  "recompute") if name in run]
+    return " ".join([*words, "--zero_shard 2" if run.get("shard") == "part" else "", f"--micro_batch_size {micro_batch}",
+                     f"--global_batch_size 24 --device cpu --model {'tiny' if run['experts'] == 'dense' else 'tiny-moe'}"])
+
+
+def taken_job(runs):
+    """Those of the runs that the trainer does not refuse."""
+    import config
+    taken = []
+    for world, words in runs:
+        os.environ["WORLD_SIZE"] = str(world)
+        try:
+            args = config.parse_args(words.split())
+            config.check(args, config.load_config(args))
+            taken.append((world, words))
+        except SystemExit:
+            pass
+    return taken
+
+
+def wrongly_left_out(step, pool):
+    """Of what is unwanted, that which the trainer reads and takes, with a run that has it."""
+    runs = {values: list(runs_with(dict(values), step)) for values in unwanted(step)}
+    taken, = pool.call(taken_job, "step08_5d", world=1, runs=sorted(set(sum(runs.values(), []))))
+    return {values: [run for run in of_one if run in taken] for values, of_one in runs.items() if set(of_one) & set(taken)}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_unwanted_is_refused_or_never_read(step, pool):
+    assert unwanted(step) and wrongly_left_out(step, pool) == {}
+
+
+def test_a_pair_that_is_silently_unwanted_is_seen(monkeypatch, pool):
+    agree, pair = layouts.agree, dict(zero=3, schedule="zerobubble")
+    monkeypatch.setattr(layouts, "agree", lambda row: agree(row) and not pair.items() <= row.items())
+    assert set(wrongly_left_out(6, pool)) == {frozenset(pair.items())}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_value_that_is_read_is_chosen(step):
+    for layout in [*layouts.named(step).values(), *layouts.drawn(step)]:
+        row = choices(layout)
+        run = layouts.ALONE | row
+        assert set(row) == {name for name in factors(step) if name not in READ or READ[name](run)}, layout
 
 
 @pytest.mark.parametrize("step, values", [
