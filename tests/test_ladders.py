@@ -16,6 +16,7 @@ from patched import run_tests
 from steps import NAMES, ROOT, clean_environment, copy_repository, run
 
 LADDERS = [number for number in range(2, len(NAMES) + 1) if (LADDER / f"test_ladder{number:02d}.py").exists()]
+RUNGS = len(rungs(2))                                     # of the ladder that is gone up in the tests below
 
 
 def test_every_step_with_a_technique_has_a_ladder():
@@ -50,7 +51,7 @@ def test_as_a_reader_goes_up(tmp_path):
     mine = tmp_path / "exercise/step02/data_parallel.py"
     assert make()[0] == 0 and "NotImplementedError" in mine.read_text() and "do not write the answer" not in make("hint")[1]
     status, output = make("check")
-    assert status == RED and "1 of 7  a sum after backward: not yet" in output
+    assert status == RED and f"1 of {RUNGS}  a sum after backward: not yet" in output
     assert re.search(r"came:    data_parallel.py:\d+ in naive: NotImplementedError: rung 1", output)
     assert [make("hint")[1].count("\nhint ") for _ in range(4)] == [2, 3, 3, 3]    # the first was given above
     status, output = make("solution")
@@ -65,8 +66,9 @@ def test_as_a_reader_goes_up(tmp_path):
     right = "    return lambda: [dist.all_reduce(param.main_grad) for param in params]"
     mine.write_text(text.replace('    raise NotImplementedError("rung 1: naive")', right))
     status, output = make("check")
-    assert status == RED and "1 of 7  a sum after backward: green" in output and "2 of 7  knowing when" in output, output
-    assert "rung 2 of 7" in make("hint")[1] and "stays as it is" in make()[1] and right in mine.read_text()
+    assert status == RED and f"1 of {RUNGS}  a sum after backward: green" in output, output
+    assert f"2 of {RUNGS}  knowing when" in output
+    assert f"rung 2 of {RUNGS}" in make("hint")[1] and "stays as it is" in make()[1] and right in mine.read_text()
 
 
 @pytest.mark.parametrize("number", LADDERS)
@@ -263,12 +265,12 @@ def test_another_way_through(tmp_path):
     status, output = make("exercise", "STEP=2", "FROM=3")
     assert status == 0 and "without the bodies of 6 functions" in output
     status, output = make("check", "RUNG=3", where="exercise/step02")
-    assert status == 0 and "3 of 7  sending while backward goes on: not yet" in output
+    assert status == 0 and f"3 of {RUNGS}  sending while backward goes on: not yet" in output
     assert "make" not in output.split("make hint")[0] + output.split("make solution")[1]
-    assert "rung 3 of 7" in make("hint", "STEP=2")[1]
+    assert f"rung 3 of {RUNGS}" in make("hint", "STEP=2")[1]
     status, output = make("check", "STEP=2", "RUNG=2")
-    assert status == 0 and re.fullmatch(r" *2 of 7  knowing when a gradient is final: green, [\d.]+ s\n", output)
-    assert "rung 3 of 7" in make("hint", "STEP=2")[1]
+    assert status == 0 and re.fullmatch(rf" *2 of {RUNGS}  knowing when a gradient is final: green, [\d.]+ s\n", output)
+    assert f"rung 3 of {RUNGS}" in make("hint", "STEP=2")[1]
     mine = tmp_path / "exercise/step02/data_parallel.py"
     mine.write_text("mine\n")
     status, output = make("restart", "STEP=2", "LEVEL=blank")
@@ -301,7 +303,7 @@ def test_watching(tmp_path):
         wait_for(child, said, "rung 1: naive")
         right = "return lambda: [dist.all_reduce(param.main_grad) for param in params]"
         mine.write_text(mine.read_text().replace('raise NotImplementedError("rung 1: naive")', right))
-        wait_for(child, said, "1 of 7  a sum after backward: green")
+        wait_for(child, said, f"1 of {RUNGS}  a sum after backward: green")
         wait_for(child, said, "rung 2: when_final")
     finally:
         child.send_signal(signal.SIGINT)

@@ -205,18 +205,16 @@ def test_a_rank_has_its_part_of_the_weights(pool, flags, tp):
     assert {parameters for _, parameters in measured} == {4 * (LAYERS * layer + 2 * VOCAB // tp * HIDDEN + HIDDEN)}
 
 
-SHOWN = re.findall(r"^\| `--tp (\d)(?: --sp (\w+))?` \|.*\| ([\d.]+) MiB \| ([\d.]+) MiB \|$",
-                   (ROOT / STEP / "README.md").read_text(), re.MULTILINE)
-
-
 @slow
-@pytest.mark.parametrize("tp, sp, keeps, activations", SHOWN[1:3])
-def test_the_memory_that_the_readme_shows(pool, tmp_path, tp, sp, keeps, activations):
+@pytest.mark.parametrize("tp, sp", [(2, "off"), (2, "on")])
+def test_the_memory_that_the_readme_shows(pool, tmp_path, tp, sp):
     """What our own functions make in forward, with autograd off, are activations, too."""
+    (keeps, activations), = re.findall(rf"^\| `--tp {tp} --sp {sp}` \|.*\| ([\d.]+) MiB \| ([\d.]+) MiB \|$",
+                                       (ROOT / STEP / "README.md").read_text(), re.MULTILINE)
     argv = f"--tp {tp} --sp {sp} --steps 2 --profile {tmp_path}".split()
-    _, rows = pool.call(profile_job, STEP, world=int(tp), argv=argv)[0]
+    _, rows = pool.call(profile_job, STEP, world=tp, argv=argv)[0]
     assert f"{sum(rows[-1][1:]) / 2**20:.1f}" == keeps
-    assert abs(max(row[4] for row in rows) / 2**20 - float(activations)) < 0.15 and len(SHOWN) == 5
+    assert abs(max(row[4] for row in rows) / 2**20 - float(activations)) < 0.15
 
 
 @slow

@@ -19,14 +19,15 @@ SHELLS = [name for name in ("bash", "zsh") if shutil.which(name)]
 
 
 def test_the_timetables_add_up():
-    rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \| (.*?) \|", (FOLDER / "README.md").read_text(), re.M)
+    text = (FOLDER / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \| (.*?) \|", text, re.M)
+    assert len(rows) == len(re.findall(r"^\| \d", text, re.M)) > 0
     days, day = [], []
     for hour, minute, minutes, what in rows:
         begin = 60 * int(hour) + int(minute)
         if not day or begin < day[-1][0]:
             days.append(day := [])
         day.append((begin, int(minutes), what))
-    assert len(days) == 3
     for day in days:
         for (begin, minutes, what), (then, *_) in zip(day, day[1:]):
             assert begin + minutes == then, what
@@ -138,8 +139,9 @@ def as_called(command, folder):
 
 def test_the_sheet_asks_what_the_key_answers():
     sheet, answers = ((re.findall(r"^\| (\d\.\d) \|", (FOLDER / page).read_text(), re.M)) for page in ("sheet.md", "key.md"))
-    assert sheet == answers and len(sheet) >= 20
-    assert len(LAYOUTS) == 9 and len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
+    assert sheet == answers != []
+    assert len(LAYOUTS) == (FOLDER / "layouts.md").read_text().count("\n| `--") > 0
+    assert len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
 
 
 @pytest.mark.slow
