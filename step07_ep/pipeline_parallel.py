@@ -73,7 +73,7 @@ class Pipeline:
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of what travels
         self.queue = []                                   # what the I under way leaves to its W
-        if schedules.SCHEDULES[args.schedule].split_backward:
+        if any(action.kind == "W" for actions in schedule for action in actions):
             split_backward(layers.values(), self.queue)
 
     def part(self, stage, layers):

@@ -158,7 +158,7 @@ def by_hand(layout):
         sent["cp", "all_to_all"] = attention * 2 * (2 * q + 2 * kv * copies) * number
     # each border there and back; where sp is off all ranks of tp send the same
     if pp > 1:
-        schedule = SCHEDULES[layout.flag("schedule")]
+        schedule = SCHEDULES[layout.flag("schedule", "1f1b")]
         stages = pp * int(layout.flag("stages_per_rank", schedule.stages_per_rank))
         borders = stages - 1 - schedule.v_shaped          # of a V the two stages at the turn are on one rank
         sent["pp", "send"] = 2 * borders * stream * (tp if layout.flag("sp") == "off" else 1)
