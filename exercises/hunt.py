@@ -90,7 +90,7 @@ def probed_job(argv):
                 for i, (param, tensor) in enumerate(tensors)}
 
     class Probed(train.Optimizer):
-        def clip(self):
+        def clip_grad_norm(self):
             grads = named(zip(self.params, self.grads))
             steps[-1]["gradient"] = {name: float(grad.norm()) for name, grad in grads.items()}
             steps[-1]["gradient"]["all"] = float(torch.stack([grad.norm() for grad in self.grads]).norm())

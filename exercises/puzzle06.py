@@ -52,7 +52,7 @@ def judge(lists):
     schedules = ours()
     lists = read(lists, schedules)
     events = schedules.simulate(lists)
-    return text(events), schedules.bubble(events)[0], [schedules.in_flight(actions) for actions in lists]
+    return text(events), schedules.bubble(events)[0], [schedules.max_in_flight(actions) for actions in lists]
 
 
 def least_idle(kept):

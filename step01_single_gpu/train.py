@@ -11,7 +11,7 @@ from data import batches, load_tokens
 from messages import clean_exit
 from metrics import Metrics
 from model import Llama
-from optimizer import Optimizer, accumulate_gradients, learning_rate
+from optimizer import Optimizer, add_main_grads, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
 
@@ -31,7 +31,7 @@ def build_model(config, args):
     if args.attention == "flash":
         from flash_attn import flash_attn_func
         for layer in model.model.layers.values():
-            layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+            layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     recompute_and_compile(model, args)
     return model
 
@@ -50,7 +50,7 @@ def forward_backward(model, micro_batches, args):
 def main(argv=None):
     args, config, tokens = prepare(argv)
     model = build_model(config, args)
-    accumulate_gradients(model.parameters())
+    add_main_grads(model.parameters())
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
     metrics = Metrics(model, config, args)
@@ -58,7 +58,7 @@ def main(argv=None):
         lr = learning_rate(step, args)
         with profiler.step(step):
             loss = forward_backward(model, micro_batches, args)
-            grad_norm = optimizer.clip()
+            grad_norm = optimizer.clip_grad_norm()
             optimizer.step(lr)
         metrics.log(step, loss, grad_norm, lr)
     if args.save:

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from config import to_hugging_face
-from messages import RANK, refuse, say
+from messages import RANK, fail, print0
 from model import Llama
 
-OF_A_MODEL = re.compile(r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+MODEL_FILES = re.compile(r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def materialize(model, config, args):
@@ -48,21 +48,21 @@ def open_checkpoint(name):
                 names = sorted(set(json.load(file)["weight_map"].values()))
         files = [safe_open(os.path.join(folder, name), framework="pt") for name in names]
     except Exception as error:
-        refuse(f"--init_from {name}: not to be had, or damaged ({error})")
+        fail(f"--init_from {name}: not to be had, or damaged ({error})")
     saved = {key: file for file in files for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
-        say(f"{name} ties the head to the embedding; they start equal here and are trained apart")
+        print0(f"{name} ties the head to the embedding; they start equal here and are trained apart")
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     return saved
 
 
 def read_weight(name, meta, saved, args):
     if name not in saved:
-        refuse(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
+        fail(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
     stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # tied
     weight = saved[name].get_slice(stored)                # nothing is read yet
     if weight.get_shape() != list(meta.shape) or weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
-        refuse(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}, "
+        fail(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}, "
                f"--model {args.model} has numbers of {list(meta.shape)}")
     return weight[:]
 
@@ -87,10 +87,10 @@ def save_checkpoint(model, config, args):
     if split.is_sharded:
         with open(os.path.join(new, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, file)
-    put_in_place(new, os.path.realpath(args.save))
+    replace_directory(new, os.path.realpath(args.save))
 
 
-def put_in_place(new, folder):
+def replace_directory(new, folder):
     """Until here the model that was there is whole. Files that are no model's stay."""
     old = new + "-before"
     for name in os.listdir(new):
@@ -100,8 +100,8 @@ def put_in_place(new, folder):
             os.rename(folder, old)
         os.rename(new, folder)
     except OSError as error:                              # another run was faster, or it is a mount point
-        refuse(f"--save {folder}: {error}; the model is in {new}, what was there in {old}")
+        fail(f"--save {folder}: {error}; the model is in {new}, what was there in {old}")
     for name in os.listdir(old) if os.path.isdir(old) else []:
-        if not OF_A_MODEL.fullmatch(name):
+        if not MODEL_FILES.fullmatch(name):
             os.rename(os.path.join(old, name), os.path.join(folder, name))
     shutil.rmtree(old, ignore_errors=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from messages import refuse, say
+from messages import fail, print0
 
 TIMEOUT = datetime.timedelta(minutes=10)                  # a collective that takes longer than this is stuck
 # torch 2.13 renames two collectives; 2.11 has the old names only
@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_sc
 
 
 @contextlib.contextmanager
-def processes():
+def init_distributed():
     """Around main: joins the processes that torchrun started, or makes a world of this one."""
     store, rank, ranks = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
@@ -49,40 +49,40 @@ def together(work, *inputs):
         result = work(*inputs)
     except SystemExit as end:
         refusal = getattr(end, "message", None), end.code
-    for rank, refusal in enumerate(from_all_ranks(refusal)):
+    for rank, refusal in enumerate(all_gather_object(refusal)):
         if refusal:
             message, status = refusal
             if message:
-                say(f"error: rank {rank}: {message}" if rank else f"error: {message}", sys.stderr)
+                print0(f"error: rank {rank}: {message}" if rank else f"error: {message}", sys.stderr)
             dist.barrier()                                # torchrun ends all as soon as one has ended
             raise SystemExit(status)
     return result
 
 
-def from_all_ranks(value):
+def all_gather_object(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def check_alike(args, config, tokens):
+def check_same_on_all_ranks(args, config, tokens):
     """Refuses ranks that were started with other flags, that read other data, or that have no GPU."""
-    every = from_all_ranks({**vars(args), **vars(config), "data": sample(tokens)})
+    every = all_gather_object({**vars(args), **vars(config), "data": dataset_digest(tokens)})
     for rank, theirs in enumerate(every):
         for name, value in theirs.items():
             if value != every[0][name]:
-                refuse(f"{name} is {every[0][name]} on rank 0 and {value} on rank {rank}")
+                fail(f"{name} is {every[0][name]} on rank 0 and {value} on rank {rank}")
     if args.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
-        refuse(f"each process takes a GPU of its own, and this machine has {torch.cuda.device_count()}")
+        fail(f"each process takes a GPU of its own, and this machine has {torch.cuda.device_count()}")
 
 
-def sample(tokens):
+def dataset_digest(tokens):
     """Tells one dataset from another: its length, and a digest of a thousand of its tokens."""
     some = [int(tokens[i:i + 1][0]) for i in range(0, len(tokens), len(tokens) // 1000 + 1)]
     return f"{len(tokens)} tokens, {hashlib.sha256(str(some).encode()).hexdigest()[:16]}"
 
 
-def start_mesh(args):
+def build_mesh(args):
     """Names the dimensions in which the ranks lie."""
     if args.device == "cuda":                             # what is started first runs first, in all groups
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -95,6 +95,6 @@ def data_mesh(mesh):
     return mesh["dp"]
 
 
-def dimensions(mesh):
+def mesh_dim_of_group(mesh):
     """{name of a process group: the dimension of the mesh along which its ranks lie}"""
     return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}

@@ -10,14 +10,14 @@ import math
 import torch
 
 
-def accumulate_gradients(params):
+def add_main_grads(params):
     """Gives each parameter a main_grad, to which every backward pass adds in place of param.grad."""
     for param in params:
         param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
-        param.register_post_accumulate_grad_hook(add_to_main_grad)
+        param.register_post_accumulate_grad_hook(accumulate_in_main_grad)
 
 
-def add_to_main_grad(param):
+def accumulate_in_main_grad(param):
     param.main_grad += param.grad
     param.grad = None
 
@@ -44,7 +44,7 @@ class Optimizer:
         groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=no_decay, weight_decay=0.0)]
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
-    def clip(self):
+    def clip_grad_norm(self):
         """Scales all gradients so that their norm together is at most grad_clip; returns the norm before."""
         square = torch.stack(torch._foreach_norm(self.grads)).square().sum()
         norm = square.sqrt()

@@ -11,11 +11,11 @@ from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from data_parallel import data_parallel
 from ledger import ledger
-from mesh import check_alike, processes, start_mesh, together
+from mesh import check_same_on_all_ranks, init_distributed, build_mesh, together
 from messages import clean_exit
 from metrics import Metrics
 from model import Llama
-from optimizer import Optimizer, accumulate_gradients, learning_rate
+from optimizer import Optimizer, add_main_grads, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
 
@@ -35,7 +35,7 @@ def build_model(config, args):
     if args.attention == "flash":
         from flash_attn import flash_attn_func
         for layer in model.model.layers.values():
-            layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+            layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     recompute_and_compile(model, args)
     return model
 
@@ -51,13 +51,13 @@ def forward_backward(model, micro_batches, args):
 
 
 @clean_exit()
-@processes()
+@init_distributed()
 def main(argv=None):
     args, config, tokens = together(prepare, argv)
-    together(check_alike, args, config, tokens)
-    mesh = start_mesh(args)
+    together(check_same_on_all_ranks, args, config, tokens)
+    mesh = build_mesh(args)
     model = together(build_model, config, args)
-    accumulate_gradients(model.parameters())
+    add_main_grads(model.parameters())
     sum_gradients = data_parallel(model.parameters(), mesh.get_group("dp"), args)
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(model, optimizer, args)
@@ -68,7 +68,7 @@ def main(argv=None):
             loss = forward_backward(model, micro_batches, args)
             sum_gradients()
             dist.all_reduce(loss)
-            grad_norm = optimizer.clip()
+            grad_norm = optimizer.clip_grad_norm()
             optimizer.step(lr)
         metrics.log(step, loss, grad_norm, lr)
     if args.save:

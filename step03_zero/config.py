@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from messages import refuse
+from messages import fail
 
-LARGEST_NUMBER = 10**8                                    # of anything that is counted
+TOO_LARGE = 10**8                                    # of anything that is counted
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
 
 
 def parse_args(argv=None):
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.error = refuse
+    parser.error = fail
     add = parser.add_argument
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
@@ -55,14 +55,14 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if value == "":
-            refuse(f"--{name} is empty")
+            fail(f"--{name} is empty")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     world = int(os.environ.get("WORLD_SIZE", 1))
     args.dp = args.dp or world
     if args.zero == 0 and args.zero_shard:
-        refuse("--zero_shard needs --zero 1, 2 or 3")
+        fail("--zero_shard needs --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp
     args.first_step = 0                                   # step 8 goes on from a later one
     return args
@@ -71,7 +71,7 @@ def parse_args(argv=None):
 def at_least(smallest, kind=int):
     """What --steps, --lr and the like take."""
     def number(text):
-        if not smallest <= kind(text) < LARGEST_NUMBER:   # nor is nan
+        if not smallest <= kind(text) < TOO_LARGE:   # nor is nan
             raise ArgumentTypeError(f"{text} is not a number from {smallest} on")
         return kind(text)
     return number
@@ -81,7 +81,7 @@ class Family(NamedTuple):
     """How to read, build and write one model_type of Hugging Face."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
-    only: dict = {}                              # {key of config.json: the one value that is supported}
+    only_supported: dict = {}                              # {key of config.json: the one value that is supported}
     qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
 
 
@@ -92,7 +92,7 @@ FAMILIES = {
     "llama": Family("LlamaConfig", FIELDS),
     "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
 }
-ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
+ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
             quantization_config=None)                    # in all families
 
 
@@ -142,7 +142,7 @@ def load_config(args):
     if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
         for name, theirs in asdict(read_config("--init_from", args.init_from)).items():
             if theirs != asdict(config)[name] and name not in NOT_ARCHITECTURE:
-                refuse(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
+                fail(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
                        f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
     return config
 
@@ -154,14 +154,14 @@ def read_config(flag, name):
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
     except Exception as error:                            # a file may hold anything
         reason = " ".join(str(error).split())
-        refuse(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
+        fail(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
 
 
 def from_hugging_face(theirs):
     if theirs.model_type not in FAMILIES:
         raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[theirs.model_type]
-    for key, value in (ONLY | family.only).items():
+    for key, value in (ONLY_SUPPORTED | family.only_supported).items():
         if getattr(theirs, key, value) != value:
             raise ValueError(f"{key} is {getattr(theirs, key)!r}; only {value!r} is supported")
     rope = theirs.rope_parameters
@@ -184,7 +184,7 @@ def to_hugging_face(config, dtype):
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
     values = {name: getattr(config, ours) for ours, name in family.fields.items()}
     return getattr(transformers, family.config_class)(
-        **values, **family.only, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+        **values, **family.only_supported, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
         tie_word_embeddings=False, architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
@@ -192,31 +192,31 @@ def check(args, config):
     """Refuses what cannot run, with the arithmetic and with values that would do."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if args.dp != world:
-        refuse(f"dp({args.dp}) != world size ({world}); --dp could be {world}, or left out")
+        fail(f"dp({args.dp}) != world size ({world}); --dp could be {world}, or left out")
     if args.dp % args.zero_shard:
-        refuse(f"dp({args.dp}) is not a multiple of zero_shard({args.zero_shard}); "
+        fail(f"dp({args.dp}) is not a multiple of zero_shard({args.zero_shard}); "
                f"zero_shard could be {divisors(args.dp)}")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
-        refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
+        fail(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
                f"it could be {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
-        refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
+        fail(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
                f"micro_batch_size {micro}; micro_batch_size could be {divisors(batch // args.dp)}")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     check_device(args)
     check_outputs(args)
 
 
 def check_device(args):
     if args.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
+        fail("--device cuda: this torch sees no CUDA device; use --device cpu")
     if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
-        refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
+        fail("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
-        refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+        fail("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
 
 
 def set_num_threads(args, config):
@@ -231,14 +231,14 @@ def set_num_threads(args, config):
 def check_outputs(args):
     """Refuses what cannot be written, before training."""
     if args.profile and args.steps == 0:
-        refuse("--profile: with --steps 0 there is nothing to see")
+        fail("--profile: with --steps 0 there is nothing to see")
     beside = args.save and os.path.dirname(os.path.realpath(args.save))   # where it is written, then renamed
     try:
         for folder in filter(None, (args.save, beside, args.profile)):
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        refuse(f"--save or --profile: cannot write there ({error})")
+        fail(f"--save or --profile: cannot write there ({error})")
 
 
 def divisors(n):

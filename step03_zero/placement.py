@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 @dataclass
 class Placement:
-    times_counted: int                                    # on so many ranks are the numbers that it has here
+    num_replicas: int                                    # on so many ranks are the numbers that it has here
     decays: bool                                          # by --weight_decay: matrices do, norms do not
 
 
-def place(model):
+def init_placements(model):
     for param in model.parameters():
         param.placement = Placement(dist.get_world_size(), decays=param.dim() >= 2)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mesh import dimensions
-from messages import say
+from mesh import mesh_dim_of_group
+from messages import print0
 
 formulas = []                             # every technique adds its own: (model, mesh, args) -> what it sends
 
@@ -32,7 +32,7 @@ COLLECTIVES = {"allreduce_":           ("all_reduce",     0, lambda n: 2 * (n - 
 class Ledger(TorchDispatchMode):
     def __init__(self, mesh):
         super().__init__()
-        self.names = {dist.group.WORLD.group_name: "world", **dimensions(mesh)}
+        self.names = {dist.group.WORLD.group_name: "world", **mesh_dim_of_group(mesh)}
         self.calls, self.payload, self.wire = Counter(), Counter(), Counter()     # by (dimension, collective)
 
     def name(self, group):
@@ -68,20 +68,20 @@ def ledger(step, model, mesh, args):
     with eager, Ledger(mesh) as seen:
         yield
     expected = Counter()
-    for group, collective, size in formula(model, mesh, args):
+    for group, collective, size in expected_traffic(model, mesh, args):
         expected[seen.name(group), collective] += size
     print_table(seen, expected)
 
 
 def print_table(seen, expected):
-    say(f"{'dimension':<10}{'collective':<16}{'calls':>7}"
-        f"{'payload bytes':>16}{'formula':>16}{'on the wire':>16}")
+    print0(f"{'dimension':<10}{'collective':<16}{'calls':>7}"
+        f"{'payload bytes':>16}{'expected_traffic':>16}{'on the wire':>16}")
     for what in sorted(seen.calls.keys() | expected.keys()):
-        say(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}"
+        print0(f"{what[0]:<10}{what[1]:<16}{seen.calls[what]:>7,}"
             f"{seen.payload[what]:>16,}{expected[what]:>16,}{seen.wire[what]:>16,.0f}")
 
 
-def formula(model, mesh, args):
+def expected_traffic(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes): all techniques, and the loss."""
     loss = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
     return [loss, *(sent for technique in formulas for sent in technique(model, mesh, args))]

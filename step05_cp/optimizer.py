@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 
-def accumulate_gradients(params):
+def add_main_grads(params):
     """Gives each parameter a main_grad, to which every backward pass adds in place of param.grad."""
     for param in params:
         param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
-        param.register_post_accumulate_grad_hook(add_to_main_grad)
+        param.register_post_accumulate_grad_hook(accumulate_in_main_grad)
 
 
-def add_to_main_grad(param):
+def accumulate_in_main_grad(param):
     param.main_grad += param.grad
     param.grad = None
 
@@ -38,8 +38,8 @@ class Optimizer:
         # in float32 and float64 `to` copies nothing: the master is the parameter's own memory
         self.masters = [param.detach().to(param.main_grad.dtype) for param in self.params]
         self.grads = [param.main_grad for param in self.params]
-        times = [param.placement.times_counted for param in self.params]
-        self.times_counted = torch.tensor(times, device=args.device)
+        times = [param.placement.num_replicas for param in self.params]
+        self.num_replicas = torch.tensor(times, device=args.device)
         for master, grad in zip(self.masters, self.grads):
             master.grad = grad
         decay = [m for m, p in zip(self.masters, self.params) if p.placement.decays]
@@ -47,10 +47,10 @@ class Optimizer:
         groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=no_decay, weight_decay=0.0)]
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
-    def clip(self):
+    def clip_grad_norm(self):
         """Scales all gradients so that their norm together is at most grad_clip; returns the norm before."""
         # of a gradient that several ranks hold each adds its share, so that the sum over ranks counts it once
-        square = (torch.stack(torch._foreach_norm(self.grads)).square() / self.times_counted).sum()
+        square = (torch.stack(torch._foreach_norm(self.grads)).square() / self.num_replicas).sum()
         dist.all_reduce(square)
         norm = square.sqrt()
         if self.grad_clip:

@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 @dataclass
 class Placement:
-    times_counted: int                                    # on so many ranks are the numbers that it has here
+    num_replicas: int                                    # on so many ranks are the numbers that it has here
     decays: bool                                          # by --weight_decay: matrices do, norms do not
-    parts: list = field(default_factory=list)             # how it is cut: parts.py's Part, one for each group
-    sum_over: dist.ProcessGroup = None                    # the ranks that each have a share of its gradient
+    shards: list = field(default_factory=list)             # how it is cut: shards.py's Shard, one for each group
+    grad_reduce_group: dist.ProcessGroup = None                    # the ranks that each have a share of its gradient
 
 
-def place(model):
+def init_placements(model):
     for param in model.parameters():
         param.placement = Placement(dist.get_world_size(), decays=param.dim() >= 2)

@@ -5,9 +5,9 @@ import numpy as np
 import torch
 
 from context_parallel import local_positions
-from messages import refuse
+from messages import fail
 
-KINDS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def load_tokens(args, vocab_size):
@@ -18,17 +18,17 @@ def load_tokens(args, vocab_size):
     elif args.dataset.endswith((".npy", ".bin")):
         tokens = open_token_file(args.dataset)
     else:
-        tokens = tokenized(args)
+        tokens = tokenize(args)
     if len(tokens) <= args.seq_len:
-        refuse(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = "
+        fail(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = "
                f"{args.seq_len + 1}, so --seq_len could be at most {len(tokens) - 1}")
     if args.dataset.endswith(".bin") and vocab_size > 2**16:
-        refuse(f"--dataset {args.dataset}: a .bin has tokens below 65,536 (uint16), the model's vocabulary "
+        fail(f"--dataset {args.dataset}: a .bin has tokens below 65,536 (uint16), the model's vocabulary "
                f"is {vocab_size}; a .npy may have others")
     try:
         check_vocabulary(tokens[:args.global_batch_size * args.seq_len + 1], vocab_size)
     except OSError as error:
-        refuse(str(error))
+        fail(str(error))
     return tokens
 
 
@@ -42,31 +42,31 @@ def open_token_file(path):
     try:
         tokens = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
     except (ValueError, OSError, EOFError) as error:
-        refuse(f"--dataset {path}: not a file of tokens ({error})")
+        fail(f"--dataset {path}: not a file of tokens ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        refuse(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are one row of integers")
+        fail(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are one row of integers")
     return tokens
 
 
-def tokenized(args):
+def tokenize(args):
     """A text's tokens, documents parted by the end-of-text token; the cache of `datasets` keeps them."""
     if not args.tokenizer:
-        refuse(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
+        fail(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
     from datasets import load_dataset
     from datasets.fingerprint import Hasher
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
-        kind = KINDS.get(os.path.splitext(args.dataset)[1].lower())
+        kind = FORMATS.get(os.path.splitext(args.dataset)[1].lower())
         where = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**where, split="train")
     except Exception as error:                            # of whichever library
         reason = " ".join(str(error).split())
-        refuse(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
+        fail(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
     column = columns[0] if len(columns) == 1 else "text"
     if column not in columns or len(documents) == 0 or end is None:
-        refuse(f"--dataset {args.dataset}: {len(documents)} documents with columns {columns}; one has to be "
+        fail(f"--dataset {args.dataset}: {len(documents)} documents with columns {columns}; one has to be "
                f"'text'; the tokenizer's end-of-text token, which it must have: {tokenizer.eos_token}")
 
     def encode(batch):
@@ -79,9 +79,9 @@ def tokenized(args):
 
 def micro_batches(tokens, config, mesh, args, step):
     """What is computed here in a step, as a list of (inputs, positions, targets)."""
-    wanted = np.arange(step * args.global_batch_size, (step + 1) * args.global_batch_size)
-    wanted = wanted.reshape(args.dp, -1)[mesh.get_local_rank("dp")]
-    start = wanted % ((len(tokens) - 1) // args.seq_len) * args.seq_len
+    indices = np.arange(step * args.global_batch_size, (step + 1) * args.global_batch_size)
+    indices = indices.reshape(args.dp, -1)[mesh.get_local_rank("dp")]
+    start = indices % ((len(tokens) - 1) // args.seq_len) * args.seq_len
     batch = np.stack([tokens[i:i + args.seq_len + 1] for i in start]).astype(np.int64)
     check_vocabulary(batch, config.vocab_size)
     batch = torch.from_numpy(batch).to(args.device)                                # [sequences, seq + 1]

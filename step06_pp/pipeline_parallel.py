@@ -17,10 +17,10 @@ from torch import nn
 import schedules
 import tensor_parallel
 from ledger import formulas
-from parts import uncut
+from shards import full_tensor
 
 
-def first_layers(config, stages):
+def stage_boundaries(config, stages):
     """Of each stage its first layer's number, and the end. Embedding and head count as layers, by size."""
     layers, hidden = config.num_hidden_layers, config.hidden_size
     width = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
@@ -30,16 +30,16 @@ def first_layers(config, stages):
     return [max(stage, min(layers - stages + stage, first)) for stage, first in enumerate(even)]
 
 
-def my_stages(mesh, args):
+def local_stages(mesh, args):
     stages, rank = args.pp * args.stages_per_rank, mesh.get_local_rank("pp")
     if schedules.SCHEDULES[args.schedule].v_shaped:
         return [rank, stages - 1 - rank]                  # there and back
     return list(range(rank, stages, args.pp))
 
 
-def cut_stages(model, config, mesh, args):
+def keep_local_stages(model, config, mesh, args):
     """Drops, on the meta device, what other ranks hold; what stays keeps its name."""
-    first, mine = first_layers(config, args.pp * args.stages_per_rank), my_stages(mesh, args)
+    first, mine = stage_boundaries(config, args.pp * args.stages_per_rank), local_stages(mesh, args)
     decoder = model.model
     held = {str(layer) for stage in mine for layer in range(first[stage], first[stage + 1])}
     for name in decoder.layers.keys() - held:
@@ -49,7 +49,7 @@ def cut_stages(model, config, mesh, args):
     if len(first) - 2 not in mine:
         decoder.norm = model.lm_head = None
     for param in model.parameters():
-        param.placement.times_counted //= args.pp
+        param.placement.num_replicas //= args.pp
 
 
 class Pipeline:
@@ -60,15 +60,15 @@ class Pipeline:
         self.args = args
         self.group = mesh.get_group("pp")
         self.last = args.pp * args.stages_per_rank - 1
-        first = first_layers(config, self.last + 1)
+        first = stage_boundaries(config, self.last + 1)
         layers = model.model.layers
         self.stages = {}
-        for stage in my_stages(mesh, args):
+        for stage in local_stages(mesh, args):
             names = [str(layer) for layer in range(first[stage], first[stage + 1])]
             self.stages[stage] = self.part(stage, {name: layers[name] for name in names})
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
         schedule = schedules.make(args.schedule, args.pp, micro_batches, args.stages_per_rank)
-        self.program = schedules.program(schedule, self.group.rank())
+        self.program = schedules.add_send_recv(schedule, self.group.rank())
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of what travels
         self.queue = []                                   # what the I under way leaves to its W
@@ -88,40 +88,40 @@ class Pipeline:
         self.micro_batches = micro_batches
         wide = torch.promote_types(self.args.dtype, torch.float32)
         self.loss = torch.zeros((), dtype=wide, device=self.args.device)
-        self.kept = {}                                    # from F to I: input and output
-        self.deferred = {}                                # from I to W: what W computes
+        self.fwd_cache = {}                                    # from F to I: input and output
+        self.weight_grad_queues = {}                                # from I to W: what W computes
         self.ready = {}                                   # of messages: made here
-        self.receiving = {}
-        self.sending = []                                 # with their tensors, which must live as long
+        self.recv_handles = {}
+        self.send_handles = []                                 # with their tensors, which must live as long
         for kind, what, peer in self.program:
             if kind == "send":
                 tensor = self.ready.pop(what)
-                self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
-                self.sending.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+                self.send_handles = [(work, tensor) for work, tensor in self.send_handles if not work.is_completed()]
+                self.send_handles.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
             elif kind == "receive":
                 buffer = torch.empty(self.shape, dtype=self.args.dtype, device=self.args.device)
-                self.receiving[what] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
+                self.recv_handles[what] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
             else:
                 self.compute(what)
-        for work, _ in self.sending:
+        for work, _ in self.send_handles:
             work.wait()
-        self.sending.clear()
+        self.send_handles.clear()
         return self.loss / self.args.tp                   # all ranks of tp have the same
 
     def wait_for(self, message):
         if message in self.ready:                         # from this rank's other stage
             return self.ready.pop(message)
-        work, tensor = self.receiving.pop(message)
+        work, tensor = self.recv_handles.pop(message)
         work.wait()
         return tensor
 
     def compute(self, action):
         received = schedules.receives(action, self.last)
         sent = schedules.sends(action, self.last)
-        came = self.wait_for(received) if received else None
+        received = self.wait_for(received) if received else None
         run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
         with torch.profiler.record_function(f"{action} of stage {action.stage}"):  # for --profile's trace
-            out = run[action.kind](action.stage, action.micro_batch, came)
+            out = run[action.kind](action.stage, action.micro_batch, received)
         if sent:
             self.ready[sent] = out
 
@@ -129,7 +129,7 @@ class Pipeline:
         inputs, positions, _ = self.micro_batches[i]
         x = inputs if x is None else x.requires_grad_()
         y = self.stages[stage](x, positions)
-        self.kept[stage, i] = x, y
+        self.fwd_cache[stage, i] = x, y
         return y.detach()
 
     def head_and_loss(self, i, y):
@@ -141,17 +141,17 @@ class Pipeline:
         return loss
 
     def input_gradient(self, stage, i, grad):
-        x, y = self.kept.pop((stage, i))
+        x, y = self.fwd_cache.pop((stage, i))
         if stage == self.last:
             y = self.head_and_loss(i, y)
         torch.autograd.backward(y, grad)
-        self.deferred[stage, i] = self.queue[:]
+        self.weight_grad_queues[stage, i] = self.queue[:]
         self.queue.clear()
         return x.grad
 
     @torch.no_grad()
     def weight_gradient(self, stage, i, _):
-        queue = self.deferred.pop((stage, i))
+        queue = self.weight_grad_queues.pop((stage, i))
         while queue:
             queue.pop(0)()                                # and what it took is freed
 
@@ -168,10 +168,10 @@ def linear_gradient(grad, x):
     return grad.flatten(0, -2).T @ x.flatten(0, -2)       # [outputs, inputs]
 
 
-def deferred_weight_gradients(x, grads, border, gradient):
+def deferred_weight_gradients(x, grads, comm, gradient):
     """W of linears with the same input, from the gradients of their outputs: {linear: gradient}."""
-    if border:                                       # of a region of tp: gathered again, as EnterLinears does
-        gather, _, group = border
+    if comm:                                       # of a region of tp: gathered again, as EnterLinears does
+        gather, _, group = comm
         x = gather(x, group)()
     for linear, grad in grads.items():
         linear.weight.backward(gradient(grad, x))                 # of a leaf: accumulates, and its hooks fire
@@ -182,9 +182,9 @@ class QueueWeightGradient(torch.autograd.Function):
     included, which autograd kept or recomputed."""
 
     @staticmethod
-    def forward(ctx, x, grads, border, gradient, queue):
+    def forward(ctx, x, grads, comm, gradient, queue):
         ctx.save_for_backward(x)
-        ctx.how = grads, border, gradient
+        ctx.how = grads, comm, gradient
         ctx.queue = queue
         return x.view_as(x)
 
@@ -194,13 +194,13 @@ class QueueWeightGradient(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def split(linears, queue, border=None):
+def split(linears, queue, comm=None):
     """The linears' products; autograd knows nothing of the weights, whose gradients are left to W."""
     def products(x):
         grads = {}
-        x = QueueWeightGradient.apply(x, grads, border, linear_gradient, queue)
-        if border:
-            x = tensor_parallel.enter(x, border)
+        x = QueueWeightGradient.apply(x, grads, comm, linear_gradient, queue)
+        if comm:
+            x = tensor_parallel.enter_region(x, comm)
         outputs = [F.linear(x, linear.weight.detach()) for linear in linears]
         for linear, y in zip(linears, outputs):
             y.register_hook(functools.partial(grads.__setitem__, linear))
@@ -210,8 +210,8 @@ def split(linears, queue, border=None):
 
 def split_last(linear, queue):
     products = split([linear], queue)
-    if hasattr(linear, "border"):                         # of tp: the products are partial sums
-        linear.forward = lambda x: tensor_parallel.leave(products(x)[0], linear.border)
+    if hasattr(linear, "comm"):                         # of tp: the products are partial sums
+        linear.forward = lambda x: tensor_parallel.leave_region(products(x)[0], linear.comm)
     else:
         linear.forward = lambda x: products(x)[0]
 
@@ -219,28 +219,28 @@ def split_last(linear, queue):
 def split_backward(layers, queue):
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
-        border = getattr(attention.q_proj, "border", None)                         # of tp
-        attention.project = split([attention.q_proj, attention.k_proj, attention.v_proj], queue, border)
+        comm = getattr(attention.q_proj, "comm", None)                         # of tp
+        attention.project = split([attention.q_proj, attention.k_proj, attention.v_proj], queue, comm)
         split_last(attention.o_proj, queue)
-        mlp.project = split([mlp.gate_proj, mlp.up_proj], queue, border)
+        mlp.project = split([mlp.gate_proj, mlp.up_proj], queue, comm)
         split_last(mlp.down_proj, queue)
 
 
 # ----------------------------------------------------------------------------------- the seams to other files
-def from_its_stage(model, name, shape, mesh, args):
+def gather_from_pipeline(model, name, shape, mesh, args):
     """A parameter's value, for saving: its stage has it, and adds it to the zeros of the others."""
     param = dict(model.named_parameters()).get(name)
     if param is None:
         value = torch.zeros(shape, dtype=args.dtype, device=args.device)
     else:
-        value = uncut(param).contiguous()
+        value = full_tensor(param).contiguous()
     dist.all_reduce(value, group=mesh.get_group("pp"))
     return value
 
 
 def formula(model, mesh, args):
     """What one training step sends, as (group, collective, payload bytes)."""
-    mine = my_stages(mesh, args)
+    mine = local_stages(mesh, args)
     stages = range(args.pp * args.stages_per_rank)
     neighbours = [neighbour for stage in mine for neighbour in (stage - 1, stage + 1)]
     borders = sum(neighbour in stages and neighbour not in mine for neighbour in neighbours)

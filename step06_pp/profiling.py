@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from messages import RANK, say
+from messages import RANK, print0
 
 KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441",
          "activations": "#c8605a", "rest": "#a9a9a9"}
@@ -50,7 +50,7 @@ def draw(rows, path):
     axes = Figure(figsize=(11, 4.5)).subplots()
     mebibytes = [[size / 2**20 for size in kind] for kind in kinds]
     alive = [sum(kinds) for kinds in zip(*mebibytes)]
-    say(f"memory of a rank: {alive[-1]:.1f} MiB stay from step to step, at most {max(alive):.1f} are alive")
+    print0(f"memory of a rank: {alive[-1]:.1f} MiB stay from step to step, at most {max(alive):.1f} are alive")
     axes.stackplot(seconds, mebibytes, labels=KINDS, colors=KINDS.values(), step="post")
     axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive")
     axes.legend(loc="upper left")
@@ -72,7 +72,7 @@ class Profiler:
         if not self.args.profile or step > last:
             yield
             return
-        self.note_state()
+        self.tag_state()
         with contextlib.ExitStack() as tools:
             if step < MEMORY_STEPS and not self.args.compile:
                 tools.enter_context(self.memory)
@@ -87,7 +87,7 @@ class Profiler:
                 torch.cuda.memory._dump_snapshot(self.path("memory", "pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def note_state(self):
+    def tag_state(self):
         """Whose storages they are that last from step to step. AdamW makes its states in the first."""
         adam = [tensor for state in self.optimizer.adamw.state.values() for tensor in state.values()]
         for kind, tensors in {"optimizer states": [*adam, *self.optimizer.masters],

@@ -24,11 +24,11 @@ class Action(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------- the schedules of one rank
-def by_turns(forwards, backwards, ahead):
+def warmup_steady_cooldown(forwards, backwards, num_warmup):
     """So many forwards ahead; then a backward and a forward by turns; then the backwards that are left."""
-    actions = forwards[:ahead]
+    actions = forwards[:num_warmup]
     for i, backward in enumerate(backwards):
-        actions += backward + forwards[ahead + i:ahead + i + 1]
+        actions += backward + forwards[num_warmup + i:num_warmup + i + 1]
     return actions
 
 
@@ -36,14 +36,14 @@ def afab(rank, ranks, m):
     """All forwards, all backwards."""
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("B", rank, i)] for i in range(m)]
-    return by_turns(forwards, backwards, ahead=m)
+    return warmup_steady_cooldown(forwards, backwards, num_warmup=m)
 
 
 def one_f_one_b(rank, ranks, m):
     """No more ahead than there are ranks from here to the end, so that a backward can follow each forward."""
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("B", rank, i)] for i in range(m)]
-    return by_turns(forwards, backwards, ahead=ranks - rank)
+    return warmup_steady_cooldown(forwards, backwards, num_warmup=ranks - rank)
 
 
 def interleaved(rank, ranks, m, stages_per_rank):
@@ -56,8 +56,8 @@ def interleaved(rank, ranks, m, stages_per_rank):
     backwards = [[Action("B", stage, i)] for batch in rounds for stage in reversed(stages) for i in batch]
     # On the last rank a round goes through all stages but the last, and there its first micro-batch can turn
     # back. A rank before it does two more for each rank between: one on the way there, one on the way back.
-    ahead = (stages_per_rank - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank) + 1
-    return by_turns(forwards, backwards, ahead)
+    num_warmup = (stages_per_rank - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank) + 1
+    return warmup_steady_cooldown(forwards, backwards, num_warmup)
 
 
 def zero_bubble(rank, ranks, m):
@@ -65,7 +65,7 @@ def zero_bubble(rank, ranks, m):
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) for i in range(m)]
     left = [Action("W", rank, i) for i in range(max(0, m - rank), m)]
-    return by_turns(forwards, backwards, ahead=ranks - rank) + left
+    return warmup_steady_cooldown(forwards, backwards, num_warmup=ranks - rank) + left
 
 
 def dualpipe(rank, ranks, m):
@@ -130,7 +130,7 @@ def make(name, ranks, m, stages_per_rank=1):
 
 
 # -------------------------------------------------------------------------------- what follows from the lists
-def in_flight(actions):
+def max_in_flight(actions):
     """The most (stage, micro-batch)es of which a rank at some moment keeps something: from F until W."""
     kept = most = 0
     for action in actions:
@@ -214,7 +214,7 @@ def bubble(events):
     return [length - busy[rank] for rank in sorted(busy)]
 
 
-def messages(schedule):
+def message_order(schedule):
     """All messages from rank to rank, in one order for all ranks: that of their simulated sending.
 
     A network like nccl's takes what a rank sends and receives one by one, and a send is over only when the
@@ -229,13 +229,13 @@ def messages(schedule):
     return [message for message in sent if message and rank_of[message.stage] != rank_of[message.receiver]]
 
 
-def program(schedule, rank):
+def add_send_recv(schedule, rank):
     """A rank's list with its sends and receives put in: ("send", message, peer), ("receive", message, peer),
     ("compute", action, None)."""
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
     mine = deque()                                        # what is not posted yet, in the order of all ranks
-    for message in messages(schedule):
+    for message in message_order(schedule):
         if rank_of[message.stage] == rank:
             mine.append(("send", message, rank_of[message.receiver]))
         elif rank_of[message.receiver] == rank:

@@ -28,7 +28,7 @@ from torch import nn
 from ledger import formulas
 from loss import LMHead
 from model import MLP, Attention
-from parts import Part
+from shards import Shard
 
 
 # ------------------------------------------------------------------------------------ at the borders: f and g
@@ -62,16 +62,16 @@ def all_gather(x, group):                                                       
 
 def reduce_scatter(x, group):                                                      # [batch, seq, hidden]
     parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)    # [tp * batch, seq/tp, hidden]
-    mine = torch.empty_like(parts[:len(x)])
-    work = dist.reduce_scatter_tensor(mine, parts.contiguous(), group=group, async_op=True)
+    local_mask = torch.empty_like(parts[:len(x)])
+    work = dist.reduce_scatter_tensor(local_mask, parts.contiguous(), group=group, async_op=True)
 
     def result():
         work.wait()
-        return mine                                                                # [batch, seq/tp, hidden]
+        return local_mask                                                                # [batch, seq/tp, hidden]
     return result
 
 
-class Enter(torch.autograd.Function):
+class EnterRegion(torch.autograd.Function):
     """f: gather forward, reduce backward"""
 
     @staticmethod
@@ -84,7 +84,7 @@ class Enter(torch.autograd.Function):
         return ctx.reduce(grad, ctx.group)(), None, None, None
 
 
-class Leave(torch.autograd.Function):
+class LeaveRegion(torch.autograd.Function):
     """g: reduce forward, gather backward"""
 
     @staticmethod
@@ -97,51 +97,51 @@ class Leave(torch.autograd.Function):
         return ctx.gather(grad, ctx.group)(), None, None, None
 
 
-enter = torch.compiler.disable(lambda x, border: Enter.apply(x, *border))    # a border: gather, reduce, group
-leave = torch.compiler.disable(lambda x, border: Leave.apply(x, *border))
+enter_region = torch.compiler.disable(lambda x, comm: EnterRegion.apply(x, *comm))    # a border: gather, reduce, group
+leave_region = torch.compiler.disable(lambda x, comm: LeaveRegion.apply(x, *comm))
 
 
 # ------------------------------------------------------------------------------------------- the modules
 class ColumnParallelLinear(nn.Linear):
-    def __init__(self, whole, parts, border):
-        super().__init__(whole.in_features, whole.out_features // parts, bias=False)
-        self.border = border
+    def __init__(self, full, num_shards, comm):
+        super().__init__(full.in_features, full.out_features // num_shards, bias=False)
+        self.comm = comm
 
     def forward(self, x):                       # (`project_together` does it for several at once)
-        return F.linear(enter(x, self.border), self.weight)
+        return F.linear(enter_region(x, self.comm), self.weight)
 
 
 class RowParallelLinear(nn.Linear):
-    def __init__(self, whole, parts, border):
-        super().__init__(whole.in_features // parts, whole.out_features, bias=False)
-        self.border = border
+    def __init__(self, full, num_shards, comm):
+        super().__init__(full.in_features // num_shards, full.out_features, bias=False)
+        self.comm = comm
 
     def forward(self, x):
-        return leave(F.linear(x, self.weight), self.border)
+        return leave_region(F.linear(x, self.weight), self.comm)
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    def __init__(self, whole, parts, border):
-        super().__init__(whole.num_embeddings // parts, whole.embedding_dim)
-        self.border = border
+    def __init__(self, full, num_shards, comm):
+        super().__init__(full.num_embeddings // num_shards, full.embedding_dim)
+        self.comm = comm
 
     def forward(self, tokens):
-        _, _, group = self.border
+        _, _, group = self.comm
         tokens = tokens - group.rank() * len(self.weight)
-        mine = (tokens >= 0) & (tokens < len(self.weight))
-        vectors = F.embedding(tokens.where(mine, 0), self.weight)
-        vectors = vectors * mine.unsqueeze(-1)            # zero, but for one rank
-        return leave(vectors, self.border)
+        local_mask = (tokens >= 0) & (tokens < len(self.weight))
+        vectors = F.embedding(tokens.where(local_mask, 0), self.weight)
+        vectors = vectors * local_mask.unsqueeze(-1)            # zero, but for one rank
+        return leave_region(vectors, self.comm)
 
 
 class VocabParallelHead(LMHead):
-    def __init__(self, whole, parts, border):
-        super().__init__(whole.in_features, whole.out_features // parts)
-        _, _, group = self.border = border
+    def __init__(self, full, num_shards, comm):
+        super().__init__(full.in_features, full.out_features // num_shards)
+        _, _, group = self.comm = comm
         self.cross_entropy = vocabulary_parallel_cross_entropy(group)
 
     def forward(self, hidden, targets=None):
-        return super().forward(enter(hidden, self.border), targets)
+        return super().forward(enter_region(hidden, self.comm), targets)
 
 
 def vocabulary_parallel_cross_entropy(group):
@@ -149,16 +149,16 @@ def vocabulary_parallel_cross_entropy(group):
         """As in loss.py. On the wire, of each token: the largest logit, the sum, and the target's logit."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)
-        mine = (target >= 0) & (target < logits.shape[1])
-        target = target.where(mine, 0)
+        local_mask = (target >= 0) & (target < logits.shape[1])
+        target = target.where(local_mask, 0)
         largest = logits.amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         logits = logits - largest
-        sums = torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * mine), dim=-1)
+        sums = torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * local_mask), dim=-1)
         dist.all_reduce(sums, group=group)                                         # [tokens, 2]
         log_sum, target_logit = sums[:, :1].log(), sums[:, 1:]
         gradient = (logits - log_sum).exp_()
-        return (log_sum - target_logit).sum(), gradient.scatter_add_(-1, target, -mine.type_as(gradient))
+        return (log_sum - target_logit).sum(), gradient.scatter_add_(-1, target, -local_mask.type_as(gradient))
     return cross_entropy
 
 
@@ -173,7 +173,7 @@ def tensor_parallel(model, config, mesh, args):
     """Cuts a model that is still on the meta device, and notes on every parameter which part a rank has."""
     if args.tp == 1:
         return
-    group, rank, border = mesh.get_group("tp"), mesh.get_local_rank("tp"), border_of(mesh, args)
+    group, rank, comm = mesh.get_group("tp"), mesh.get_local_rank("tp"), make_comm(mesh, args)
     kv_parts, kv_group = min(args.tp, config.num_key_value_heads), None
     if kv_parts < args.tp:                                # fewer heads than ranks: neighbours share one
         kv_group, _ = dist.new_subgroups(args.tp // kv_parts, group_desc="kv_heads")
@@ -181,40 +181,40 @@ def tensor_parallel(model, config, mesh, args):
         kind = name.split(".")[-1]
         if kind in PARALLEL:
             parallel, dim = PARALLEL[kind]
-            parts = kv_parts if kind in ("k_proj", "v_proj") else args.tp
+            num_shards = kv_parts if kind in ("k_proj", "v_proj") else args.tp
             placement = module.weight.placement
-            part = rank * parts // args.tp                # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
-            placement.parts.append(Part(group, dim, parts, part))
-            placement.times_counted //= parts
+            part = rank * num_shards // args.tp                # 4 parts on 8 ranks: 0 0 1 1 2 2 3 3
+            placement.shards.append(Shard(group, dim, num_shards, part))
+            placement.num_replicas //= num_shards
             if kind in ("k_proj", "v_proj"):
-                placement.sum_over = kv_group             # each rank's queries add to the gradient
+                placement.grad_reduce_group = kv_group             # each rank's queries add to the gradient
             with torch.device("meta"):
-                module = parallel(module, parts, border)
+                module = parallel(module, num_shards, comm)
             module.weight.placement = placement
             model.set_submodule(name, module)
         elif isinstance(module, nn.RMSNorm) and (args.sp == "on" or kind in ("q_norm", "k_norm")):
-            module.weight.placement.sum_over = group      # each rank saw some of the tokens, or of the heads
+            module.weight.placement.grad_reduce_group = group      # each rank saw some of the tokens, or of the heads
     for module in model.modules():
         if isinstance(module, Attention):
-            module.project = project_together([module.q_proj, module.k_proj, module.v_proj])
+            module.project = fuse_column_parallel([module.q_proj, module.k_proj, module.v_proj])
         if isinstance(module, MLP):
-            module.project = project_together([module.gate_proj, module.up_proj])
+            module.project = fuse_column_parallel([module.gate_proj, module.up_proj])
 
 
-def border_of(mesh, args):
+def make_comm(mesh, args):
     gather, reduce = (all_gather, reduce_scatter) if args.sp == "on" else (identity, all_reduce)
     return gather, reduce, mesh.get_group("tp")
 
 
 # ------------------------------------------------------------------- second layer: f once for several linears
-def project_together(linears):
+def fuse_column_parallel(linears):
     """The linears that a region begins with have the same input: it is gathered once for all of them."""
-    border = linears[0].border
+    comm = linears[0].comm
     weights = lambda: [linear.weight for linear in linears]
-    return torch.compiler.disable(lambda x: EnterLinears.apply(x, *border, *weights()))
+    return torch.compiler.disable(lambda x: ColumnParallelLinears.apply(x, *comm, *weights()))
 
 
-class EnterLinears(torch.autograd.Function):
+class ColumnParallelLinears(torch.autograd.Function):
     """f and the products that come first in the region, in one, so as to keep the input as it came and not as
     gathered.
 
@@ -240,12 +240,12 @@ class EnterLinears(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------------------------------- the parameters
-def sum_partial_gradients(params):
+def all_reduce_partial_grads(params):
     """Sum, once a step, what each rank of tp has a part of: the gradient of a norm, which saw some tokens or
     some heads only, and of a shared key-value head, which saw one rank's queries."""
     for param in params:
-        if param.placement.sum_over:
-            dist.all_reduce(param.main_grad, group=param.placement.sum_over)
+        if param.placement.grad_reduce_group:
+            dist.all_reduce(param.main_grad, group=param.placement.grad_reduce_group)
 
 
 def formula(model, mesh, args):
@@ -270,8 +270,8 @@ def formula(model, mesh, args):
         sent.append((group, "all_reduce", 3 * tokens * wide.itemsize))
     held = list(model.parameters())
     if args.zero:
-        held = [piece for unit in dict.fromkeys(param.unit for param in held) for piece in unit.pieces()]
-    sent += [(p.placement.sum_over, "all_reduce", p.main_grad.nbytes) for p in held if p.placement.sum_over]
+        held = [piece for unit in dict.fromkeys(param.unit for param in held) for piece in unit.sharded_params()]
+    sent += [(p.placement.grad_reduce_group, "all_reduce", p.main_grad.nbytes) for p in held if p.placement.grad_reduce_group]
     return sent
 
 

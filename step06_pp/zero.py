@@ -15,47 +15,47 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel import data_parallel
+from data_parallel import make_reducer
 from ledger import formulas
 from mesh import data_mesh
-from optimizer import accumulate_gradients
+from optimizer import add_main_grads
 
 
-class Unit:
+class Zero1Unit:
     """Stage 1: every rank has all weights and gradients, a flat tensor each; its optimizer gets a slice."""
 
     def __init__(self, modules, params, mesh, args):
         self.modules, self.params, self.expected = modules, [], len(params)
-        self.replicate, self.shard = mesh.get_all_groups()           # who has the same slice, who the others
+        self.replicate_group, self.shard_group = mesh.get_all_groups()           # who has the same slice, who the others
         self.backwards_per_reduce = args.global_batch_size // (args.micro_batch_size * args.dp)
-        self.arrived, self.gathering = 0, None
+        self.num_grads, self.gather_handle = 0, None
         self.keep = args.pp > 1      # ZeRO stage 3's weights: from a pipeline's first micro-batch to its last
         for param in params:
             param.unit = self
 
-    def add(self, param):
+    def add_to_unit(self, param):
         """Takes the parameters as they are made, cuts them when it has all: no rank ever has all units."""
         param.unit = self
         self.params.append(param)
         if len(self.params) == self.expected:
-            self.cut()
+            self.flatten_and_shard()
 
-    def cut(self):
-        ranks, rank = self.shard.size(), self.shard.rank()
+    def flatten_and_shard(self):
+        ranks, rank = self.shard_group.size(), self.shard_group.rank()
         flat = torch.cat([param.detach().flatten() for param in self.params])
         size = -(-len(flat) // ranks)                                              # of a slice
-        self.my_slice = slice(rank * size, (rank + 1) * size)
-        self.weights = nn.functional.pad(flat, (0, ranks * size - len(flat)))      # [ranks * size]
-        self.weight_slice = self.weights[self.my_slice]
-        for param, view in self.views(self.weights).items():
+        self.shard_slice = slice(rank * size, (rank + 1) * size)
+        self.flat_param = nn.functional.pad(flat, (0, ranks * size - len(flat)))      # [ranks * size]
+        self.param_shard = self.flat_param[self.shard_slice]
+        for param, view in self.views(self.flat_param).items():
             param.data = view
-        self.make_gradients()
+        self.allocate_grads()
 
-    def make_gradients(self):
-        wide = torch.promote_types(self.weights.dtype, torch.float32)
-        self.grads = torch.zeros_like(self.weights, dtype=wide)
-        self.grad_views = self.views(self.grads)
-        self.grad_slice = self.grads[self.my_slice]
+    def allocate_grads(self):
+        wide = torch.promote_types(self.flat_param.dtype, torch.float32)
+        self.flat_grad = torch.zeros_like(self.flat_param, dtype=wide)
+        self.grad_views = self.views(self.flat_grad)
+        self.grad_shard = self.flat_grad[self.shard_slice]
 
     def views(self, flat):
         """{parameter: its part of a flat tensor, in its shape}"""
@@ -63,158 +63,158 @@ class Unit:
         parts = flat[:sum(sizes)].split(sizes)
         return {param: part.view(param.shape) for param, part in zip(self.params, parts)}
 
-    def pieces(self):
+    def sharded_params(self):
         """My slice as parameters for the optimizer, cut at the borders of the real ones."""
-        pieces, start = [], 0
+        sharded_params, start = [], 0
         for param in self.params:
-            first = max(start, self.my_slice.start)
-            last = min(start + param.numel(), self.my_slice.stop)
+            first = max(start, self.shard_slice.start)
+            last = min(start + param.numel(), self.shard_slice.stop)
             start += param.numel()
             if first < last:
-                here = slice(first - self.my_slice.start, last - self.my_slice.start)
-                piece = nn.Parameter(self.weight_slice[here], requires_grad=False)
-                piece.main_grad = self.grad_slice[here]
-                times_counted = param.placement.times_counted // self.shard.size()
-                piece.placement = replace(param.placement, times_counted=times_counted)
-                pieces.append(piece)
-        return pieces
+                here = slice(first - self.shard_slice.start, last - self.shard_slice.start)
+                sharded_param = nn.Parameter(self.param_shard[here], requires_grad=False)
+                sharded_param.main_grad = self.grad_shard[here]
+                num_replicas = param.placement.num_replicas // self.shard_group.size()
+                sharded_param.placement = replace(param.placement, num_replicas=num_replicas)
+                sharded_params.append(sharded_param)
+        return sharded_params
 
-    def add_gradient(self, param):
+    def accumulate_grad(self, param):
         self.grad_views[param].add_(param.grad)
 
-    def start_reduce(self):
-        return dist.reduce_scatter_tensor(self.grad_slice, self.grads, group=self.shard, async_op=True), None
+    def start_reduce_scatter(self):
+        return dist.reduce_scatter_tensor(self.grad_shard, self.flat_grad, group=self.shard_group, async_op=True), None
 
-    def finish_reduce(self, _):
+    def finish_reduce_scatter(self, _):
         """Only the slice is a sum now. The optimizer zeroes that; the rest is zeroed here."""
-        self.grads[:self.my_slice.start].zero_()
-        self.grads[self.my_slice.stop:].zero_()
+        self.flat_grad[:self.shard_slice.start].zero_()
+        self.flat_grad[self.shard_slice.stop:].zero_()
 
-    def gather(self):
-        slices = self.weight_slice
-        self.gathering = dist.all_gather_into_tensor(self.weights, slices, group=self.shard, async_op=True)
+    def start_all_gather(self):
+        slices = self.param_shard
+        self.gather_handle = dist.all_gather_into_tensor(self.flat_param, slices, group=self.shard_group, async_op=True)
 
-    def wait(self):
-        if self.gathering:
-            self.gathering.wait()
-            self.gathering = None
+    def wait_for_all_gather(self):
+        if self.gather_handle:
+            self.gather_handle.wait()
+            self.gather_handle = None
 
 
 class Zero:
     """What train.py calls. Without ZeRO it is step 2, and there are no units."""
 
     def __init__(self, model, mesh, args):
-        self.stage, self.units, self.under_way, self.all_reduces = args.zero, units_of(model), [], []
+        self.stage, self.units, self.reduce_scatters, self.reducers = args.zero, zero_units(model), [], []
         self.params = list(model.parameters())            # what the optimizer is to update
         if args.zero == 0:
-            accumulate_gradients(self.params)
-            self.all_reduces = [data_parallel(self.params, data_mesh(mesh).get_group(), args)]
+            add_main_grads(self.params)
+            self.reducers = [make_reducer(self.params, data_mesh(mesh).get_group(), args)]
             return
         for param in self.params:
-            param.register_post_accumulate_grad_hook(self.collect)
-        self.params = [piece for unit in self.units for piece in unit.pieces()]
+            param.register_post_accumulate_grad_hook(self.post_accumulate_grad)
+        self.params = [sharded_param for unit in self.units for sharded_param in unit.sharded_params()]
         if args.zero == 3:
             gather_when_needed(self.units)
         else:
             for unit in self.units:                  # what the last step gathered comes while others compute
-                unit.modules[0].register_forward_pre_hook(lambda module, inputs, unit=unit: unit.wait())
+                unit.modules[0].register_forward_pre_hook(lambda module, inputs, unit=unit: unit.wait_for_all_gather())
 
-    def collect(self, param):
+    def post_accumulate_grad(self, param):
         """Backward has made a gradient. A unit is reduced once it has its last, while backward goes on."""
         unit = param.unit
-        unit.add_gradient(param)
+        unit.accumulate_grad(param)
         param.grad = None
-        unit.arrived += 1
-        if unit.arrived == len(unit.params) * unit.backwards_per_reduce:
-            unit.arrived = 0
-            self.under_way.append((unit, *unit.start_reduce()))
-            if self.stage > 1 and len(self.under_way) > 1:     # each holds a buffer: two exist at a time
+        unit.num_grads += 1
+        if unit.num_grads == len(unit.params) * unit.backwards_per_reduce:
+            unit.num_grads = 0
+            self.reduce_scatters.append((unit, *unit.start_reduce_scatter()))
+            if self.stage > 1 and len(self.reduce_scatters) > 1:     # each holds a buffer: two exist at a time
                 self.finish_oldest()
 
     def finish_oldest(self):
-        unit, work, part = self.under_way.pop(0)
+        unit, work, part = self.reduce_scatters.pop(0)
         work.wait()
-        unit.finish_reduce(part)
+        unit.finish_reduce_scatter(part)
 
-    def sum_gradients(self):
-        for all_reduce in self.all_reduces:
+    def finish_grad_reduction(self):
+        for all_reduce in self.reducers:
             all_reduce()
-        while self.under_way:
+        while self.reduce_scatters:
             self.finish_oldest()
         for unit in self.units:
             if unit.keep and self.stage == 3:
-                unit.release()
-            if unit.replicate.size() > 1:                 # hybrid: slices have replicas
-                dist.all_reduce(unit.grad_slice, group=unit.replicate)
+                unit.reshard()
+            if unit.replicate_group.size() > 1:                 # hybrid: slices have replicas
+                dist.all_reduce(unit.grad_shard, group=unit.replicate_group)
 
-    def gather_weights(self):
+    def start_all_gather(self):
         for unit in self.units:
             if self.stage < 3:                            # which gathers them when they are needed
-                unit.gather()
+                unit.start_all_gather()
 
-    def wait(self):
+    def wait_for_all_gather(self):
         """After the last step: no process may end while others still gather from it."""
         for unit in self.units:
-            unit.wait()
+            unit.wait_for_all_gather()
 
 
 # --------------------------------------------------------------------------- what stages 2 and 3 do otherwise
-class Unit2(Unit):
+class Zero2Unit(Zero1Unit):
     """Gradients are whole only while a micro-batch's backward makes them; what is added up is the slice."""
 
-    def make_gradients(self):
-        self.grads, self.backwards_per_reduce = None, 1
-        wide = torch.promote_types(self.weights.dtype, torch.float32)
-        self.grad_slice = torch.zeros_like(self.weight_slice, dtype=wide)
+    def allocate_grads(self):
+        self.flat_grad, self.backwards_per_reduce = None, 1
+        wide = torch.promote_types(self.flat_param.dtype, torch.float32)
+        self.grad_shard = torch.zeros_like(self.param_shard, dtype=wide)
 
-    def add_gradient(self, param):
-        if self.grads is None:
-            self.grads = torch.zeros_like(self.weights, dtype=self.grad_slice.dtype)
-            self.grad_views = self.views(self.grads)
-        super().add_gradient(param)
+    def accumulate_grad(self, param):
+        if self.flat_grad is None:
+            self.flat_grad = torch.zeros_like(self.flat_param, dtype=self.grad_shard.dtype)
+            self.grad_views = self.views(self.flat_grad)
+        super().accumulate_grad(param)
 
-    def start_reduce(self):
-        part = torch.empty_like(self.grad_slice)
-        work = dist.reduce_scatter_tensor(part, self.grads, group=self.shard, async_op=True)
-        self.grads = self.grad_views = None               # what comes from now on goes into a new one
+    def start_reduce_scatter(self):
+        part = torch.empty_like(self.grad_shard)
+        work = dist.reduce_scatter_tensor(part, self.flat_grad, group=self.shard_group, async_op=True)
+        self.flat_grad = self.grad_views = None               # what comes from now on goes into a new one
         return work, part
 
-    def finish_reduce(self, part):
-        self.grad_slice += part
+    def finish_reduce_scatter(self, part):
+        self.grad_shard += part
 
 
-class Unit3(Unit2):
+class Zero3Unit(Zero2Unit):
     """Weights are whole only while they are used; what is kept is the slice."""
 
-    def cut(self):
-        super().cut()
-        self.weight_slice = self.weight_slice.clone()
-        self.release()
+    def flatten_and_shard(self):
+        super().flatten_and_shard()
+        self.param_shard = self.param_shard.clone()
+        self.reshard()
 
-    def release(self):
+    def reshard(self):
         """Gives the memory back. What autograd saved of the weights stays a view of it, until refilled."""
-        self.weights.untyped_storage().resize_(0)
+        self.flat_param.untyped_storage().resize_(0)
 
-    def gather_if_released(self):
-        storage = self.weights.untyped_storage()
+    def unshard(self):
+        storage = self.flat_param.untyped_storage()
         if storage.nbytes() == 0:
-            storage.resize_(self.weights.nbytes)
-            self.gather()
+            storage.resize_(self.flat_param.nbytes)
+            self.start_all_gather()
 
-    def start_reduce(self):
+    def start_reduce_scatter(self):
         if self.keep:
-            return super().start_reduce()
-        self.release()                                    # the unit's backward is over
-        return super().start_reduce()
+            return super().start_reduce_scatter()
+        self.reshard()                                    # the unit's backward is over
+        return super().start_reduce_scatter()
 
 
 def gather_when_needed(units):
     """Before a unit computes, its weights are waited for, and those of the next one are asked for."""
     def need(i, following):
-        units[i].gather_if_released()
-        units[i].wait()
+        units[i].unshard()
+        units[i].wait_for_all_gather()
         if 0 < following < len(units):                  # unit 0, the embedding, needs no weights in backward
-            units[following].gather_if_released()
+            units[following].unshard()
 
     def before_forward(i):
         need(i, i + 1)
@@ -229,7 +229,7 @@ def gather_when_needed(units):
         if i > 0:
             output.register_hook(lambda grad: before_backward(i))
         if i < len(units) - 2:                   # the last block and the head stay: backward begins with them
-            units[i].release()
+            units[i].reshard()
 
     for i, unit in enumerate(units):
         unit.modules[0].register_forward_pre_hook(lambda module, inputs, i=i: before_forward(i))
@@ -249,23 +249,23 @@ def make_units(model, mesh, args):
         params = [param for module in modules if module for param in module.parameters()]
         if not params:                                    # another stage has them
             continue
-        {1: Unit, 2: Unit2, 3: Unit3}[args.zero](modules, params, shards, args)
+        {1: Zero1Unit, 2: Zero2Unit, 3: Zero3Unit}[args.zero](modules, params, shards, args)
 
 
-def units_of(model):
+def zero_units(model):
     """In the order of forward."""
     return list(dict.fromkeys(param.unit for param in model.parameters() if hasattr(param, "unit")))
 
 
-def gathered(param):
+def unsharded_param(param):
     """A parameter's value, for saving."""
     unit = getattr(param, "unit", None)
-    if not isinstance(unit, Unit3):
+    if not isinstance(unit, Zero3Unit):
         return param.detach()
-    unit.gather_if_released()
-    unit.wait()
+    unit.unshard()
+    unit.wait_for_all_gather()
     value = param.detach().clone()
-    unit.release()
+    unit.reshard()
     return value
 
 
@@ -274,15 +274,15 @@ def formula(model, mesh, args):
     wide = torch.promote_types(args.dtype, torch.float32)
     sent = [(dist.group.WORLD, "all_reduce", wide.itemsize)]                       # the norm
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    units = units_of(model)
+    units = zero_units(model)
     for i, unit in enumerate(units):
         again = 0 < i < len(units) - 2                    # in backward, of ZeRO stage 3
         gathers = micro_batches * (1 + again) if args.zero == 3 and args.pp == 1 else 1
         reduces = micro_batches if args.zero >= 2 else 1
-        sent.append((unit.shard, "all_gather", gathers * unit.weights.nbytes))
-        sent.append((unit.shard, "reduce_scatter", reduces * unit.grad_slice.nbytes * unit.shard.size()))
-        if unit.replicate.size() > 1:
-            sent.append((unit.replicate, "all_reduce", unit.grad_slice.nbytes))
+        sent.append((unit.shard_group, "all_gather", gathers * unit.flat_param.nbytes))
+        sent.append((unit.shard_group, "reduce_scatter", reduces * unit.grad_shard.nbytes * unit.shard_group.size()))
+        if unit.replicate_group.size() > 1:
+            sent.append((unit.replicate_group, "all_reduce", unit.grad_shard.nbytes))
     return sent
 
 

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from messages import refuse
+from messages import fail
 from schedules import SCHEDULES
 
-LARGEST_NUMBER = 10**8                                    # of anything that is counted
+TOO_LARGE = 10**8                                    # of anything that is counted
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
 
 
 def parse_args(argv=None):
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.error = refuse
+    parser.error = fail
     add = parser.add_argument
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
@@ -74,7 +74,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if value == "":
-            refuse(f"--{name} is empty")
+            fail(f"--{name} is empty")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
@@ -83,7 +83,7 @@ def parse_args(argv=None):
     args.schedule = args.schedule if args.pp > 1 else "1f1b"                # as with no pipeline
     args.stages_per_rank = args.stages_per_rank or SCHEDULES[args.schedule].stages_per_rank
     if args.zero == 0 and args.zero_shard:
-        refuse("--zero_shard needs --zero 1, 2 or 3")
+        fail("--zero_shard needs --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp * args.cp
     args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                  # one part has no halves
     args.balance = args.balance or ("none" if args.init_from else "bias")
@@ -94,7 +94,7 @@ def parse_args(argv=None):
 def at_least(smallest, kind=int):
     """What --steps, --lr and the like take."""
     def number(text):
-        if not smallest <= kind(text) < LARGEST_NUMBER:   # nor is nan
+        if not smallest <= kind(text) < TOO_LARGE:   # nor is nan
             raise ArgumentTypeError(f"{text} is not a number from {smallest} on")
         return kind(text)
     return number
@@ -104,7 +104,7 @@ class Family(NamedTuple):
     """How to read, build and write one model_type of Hugging Face."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
-    only: dict = {}                              # {key of config.json: the one value that is supported}
+    only_supported: dict = {}                              # {key of config.json: the one value that is supported}
     qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
     renamed: dict = {}                           # {part of our parameter names: its name in a checkpoint}
 
@@ -122,7 +122,7 @@ FAMILIES = {
                         dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True,
                         renamed={".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
 }
-ONLY = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
+ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
             quantization_config=None)                    # in all families
 
 
@@ -181,7 +181,7 @@ def load_config(args):
     if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
         for name, theirs in asdict(read_config("--init_from", args.init_from)).items():
             if theirs != asdict(config)[name] and name not in NOT_ARCHITECTURE:
-                refuse(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
+                fail(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
                        f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
     return config
 
@@ -193,14 +193,14 @@ def read_config(flag, name):
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
     except Exception as error:                            # a file may hold anything
         reason = " ".join(str(error).split())
-        refuse(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
+        fail(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
 
 
 def from_hugging_face(theirs):
     if theirs.model_type not in FAMILIES:
         raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[theirs.model_type]
-    for key, value in (ONLY | family.only).items():
+    for key, value in (ONLY_SUPPORTED | family.only_supported).items():
         if getattr(theirs, key, value) != value:
             raise ValueError(f"{key} is {getattr(theirs, key)!r}; only {value!r} is supported")
     rope = theirs.rope_parameters
@@ -223,7 +223,7 @@ def to_hugging_face(config, dtype):
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
     values = {name: getattr(config, ours) for ours, name in family.fields.items()}
     return getattr(transformers, family.config_class)(
-        **values, **family.only, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
+        **values, **family.only_supported, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
         tie_word_embeddings=False, architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
@@ -233,23 +233,23 @@ def check(args, config):
     check_tensor_parallel(args, config)
     check_context_parallel(args, config)
     if args.pp * args.dp * args.cp * args.tp != world:
-        refuse(f"pp({args.pp}) x dp({args.dp}) x cp({args.cp}) x tp({args.tp}) != world size ({world}); "
+        fail(f"pp({args.pp}) x dp({args.dp}) x cp({args.cp}) x tp({args.tp}) != world size ({world}); "
                f"pp x cp x tp could be {divisors(world)}, with --dp left out")
     if args.dp * args.cp % args.zero_shard:
-        refuse(f"dp({args.dp}) x cp({args.cp}) is not a multiple of zero_shard({args.zero_shard}); "
+        fail(f"dp({args.dp}) x cp({args.cp}) is not a multiple of zero_shard({args.zero_shard}); "
                f"zero_shard could be {divisors(args.dp * args.cp)}")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
-        refuse(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
+        fail(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
                f"it could be {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
-        refuse(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
+        fail(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
                f"micro_batch_size {micro}; micro_batch_size could be {divisors(batch // args.dp)}")
     check_pipeline(args, config, batch // args.dp // micro)
     check_experts(args, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        refuse(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     check_device(args)
     check_outputs(args)
 
@@ -258,13 +258,13 @@ def check_tensor_parallel(args, config):
     tp, kv_heads = args.tp, config.num_key_value_heads
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % tp:
-            refuse(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); "
+            fail(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); "
                    f"tp could be {divisors(math.gcd(config.num_attention_heads, getattr(config, name)))}")
     if kv_heads % tp and tp % kv_heads:
-        refuse(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; "
+        fail(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; "
                f"tp could be {divisors(kv_heads)}")
     if args.sp == "on" and args.seq_len % tp:
-        refuse(f"seq_len {args.seq_len} is not a multiple of tp({tp}); "
+        fail(f"seq_len {args.seq_len} is not a multiple of tp({tp}); "
                f"it could be {multiples(tp, args.seq_len)}; or --sp off")
 
 
@@ -273,32 +273,32 @@ def check_context_parallel(args, config):
     chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one
     unit = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
     if args.seq_len % unit:
-        refuse(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode "
+        fail(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode "
                f"{args.cp_mode} and tp({args.tp}) with --sp {args.sp} take; "
                f"it could be {multiples(unit, args.seq_len)}")
     if args.cp_mode == "ulysses":
         if heads % cp:
-            refuse(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a "
+            fail(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a "
                    f"multiple of cp({cp}); with --cp_mode ulysses cp could be {divisors(heads)}")
     elif cp > 1 and args.attention == "flash":
-        refuse(f"--attention flash: --cp_mode {args.cp_mode} has kernels of its own; ulysses takes flash")
+        fail(f"--attention flash: --cp_mode {args.cp_mode} has kernels of its own; ulysses takes flash")
     elif cp > 1 and args.device == "cuda" and (args.dtype != torch.bfloat16 or config.head_dim % 8):
-        refuse(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16 and a head_dim ({config.head_dim}) "
+        fail(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16 and a head_dim ({config.head_dim}) "
                "that is a multiple of 8, as its flash kernels do; --cp_mode ulysses takes any")
 
 
 def check_pipeline(args, config, micro_batches):
     schedule, per_rank = SCHEDULES[args.schedule], args.stages_per_rank
     if per_rank < schedule.stages_per_rank or per_rank > schedule.stages_per_rank and not schedule.or_more:
-        refuse(f"--stages_per_rank {per_rank}: --schedule {args.schedule} takes {schedule.stages_per_rank}"
+        fail(f"--stages_per_rank {per_rank}: --schedule {args.schedule} takes {schedule.stages_per_rank}"
                + " or more" * schedule.or_more)
     layers = config.num_hidden_layers
     if layers < args.pp * per_rank:
-        refuse(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({per_rank}) = "
+        fail(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({per_rank}) = "
                f"{args.pp * per_rank} stages; pp could be up to {layers // per_rank}")
     wanted = schedule.min_micro_batches(args.pp)
     if micro_batches < wanted:
-        refuse(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
+        fail(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
                f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {args.schedule} with "
                f"pp({args.pp}) takes {wanted} or more: global_batch_size could be "
                f"{wanted * args.dp * args.micro_batch_size}")
@@ -307,22 +307,22 @@ def check_pipeline(args, config, micro_batches):
 def check_experts(args, config):
     ranks, experts = args.dp * args.cp, config.num_local_experts
     if ranks % args.ep:
-        refuse(f"dp({args.dp}) x cp({args.cp}) = {ranks} is not a multiple of ep({args.ep}); "
+        fail(f"dp({args.dp}) x cp({args.cp}) = {ranks} is not a multiple of ep({args.ep}); "
                f"ep could be {divisors(ranks)}")
     if args.ep > 1 and not experts:
-        refuse(f"--ep {args.ep}: --model {args.model} has no experts; --model tiny-moe has 8")
+        fail(f"--ep {args.ep}: --model {args.model} has no experts; --model tiny-moe has 8")
     if experts % args.ep:
-        refuse(f"num_local_experts {experts} is not a multiple of ep({args.ep}); "
+        fail(f"num_local_experts {experts} is not a multiple of ep({args.ep}); "
                f"ep could be {divisors(math.gcd(ranks, experts))}")
 
 
 def check_device(args):
     if args.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this torch sees no CUDA device; use --device cpu")
+        fail("--device cuda: this torch sees no CUDA device; use --device cpu")
     if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
-        refuse("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
+        fail("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
-        refuse("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+        fail("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
 
 
 def set_num_threads(args, config):
@@ -337,14 +337,14 @@ def set_num_threads(args, config):
 def check_outputs(args):
     """Refuses what cannot be written, before training."""
     if args.profile and args.steps == 0:
-        refuse("--profile: with --steps 0 there is nothing to see")
+        fail("--profile: with --steps 0 there is nothing to see")
     beside = args.save and os.path.dirname(os.path.realpath(args.save))   # where it is written, then renamed
     try:
         for folder in filter(None, (args.save, beside, args.profile)):
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        refuse(f"--save or --profile: cannot write there ({error})")
+        fail(f"--save or --profile: cannot write there ({error})")
 
 
 def divisors(n):

@@ -35,8 +35,8 @@ def context_parallel(model, mesh, args):
     group = mesh.get_group("cp")
     for layer in model.model.layers.values():
         attention = layer.self_attn
-        core = ulysses(attention.core, group) if args.cp_mode == "ulysses" else in_blocks(args.cp_mode, group)
-        attention.core = torch.compiler.disable(core)
+        inner_attention = ulysses(attention.inner_attention, group) if args.cp_mode == "ulysses" else in_blocks(args.cp_mode, group)
+        attention.inner_attention = torch.compiler.disable(inner_attention)
 
 
 # ---------------------------------------------------------------------------------- one block: a flash kernel
@@ -57,7 +57,7 @@ def flash_backward(grad_out, q, k, v, out, lse, causal):
         grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused)
 
 
-def merge(out, lse, block_out, block_lse):
+def update_out_and_lse(out, lse, block_out, block_lse):
     """softmax over two blocks of keys from that over each: a mean, weighted by their sums of exponentials."""
     both = torch.logaddexp(lse, block_lse)
     out.mul_((lse - both).exp().unsqueeze(-1)).add_(block_out * (block_lse - both).exp().unsqueeze(-1))
@@ -78,7 +78,7 @@ def visible(rank, source, mode, length):
 def add_block(out, lse, q, kv, block):
     if block:
         rows, columns, causal = block
-        merge(out[:, :, rows], lse[:, :, rows], *flash(q[:, :, rows], *kv[:, :, :, columns], causal))
+        update_out_and_lse(out[:, :, rows], lse[:, :, rows], *flash(q[:, :, rows], *kv[:, :, :, columns], causal))
 
 
 def block_gradients(grad_out, q, kv, out, lse, block):
@@ -96,25 +96,25 @@ def add_gradients(grad_q, grad_kv, grads, block):
         grad_kv[:, :, :, columns] += torch.stack(grads[1:])
 
 
-def no_block(q):
+def init_out_and_lse(q):
     """Before the first block, in float32 or better: no output, and the log-sum-exp of no keys."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
 
 
 # ------------------------------------------------------------------------------------------- ring, zigzag
-def pass_on(tensor, group):
+def ring_send_recv(tensor, group):
     """Starts sending to the next rank; returns a function that waits for what the previous one sends."""
     rank, size = group.rank(), group.size()
-    tensor, coming = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    under_way = dist.batch_isend_irecv([
+    tensor, recv_buffer = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    handles = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size),
-        dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % size)])
+        dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=(rank - 1) % size)])
 
     def receive():
-        for work in under_way:
+        for work in handles:
             work.wait()
-        return coming
+        return recv_buffer
     return receive
 
 
@@ -124,11 +124,11 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mode, group):                                 # [batch, heads, seq/cp, head_dim]
         rank, cp = group.rank(), group.size()
-        out, lse = no_block(q)
+        out, lse = init_out_and_lse(q)
         kv = torch.stack((k, v))
         for hop in range(cp):
             if hop < cp - 1:
-                receive = pass_on(kv, group)              # while this rank works with kv
+                receive = ring_send_recv(kv, group)              # while this rank works with kv
             add_block(out, lse, q, kv, visible(rank, (rank - hop) % cp, mode, q.shape[2]))
             if hop < cp - 1:
                 kv = receive()
@@ -145,12 +145,12 @@ class RingAttention(torch.autograd.Function):
         receive_grad = lambda: torch.zeros_like(kv, dtype=lse.dtype)               # nobody has added to it
         for hop in range(cp):
             if hop < cp - 1:
-                receive = pass_on(kv, ctx.group)
+                receive = ring_send_recv(kv, ctx.group)
             block = visible(rank, (rank - hop) % cp, ctx.mode, q.shape[2])
             grads = block_gradients(grad_out, q, kv, out, lse, block)
             grad_kv = receive_grad()                      # what ranks before added; it came during the kernel
             add_gradients(grad_q, grad_kv, grads, block)
-            receive_grad = pass_on(grad_kv, ctx.group)
+            receive_grad = ring_send_recv(grad_kv, ctx.group)
             if hop < cp - 1:
                 kv = receive()
         grad_k, grad_v = receive_grad().type_as(k)        # once round
@@ -158,12 +158,12 @@ class RingAttention(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------------------------------- allgather
-class GatherAttention(torch.autograd.Function):
+class AllGatherAttention(torch.autograd.Function):
     """Everybody's keys and values at once; in backward their gradients are reduce-scattered."""
 
     @staticmethod
     def forward(ctx, q, k, v, mode, group):                                 # [batch, heads, seq/cp, head_dim]
-        out, lse = no_block(q)
+        out, lse = init_out_and_lse(q)
         for source, kv in enumerate(gather(k, v, group)):
             add_block(out, lse, q, kv, visible(group.rank(), source, mode, q.shape[2]))
         out = out.type_as(q)
@@ -193,16 +193,16 @@ def gather(k, v, group):                                    # [2, batch, heads, 
 
 
 def in_blocks(mode, group):
-    attention = GatherAttention if mode == "allgather" else RingAttention
+    attention = AllGatherAttention if mode == "allgather" else RingAttention
 
-    def core(q, k, v):                                                      # [batch, seq/cp, heads, head_dim]
+    def inner_attention(q, k, v):                                                      # [batch, seq/cp, heads, head_dim]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return attention.apply(q, k, v, mode, group).transpose(1, 2)
-    return core
+    return inner_attention
 
 
 # ------------------------------------------------------------------------------------------- ulysses
-class AllToAll(torch.autograd.Function):
+class UlyssesAllToAll(torch.autograd.Function):
     """Cuts dimension `cut` over the ranks, joins what comes along `join`; backward the other way."""
 
     @staticmethod
@@ -215,15 +215,15 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None
+        return UlyssesAllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None
 
 
-def ulysses(core, group):
+def ulysses(inner_attention, group):
     def whole_sequence(q, k, v):                                            # [batch, seq/cp, heads, head_dim]
         repeats = group.size() // math.gcd(k.shape[2], group.size())               # fewer kv heads than ranks
         k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
-        q, k, v = (AllToAll.apply(t, 2, 1, group) for t in (q, k, v))       # [batch, seq, heads/cp, head_dim]
-        return AllToAll.apply(core(q, k, v), 1, 2, group)
+        q, k, v = (UlyssesAllToAll.apply(t, 2, 1, group) for t in (q, k, v))       # [batch, seq, heads/cp, head_dim]
+        return UlyssesAllToAll.apply(inner_attention(q, k, v), 1, 2, group)
     return whole_sequence
 
 

@@ -19,7 +19,7 @@ from ledger import formulas
 from moe import mesh_of
 
 
-def data_parallel(params, group, args):
+def make_reducer(params, group, args):
     """Call before the optimizer is made. What it returns is called after backward, and sums the gradients."""
     params = list(params)
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
@@ -40,21 +40,21 @@ def naive(params, group):
 
 # ------------------------------------------------------------------------------------------- overlap
 def overlap(params, group, micro_batches):
-    under_way = []
+    handles = []
 
     def start(param):
-        under_way.append(dist.all_reduce(param.main_grad, group=group, async_op=True))
-    when_final(params, micro_batches, start)
-    return functools.partial(wait_for_all, under_way)
+        handles.append(dist.all_reduce(param.main_grad, group=group, async_op=True))
+    on_grad(params, micro_batches, start)
+    return functools.partial(wait_for_all, handles)
 
 
-def wait_for_all(under_way):
-    for all_reduce in under_way:
+def wait_for_all(handles):
+    for all_reduce in handles:
         all_reduce.wait()
-    under_way.clear()
+    handles.clear()
 
 
-def when_final(params, micro_batches, start):
+def on_grad(params, micro_batches, start):
     """Calls start(param) as soon as backward has added the last micro-batch's share to param.main_grad."""
     backwards = dict.fromkeys(params, 0)
 
@@ -71,9 +71,9 @@ class Bucket:
     """Parameters whose main_grads are views of one flat buffer: nothing is copied to be sent."""
 
     def __init__(self, params):
-        self.params, self.missing = params, len(params)
-        self.flat = torch.cat([param.main_grad.flatten() for param in params])
-        for param, view in zip(params, self.flat.split([param.numel() for param in params])):
+        self.params, self.num_pending = params, len(params)
+        self.flat_grad = torch.cat([param.main_grad.flatten() for param in params])
+        for param, view in zip(params, self.flat_grad.split([param.numel() for param in params])):
             param.main_grad = view.view_as(param)
 
 
@@ -91,16 +91,16 @@ def make_buckets(params, bucket_bytes):
 
 def bucketed(params, group, micro_batches, bucket_bytes):
     bucket_of = {param: bucket for bucket in make_buckets(params, bucket_bytes) for param in bucket.params}
-    under_way = []
+    handles = []
 
     def start_when_full(param):
         bucket = bucket_of[param]
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            under_way.append(dist.all_reduce(bucket.flat, group=group, async_op=True))
-            bucket.missing = len(bucket.params)
-    when_final(params, micro_batches, start_when_full)
-    return functools.partial(wait_for_all, under_way)
+        bucket.num_pending -= 1
+        if bucket.num_pending == 0:
+            handles.append(dist.all_reduce(bucket.flat_grad, group=group, async_op=True))
+            bucket.num_pending = len(bucket.params)
+    on_grad(params, micro_batches, start_when_full)
+    return functools.partial(wait_for_all, handles)
 
 
 # ------------------------------------------------------------------------------------------- what it sends

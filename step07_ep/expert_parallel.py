@@ -21,10 +21,10 @@ from torch import nn
 
 from ledger import formulas
 from mesh import data_mesh
-from messages import say
+from messages import print0
 from moe import Experts, MoE
-from parts import Part
-from tensor_parallel import border_of, enter, leave
+from shards import Shard
+from tensor_parallel import make_comm, enter_region, leave_region
 
 BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
 
@@ -40,7 +40,7 @@ def expert_parallel(model, config, mesh, args):
                 layer.mlp = TensorParallelMoE(layer.mlp, mesh, args)
             experts = layer.mlp.experts
             for linear in experts.children():
-                cut(linear, Part(group, 0, args.ep, group.rank()))
+                cut(linear, Shard(group, 0, args.ep, group.rank()))
                 linear.weight.placement.expert_mesh = expert_mesh
             if args.ep > 1:
                 layer.mlp.experts = ExpertParallel(experts, group)
@@ -48,10 +48,10 @@ def expert_parallel(model, config, mesh, args):
 
 def cut(linear, part):
     whole = linear.weight
-    linear.weight = nn.Parameter(whole.chunk(part.parts, part.dim)[0])
+    linear.weight = nn.Parameter(whole.chunk(part.num_shards, part.dim)[0])
     linear.weight.placement = whole.placement
-    linear.weight.placement.parts.append(part)
-    linear.weight.placement.times_counted //= part.parts
+    linear.weight.placement.shards.append(part)
+    linear.weight.placement.num_replicas //= part.num_shards
 
 
 def moe_layers(model):
@@ -65,30 +65,30 @@ class TensorParallelMoE(MoE):
     def __init__(self, whole, mesh, args):
         nn.Module.__init__(self)
         self.gate, self.experts, self.choose = whole.gate, whole.experts, whole.choose
-        self.border = border_of(mesh, args)
+        self.comm = make_comm(mesh, args)
         group = mesh.get_group("tp")
         for linear, dim in ((self.experts.w1, 1), (self.experts.w3, 1), (self.experts.w2, 2)):
-            cut(linear, Part(group, dim, args.tp, group.rank()))
-        self.gate.weight.placement.sum_over = group       # each rank has a part of what every expert makes
+            cut(linear, Shard(group, dim, args.tp, group.rank()))
+        self.gate.weight.placement.grad_reduce_group = group       # each rank has a part of what every expert makes
 
     def forward(self, x):
-        return leave(super().forward(enter(x, self.border)), self.border)
+        return leave_region(super().forward(enter_region(x, self.comm)), self.comm)
 
 
 # --------------------------------------------------------------------------------- tokens to experts and back
-class AllToAll(torch.autograd.Function):
+class TokenAllToAll(torch.autograd.Function):
     """Sends rows to each rank, as many as `sent` says; backward sends their gradients back."""
 
     @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        out = x.new_empty(sum(received), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    def forward(ctx, x, input_splits, output_splits, group):
+        ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group
+        out = x.new_empty(sum(output_splits), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return TokenAllToAll.apply(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
 
 
 class ExpertParallel(Experts):
@@ -99,30 +99,30 @@ class ExpertParallel(Experts):
         self.w1, self.w2, self.w3, self.group = whole.w1, whole.w2, whole.w3, group
 
     @torch.compiler.disable                               # its sizes come out of the data
-    def forward(self, x, counts):                                                  # [rows, hidden], [experts]
+    def forward(self, x, tokens_per_expert):                                                  # [rows, hidden], [experts]
         group, ranks = self.group, self.group.size()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
-        theirs = theirs.view(ranks, -1)                              # [ranks, experts/ep]: what comes to mine
-        both = torch.stack((counts.view(ranks, -1), theirs)).sum(-1)
-        sent, received = both.tolist()                    # the host waits for these
-        x = AllToAll.apply(x, sent, received, group)                          # by rank, and of each by expert
-        expert = torch.arange(theirs.shape[1], device=x.device).repeat(ranks)
-        expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(received))        # of each row
+        recv_counts = torch.empty_like(tokens_per_expert)
+        dist.all_to_all_single(recv_counts, tokens_per_expert, group=group)
+        recv_counts = recv_counts.view(ranks, -1)                              # [ranks, experts/ep]: what comes to mine
+        both = torch.stack((tokens_per_expert.view(ranks, -1), recv_counts)).sum(-1)
+        input_splits, output_splits = both.tolist()                    # the host waits for these
+        x = TokenAllToAll.apply(x, input_splits, output_splits, group)                          # by rank, and of each by expert
+        expert = torch.arange(recv_counts.shape[1], device=x.device).repeat(ranks)
+        expert = expert.repeat_interleave(recv_counts.flatten(), output_size=sum(output_splits))        # of each row
         order = expert.argsort(stable=True)
-        out = super().forward(x.index_select(0, order), theirs.sum(0))
-        return AllToAll.apply(out.index_select(0, order.argsort()), received, sent, group)
+        out = super().forward(x.index_select(0, order), recv_counts.sum(0))
+        return TokenAllToAll.apply(out.index_select(0, order.argsort()), output_splits, input_splits, group)
 
 
 # ------------------------------------------------------------------------------------ as many tokens for each
-class Balance:
+class LoadBalancer:
     """Chooses the experts, counts the tokens of each over the global batch, and evens them out."""
 
     def __init__(self, model, config, mesh, args):
         self.args, self.config, self.layers = args, config, moe_layers(model)
         self.data, self.cp = data_mesh(mesh).get_group(), mesh.get_group("cp")
         if self.layers and args.save and args.balance == "bias":
-            say("--balance bias with --save: a Mixtral's checkpoint has no place for the biases; without "
+            print0("--balance bias with --save: a Mixtral's checkpoint has no place for the biases; without "
                 "them some tokens get other experts; --balance aux or none train a plain Mixtral")
         size = len(self.layers), config.num_local_experts
         self.counts = torch.zeros(size, dtype=torch.int64, device=args.device)
@@ -172,16 +172,16 @@ def formula(model, mesh, args):
     sequences = args.global_batch_size // args.dp
     tokens = sequences * args.seq_len // args.cp
     forwards = 1 if args.recompute == "none" else 2
-    counts = len(layers) * config.num_local_experts * torch.int64.itemsize
+    tokens_per_expert = len(layers) * config.num_local_experts * torch.int64.itemsize
     number = torch.float64.itemsize
-    sent = [(data_mesh(mesh).get_group(), "all_reduce", counts), (dist.group.WORLD, "all_reduce", number)]
+    sent = [(data_mesh(mesh).get_group(), "all_reduce", tokens_per_expert), (dist.group.WORLD, "all_reduce", number)]
     if args.ep > 1:
         group = layers[0].experts.group
         rows = len(layers) * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize
         sent += [(group, "all_to_all", 2 * (forwards + 1) * rows),      # there and back, forward and backward
-                 (group, "all_to_all", forwards * sequences // args.micro_batch_size * counts)]
+                 (group, "all_to_all", forwards * sequences // args.micro_batch_size * tokens_per_expert)]
     if args.balance == "aux":
-        sent.append((mesh.get_group("cp"), "all_reduce", forwards * sequences * counts))
+        sent.append((mesh.get_group("cp"), "all_reduce", forwards * sequences * tokens_per_expert))
     return sent
 
 

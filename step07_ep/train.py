@@ -10,19 +10,19 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from context_parallel import context_parallel
 from data import batches, load_tokens
-from expert_parallel import Balance, expert_parallel
+from expert_parallel import LoadBalancer, expert_parallel
 from ledger import ledger
-from mesh import check_alike, processes, start_mesh, together
+from mesh import check_same_on_all_ranks, init_distributed, build_mesh, together
 from messages import clean_exit
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
-from pipeline_parallel import Pipeline, cut_stages
-from placement import place
+from pipeline_parallel import Pipeline, keep_local_stages
+from placement import init_placements
 from profiling import Profiler
 from recompute import recompute_and_compile
 from schedules import SCHEDULES
-from tensor_parallel import sum_partial_gradients, tensor_parallel
+from tensor_parallel import all_reduce_partial_grads, tensor_parallel
 from zero import Zero, make_units
 
 
@@ -37,16 +37,16 @@ def prepare(argv):
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
-    place(model)
+    init_placements(model)
     tensor_parallel(model, config, mesh, args)
     expert_parallel(model, config, mesh, args)
-    cut_stages(model, config, mesh, args)
+    keep_local_stages(model, config, mesh, args)
     make_units(model, mesh, args)
     materialize(model, config, args)
     if args.attention == "flash":
         from flash_attn import flash_attn_func
         for layer in model.model.layers.values():
-            layer.self_attn.core = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+            layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
     breaks = args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
     breaks = breaks or config.num_local_experts > 0       # their sizes come out of the data
@@ -55,13 +55,13 @@ def build_model(config, mesh, args):
 
 
 @clean_exit()
-@processes()
+@init_distributed()
 def main(argv=None):
     args, config, tokens = together(prepare, argv)
-    together(check_alike, args, config, tokens)
-    mesh = start_mesh(args)
+    together(check_same_on_all_ranks, args, config, tokens)
+    mesh = build_mesh(args)
     model = together(build_model, config, mesh, args)
-    balance = Balance(model, config, mesh, args)
+    balance = LoadBalancer(model, config, mesh, args)
     pipeline = Pipeline(model, config, mesh, args)
     zero = Zero(model, mesh, args)
     optimizer = Optimizer(zero.params, args)
@@ -70,17 +70,17 @@ def main(argv=None):
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
-            zero.gather_weights()
+            zero.start_all_gather()
             loss = pipeline.forward_backward(micro_batches)
-            zero.sum_gradients()
-            sum_partial_gradients(zero.params)
+            zero.finish_grad_reduction()
+            all_reduce_partial_grads(zero.params)
             dist.all_reduce(loss)
-            grad_norm = optimizer.clip()
+            grad_norm = optimizer.clip_grad_norm()
             optimizer.step(lr)
             load = balance.update()
         metrics.log(step, loss, grad_norm, lr, **load)
-    zero.gather_weights()
-    zero.wait()
+    zero.start_all_gather()
+    zero.wait_for_all_gather()
     if args.save:
         save_checkpoint(model, config, mesh, args)
 

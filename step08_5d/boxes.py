@@ -14,13 +14,13 @@ from collections import Counter
 import torch.distributed as dist
 from safetensors import safe_open
 
-from mesh import from_all_ranks
-from parts import my_part
+from mesh import all_gather_object
+from shards import local_slices
 
 
 def boxes(name, param, first, run):
     """{key: box} of a run of elements, from the first on, of this rank's part of a parameter."""
-    part = [index.start or 0 for index in my_part(param)]
+    part = [index.start or 0 for index in local_slices(param)]
     found = rectangles(param.shape, first, first + run.numel())
     views = run.view(-1).split([math.prod(shape) for _, shape in found])
     return {f"{name}{[a + b for a, b in zip(part, begin)]}": view.view(shape)
@@ -42,9 +42,9 @@ def rectangles(shape, start, stop):
     return inside(first - 1, start - (first - 1) * row, row) + rows + inside(last, 0, stop - last * row)
 
 
-def share_out(state):
+def assign_writers(state):
     """The keys that this rank writes: of those that have a box, the one does with least to write so far."""
-    every, writer, load = from_all_ranks({key: box.nbytes for key, box in state.items()}), {}, Counter()
+    every, writer, load = all_gather_object({key: box.nbytes for key, box in state.items()}), {}, Counter()
     for key, size in {key: size for held in every for key, size in held.items()}.items():
         writer[key] = min((rank for rank, held in enumerate(every) if key in held), key=load.__getitem__)
         load[writer[key]] += size
@@ -56,16 +56,16 @@ def fill(state, paths):
     mine = {}                                             # name: [(where it begins, box)]
     for key, box in state.items():
         box.fill_(math.nan)                               # which is never saved
-        mine.setdefault(key.split("[")[0], []).append((begin(key), box))
+        mine.setdefault(key.split("[")[0], []).append((offsets(key), box))
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():
                 for here, box in mine.get(key.split("[")[0], []):
-                    copy_overlap(box, here, file.get_slice(key), begin(key))
+                    copy_overlap(box, here, file.get_slice(key), offsets(key))
     return next((key for key, box in state.items() if box.isnan().any()), None)
 
 
-def begin(key):
+def offsets(key):
     return json.loads(key[key.index("["):])
 
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from config import to_hugging_face
-from messages import RANK, refuse, say
+from messages import RANK, fail, print0
 from model import Llama
-from moe import on_disk
-from parts import my_part, whole_shape
-from pipeline_parallel import from_its_stage
+from moe import to_hf_tensors
+from shards import local_slices, global_shape
+from pipeline_parallel import gather_from_pipeline
 
-OF_A_MODEL = re.compile(r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+MODEL_FILES = re.compile(r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def materialize(model, config, args):
@@ -27,14 +27,14 @@ def materialize(model, config, args):
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weight_of, source = (read_weight, saved) if saved else (initial_weight, config)
-        weights = [weight_of(*one, source, args) for one in on_disk(name, meta, config)]
+        weights = [weight_of(*one, source, args) for one in to_hf_tensors(name, meta, config)]
         weight = torch.stack(weights) if ".experts." in name else weights[0]
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, param)
         param.placement = meta.placement
         if args.zero:
-            meta.unit.add(param)
+            meta.unit.add_to_unit(param)
 
 
 def initial_weight(name, meta, config, args):
@@ -43,8 +43,8 @@ def initial_weight(name, meta, config, args):
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator(args.device).manual_seed(seed)
-    whole = torch.randn(whole_shape(meta), generator=generator, device=args.device) * config.initializer_range
-    return whole[my_part(meta)]
+    whole = torch.randn(global_shape(meta), generator=generator, device=args.device) * config.initializer_range
+    return whole[local_slices(meta)]
 
 
 def open_checkpoint(name):
@@ -57,23 +57,23 @@ def open_checkpoint(name):
                 names = sorted(set(json.load(file)["weight_map"].values()))
         files = [safe_open(os.path.join(folder, name), framework="pt") for name in names]
     except Exception as error:
-        refuse(f"--init_from {name}: not to be had, or damaged ({error})")
+        fail(f"--init_from {name}: not to be had, or damaged ({error})")
     saved = {key: file for file in files for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
-        say(f"{name} ties the head to the embedding; they start equal here and are trained apart")
+        print0(f"{name} ties the head to the embedding; they start equal here and are trained apart")
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     return saved
 
 
 def read_weight(name, meta, saved, args):
     if name not in saved:
-        refuse(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
+        fail(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
     stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # tied
     weight = saved[name].get_slice(stored)                # nothing is read yet
-    if weight.get_shape() != whole_shape(meta) or weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
-        refuse(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}, "
-               f"--model {args.model} has numbers of {whole_shape(meta)}")
-    return weight[my_part(meta)]
+    if weight.get_shape() != global_shape(meta) or weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
+        fail(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}, "
+               f"--model {args.model} has numbers of {global_shape(meta)}")
+    return weight[local_slices(meta)]
 
 
 def save_checkpoint(model, config, mesh, args):
@@ -87,9 +87,9 @@ def save_checkpoint(model, config, mesh, args):
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
-            weight = from_its_stage(model, name, params[name].shape, mesh, args)
+            weight = gather_from_pipeline(model, name, params[name].shape, mesh, args)
             if RANK == 0:
-                weights.update(on_disk(name, weight.cpu(), config))
+                weights.update(to_hf_tensors(name, weight.cpu(), config))
         if RANK == 0:
             save_file(weights, os.path.join(new, file), {"format": "pt"})
     if RANK > 0:
@@ -98,12 +98,12 @@ def save_checkpoint(model, config, mesh, args):
     if split.is_sharded:
         with open(os.path.join(new, "model.safetensors.index.json"), "w") as file:
             where = {disk: file for name, file in split.tensor_to_filename.items()
-                     for disk, _ in on_disk(name, params[name], config)}
+                     for disk, _ in to_hf_tensors(name, params[name], config)}
             json.dump({"metadata": split.metadata, "weight_map": where}, file)
-    put_in_place(new, os.path.realpath(args.save))
+    replace_directory(new, os.path.realpath(args.save))
 
 
-def put_in_place(new, folder):
+def replace_directory(new, folder):
     """Until here the model that was there is whole. Files that are no model's stay."""
     old = new + "-before"
     for name in os.listdir(new):
@@ -113,8 +113,8 @@ def put_in_place(new, folder):
             os.rename(folder, old)
         os.rename(new, folder)
     except OSError as error:                              # another run was faster, or it is a mount point
-        refuse(f"--save {folder}: {error}; the model is in {new}, what was there in {old}")
+        fail(f"--save {folder}: {error}; the model is in {new}, what was there in {old}")
     for name in os.listdir(old) if os.path.isdir(old) else []:
-        if not OF_A_MODEL.fullmatch(name):
+        if not MODEL_FILES.fullmatch(name):
             os.rename(os.path.join(old, name), os.path.join(folder, name))
     shutil.rmtree(old, ignore_errors=True)

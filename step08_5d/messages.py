@@ -8,7 +8,7 @@ import traceback
 RANK = int(os.environ.get("RANK") or 0)                   # which of the processes this is; torchrun sets it
 
 
-def say(line, to=None):
+def print0(line, to=None):
     """Rank 0 prints. An output that nobody reads any more (| head, a closed terminal) costs no run."""
     to = to or sys.stdout
     try:
@@ -17,7 +17,7 @@ def say(line, to=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
 
 
-def refuse(message, status=2):
+def fail(message, status=2):
     """Ends a run that cannot go on. It is not printed yet: other ranks may have to end as well."""
     end = SystemExit(status)
     end.message = message
@@ -32,7 +32,7 @@ def clean_exit():
         yield
     except SystemExit as end:
         if getattr(end, "message", None):
-            say(f"error: {end.message}", sys.stderr)
+            print0(f"error: {end.message}", sys.stderr)
         raise
     except Exception as error:
         here = os.path.dirname(os.path.abspath(__file__))

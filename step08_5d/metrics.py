@@ -10,9 +10,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from messages import RANK, refuse, say
+from messages import RANK, fail, print0
 from model import Llama
-from resume import kept_of_log
+from resume import log_size_to_keep
 
 # of dense bfloat16, by the name that a GPU gives itself
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
@@ -46,14 +46,14 @@ def peak_memory_gib(device):
     return torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30)
 
 
-def print_start(model, config, args):
+def print_header(model, config, args):
     """How the ranks lie, what a step is, what this rank has of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters = sum(param.numel() for param in model.parameters())
     if degrees:
-        say(" x ".join(f"{name} {degree}" for name, degree in degrees.items()))
-    say(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} tokens; "
+        print0(" x ".join(f"{name} {degree}" for name, degree in degrees.items()))
+    print0(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} tokens; "
         f"{parameters:,} parameters in {len(model.model.layers)} of {config.num_hidden_layers} layers")
 
 
@@ -63,40 +63,40 @@ def open_log(name, args):
         file = open(name, "a+b", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        refuse(f"--log_file {name}: cannot be written, or another run writes it ({error})")
+        fail(f"--log_file {name}: cannot be written, or another run writes it ({error})")
     file.seek(0)
     if not b'{"step": '.startswith(file.read(9)):
-        refuse(f"--log_file {name}: is there and is no log of a run; take another name")
-    file.truncate(kept_of_log(name, args))
+        fail(f"--log_file {name}: is there and is no log of a run; take another name")
+    file.truncate(log_size_to_keep(name, args))
     return file
 
 
 class Metrics:
     def __init__(self, model, config, args):
-        print_start(model, config, args)
-        self.args, self.devices = args, int(os.environ.get("WORLD_SIZE", 1))
+        print_header(model, config, args)
+        self.args, self.world_size = args, int(os.environ.get("WORLD_SIZE", 1))
         self.flops_per_token, self.peak_flops = flops_per_token(config, args.seq_len), peak_flops(args.device)
         self.file = open_log(args.log_file, args) if args.log_file and RANK == 0 else None
         self.start = time.perf_counter()
 
-    def log(self, step, loss, grad_norm, lr, **more):
+    def log(self, step, loss, grad_norm, lr, **extra):
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
         if not math.isfinite(loss + grad_norm):
-            say(f"error: step {step + 1}: loss {loss}, gradient norm {grad_norm}: nothing saved", sys.stderr)
+            print0(f"error: step {step + 1}: loss {loss}, gradient norm {grad_norm}: nothing saved", sys.stderr)
             raise SystemExit(3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len
         speed = tokens / seconds
-        mfu = speed / self.devices * self.flops_per_token / self.peak_flops if self.peak_flops else None
+        mfu = speed / self.world_size * self.flops_per_token / self.peak_flops if self.peak_flops else None
         memory = peak_memory_gib(self.args.device)
         dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-        more = {name: float(value) for name, value in more.items()}
-        said = "".join(f"  {name} {value:.2f}" for name, value in more.items())
-        said = f"  MFU {mfu:.1%}{said}" if mfu else said
-        say(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  "
-            f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{said}  {memory:.2f} GiB")
+        extra = {name: float(value) for name, value in extra.items()}
+        suffix = "".join(f"  {name} {value:.2f}" for name, value in extra.items())
+        suffix = f"  MFU {mfu:.1%}{suffix}" if mfu else suffix
+        print0(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  "
+            f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{suffix}  {memory:.2f} GiB")
         if self.file:
             line = dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
-                        tokens_per_s=speed, tokens_per_s_per_device=speed / self.devices, mfu=mfu,
-                        peak_memory_gib=float(memory), **more)
+                        tokens_per_s=speed, tokens_per_s_per_device=speed / self.world_size, mfu=mfu,
+                        peak_memory_gib=float(memory), **extra)
             self.file.write(json.dumps(line).encode() + b"\n")

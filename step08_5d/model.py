@@ -39,7 +39,7 @@ def llama3_scaling(frequency, factor, low_freq_factor, high_freq_factor, origina
     return frequency * (keep + (1 - keep) / factor)
 
 
-def rotate(x, cos, sin):                                                       # [batch, seq, heads, head_dim]
+def apply_rotary_emb(x, cos, sin):                                                       # [batch, seq, heads, head_dim]
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
 
@@ -59,15 +59,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.core = sdpa
+        self.inner_attention = sdpa
 
     def project(self, x):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(self, x, cos, sin):                                                # [batch, seq, hidden]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        out = self.core(q, k, v)                                               # [batch, seq, heads, head_dim]
+        q, k = apply_rotary_emb(self.q_norm(q), cos, sin), apply_rotary_emb(self.k_norm(k), cos, sin)
+        out = self.inner_attention(q, k, v)                                               # [batch, seq, heads, head_dim]
         return self.o_proj(out.flatten(-2))
 
 

@@ -27,13 +27,13 @@ class MoE(nn.Module):
     def forward(self, x):                                                          # [batch, seq, hidden]
         logits = self.gate(x).to(torch.promote_types(x.dtype, torch.float32))      # [batch, seq, experts]
         expert = self.choose(logits)                                               # [batch, seq, top_k]
-        share = logits.gather(-1, expert).softmax(-1).type_as(x)
+        routing_weights = logits.gather(-1, expert).softmax(-1).type_as(x)
         order = expert.flatten().argsort(stable=True)                          # of (token, choice), by expert
-        counts = F.one_hot(expert, logits.shape[-1]).sum((0, 1, 2))                # of each expert
+        tokens_per_expert = F.one_hot(expert, logits.shape[-1]).sum((0, 1, 2))                # of each expert
         x = x.flatten(0, 1).index_select(0, order // expert.shape[-1])             # [tokens * top_k, hidden]
-        out = self.experts(x, counts).index_select(0, order.argsort())             # back to the tokens' order
+        out = self.experts(x, tokens_per_expert).index_select(0, order.argsort())             # back to the tokens' order
         out = out.view(*expert.shape, -1)                                        # [batch, seq, top_k, hidden]
-        return (out * share.unsqueeze(-1)).sum(-2)
+        return (out * routing_weights.unsqueeze(-1)).sum(-2)
 
 
 class Experts(nn.Module):
@@ -44,8 +44,8 @@ class Experts(nn.Module):
         self.w2 = GroupedLinear(experts, intermediate, hidden)
         self.w3 = GroupedLinear(experts, hidden, intermediate)
 
-    def forward(self, x, counts):                         # rows sorted by expert, and how many each has
-        return self.w2(F.silu(self.w1(x, counts)) * self.w3(x, counts), counts)
+    def forward(self, x, tokens_per_expert):                         # rows sorted by expert, and how many each has
+        return self.w2(F.silu(self.w1(x, tokens_per_expert)) * self.w3(x, tokens_per_expert), tokens_per_expert)
 
 
 class GroupedLinear(nn.Module):
@@ -58,35 +58,35 @@ class GroupedLinear(nn.Module):
     def extra_repr(self):
         return "experts={}, out_features={}, in_features={}".format(*self.weight.shape)
 
-    def forward(self, x, counts):
-        return grouped_product(x, self.weight, counts)
+    def forward(self, x, tokens_per_expert):
+        return grouped_product(x, self.weight, tokens_per_expert)
 
 
-def kernel_takes(weight):                                                          # rows of 16 bytes
+def supports_grouped_mm(weight):                                                          # rows of 16 bytes
     return weight.dtype == torch.bfloat16 and all(width % 8 == 0 for width in weight.shape[1:])
 
 
-def grouped_product(x, weight, counts):                            # [rows, in], [experts, out, in], [experts]
-    if kernel_takes(weight):
+def grouped_product(x, weight, tokens_per_expert):                            # [rows, in], [experts, out, in], [experts]
+    if supports_grouped_mm(weight):
         if weight.requires_grad:                          # where there are no rows the kernel may write none
             weight = weight.view_as(weight)
-            weight.register_hook(lambda grad: zero_where_empty(grad, counts))
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])
+            weight.register_hook(lambda grad: zero_where_empty(grad, tokens_per_expert))
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=tokens_per_expert.cumsum(0, dtype=torch.int32))
+    return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(tokens_per_expert.tolist()), weight)])
 
 
-def zero_where_empty(grad, counts):
-    return grad.masked_fill((counts == 0).view(-1, 1, 1), 0)
+def zero_where_empty(grad, tokens_per_expert):
+    return grad.masked_fill((tokens_per_expert == 0).view(-1, 1, 1), 0)
 
 
-def grouped_gradient(grad, x, weight, counts):
+def grouped_gradient(grad, x, weight, tokens_per_expert):
     """Return the weight's gradient, where autograd does not compute it (step 6's W)."""
     if not len(x):                                        # this rank's experts have no tokens: ask no kernel
         return torch.zeros_like(weight)
-    if kernel_takes(weight):
-        product = F.grouped_mm(grad.T, x, offs=counts.cumsum(0, dtype=torch.int32))
-        return zero_where_empty(product, counts)
-    rows = zip(grad.split(counts.tolist()), x.split(counts.tolist()))
+    if supports_grouped_mm(weight):
+        product = F.grouped_mm(grad.T, x, offs=tokens_per_expert.cumsum(0, dtype=torch.int32))
+        return zero_where_empty(product, tokens_per_expert)
+    rows = zip(grad.split(tokens_per_expert.tolist()), x.split(tokens_per_expert.tolist()))
     return torch.stack([grad.T @ x for grad, x in rows])
 
 
@@ -96,7 +96,7 @@ def mesh_of(param, mesh):
     return param.placement.expert_mesh or data_mesh(mesh)
 
 
-def by_mesh(params, mesh):
+def group_by_mesh(params, mesh):
     """[(those ranks, the parameters that they share)]"""
     found = {}
     for param in params:
@@ -110,17 +110,17 @@ class Block:
     def __init__(self, units):
         self.units, self.modules, self.keep = units, units[0].modules, units[0].keep
 
-    def gather_if_released(self):
+    def unshard(self):
         for unit in self.units:
-            unit.gather_if_released()
+            unit.unshard()
 
-    def wait(self):
+    def wait_for_all_gather(self):
         for unit in self.units:
-            unit.wait()
+            unit.wait_for_all_gather()
 
-    def release(self):
+    def reshard(self):
         for unit in self.units:
-            unit.release()
+            unit.reshard()
 
 
 def blocks_of(units):
@@ -129,30 +129,30 @@ def blocks_of(units):
 
 def split_grouped(linear, queue, queue_weight_gradient):
     """What pipeline_parallel.split is to a linear: the weights' gradients, all experts', are left to W."""
-    def product(x, counts):
+    def product(x, tokens_per_expert):
         grads = {}
-        gradient = lambda grad, x: grouped_gradient(grad, x, linear.weight, counts)
+        gradient = lambda grad, x: grouped_gradient(grad, x, linear.weight, tokens_per_expert)
         x = queue_weight_gradient.apply(x, grads, None, gradient, queue)
-        y = grouped_product(x, linear.weight.detach(), counts)
+        y = grouped_product(x, linear.weight.detach(), tokens_per_expert)
         y.register_hook(functools.partial(grads.__setitem__, linear))
         return y
     return torch.compiler.disable(product)
 
 
 # ------------------------------------------------------------------------------------------- in a checkpoint
-def on_disk(name, param, config):
+def to_hf_tensors(name, param, config):
     """What a parameter is in a checkpoint: (name, tensor), one for each expert that it has."""
     for ours, theirs in FAMILIES[config.family].renamed.items():
         name = name.replace(ours, theirs)
     if ".experts." not in name:
         return [(name, param)]
     placement = getattr(param, "placement", None)         # the model as it is on the disk has none
-    parts = placement.parts if placement else []
+    parts = placement.shards if placement else []
     first = sum(part.index * len(param) for part in parts if part.dim == 0)
     experts = []
     for i, one in enumerate(param.unbind(), start=first):
         if placement:
             of_one = [part._replace(dim=part.dim - 1) for part in parts if part.dim > 0]
-            one.placement = dataclasses.replace(placement, parts=of_one)
+            one.placement = dataclasses.replace(placement, shards=of_one)
         experts.append((name.replace(".experts.", f".experts.{i}."), one))
     return experts

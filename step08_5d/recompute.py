@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def keep_products(hidden, ctx, op, *args, **kwargs):
+def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
     """selective: what matrix products and attention made is kept; norms, rotary and SwiGLU are cheap to
     repeat.
 
@@ -17,22 +17,22 @@ def keep_products(hidden, ctx, op, *args, **kwargs):
 
 
 # nothing in a layer is random, so no random state is kept for it
-run_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+checkpoint_fn = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute(layer, mode):
     if mode == "full":                    # only the layer's input is kept; forward runs again before backward
-        layer.forward = functools.partial(run_again, layer.forward)
+        layer.forward = functools.partial(checkpoint_fn, layer.forward)
     elif mode == "selective":
-        policy = functools.partial(keep_products, layer.self_attn.q_proj.in_features)
+        policy = functools.partial(save_matmuls_policy, layer.self_attn.q_proj.in_features)
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        layer.forward = functools.partial(run_again, layer.forward, context_fn=contexts)
+        layer.forward = functools.partial(checkpoint_fn, layer.forward, context_fn=contexts)
 
 
 def recompute_and_compile(model, args, breaks_at_collectives):
     for layer in model.model.layers.values():
         if breaks_at_collectives:                         # compiled is what lies between two of them
-            layer.self_attn.core = torch.compiler.disable(layer.self_attn.core)    # for selective to see
+            layer.self_attn.inner_attention = torch.compiler.disable(layer.self_attn.inner_attention)    # for selective to see
             layer.forward = torch.compile(layer.forward) if args.compile else layer.forward
         recompute(layer, args.recompute)
         if args.compile and not breaks_at_collectives:    # the layer as a whole, what it does again included

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from boxes import boxes, fill, share_out
+from boxes import boxes, fill, assign_writers
 from config import NOT_ARCHITECTURE, ModelConfig
-from mesh import from_all_ranks, sample, together
-from messages import refuse, say
+from mesh import all_gather_object, dataset_digest, together
+from messages import fail, print0
 
 DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(qk_norm=False)
 
@@ -35,14 +35,14 @@ class Checkpoints:
     def __init__(self, model, optimizer, balance, tokens, args):
         self.model, self.optimizer, self.balance, self.args = model, optimizer, balance, args
         self.run = fingerprint(balance.config, tokens, args)
-        self.signals = hear_signals() if args.checkpoint else []
+        self.signals = install_signal_handlers() if args.checkpoint else []
         self.mine = None                                  # the keys of the boxes that this rank writes
 
     def state(self):
         """{key: box} of all that this rank has to save, or to fill."""
         names, state = {param: name for name, param in self.model.named_parameters()}, {}
         for piece, master in zip(self.optimizer.params, self.optimizer.masters):
-            param, first = getattr(piece, "part_of", (piece, 0))                   # ZeRO's slice, or all
+            param, first = getattr(piece, "origin", (piece, 0))                   # ZeRO's slice, or all
             adam = self.optimizer.adamw.state[master]
             if not adam:                                  # no step has been taken
                 adam.update(step=torch.zeros((), device=master.device),
@@ -65,22 +65,22 @@ class Checkpoints:
             self.save(step + 1)
         if not stop_signal or last:                       # after the last there is --save to do
             return False
-        say(f"told to end ({signal.Signals(int(stop_signal)).name}) after step {step + 1}; "
+        print0(f"told to end ({signal.Signals(int(stop_signal)).name}) after step {step + 1}; "
             "--resume goes on from there")
         return True
 
     def save(self, steps):
         folder, state = Path(self.args.checkpoint, f"step_{steps:08d}.tmp"), self.state()
-        self.mine = share_out(state) if self.mine is None else self.mine
-        digests = from_all_ranks(together(self.write, folder, state))
+        self.mine = assign_writers(state) if self.mine is None else self.mine
+        digests = all_gather_object(together(self.write, folder, state))
         together(self.finish, folder, dict(digests))
 
     def write(self, folder, state):
         if not all(box.isfinite().all() for box in state.values()):
-            refuse("some weights are not finite any more: stopped, nothing saved; checkpoints there: "
-                   f"{names(own(self.args))}", 3)
+            fail("some weights are not finite any more: stopped, nothing saved; checkpoints there: "
+                   f"{names(list_checkpoints(self.args))}", 3)
         file = folder / f"rank_{dist.get_rank():05d}.safetensors"
-        with written(folder, self.args):
+        with fail_on_io_error(folder, self.args):
             folder.mkdir(exist_ok=True)
             save_file({key: state[key].cpu() for key in self.mine}, file)
             return file.name, digest(file)
@@ -89,13 +89,13 @@ class Checkpoints:
         """By rank 0, when all have written."""
         if dist.get_rank() > 0:
             return
-        with written(folder, self.args):
+        with fail_on_io_error(folder, self.args):
             index = dict(steps=int(folder.stem[5:]), digests=digests, run=self.run)
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")
             folder.rename(folder.with_suffix(""))
             os.sync()                                     # of the folders, too, before older ones go
-        for old in own(self.args)[:-self.args.keep]:
+        for old in list_checkpoints(self.args)[:-self.args.keep]:
             # half deleted it must not look whole; what cannot be deleted is not worth a run
             shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
@@ -111,7 +111,7 @@ class Checkpoints:
         together(self.check, *chosen[0])
         together(self.restore, *chosen[0])
         folder, _ = chosen[0]
-        for newer in own(self.args) if dist.get_rank() == 0 else ():
+        for newer in list_checkpoints(self.args) if dist.get_rank() == 0 else ():
             if newer > folder:                            # it would be taken for this run's newest
                 newer.rename(f"{newer}.aside_{time.time_ns()}")
         return int(folder.name[5:])
@@ -121,43 +121,43 @@ class Checkpoints:
         if dist.get_rank() > 0:
             return None
         self.lock = lock(self.args.checkpoint)
-        for left in own(self.args, ".tmp"):               # by a run that was killed
+        for left in list_checkpoints(self.args, ".tmp"):               # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        there, wanted, where = own(self.args), self.args.resume, self.args.checkpoint
+        there, wanted, where = list_checkpoints(self.args), self.args.resume, self.args.checkpoint
         if there and not wanted:
-            refuse(f"--checkpoint {where}: {there[-1].name} is in there already; --resume goes on from it, "
+            fail(f"--checkpoint {where}: {there[-1].name} is in there already; --resume goes on from it, "
                    "a run of its own takes another directory")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             wanted = wanted and "newest"                  # what was done since the first start counts
         found = [path for path in there if wanted in (path.name, "newest")]
         if wanted not in (None, "newest") and not found:
-            refuse(f"--resume {wanted}: not in {where}; there are {names(there)}")
+            fail(f"--resume {wanted}: not in {where}; there are {names(there)}")
         if wanted:
-            say(f"resuming from {found[-1]}" if found else
+            print0(f"resuming from {found[-1]}" if found else
                 f"--resume: nothing in {where} yet, starting at the beginning")
         return (found[-1], index_of(found[-1])) if found else None
 
     def check(self, folder, index):
         """Fail unless the checkpoint is intact and belongs to this run."""
-        problem = damage(folder, index, dist.get_rank(), dist.get_world_size())
+        problem = find_corruption(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
-            refuse(f"--resume: {folder} is damaged: {problem}; {older(folder, self.args)}")
+            fail(f"--resume: {folder} is damaged: {problem}; {suggest_intact(folder, self.args)}")
         for name in self.run | index["run"]:              # older checkpoints lack newer fields: the default
             then, now = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
             if then != now:
-                refuse(f"--resume: {folder} was saved with {name} {then}, but this run has {now}")
+                fail(f"--resume: {folder} was saved with {name} {then}, but this run has {now}")
 
     @torch.no_grad()
     def restore(self, folder, index):
         unfilled = fill(self.state(), [folder / name for name in index["digests"]])
         if unfilled:
-            refuse(f"--resume: {folder} is damaged: it has not all of {unfilled}; {older(folder, self.args)}")
+            fail(f"--resume: {folder} is damaged: it has not all of {unfilled}; {suggest_intact(folder, self.args)}")
         steps = int(folder.name[5:])
         for param, master in zip(self.optimizer.params, self.optimizer.masters):
             self.optimizer.adamw.state[master]["step"].fill_(steps)
             param.data.copy_(master)
         if steps >= self.args.steps:
-            say(f"{steps} steps are done, of --steps {self.args.steps}: nothing is left to do")
+            print0(f"{steps} steps are done, of --steps {self.args.steps}: nothing is left to do")
 
 
 def fingerprint(config, tokens, args):
@@ -167,11 +167,11 @@ def fingerprint(config, tokens, args):
     model = {name: value for name, value in asdict(config).items() if name not in left_out}
     balance = args.balance if config.num_local_experts else None
     return {name: vars(args)[name] for name in flags} | model | dict(
-        qk_norm=config.qk_norm, balance=balance, data=sample(tokens),
+        qk_norm=config.qk_norm, balance=balance, data=dataset_digest(tokens),
         dtype=str(args.dtype).removeprefix("torch."))
 
 
-def hear_signals():
+def install_signal_handlers():
     """A list that notes what tells the run to end: Slurm (SIGTERM), a closed terminal, Ctrl-C (only once)."""
     heard = []
 
@@ -185,7 +185,7 @@ def hear_signals():
 
 
 # ------------------------------------------------------------------------------------------- on the disk
-def own(args, ending=""):
+def list_checkpoints(args, ending=""):
     """This trainer's checkpoints, oldest first; or, with an ending, those that are not whole."""
     return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + ending))
 
@@ -195,11 +195,11 @@ def names(folders):
 
 
 @contextlib.contextmanager
-def written(folder, args):
+def fail_on_io_error(folder, args):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        refuse(f"--checkpoint: {folder} cannot be written ({error}); checkpoints there: {names(own(args))}")
+        fail(f"--checkpoint: {folder} cannot be written ({error}); checkpoints there: {names(list_checkpoints(args))}")
 
 
 def lock(folder):
@@ -208,9 +208,9 @@ def lock(folder):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        refuse(f"--checkpoint {folder}: another run is training there; take another directory")
+        fail(f"--checkpoint {folder}: another run is training there; take another directory")
     except OSError as error:
-        say(f"--checkpoint {folder}: this file system has no locks ({error}); let no other run use it")
+        print0(f"--checkpoint {folder}: this file system has no locks ({error}); let no other run use it")
     return file
 
 
@@ -230,7 +230,7 @@ def index_of(folder):
             return index
 
 
-def damage(folder, index, rank=0, ranks=1):
+def find_corruption(folder, index, rank=0, ranks=1):
     """What is wrong with a checkpoint, of whose files each rank reads its share; None if nothing is."""
     if index is None or index != index_of(folder):
         return "index.json is missing or damaged, or some ranks see another one"
@@ -242,15 +242,15 @@ def damage(folder, index, rank=0, ranks=1):
             return f"{name} is not as it was written"
 
 
-def older(folder, args):
+def suggest_intact(folder, args):
     """Which checkpoint is to be had in place of a damaged one."""
-    for path in reversed(own(args)):
-        if path < folder and not damage(path, index_of(path)):
+    for path in reversed(list_checkpoints(args)):
+        if path < folder and not find_corruption(path, index_of(path)):
             return f"--resume {path.name} takes an older one, which is whole"
     return "there is no older one that is whole"
 
 
-def kept_of_log(name, args):
+def log_size_to_keep(name, args):
     """How many bytes of a log stay when its run goes on: the lines of the steps that are done."""
     size = 0
     with open(name, "rb") as log:

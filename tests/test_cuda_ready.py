@@ -133,12 +133,12 @@ def environment_job():
         seen.append((what, os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)))
         raise ZeroDivisionError
     with patch("torch.cuda.is_available", lambda: True), patch("torch.distributed.init_process_group", connect):
-        with pytest.raises(ZeroDivisionError), mesh.processes():
+        with pytest.raises(ZeroDivisionError), mesh.init_distributed():
             raise AssertionError("the processes have not been connected")
     with patch.dict(os.environ, LOCAL_RANK="5"), patch("torch.cuda.set_device", seen.append), \
             patch("mesh.init_device_mesh", connect):
         with pytest.raises(ZeroDivisionError):
-            mesh.start_mesh(args)
+            mesh.build_mesh(args)
     return seen, not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
@@ -152,8 +152,8 @@ def started_order_job(argv):
     import torch.distributed as dist
     import train
     import zero
-    events, gather, all_reduce, run = [], zero.Unit.gather, dist.all_reduce, train.Pipeline.forward_backward
-    with patch.object(zero.Unit, "gather", lambda unit: events.append("gather") or gather(unit)), \
+    events, gather, all_reduce, run = [], zero.Zero1Unit.gather, dist.all_reduce, train.Pipeline.forward_backward
+    with patch.object(zero.Zero1Unit, "gather", lambda unit: events.append("gather") or gather(unit)), \
             patch.object(dist, "all_reduce", lambda *args, **how: events.append("sum") or all_reduce(*args, **how)), \
             patch.object(train.Pipeline, "forward_backward", lambda self, *args: events.append("forward") or run(self, *args)):
         train.main(argv)

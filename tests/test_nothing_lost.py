@@ -617,10 +617,10 @@ def gpus_job(argv, gpus):
     import messages
     from data import load_tokens
     with (patch.dict(os.environ, LOCAL_RANK=os.environ["RANK"]), patch("torch.cuda.device_count", lambda: gpus),
-          messages.clean_exit(), mesh.processes()):
+          messages.clean_exit(), mesh.init_distributed()):
         args = config.parse_args([*argv, "--device", "cpu"])
         args.device = "cuda"
-        mesh.together(mesh.check_alike, args, config.load_config(args), load_tokens(args, 256))
+        mesh.together(mesh.check_same_on_all_ranks, args, config.load_config(args), load_tokens(args, 256))
 
 
 @pytest.mark.parametrize("step", STEPS[1:])

@@ -39,7 +39,7 @@ from costs import Layout
 from layouts import in_turn
 from metrics import parameter_count
 from model import Llama
-from pipeline_parallel import first_layers, my_stages
+from pipeline_parallel import stage_boundaries, local_stages
 from steps import copy_repository
 from steps import run as steps_run
 
@@ -209,7 +209,7 @@ def flops(c, l, stage):
 @pytest.mark.parametrize("model", config.PRESETS)
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_layers_per_stage(model, stages):
-    assert costs.first_layers(models.PRESETS[model], stages) == first_layers(config.PRESETS[model], stages)
+    assert costs.stage_boundaries(models.PRESETS[model], stages) == stage_boundaries(config.PRESETS[model], stages)
 
 
 @pytest.mark.parametrize("schedule", plan.SCHEDULES)
@@ -217,12 +217,12 @@ def test_layers_per_stage(model, stages):
 def test_what_a_schedule_keeps(schedule, pp, m):
     l = Layout(pp=pp, schedule=schedule, accumulation=m)
     lists = schedules.make(schedule, pp, m, l.stages_per_rank)
-    in_flight = [schedules.in_flight(actions) for actions in lists]
+    in_flight = [schedules.max_in_flight(actions) for actions in lists]
     assert [costs.in_flight(l, rank) * l.stages_per_rank for rank in range(pp)] == in_flight
     for rank in range(pp):
         mesh = SimpleNamespace(get_local_rank=lambda name: rank)
         args = SimpleNamespace(pp=pp, stages_per_rank=l.stages_per_rank, schedule=schedule)
-        assert costs.my_stages(l, rank) == my_stages(mesh, args)
+        assert costs.local_stages(l, rank) == local_stages(mesh, args)
 
 
 @pytest.mark.parametrize("schedule", plan.SCHEDULES)

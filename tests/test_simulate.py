@@ -51,8 +51,8 @@ def real_job(argv):
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch("torch.distributed.Work.is_completed", finished))
         if hasattr(train, "expert_parallel"):
-            from expert_parallel import Balance
-            choose = Balance.choose
+            from expert_parallel import LoadBalancer
+            choose = LoadBalancer.choose
 
             def choose_evenly(self, i, scores):
                 expert = choose(self, i, scores)
@@ -420,7 +420,7 @@ def pipelines_job():
     for name, row in schedules.SCHEDULES.items():
         lists = schedules.make(name, 4, max(8, row.min_micro_batches(4)), row.stages_per_rank)
         last = max(action.stage for actions in lists for action in actions)
-        ranks = [toy.notes_of_program(schedules, rank, schedules.program(lists, rank), last) for rank in range(4)]
+        ranks = [toy.notes_of_program(schedules, rank, schedules.add_send_recv(lists, rank), last) for rank in range(4)]
         played = Player(dict(enumerate(ranks)), toy.Toy(0.0), stage_of=lambda rank: rank).play()
         events = schedules.simulate(lists)
         found[name] = ((played.seconds, [played.seconds - played.computing[rank] for rank in range(4)]),

@@ -64,8 +64,8 @@ def persistent_job(argv):
     """Bytes alive between two steps, every storage once: weights, gradients, masters of their own, Adam's states."""
     model, optimizer = trained_parts(argv)
     units = list(dict.fromkeys(p.unit for p in model.parameters()))
-    weights = list(model.parameters()) + [unit.weight_slice for unit in units]
-    grads = [unit.grad_slice for unit in units] + [unit.grads for unit in units if unit.grads is not None]
+    weights = list(model.parameters()) + [unit.param_shard for unit in units]
+    grads = [unit.grad_shard for unit in units] + [unit.grads for unit in units if unit.grads is not None]
     masters = [m for m in optimizer.masters if m.dtype != units[0].weights.dtype]
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
     assert all(p.grad is None for p in model.parameters())
@@ -106,12 +106,12 @@ def residency_job(argv):
     import train
     import zero
     most, events, units = [0], [], []
-    gather, build = zero.Unit.gather, train.build_model
+    gather, build = zero.Zero1Unit.gather, train.build_model
 
     def watched_gather(self):
         gather(self)
         blocks = units[1:-1]
-        most[0] = max(most[0], sum(unit.weights.untyped_storage().nbytes() > 0 for unit in blocks))
+        most[0] = max(most[0], sum(unit.flat_param.untyped_storage().nbytes() > 0 for unit in blocks))
         events.append(f"gather {units.index(self)}")
 
     def watched_build(*args):
@@ -121,11 +121,11 @@ def residency_job(argv):
             layer.register_forward_hook(lambda *_, i=i: events.append(f"forward {i} done"))
             layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i} done"))
         return model
-    zero.Unit.gather, train.build_model = watched_gather, watched_build
+    zero.Zero1Unit.gather, train.build_model = watched_gather, watched_build
     try:
         train.main(argv)
     finally:
-        zero.Unit.gather, train.build_model = gather, build
+        zero.Zero1Unit.gather, train.build_model = gather, build
     return most[0], events
 
 
@@ -150,7 +150,7 @@ def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, 
 def peaks_job(names):
     import bench_parallel
     import mesh
-    return bench_parallel.measure_memory(names, mesh.start_mesh(bench_parallel.parse("")[0]), steps=2)
+    return bench_parallel.measure_memory(names, mesh.build_mesh(bench_parallel.parse("")[0]), steps=2)
 
 
 @slow
@@ -177,17 +177,17 @@ def nothing_whole_job(argv):
     """The most bytes of whole weights at any time while the model is built."""
     import train
     import zero
-    most, alive, add = [0], {}, zero.Unit.add
+    most, alive, add = [0], {}, zero.Zero1Unit.add
 
     def watched(self, param):
         alive[id(param)] = param
         add(self, param)
         most[0] = max(most[0], storage_bytes(alive.values()))
-    zero.Unit.add = watched
+    zero.Zero1Unit.add = watched
     try:
         train.main(argv)
     finally:
-        zero.Unit.add = add
+        zero.Zero1Unit.add = add
     return most[0]
 
 

@@ -109,10 +109,10 @@ def gradcheck_job(sp, kind):
 
     import torch.distributed as dist
     import torch.nn.functional as F
-    from tensor_parallel import Enter, EnterLinears, Leave, all_gather, all_reduce, identity, reduce_scatter
+    from tensor_parallel import EnterRegion, ColumnParallelLinears, LeaveRegion, all_gather, all_reduce, identity, reduce_scatter
     dist.init_process_group("gloo")
     rank, group = int(os.environ["RANK"]), dist.group.WORLD
-    border = *((all_gather, reduce_scatter) if sp == "on" else (identity, all_reduce)), group
+    comm = *((all_gather, reduce_scatter) if sp == "on" else (identity, all_reduce)), group
 
     class MyRow(torch.autograd.Function):
         @staticmethod
@@ -143,7 +143,7 @@ def gradcheck_job(sp, kind):
     random_tensor = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
     if kind == "leave":                                   # [batch, seq, hidden] partial sums
         rows = random_tensor(group.size(), 2, 4, 3)
-        parts = lambda x: Leave.apply(MyRow.apply(x), *border)
+        parts = lambda x: LeaveRegion.apply(MyRow.apply(x), *comm)
         whole = lambda x: AllRows.apply(parts(x)) if sp == "on" else parts(x)
         assert torch.autograd.gradcheck(whole, rows)
         expected = rows.sum(0)
@@ -153,11 +153,11 @@ def gradcheck_job(sp, kind):
     mine = MyRow.apply if sp == "on" else lambda x: x
     whole = torch.cat(x.unbind(), dim=1) if sp == "on" else x
     if kind == "enter":
-        assert torch.autograd.gradcheck(lambda x: AllRows.apply(Enter.apply(mine(x), *border)), x)
-        assert torch.equal(Enter.apply(mine(x), *border), whole)
+        assert torch.autograd.gradcheck(lambda x: AllRows.apply(EnterRegion.apply(mine(x), *comm)), x)
+        assert torch.equal(EnterRegion.apply(mine(x), *comm), whole)
     else:
         weights = random_tensor(group.size(), 5, 3), random_tensor(group.size(), 2, 3)
-        products = lambda x, *weights: [AllRows.apply(y) for y in EnterLinears.apply(mine(x), *border, *map(MyRow.apply, weights))]
+        products = lambda x, *weights: [AllRows.apply(y) for y in ColumnParallelLinears.apply(mine(x), *comm, *map(MyRow.apply, weights))]
         assert torch.autograd.gradcheck(products, (x, *weights))
         for product, weight in zip(products(x, *weights), weights):
             torch.testing.assert_close(product, torch.stack([F.linear(whole, w) for w in weight]))
@@ -236,8 +236,8 @@ def stuck_job(argv):
     import torch.distributed as dist
     torch_s = dist.distributed_c10d.default_pg_timeout
     with (patch.object(mesh, "TIMEOUT", datetime.timedelta(seconds=5)),
-          patch.object(dist.distributed_c10d, "default_pg_timeout", torch_s), mesh.processes()):
-        group, error = mesh.start_mesh(config.parse_args(argv)).get_group("tp"), None
+          patch.object(dist.distributed_c10d, "default_pg_timeout", torch_s), mesh.init_distributed()):
+        group, error = mesh.build_mesh(config.parse_args(argv)).get_group("tp"), None
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
             try:

@@ -116,7 +116,7 @@ def schedules():
 
 
 def programs(schedules, lists):
-    return [schedules.program(lists, rank) for rank in range(len(lists))]
+    return [schedules.add_send_recv(lists, rank) for rank in range(len(lists))]
 
 
 def every_case():
@@ -227,7 +227,7 @@ def test_four_times_the_micro_batches_are_four_times_the_work(schedules, monkeyp
 
     def work(m):
         looked.clear()
-        schedules.program(schedules.make(name, 4, m, SCHEDULES[name].stages_per_rank), 1)
+        schedules.add_send_recv(schedules.make(name, 4, m, SCHEDULES[name].stages_per_rank), 1)
         return len(looked)
     monkeypatch.setattr(schedules, "Message", Counted)
     assert work(256) < 5 * work(64)
@@ -235,7 +235,7 @@ def test_four_times_the_micro_batches_are_four_times_the_work(schedules, monkeyp
 
 def test_activations_in_flight(schedules):
     for name, p, m, v in every_case():
-        kept = [schedules.in_flight(actions) for actions in schedules.make(name, p, m, v)]
+        kept = [schedules.max_in_flight(actions) for actions in schedules.make(name, p, m, v)]
         if name in KEPT:
             assert kept == [KEPT[name](p, m, v, r) for r in range(p)], (name, p, m, v)
 
@@ -325,7 +325,7 @@ def watched_job(argv):
         with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             loss = step(self, micro_batches)
         listed = [tuple(what) for kind, what, _ in self.program if kind == "compute"]
-        left = len(self.queue) + len(self.kept) + len(self.deferred) + len(self.ready) + len(self.receiving)
+        left = len(self.queue) + len(self.fwd_cache) + len(self.weight_grad_queues) + len(self.ready) + len(self.recv_handles)
         seen.update(listed=listed, flops=flops.get_total_flops(), left=left)
         return loss
 
@@ -392,7 +392,7 @@ def test_memory_follows_what_is_in_flight(watched, schedules):
     for name in [name for name, row in SCHEDULES.items() if not row.split_backward]:
         for rank in (1, 2):
             size = afab / SCHEDULES[name].stages_per_rank
-            assert watched[name][rank][5] / size == pytest.approx(schedules.in_flight(lists[name][rank]), rel=0.1), (name, rank)
+            assert watched[name][rank][5] / size == pytest.approx(schedules.max_in_flight(lists[name][rank]), rel=0.1), (name, rank)
 
 
 def most_alive_job(argv):

@@ -84,15 +84,15 @@ def routed_job(argv, bias, folder):
     import expert_parallel
     import train
 
-    class Forced(expert_parallel.Balance):
+    class Forced(expert_parallel.LoadBalancer):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.bias += torch.tensor(bias)
-    train.Balance = Forced
+    train.LoadBalancer = Forced
     try:
         train.main([*argv, "--save", folder, "--log_file", f"{folder}/log"])
     finally:
-        train.Balance = expert_parallel.Balance
+        train.LoadBalancer = expert_parallel.LoadBalancer
 
 
 @slow
@@ -122,18 +122,18 @@ def hooks_job(argv, bias):
     import expert_parallel
     import train
 
-    class Forced(expert_parallel.Balance):
+    class Forced(expert_parallel.LoadBalancer):
         def __init__(self, model, *rest):
             super().__init__(model, *rest)
             self.bias += torch.tensor(bias)
             for name, param in model.named_parameters():
                 came[name] = 0
                 param.register_post_accumulate_grad_hook(lambda _, name=name: came.__setitem__(name, came[name] + 1))
-    came, train.Balance = {}, Forced
+    came, train.LoadBalancer = {}, Forced
     try:
         train.main(argv)
     finally:
-        train.Balance = expert_parallel.Balance
+        train.LoadBalancer = expert_parallel.LoadBalancer
     return came
 
 
@@ -170,7 +170,7 @@ def test_trains_as_transformers(pool, tmp_path, family, world, more, exact, tole
     assert max(norms) > 0.5, "the test should clip"
     for ours, theirs in zip(trained.losses + trained.grad_norms, losses + norms):
         assert relative(ours, theirs) < tolerance
-    assert_same_tensors(trained.weights, huggingface.on_disk(model, tmp_path), tolerance if exact else 1e-3)
+    assert_same_tensors(trained.weights, huggingface.to_hf_tensors(model, tmp_path), tolerance if exact else 1e-3)
 
 
 @slow
@@ -184,7 +184,7 @@ def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path, family
         head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3, **more)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
-    saved = huggingface.on_disk(model, tmp_path / "theirs")
+    saved = huggingface.to_hf_tensors(model, tmp_path / "theirs")
     flags = cases.make(tmp_path / "case").split(" ", 2)[2]
     theirs = f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0"
     one = pool.train(STEP, theirs)
@@ -203,7 +203,7 @@ def test_several_files_have_an_index_of_the_experts(pool, flags, tmp_path):
     pool.call(save_in_pieces_job, STEP, argv=f"{flags[2, 2]} --dtype float64 --steps 1 --save {tmp_path}".split())
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     back = huggingface.load(tmp_path, torch.float64)
-    assert_same_tensors(huggingface.on_disk(back, tmp_path / "again"), one.weights, 0)
+    assert_same_tensors(huggingface.to_hf_tensors(back, tmp_path / "again"), one.weights, 0)
 
 
 def save_in_pieces_job(argv):
@@ -349,16 +349,16 @@ def auxiliary_job(argv):
     import config
     import expert_parallel
     import train
-    from mesh import start_mesh
+    from mesh import build_mesh
 
     def gradients(extra, written_out):
         args = config.parse_args([*argv, "--balance", extra])
         shape = config.load_config(args)
         config.check(args, shape)
-        mesh = start_mesh(args) if not torch.distributed.is_initialized() else gradients.mesh
+        mesh = build_mesh(args) if not torch.distributed.is_initialized() else gradients.mesh
         gradients.mesh, logits = mesh, []
         model = train.build_model(shape, mesh, args)
-        expert_parallel.Balance(model, shape, mesh, args)
+        expert_parallel.LoadBalancer(model, shape, mesh, args)
         for moe in expert_parallel.moe_layers(model):
             moe.gate.register_forward_hook(lambda module, inputs, output: logits.append(output))
         inputs, positions, targets = next(train.batches(train.load_tokens(args, shape.vocab_size), shape, mesh, args))[1][0]
@@ -386,13 +386,13 @@ def biased_layer_job(argv, bias):
     import config
     import expert_parallel
     import train
-    from mesh import start_mesh
+    from mesh import build_mesh
     args = config.parse_args(argv)
     shape = config.load_config(args)
     config.check(args, shape)
-    mesh = start_mesh(args)
+    mesh = build_mesh(args)
     model = train.build_model(shape, mesh, args)
-    balance = expert_parallel.Balance(model, shape, mesh, args)
+    balance = expert_parallel.LoadBalancer(model, shape, mesh, args)
     balance.bias += torch.tensor(bias)
     moe = expert_parallel.moe_layers(model)[0]
     x = torch.randn(1, 32, shape.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -438,17 +438,17 @@ def logits_job(argv):
     import expert_parallel
     import train
 
-    class Listening(expert_parallel.Balance):
+    class Listening(expert_parallel.LoadBalancer):
         def __init__(self, model, *arguments):
             super().__init__(model, *arguments)
             for layer in self.layers:
                 layer.gate.register_forward_hook(lambda module, inputs, logits: seen.append(
                     hashlib.sha256(logits.detach().view(torch.uint8).numpy()).hexdigest()))
-    seen, train.Balance = [], Listening
+    seen, train.LoadBalancer = [], Listening
     try:
         train.main(argv)
     finally:
-        train.Balance = expert_parallel.Balance
+        train.LoadBalancer = expert_parallel.LoadBalancer
     return seen
 
 
@@ -482,8 +482,8 @@ def expert_bytes_job(argv):
     experts = [param for name, param in model.named_parameters() if ".experts." in name]
     if "--zero" in argv:
         units = list(dict.fromkeys(param.unit for param in experts))
-        weights = [tensor for unit in units for tensor in (unit.weights, unit.weight_slice)]
-        grads = [unit.grad_slice if unit.grads is None else unit.grads for unit in units]
+        weights = [tensor for unit in units for tensor in (unit.flat_param, unit.param_shard)]
+        grads = [unit.grad_shard if unit.grads is None else unit.grads for unit in units]
         ours = {tensor.untyped_storage()._cdata for tensor in grads}
         of_experts = [grad.untyped_storage()._cdata in ours for grad in optimizer.grads]
     else:

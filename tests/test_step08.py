@@ -497,7 +497,7 @@ def signals_job():
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
     before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
     try:
-        heard = resume.hear_signals()
+        heard = resume.install_signal_handlers()
         for number in (signal.SIGHUP, signal.SIGINT):
             os.kill(os.getpid(), number)
         return heard

@@ -103,7 +103,7 @@ def main():
     events = schedules.simulate(schedule)
     print(text(events))
     print(f"idle, of {max(event.end for event in events)} units: {schedules.bubble(events)}")
-    print(f"kept at most, micro-batches of a stage: {[schedules.in_flight(actions) for actions in schedule]}")
+    print(f"kept at most, micro-batches of a stage: {[schedules.max_in_flight(actions) for actions in schedule]}")
     draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
     print(f"the picture is in {args.picture}")
 

@@ -22,7 +22,7 @@ LESSON = {
     "step01_single_gpu": ["train.py", "model.py", "loss.py", "optimizer.py", "recompute.py"],
     "step02_dp": ["train.py", "data_parallel.py", "data.py"],
     "step03_zero": ["train.py", "zero.py", "placement.py", "optimizer.py"],
-    "step04_tp_sp": ["train.py", "tensor_parallel.py", "placement.py", "parts.py", "recompute.py"],
+    "step04_tp_sp": ["train.py", "tensor_parallel.py", "placement.py", "shards.py", "recompute.py"],
     "step05_cp": ["train.py", "context_parallel.py", "data.py"],
     "step06_pp": ["train.py", "pipeline_parallel.py", "schedules.py", "zero.py"],
     "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "zero.py", "pipeline_parallel.py"],

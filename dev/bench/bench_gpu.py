@@ -98,8 +98,8 @@ def one_of_many(world, argv):
         return hop(sent_and_received)
 
     def taken(pipeline, message):
-        if message in pipeline.receiving:
-            pipeline.receiving[message][1].zero_()
+        if message in pipeline.recv_handles:
+            pipeline.recv_handles[message][1].zero_()
         return wait_for(pipeline, message)
 
     def fake(backend, **_):

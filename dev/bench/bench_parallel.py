@@ -83,7 +83,7 @@ def one_rank(args, shape, mesh):
     import optimizer
     model, args.dp = whole_model(), 1
     forward_backward = forward_and_backward(model, shape, no_parts(), args)
-    optimizer.accumulate_gradients(model.parameters())
+    optimizer.add_main_grads(model.parameters())
     adamw = optimizer.Optimizer(model.parameters(), args)
 
     def turn(batches):
@@ -102,17 +102,17 @@ def ours(args, shape, mesh):
     forward_backward = forward_and_backward(model, shape, mesh, args)
     zero = train.Zero(model, mesh, args)
     adamw = optimizer.Optimizer(zero.params, args)
-    sum_partial_gradients = getattr(train, "sum_partial_gradients", lambda params: None)       # from step 4 on
+    all_reduce_partial_grads = getattr(train, "sum_partial_gradients", lambda params: None)       # from step 4 on
 
     def turn(batches):
         for rows in batches:
-            zero.gather_weights()
+            zero.start_all_gather()
             loss = forward_backward(mine(rows, mesh, args))
-            zero.sum_gradients()
-            sum_partial_gradients(zero.params)
+            zero.finish_grad_reduction()
+            all_reduce_partial_grads(zero.params)
             adamw.step(LR)
-        zero.gather_weights()
-        zero.wait()
+        zero.start_all_gather()
+        zero.wait_for_all_gather()
         return loss
     return turn
 
@@ -198,14 +198,14 @@ def ddp_gathered(model, mesh):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     for layer in model.model.layers.values():
-        layer.self_attn.core = core
+        layer.self_attn.inner_attention = core
     return ddp(model, mesh)
 
 
 def pipelined(schedule, args, shape, mesh):
-    from pipeline_parallel import Pipeline, first_layers, my_stages
-    model, last, mine, stages = build_model(args, shape, mesh), args.pp * args.stages_per_rank - 1, my_stages(mesh, args), []
-    first, positions = first_layers(shape, last + 1), torch.arange(SEQ_LEN)
+    from pipeline_parallel import Pipeline, stage_boundaries, local_stages
+    model, last, mine, stages = build_model(args, shape, mesh), args.pp * args.stages_per_rank - 1, local_stages(mesh, args), []
+    first, positions = stage_boundaries(shape, last + 1), torch.arange(SEQ_LEN)
     for stage in mine:
         layers = {name: model.model.layers[name] for name in map(str, range(first[stage], first[stage + 1]))}
         part = Pipeline.part(types.SimpleNamespace(model=model, last=last), stage, layers)
@@ -536,8 +536,8 @@ def main():
     folder = step_dir(args.step or step)
     sys.path.insert(0, str(folder))
     import mesh
-    with mesh.processes():
-        measure(args, folder, [name for name in contestants if name in args.only], rows, mesh.start_mesh(parse(flags)[0]))
+    with mesh.init_distributed():
+        measure(args, folder, [name for name in contestants if name in args.only], rows, mesh.build_mesh(parse(flags)[0]))
 
 
 def measure(args, folder, names, rows, device_mesh):

@@ -35,7 +35,7 @@ def ours(step, folder, recompute):
     shape = config.load_config(args)
     model = train.build_model(shape, args)
     train.save_checkpoint(model, shape, args)
-    optimizer.accumulate_gradients(model.parameters())
+    optimizer.add_main_grads(model.parameters())
     adamw = optimizer.Optimizer(model.parameters(), args)
 
     def step(rows):

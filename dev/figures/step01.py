@@ -108,7 +108,7 @@ def accumulation_table():
         args = config.parse_args(flags.split())
         shape = config.load_config(args)
         model = train.build_model(shape, args)
-        train.accumulate_gradients(model.parameters())
+        train.add_main_grads(model.parameters())
         train.forward_backward(model, micro_batches_of(args, shape), args)
         return torch.cat([p.main_grad.flatten() for p in model.parameters()])
     def micro_batches_of(args, shape):
@@ -188,7 +188,7 @@ def kept_at_full_size(c, seq_len, core=None):
         torch.set_default_dtype(torch.bfloat16)
         block = llama.Block(c)
         torch.set_default_dtype(torch.float32)
-        block.self_attn.core = core or block.self_attn.core
+        block.self_attn.inner_attention = core or block.self_attn.inner_attention
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight, norm.eps)
         x = torch.empty(1, seq_len, c.hidden_size, dtype=torch.bfloat16)
@@ -277,7 +277,7 @@ def noise_table():
     shape = config.load_config(args)
     tokens = train.load_tokens(args, shape.vocab_size)
     model = train.build_model(shape, args)
-    train.accumulate_gradients(model.parameters())
+    train.add_main_grads(model.parameters())
     optimizer = train.Optimizer(model.parameters(), args)
 
     def noise_over_gradient():
@@ -301,7 +301,7 @@ def noise_table():
             ratios = " | ".join(f"{ratio / size ** 0.5:.2f}" for size in sizes)
             rows.append(f"| {step} steps | {ratios} |")
         train.forward_backward(model, micro_batches, args)
-        optimizer.clip()
+        optimizer.clip_grad_norm()
         optimizer.step(train.learning_rate(step, args))
     return rows
 

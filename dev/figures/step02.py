@@ -75,7 +75,7 @@ def shares_of(ranks):
     tokens, shares = train.load_tokens(args, shape.vocab_size), []
     for rank in range(ranks):
         model = train.build_model(shape, args)
-        optimizer.accumulate_gradients(model.parameters())
+        optimizer.add_main_grads(model.parameters())
         here = types.SimpleNamespace(get_local_rank=lambda name, rank=rank: rank)
         loss = train.forward_backward(model, data.micro_batches(tokens, shape, here, args, 0), args)
         shares.append((float(loss), float(model.model.norm.weight.main_grad[0])))
@@ -261,15 +261,15 @@ def buckets_worker(rank, port, folder, results):
                              "--global_batch_size 8 --bucket_mb 4".split())
     args.dp = 2
     dist.init_process_group("gloo")
-    the_mesh = mesh.start_mesh(args)
+    the_mesh = mesh.build_mesh(args)
     model = train.build_model(config.load_config(args), args)
-    optimizer.accumulate_gradients(model.parameters())
+    optimizer.add_main_grads(model.parameters())
     names = {id(p): name for name, p in model.named_parameters()}
     came, reduces, all_reduce = [], [], dist.all_reduce
     note = lambda param: came.append((names[id(param)], param.main_grad.nbytes, time.perf_counter()))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(note)
-    sum_gradients = dp.data_parallel(model.parameters(), the_mesh.get_group("dp"), args)
+    sum_gradients = dp.make_reducer(model.parameters(), the_mesh.get_group("dp"), args)
 
     def watched(tensor, **how):
         times = [time.perf_counter(), None]
@@ -401,8 +401,8 @@ def bfloat16_table():
     shape = config.load_config(args)
     model = train.build_model(shape, args)
     grads = []
-    with mesh.processes():
-        _, one = next(train.batches(train.load_tokens(args, shape.vocab_size), shape, mesh.start_mesh(args), args))
+    with mesh.init_distributed():
+        _, one = next(train.batches(train.load_tokens(args, shape.vocab_size), shape, mesh.build_mesh(args), args))
     for inputs, positions, targets in one:
         model(inputs, positions, targets).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

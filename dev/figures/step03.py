@@ -70,11 +70,11 @@ class Watch(live_storages.LiveStorages):
 
 def tensors_of(model, optimizer):
     """What persists, by kind."""
-    params, units = list(model.parameters()), zero.units_of(model)
+    params, units = list(model.parameters()), zero.zero_units(model)
     masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
-    grads = [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None]
+    grads = [t for unit in units for t in (unit.flat_grad, unit.grad_shard) if t is not None]
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
-    return {"parameters": params + [unit.weight_slice for unit in units],
+    return {"parameters": params + [unit.param_shard for unit in units],
             "gradients": grads or [p.main_grad for p in params],
             "optimizer states": masters + states}
 
@@ -94,7 +94,7 @@ def cut_into_units(group, model, mesh, args):
         units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
     for modules in units:
         params = [param for module in modules for param in module.parameters()]
-        zero.Unit3(modules, params, shards, args)
+        zero.Zero3Unit(modules, params, shards, args)
 
 
 def watch(argv, group):
@@ -112,22 +112,22 @@ def watch(argv, group):
             kept["first"] = len(live.events)
             yield
             kept["last"] = len(live.events)
-    add, gather = zero.Unit2.add_gradient, zero.Unit3.gather_if_released
+    add, gather = zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard
     cut, profiler = zero.make_units, train.Profiler
 
     def noted_add(unit, param):
         add(unit, param)
-        live.note(unit.grads, "gradients")
-        buffers.add(live.numbers[unit.grads.untyped_storage()])
+        live.note(unit.flat_grad, "gradients")
+        buffers.add(live.numbers[unit.flat_grad.untyped_storage()])
 
     def noted_gather(unit):
         gather(unit)
-        seen["whole"] = max(seen.get("whole", 0), sum(u.weights.untyped_storage().nbytes() for u in unit.all))
+        seen["whole"] = max(seen.get("whole", 0), sum(u.flat_param.untyped_storage().nbytes() for u in unit.all))
 
     def noted_units(model, mesh, args):
         cut_into_units(group, model, mesh, args) if group != "1" else cut(model, mesh, args)
-        zero.Unit.all = zero.units_of(model)
-    zero.Unit2.add_gradient, zero.Unit3.gather_if_released = noted_add, noted_gather
+        zero.Zero1Unit.all = zero.zero_units(model)
+    zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = noted_add, noted_gather
     ledger.print_table = lambda sent, formula: seen.update(
         calls={" ".join(key): n for key, n in sent.calls.items()},
         wire={" ".join(key): n for key, n in sent.wire.items()},
@@ -136,7 +136,7 @@ def watch(argv, group):
     train.Profiler, train.make_units = Keeping, noted_units
     with live:
         train.main([*argv.split(), "--steps", "3", "--ledger"])
-    zero.Unit2.add_gradient, zero.Unit3.gather_if_released = add, gather
+    zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = add, gather
     train.make_units, train.Profiler = cut, profiler
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
     seen["grads"] = max(alive)                            # those under way among them
@@ -182,26 +182,26 @@ def trace(out, argv):
             note("forward done", unit)
             return result
         return call
-    build, wait = train.build_model, zero.Unit.wait
+    build, wait = train.build_model, zero.Zero1Unit.wait
 
     def noted_build(*args):
         model = build(*args)
-        number.update((unit, i) for i, unit in enumerate(zero.units_of(model)))
+        number.update((unit, i) for i, unit in enumerate(zero.zero_units(model)))
         for unit in number:
             for module in unit.modules:
                 module.forward = noted_forward(unit, module.forward)
         return model
 
     def noted_wait(unit):
-        gathering = unit.gathering
+        gathering = unit.gather_handle
         wait(unit)
         if gathering:
             note("there", unit)
-    train.build_model, train.Profiler, zero.Unit.wait = noted_build, Traced, noted_wait
-    zero.Unit.gather = noted("ask", zero.Unit.gather)
-    zero.Unit3.release = noted("drop", zero.Unit3.release)
-    zero.Unit3.start_reduce = noted("reduce", zero.Unit3.start_reduce)
-    zero.Unit3.finish_reduce = noted("summed", zero.Unit3.finish_reduce)
+    train.build_model, train.Profiler, zero.Zero1Unit.wait = noted_build, Traced, noted_wait
+    zero.Zero1Unit.gather = noted("ask", zero.Zero1Unit.gather)
+    zero.Zero3Unit.release = noted("drop", zero.Zero3Unit.release)
+    zero.Zero3Unit.start_reduce_scatter = noted("reduce", zero.Zero3Unit.start_reduce_scatter)
+    zero.Zero3Unit.finish_reduce_scatter = noted("summed", zero.Zero3Unit.finish_reduce_scatter)
     train.main(argv)
     if os.environ["RANK"] == "0":
         with open(out, "w") as file:
@@ -255,16 +255,16 @@ def wire_table():
         for stage in range(4):
             seen = run(flags(stage, micro_batches=m))
             paid = lambda name: seen["payload"].get("dp " + name, 0) // 4
-            reduced, gathered = paid("reduce_scatter"), paid("all_gather")
+            reduced, unsharded_param = paid("reduce_scatter"), paid("all_gather")
             if stage == 0:
-                reduced, gathered = 2 * (paid("all_reduce") - 2), 0
+                reduced, unsharded_param = 2 * (paid("all_reduce") - 2), 0
             to_reduce, reduces = [("2P", 2 * P), ("P", P), ("mP", m * P), ("mP", m * P)][stage]
             to_gather, gathers = [("0", 0), ("P", P), ("P", P), ("m(P + R)", m * (P + again))][stage]
-            assert (reduced, gathered) == (reduces, gathers)
+            assert (reduced, unsharded_param) == (reduces, gathers)
             calls = sum(seen["calls"].values()) - 2
             on_wire = wire_of(seen, "all_reduce", "reduce_scatter", "all_gather") - 2 * 4 * 1.5
             rows.append(f"| {stage} | {m} | {to_reduce} = {reduces:,} | {reduced:,} "
-                        f"| {to_gather} = {gathers:,} | {gathered:,} | {on_wire:,.0f} | {calls} |")
+                        f"| {to_gather} = {gathers:,} | {unsharded_param:,} | {on_wire:,.0f} | {calls} |")
     return rows
 
 

@@ -80,11 +80,11 @@ def set_up(flags, layers=TINY.num_hidden_layers):
 
 def per_layer(measure, flags, keep):
     """What a model with one layer more has more."""
-    keep_products = recompute.keep_products
+    save_matmuls_policy = recompute.save_matmuls_policy
     if keep == "every product":
-        recompute.keep_products = lambda hidden, *call, **named: keep_products(0, *call, **named)
+        recompute.save_matmuls_policy = lambda hidden, *call, **named: save_matmuls_policy(0, *call, **named)
     two, three = (measure(*set_up(flags, layers)) for layers in (2, 3))
-    recompute.keep_products = keep_products
+    recompute.save_matmuls_policy = save_matmuls_policy
     return {what: three[what] - two.get(what, 0) for what in three}
 
 
@@ -118,9 +118,9 @@ def heads_of_ranks(flags):
     args, mesh, model, *_ = set_up(flags)
     attention = model.model.layers["0"].self_attn
     def heads(linear):
-        count, index = len(linear.weight) // attention.head_dim, linear.weight.placement.parts[0].index
+        count, index = len(linear.weight) // attention.head_dim, linear.weight.placement.shards[0].index
         return list(range(index * count, (index + 1) * count))
-    shared = attention.k_proj.weight.placement.sum_over
+    shared = attention.k_proj.weight.placement.grad_reduce_group
     sharing = dist.get_process_group_ranks(shared) if shared else []
     return gather_objects((heads(attention.q_proj), heads(attention.k_proj), sharing))
 
@@ -181,9 +181,9 @@ def walk(flags):
     def noted_enter(x, border):                           # of the head; the regions enter in `project`
         events.note("head's input", gathered := enter(x, border))
         return gathered
-    enter, leave, partial_sums = tensor_parallel.enter, tensor_parallel.leave, iter(PARTIAL_SUMS)
-    tensor_parallel.enter, tensor_parallel.leave = noted_enter, noted_leave
-    core, cross_entropy = layer.self_attn.core, head.cross_entropy
+    enter, leave, partial_sums = tensor_parallel.enter_region, tensor_parallel.leave_region, iter(PARTIAL_SUMS)
+    tensor_parallel.enter_region, tensor_parallel.leave_region = noted_enter, noted_leave
+    core, cross_entropy = layer.self_attn.inner_attention, head.cross_entropy
 
     def noted_core(*qkv):
         output = core(*qkv)
@@ -193,7 +193,7 @@ def walk(flags):
     def noted_cross_entropy(logits, targets):
         events.note("logits", logits)
         return cross_entropy(logits, targets)
-    layer.self_attn.core, head.cross_entropy = noted_core, noted_cross_entropy
+    layer.self_attn.inner_attention, head.cross_entropy = noted_core, noted_cross_entropy
     after("residual stream", decoder.embed_tokens)
     after("norm", layer.input_layernorm)
     first_product("q", layer.self_attn)
@@ -211,7 +211,7 @@ def walk(flags):
         loss = model(inputs, positions, targets)
         events.note("loss", loss)
         loss.backward()
-    tensor_parallel.enter, tensor_parallel.leave = enter, leave
+    tensor_parallel.enter_region, tensor_parallel.leave_region = enter, leave
     return events.list
 
 

@@ -85,10 +85,10 @@ def watch(seen):
     class Keeping(profiling.Profiler):
         @contextlib.contextmanager
         def step(self, step):
-            live_storages.note_state(live, self.model, self.optimizer)
+            live_storages.tag_state(live, self.model, self.optimizer)
             with live:
                 yield
-            live_storages.note_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
+            live_storages.tag_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
             alive = [0]
             for _, _, size in live.events:
                 alive.append(alive[-1] + size)
@@ -174,7 +174,7 @@ def message_table():
 
 
 def counted(name):
-    return [schedules.in_flight(actions) for actions in schedules.make(name, PP, M, share(name))]
+    return [schedules.max_in_flight(actions) for actions in schedules.make(name, PP, M, share(name))]
 
 
 KEPT = {"afab": "m", "1f1b": "min(m, p - r)", "interleaved": "min(mv, 2(p - 1 - r) + (v - 1) R + 1)",

@@ -65,7 +65,7 @@ def one_run(kind, argv):
     """Runs the trainer; returns what every rank saw, in a list by rank."""
     seen, ranks, balances, batches = {}, [], [], []
     kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero,
-                Metrics=train.Metrics, Balance=train.Balance)
+                Metrics=train.Metrics, LoadBalancer=train.LoadBalancer)
     compute = moe.Experts.forward
 
     class Finishing(train.Zero):
@@ -86,7 +86,7 @@ def one_run(kind, argv):
             seen.setdefault("norms", []).append(float(grad_norm))
             seen.setdefault("balance", []).append(float(balance))
 
-    class Noting(expert_parallel.Balance):
+    class Noting(expert_parallel.LoadBalancer):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             balances.append(self)
@@ -104,7 +104,7 @@ def one_run(kind, argv):
         for step, micro_batches in kept["batches"](*arguments):
             batches.append(micro_batches)
             yield step, micro_batches
-    train.Zero, train.Metrics, train.Balance, train.batches = Finishing, Quiet, Noting, noted_batches
+    train.Zero, train.Metrics, train.LoadBalancer, train.batches = Finishing, Quiet, Noting, noted_batches
     if kind in ("watch", "forced"):
         watch(seen)
     train.main(argv.split())
@@ -147,12 +147,12 @@ def persistent(of, optimizer):
             size = lambda grads: sum(grad.nbytes for grad in grads)
             return [param.main_grad for param in params], lambda grad: grad.data_ptr(), size
         units = list(dict.fromkeys(param.unit for param in params))
-        grads = [t for unit in units for t in (unit.grads, unit.grad_slice) if t is not None]
+        grads = [t for unit in units for t in (unit.grads, unit.grad_shard) if t is not None]
         return grads, lambda grad: grad.untyped_storage()._cdata, bytes_of
 
     def weights(params):
         units = dict.fromkeys(param.unit for param in params if hasattr(param, "unit"))
-        return [t for unit in units for t in (unit.weights, unit.weight_slice)] or params
+        return [t for unit in units for t in (unit.flat_param, unit.param_shard)] or params
     (grads, which, size), (other_grads, _, _) = gradients(experts), gradients(rest)
     mine, states = {which(grad) for grad in grads}, [[], []]
     for master, grad in zip(optimizer.masters, optimizer.grads):
@@ -186,7 +186,7 @@ def watch(seen):
             if step < self.args.steps - 1:
                 yield
                 return
-            live_storages.note_state(live, self.model, self.optimizer)
+            live_storages.tag_state(live, self.model, self.optimizer)
             seen["persistent"], first = persistent(self.model, self.optimizer), len(live.events)
             rows.clear()
             with live:
@@ -205,7 +205,7 @@ def watch(seen):
         with Ledger(mesh) as sent:
             yield
         expected = {}
-        for group, collective, size in ledger.formula(of, mesh, args):
+        for group, collective, size in ledger.expected_traffic(of, mesh, args):
             key = f"{sent.name(group)} {collective}"
             expected[key] = expected.get(key, 0) + size
         names = lambda counter: {" ".join(key): n for key, n in counter.items()}

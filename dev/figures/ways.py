@@ -14,7 +14,7 @@ from common import PICTURES, paths_of
 
 paths_of(8)
 import data
-from parts import my_part, whole_shape
+from shards import local_slices, global_shape
 from plot import plt
 from simulate.record import record
 
@@ -48,11 +48,11 @@ def ask(model, flags, mlps, rank):
             q, mlp = layer.self_attn.q_proj.weight, (layer.mlp.experts.w1 if mlps > 1 else layer.mlp.gate_proj).weight
             own = np.concatenate([columns(q, FINE // 4).any(0), columns(mlp, 3 * FINE // 4).any(0) if mlps == 1
                                   else columns(mlp, 3 * FINE // 4)])
-            has.weights[int(index)] = has.states[int(index)] = own
+            has.flat_param[int(index)] = has.states[int(index)] = own
             if seen.args.zero:
                 unit, at = q.unit, np.arange(FINE) / FINE
                 assert unit is mlp.unit                   # a block is one unit: the slice is one of its weights in a row
-                first, last = (place / len(unit.weights) for place in (unit.my_slice.start, unit.my_slice.stop))
+                first, last = (place / len(unit.flat_param) for place in (unit.shard_slice.start, unit.shard_slice.stop))
                 has.states[int(index)] = (at >= first) & (at < last)
     flags = f"--device cpu --model {model} --seq_len {TOKENS} --global_batch_size {SEQUENCES} --micro_batch_size 1 {flags}"
     record(flags.split(), RANKS, rank, note)
@@ -61,8 +61,8 @@ def ask(model, flags, mlps, rank):
 
 def columns(param, width):
     """Which of the whole parameter's outputs a rank has; of experts one after the other, `width` in all."""
-    mine = np.zeros(whole_shape(param), bool)
-    mine[my_part(param)] = True
+    mine = np.zeros(global_shape(param), bool)
+    mine[local_slices(param)] = True
     outputs = mine[..., 0]                                                         # [out] or [experts, out]
     per_matrix = width // (len(outputs) if outputs.ndim == 2 else 1)
     picked = outputs[..., np.arange(per_matrix) * outputs.shape[-1] // per_matrix]
@@ -92,7 +92,7 @@ def panel(axis, ranks, what, name, flags, sent, mlps):
         frame(axis, 0, 3.15 - row, 1.95, 0.62)
     for layer in range(LAYERS):
         y = layer * 1.02 - 0.05
-        fill(axis, [rank.weights[layer] for rank in ranks], 3.3, y + 0.4, 5.6, 0.5)
+        fill(axis, [rank.flat_param[layer] for rank in ranks], 3.3, y + 0.4, 5.6, 0.5)
         fill(axis, [rank.states[layer] for rank in ranks], 3.3, y, 5.6, 0.4)
         frame(axis, 3.3, y + 0.4, 1.4, 0.5)
         for expert in range(mlps):

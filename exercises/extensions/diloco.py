@@ -65,10 +65,10 @@ def by_hand_job(argv, islands, inner_steps, lr, momentum):
     import train
     with train.processes():
         args, config, tokens = train.prepare(argv)
-        mesh = train.start_mesh(args)
+        mesh = train.build_mesh(args)
         models = [train.build_model(config, args) for _ in range(islands)]
         for model in models:
-            train.accumulate_gradients(model.parameters())
+            train.add_main_grads(model.parameters())
         inner = [train.Optimizer(model.parameters(), args) for model in models]
         met = train.build_model(config, args)
         outer = torch.optim.SGD(met.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -77,7 +77,7 @@ def by_hand_job(argv, islands, inner_steps, lr, momentum):
             for i, (model, optimizer) in enumerate(zip(models, inner)):
                 for x, positions, y in micro_batches[i * share:(i + 1) * share]:
                     (model(x, positions, y) * islands / (args.global_batch_size * args.seq_len)).backward()
-                optimizer.clip()
+                optimizer.clip_grad_norm()
                 optimizer.step(train.learning_rate(step, args))
             if (step + 1) % inner_steps == 0 or step + 1 == args.steps:
                 with torch.no_grad():

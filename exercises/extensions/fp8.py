@@ -63,7 +63,7 @@ def same_bits_job(scaling, cut, agree):
         same = True
         for dtype in (eight_bits.E4M3, eight_bits.E5M2):
             q, scale = eight_bits.quantize(whole, dtype, (scaling, 8))
-            over = {"rows_over" if cut == 0 else "sum_over": group} if agree else {}
+            over = {"rows_over" if cut == 0 else "grad_reduce_group": group} if agree else {}
             mine, its_scale = eight_bits.quantize(whole.chunk(size, cut)[rank], dtype, (scaling, 8), **over)
             expected = scale.expand(64, -1)
             expected = expected.chunk(size, cut)[rank] if cut == 0 or scaling == "block" else expected

@@ -63,7 +63,7 @@ def test_training_is_that_of_a_file_that_ends_there(pool, flags, tmp_path, seque
 
 def test_what_is_held_out_is_not_trained_on_and_the_reverse(pool, flags, tmp_path):
     """Without a step of training in between, each loss sees its own targets, the token at the border is training's."""
-    border = (WHOLE - 24) * S
+    comm = (WHOLE - 24) * S
     base, flags = flags, f"--dtype float64 --eval_every 1 --lr 0 --steps 1 --global_batch_size {WHOLE - 24} --micro_batch_size 23"
     flags += " --eval_sequences 24"
 
@@ -74,7 +74,7 @@ def test_what_is_held_out_is_not_trained_on_and_the_reverse(pool, flags, tmp_pat
         run = pool.train(STEP, f"{with_tokens(base, tmp_path / 'tokens.npy', tokens)} {flags}", weights=False)
         return run.losses[0], held_out_losses(run)[0]
     training, held_out = losses([])
-    for places, which in [([0, border - 1], (True, False)), ([border], (True, True)), ([border + 1, WHOLE * S], (False, True)),
+    for places, which in [([0, comm - 1], (True, False)), ([comm], (True, True)), ([comm + 1, WHOLE * S], (False, True)),
                           ([WHOLE * S + 1, WHOLE * S + TAIL], (False, False))]:
         changed = losses(places)
         assert (changed[0] != training, changed[1] != held_out) == which, places

@@ -111,7 +111,7 @@ def evaluations_job(argv, optimizer):
 
     def watched(model, config, zero, tokens, mesh, args):
         evaluate = make(model, config, zero, tokens, mesh, args)
-        whole = lambda: sum(unit.weights.untyped_storage().nbytes() for unit in zero.units)
+        whole = lambda: sum(unit.flat_param.untyped_storage().nbytes() for unit in zero.units)
 
         def watch(step):
             before, live, held = whole(), live_storages.LiveStorages(), [0]
@@ -186,7 +186,7 @@ def lists_job(name, p, m, v):
     lists = schedules.forwards(trained)
     assert sorted((kind, stage, i) for actions in lists for kind, stage, i in actions) == sorted(
         ("F", stage, i) for stage in range(p * v) for i in range(m))
-    programs = [schedules.program(lists, rank) for rank in range(p)]
+    programs = [schedules.add_send_recv(lists, rank) for rank in range(p)]
     assert rendezvous(programs, schedules.receives) == []
     return schedules.bubble(schedules.simulate(lists))
 

@@ -156,7 +156,7 @@ def every_send_job(argv):
     import ledger
     import live_storages
     import train
-    seen, kept, made, start_mesh = [], [], [], train.start_mesh
+    seen, kept, made, build_mesh = [], [], [], train.build_mesh
     make, send = engines.Reshard.__init__, engines.Reshard.send
 
     def keep(self, model, engine, optimizer):
@@ -176,7 +176,7 @@ def every_send_job(argv):
         changed = sum(int((a != b).sum()) for a, b in zip(before, self.others))
         seen.append((sum(size for (_, what), size in sent.payload.items() if what == "send"), changed, max(alive)))
     with (patch.object(engines.Reshard, "__init__", keep), patch.object(engines.Reshard, "send", watched),
-          patch.object(train, "start_mesh", lambda args: made.append(start_mesh(args)) or made[-1])):
+          patch.object(train, "build_mesh", lambda args: made.append(build_mesh(args)) or made[-1])):
         train.main(argv)
     return seen, kept
 
@@ -247,7 +247,7 @@ def one_of(argv, rank, every):
     from simulate.stand_ins import one_rank
     found = []
 
-    def from_all_ranks(mine):
+    def all_gather_object(mine):
         found.append(mine)
         return every or sys.exit()
 
@@ -256,7 +256,7 @@ def one_of(argv, rank, every):
         found.append({layer: {to: sum(now.nbytes for now, _ in views) for to, views in outgoing.items() if to != rank}
                       for layer, (outgoing, _) in layers})
         sys.exit()
-    with one_rank(RANKS, rank), patch.object(engines, "from_all_ranks", from_all_ranks), patch.object(train, "Reshard", planned):
+    with one_rank(RANKS, rank), patch.object(engines, "from_all_ranks", all_gather_object), patch.object(train, "Reshard", planned):
         try:
             train.main(argv)
         except SystemExit:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 sys.path[:0] = [str(HERE), str(ROOT / "step05_cp")]
 import kernels
-from context_parallel import merge
-from model import rotary_tables, rotate
+from context_parallel import update_out_and_lse
+from model import rotary_tables, apply_rotary_emb
 from readme import broken_links
 
 counts = None if kernels.DEVICE == "cuda" else __import__("count")
@@ -58,8 +58,8 @@ def test_rotary():
     config = PRESETS["tiny"]
     cos, sin = (t.to(kernels.DEVICE) for t in rotary_tables(torch.arange(13), config, torch.float32))
     x = random(13, config.num_attention_heads, config.head_dim)
-    torch.testing.assert_close(kernels.rotary(x, cos, sin), rotate(x, cos, sin))
-    torch.testing.assert_close(kernels.rotary_twin(x, cos, sin), rotate(x, cos, sin))
+    torch.testing.assert_close(kernels.rotary(x, cos, sin), apply_rotary_emb(x, cos, sin))
+    torch.testing.assert_close(kernels.rotary_twin(x, cos, sin), apply_rotary_emb(x, cos, sin))
 
 
 @pytest.mark.parametrize("seq", [32, 45, 96])
@@ -86,7 +86,7 @@ def test_what_the_ring_of_step_5_merges():
     """Each half of the keys by itself, then merge: what the kernel does from tile to tile."""
     q, k, v = random(3, 2, 64, 16)
     out, lse = kernels.flash(q, k[:, :32].contiguous(), v[:, :32].contiguous(), causal=False)
-    merge(out, lse, *kernels.flash(q, k[:, 32:].contiguous(), v[:, 32:].contiguous(), causal=False))
+    update_out_and_lse(out, lse, *kernels.flash(q, k[:, 32:].contiguous(), v[:, 32:].contiguous(), causal=False))
     whole, whole_lse = kernels.flash(q, k, v, causal=False)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)

@@ -63,7 +63,7 @@ def two_steps_job(mode, sizes):
     for param in params:
         add_hook(param, watch.gradient)
     with patch.object(dist, "all_reduce", watch):
-        sum_gradients = data_parallel.data_parallel(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
+        sum_gradients = data_parallel.make_reducer(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
         assert callable(sum_gradients), f"with dp_mode {mode} a function has to be returned, not {sum_gradients!r}"
         for step in (1, 2):
             for micro_batch in (1, 2):
@@ -132,7 +132,7 @@ def assert_waited(step, calls):
                         "for: the returned function waits for all of them")
 
 
-@rung({"data_parallel.py": ["naive"]}, hints="""
+@rung({"make_reducer.py": ["naive"]}, hints="""
     `param.main_grad` is this rank's sum. Which collective replaces it, on every rank, by the sum of all ranks'?
 
     `dist.all_reduce(tensor, group=group)` sums in place and returns when it is done. It is wanted once per parameter, after
@@ -160,7 +160,7 @@ def counted_job():
         shares.append(int(param.main_grad[0]))
         assert came[-1:] == called[-1], ("start was called for a parameter when the gradient of another had come after its own: it "
                                          "is called as soon as its own is final, while backward computes the others")
-    data_parallel.when_final(params, 3, start)
+    data_parallel.on_grad(params, 3, start)
     for backward in range(6):
         (params[0].sum() + params[1].sum()).backward()
         seen.append(len(called))
@@ -170,7 +170,7 @@ def counted_job():
     return seen, called, shares
 
 
-@rung({"data_parallel.py": ["when_final"]}, hints="""
+@rung({"make_reducer.py": ["on_grad"]}, hints="""
     Backward runs once per micro-batch. How does a parameter find out that this was the last one? It can count.
 
     `param.register_post_accumulate_grad_hook(f)` calls f(param) each time that backward has made this parameter's gradient.
@@ -190,7 +190,7 @@ def test_knowing_when_a_gradient_is_final(pool):
     assert held == 3, f"when start was called, main_grad held {held} of 3 shares: the hook runs before the gradient is added"
 
 
-@rung({"data_parallel.py": ["overlap", "wait_for_all"]}, hints="""
+@rung({"make_reducer.py": ["overlap", "wait_for_all"]}, hints="""
     An all-reduce can be started and waited for later: then backward goes on meanwhile. Which argument of dist.all_reduce
     asks for that, and what does it return then?
 
@@ -213,16 +213,16 @@ def bucket_job():
     for i, param in enumerate(params):
         param.main_grad = torch.full_like(param, 100.0 + 10 * i, dtype=torch.float64).detach()
     bucket = data_parallel.Bucket(params)
-    kinds = bucket.flat.dtype, *(param.main_grad.dtype for param in params)
+    kinds = bucket.flat_grad.dtype, *(param.main_grad.dtype for param in params)
     assert set(kinds) == {torch.float64}, f"of main_grads in float64 flat and they are then in {', '.join(map(str, kinds))}"
     kept = len(bucket.params) == 2 and all(a is b for a, b in zip(bucket.params, params))
-    before = bucket.flat.tolist()
-    bucket.flat += 1
+    before = bucket.flat_grad.tolist()
+    bucket.flat_grad += 1
     shapes = [tuple(param.main_grad.shape) for param in params]
-    return kept, before, shapes, [param.main_grad.flatten().tolist() for param in params], bucket.missing
+    return kept, before, shapes, [param.main_grad.flatten().tolist() for param in params], bucket.num_pending
 
 
-@rung({"data_parallel.py": ["Bucket.__init__"]}, hints="""
+@rung({"make_reducer.py": ["Bucket.__init__"]}, hints="""
     One large message is faster than many small ones. To send several main_grads at once they have to lie side by side in
     one flat tensor. Copying them there every step would cost time: how can they lie there always?
 
@@ -234,14 +234,14 @@ def bucket_job():
 def test_gradients_side_by_side(pool):
     """A Bucket has `params`, the list it was given; `flat`, one tensor with the values of all their main_grads, of which every
     main_grad becomes a view; and `missing`, how many parameters' gradients have not come yet: at first len(params)."""
-    (kept, before, shapes, main_grads, missing), = pool.call(bucket_job, STEP)
+    (kept, before, shapes, main_grads, num_pending), = pool.call(bucket_job, STEP)
     assert kept, "`params` is not the list of parameters that Bucket was given"
     expected = [100, 100, 110, 110, 110]
     assert before == expected, f"`flat` has {before}, not {expected}: the values of main_grad, one parameter after the other"
     assert shapes == [(2,), (3, 1)], f"the main_grads have the shapes {shapes}, not those of their parameters, [(2,), (3, 1)]"
     assert main_grads == [[101, 101], [111, 111, 111]], (
         f"after flat += 1 the main_grads are {main_grads}: what is added to flat must be seen in main_grad: a view, not a copy")
-    assert missing == 2, f"`missing` is {missing}, not 2: it counts parameters"
+    assert num_pending == 2, f"`missing` is {num_pending}, not 2: it counts parameters"
 
 
 def runs_job(bucket_bytes):
@@ -257,7 +257,7 @@ def runs_job(bucket_bytes):
     return [[len(param) for param in bucket.params] for bucket in buckets]
 
 
-@rung({"data_parallel.py": ["make_buckets"]}, hints="""
+@rung({"make_reducer.py": ["make_buckets"]}, hints="""
     Backward reaches the parameters in the reverse of their order in the model. Which of them should share a bucket, so that
     the first bucket is full early?
 
@@ -278,7 +278,7 @@ def test_which_gradients_share_a_bucket(pool):
                                    f"float32, are put together as {found}, not {expected}")
 
 
-@rung({"data_parallel.py": ["bucketed"]}, hints="""
+@rung({"make_reducer.py": ["bucketed"]}, hints="""
     It is `overlap` with one change: what is sent is not a parameter's main_grad, but a bucket's flat tensor. When may it be
     sent?
 
@@ -323,7 +323,7 @@ WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
 
 
 @pytest.mark.slow
-@rung({"data_parallel.py": ["formula"]}, hints="""
+@rung({"make_reducer.py": ["formula"]}, hints="""
     The ledger compares what was sent with what a technique says that it sends. How many bytes of gradients does a rank sum
     in a step?
 

@@ -62,8 +62,8 @@ def numbered_unit(kind, group, *shapes, dtype=torch.float32):
     params = numbered(*shapes, dtype=dtype)
     unit, _ = new_unit(kind, [], params, group)
     for i, param in enumerate(params):
-        param.placement = Placement(times_counted=2 * group.size(), decays=i == 0)
-        unit.add(param)
+        param.placement = Placement(num_replicas=2 * group.size(), decays=i == 0)
+        unit.add_to_unit(param)
     return unit
 
 
@@ -71,18 +71,18 @@ def add_gradients(unit, times):
     """Of each parameter, as backward makes them: `times` 1 2 3 ... over all of them."""
     for param, numbers in zip(unit.params, numbered(*(param.shape for param in unit.params))):
         param.grad = (times * numbers.detach()).to(param.dtype)
-        unit.add_gradient(param)
+        unit.accumulate_grad(param)
         param.grad = None
 
 
-def start_reduce(unit, events):
-    grads, events[:] = unit.grads.data_ptr(), []
-    returned = unit.start_reduce()
+def start_reduce_scatter(unit, events):
+    grads, events[:] = unit.flat_grad.data_ptr(), []
+    returned = unit.start_reduce_scatter()
     assert events == ["reduce"], (
         f"start_reduce must start one dist.reduce_scatter_tensor, and leave the waiting to others; it does {in_words(events)}")
     assert events.given == grads, (
         "the reduce-scatter was given a tensor that is not self.grads: a copy takes as much memory as all gradients of the unit")
-    assert type(returned) is tuple and len(returned) == 2 and hasattr(returned[0], "wait"), (
+    assert type(returned) is tuple and len(returned) == 2 and hasattr(returned[0], "wait_for_all_gather"), (
         f"start_reduce has returned {returned}; expected are two things: the work of a collective that was started, and what "
         f"finish_reduce needs, or None")
     return returned
@@ -165,10 +165,10 @@ def watched(group, names=None):
     def caller():                                         # who called start_it
         frame = sys._getframe(4)
         return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-    others = "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "gather", "scatter", "all_to_all_single"
+    others = "all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "start_all_gather", "scatter", "all_to_all_single"
     with unforgiving.unforgiving(), patch.object(unforgiving, "caller", caller):
         ours = dict(reduce_scatter_tensor=noted("reduce", dist.reduce_scatter_tensor, 1),
-                    all_gather_into_tensor=noted("gather", dist.all_gather_into_tensor, 0))
+                    all_gather_into_tensor=noted("start_all_gather", dist.all_gather_into_tensor, 0))
         with patch.multiple(dist, **ours, **{name: refused(name) for name in others}):
             yield events
 
@@ -185,7 +185,7 @@ def nothing_is_zero():
 
 def views_job():
     params, flat = numbered((2, 2), (3,), dtype=torch.bfloat16), torch.arange(8.0)     # of gradients: they are wider
-    unit, _ = new_unit("Unit", [], params, Ranks(1, 0))
+    unit, _ = new_unit("Zero1Unit", [], params, Ranks(1, 0))
     unit.params = params
     views = unit.views(flat)
     found = values(views[param] for param in params)
@@ -193,7 +193,7 @@ def views_job():
     return found, flat.tolist()
 
 
-@rung({"zero.py": ["Unit.views"]}, hints="""
+@rung({"zero.py": ["Zero1Unit.views"]}, hints="""
     The parameters lie in the flat tensor one after the other, in the order of `self.params`. Each of them has
     `param.numel()` elements there. What lies behind the last one is padding.
 
@@ -214,21 +214,21 @@ def test_parameters_in_a_flat_tensor(pool):
 
 
 def cut_job(ranks, rank):
-    unit = numbered_unit("Unit", Ranks(ranks, rank), (2, 2), (3,), dtype=torch.bfloat16)
-    assert unit.weights.dtype == torch.bfloat16, f"of parameters in bfloat16 self.weights is in {unit.weights.dtype}"
-    assert hasattr(unit, "grads"), "there are no gradients: `make_gradients` was not called"
-    assert not unit.weights.requires_grad, "self.weights has a gradient function: join the parameters without it (.detach())"
-    more = kept(unit) - (2 + 4) * len(unit.weights)
+    unit = numbered_unit("Zero1Unit", Ranks(ranks, rank), (2, 2), (3,), dtype=torch.bfloat16)
+    assert unit.flat_param.dtype == torch.bfloat16, f"of parameters in bfloat16 self.weights is in {unit.flat_param.dtype}"
+    assert hasattr(unit, "flat_grad"), "there are no gradients: `make_gradients` was not called"
+    assert not unit.flat_param.requires_grad, "self.weights has a gradient function: join the parameters without it (.detach())"
+    more = kept(unit) - (2 + 4) * len(unit.flat_param)
     assert more == 0, (
         f"the unit keeps {more} bytes more than self.weights and, made by make_gradients, self.grads: in stage 3 it must be "
         f"possible to drop the weights, so only self.weights may hold them: parameters and self.weight_slice are views of it")
-    found = unit.weights.tolist(), (unit.my_slice.start, unit.my_slice.stop), unit.weight_slice.tolist()
-    gradients = len(getattr(unit, "grads", ()))
-    unit.weights += 10
-    return *found, unit.weight_slice.tolist(), values(unit.params), gradients
+    found = unit.flat_param.tolist(), (unit.shard_slice.start, unit.shard_slice.stop), unit.param_shard.tolist()
+    gradients = len(getattr(unit, "flat_grad", ()))
+    unit.flat_param += 10
+    return *found, unit.param_shard.tolist(), values(unit.params), gradients
 
 
-@rung({"zero.py": ["Unit.cut"]}, hints="""
+@rung({"zero.py": ["Zero1Unit.flatten_and_shard"]}, hints="""
     First make one flat tensor of all parameters, then find out how long a slice is. All slices have the same length, so 7
     elements on 3 ranks make slices of 3, and two elements of padding at the end. `self.shard.size()` is the number of ranks and
     `self.shard.rank()` is the number of this rank.
@@ -260,23 +260,23 @@ def test_the_slice_of_a_rank(pool):
 
 
 def pieces_job(rank):
-    unit = numbered_unit("Unit", Ranks(5, rank), (2, 2), (2,), (4,), (1,))
+    unit = numbered_unit("Zero1Unit", Ranks(5, rank), (2, 2), (2,), (4,), (1,))
     # as in stages 2 and 3, where the whole tensors come and go
-    unit.weight_slice, unit.grad_slice = unit.weight_slice.clone(), unit.grad_slice.clone()
-    unit.weights.fill_(torch.nan)
-    unit.grads = None
-    pieces = unit.pieces()
-    found = values(pieces)
-    whole = {param.placement.times_counted for param in unit.params}
+    unit.param_shard, unit.grad_shard = unit.param_shard.clone(), unit.grad_shard.clone()
+    unit.flat_param.fill_(torch.nan)
+    unit.flat_grad = None
+    sharded_params = unit.sharded_params()
+    found = values(sharded_params)
+    whole = {param.placement.num_replicas for param in unit.params}
     assert whole == {10}, (
         f"10 ranks have each parameter; after pieces() the parameters' own records say {whole}: a piece needs a copy of the record")
-    unit.weight_slice += 10
-    unit.grad_slice += torch.arange(101.0, 104) + 3 * rank
-    gradients = [piece.main_grad.tolist() for piece in pieces]
-    return found, values(pieces), gradients, [(piece.placement.decays, piece.placement.times_counted) for piece in pieces]
+    unit.param_shard += 10
+    unit.grad_shard += torch.arange(101.0, 104) + 3 * rank
+    gradients = [sharded_param.main_grad.tolist() for sharded_param in sharded_params]
+    return found, values(sharded_params), gradients, [(sharded_param.placement.decays, sharded_param.placement.num_replicas) for sharded_param in sharded_params]
 
 
-@rung({"zero.py": ["Unit.pieces"]}, hints="""
+@rung({"zero.py": ["Zero1Unit.sharded_params"]}, hints="""
     Go through the parameters and keep count of where each begins in the flat tensor. The piece of a parameter is what lies both in
     the parameter and in the slice. If nothing does, there is no piece.
 
@@ -298,15 +298,15 @@ def test_pieces_for_the_optimizer(pool):
         here = f"parameters of 4, 2, 4 and 1 elements, 1 ... 11, have on rank {rank} of 5"
         (found, changed, gradients, placements), = pool.call(pieces_job, STEP, rank=rank)
         assert found == expected, f"{here} the pieces {found}, not {expected} (self.weights was filled with NaN: not what to use)"
-        expected_changed = [[n + 10 for n in piece] for piece in expected]
+        expected_changed = [[n + 10 for n in sharded_param] for sharded_param in expected]
         assert changed == expected_changed, (
             f"after self.weight_slice += 10 the pieces are {changed}, not {expected_changed}: they must be views of the slice")
-        expected_gradients = [[n + 100 for n in piece] for piece in expected]
+        expected_gradients = [[n + 100 for n in sharded_param] for sharded_param in expected]
         assert gradients == expected_gradients, (
             f"with gradients 101 ... 111 the main_grads on rank {rank} are {gradients}, not {expected_gradients}: they must be "
             f"views of self.grad_slice, at the places of the pieces")
-        for piece, (decays, times) in zip(expected, placements):
-            assert decays == (piece[0] <= 4), f"the piece {piece} has decays={decays}: that is not of its own parameter"
+        for sharded_param, (decays, times) in zip(expected, placements):
+            assert decays == (sharded_param[0] <= 4), f"the piece {sharded_param} has decays={decays}: that is not of its own parameter"
             assert times == 2, (
                 f"10 ranks have each parameter, and 5 ranks share it: a piece has a times_counted of 2, not {times}")
 
@@ -316,31 +316,31 @@ TIMES = (1, 100, 4)                                       # on each rank; bfloat
 
 def stage_1_job(ranks):
     group, rank = start(ranks)
-    unit = numbered_unit("Unit", group, (3,), (2,), dtype=torch.bfloat16)
-    pieces = unit.pieces()
+    unit = numbered_unit("Zero1Unit", group, (3,), (2,), dtype=torch.bfloat16)
+    sharded_params = unit.sharded_params()
     with watched(group) as events:
         for _ in range(2):
             add_gradients(unit, TIMES[rank])
-        added = unit.grads.tolist()
-        work, part = start_reduce(unit, events)
+        added = unit.flat_grad.tolist()
+        work, part = start_reduce_scatter(unit, events)
         assert part is None, "in stage 1 start_reduce returns the work and None: the sums go into self.grad_slice at once"
         work.wait()
-        unit.finish_reduce(part)
-        reduced = unit.grads.tolist()
+        unit.finish_reduce_scatter(part)
+        reduced = unit.flat_grad.tolist()
         add_gradients(unit, 1)                            # of the next step
-        again, of_pieces = unit.grads.tolist(), sum((piece.main_grad.tolist() for piece in pieces), [])
-        unit.weight_slice *= -1                           # an update
+        again, of_pieces = unit.flat_grad.tolist(), sum((sharded_param.main_grad.tolist() for sharded_param in sharded_params), [])
+        unit.param_shard *= -1                           # an update
         events.clear()
-        unit.gather()
-        assert hasattr(unit.gathering, "wait"), (
-            f"`gather` must leave the work of its all-gather in self.gathering, for self.wait() to wait; it is {unit.gathering}")
-        assert events.given == unit.weight_slice.data_ptr(), "the all-gather was given a copy: self.weight_slice itself will do"
+        unit.start_all_gather()
+        assert hasattr(unit.gather_handle, "wait_for_all_gather"), (
+            f"`gather` must leave the work of its all-gather in self.gathering, for self.wait() to wait; it is {unit.gather_handle}")
+        assert events.given == unit.param_shard.data_ptr(), "the all-gather was given a copy: self.weight_slice itself will do"
         started = list(events)
-        unit.wait()
+        unit.wait_for_all_gather()
     return rank, added, reduced, (again, of_pieces), started, values(unit.params)
 
 
-@rung({"zero.py": ["Unit.add_gradient", "Unit.start_reduce", "Unit.finish_reduce", "Unit.gather"]}, hints="""
+@rung({"zero.py": ["Zero1Unit.accumulate_grad", "Zero1Unit.start_reduce_scatter", "Zero1Unit.finish_reduce_scatter", "Zero1Unit.start_all_gather"]}, hints="""
     An all-reduce is a reduce-scatter and then an all-gather. In stage 1 the optimizer's update lies between the two: the first
     sums gradients, of which each rank gets its slice; the second collects the slices of the weights. Both are called with
     async_op=True, and so return a work that can be waited for later. Backward goes on meanwhile, so do not wait here.
@@ -378,7 +378,7 @@ def test_an_update_between_the_two_halves(pool):
             assert of_pieces == expected, (
                 f"{here} then the main_grads of the pieces are {of_pieces}, not {expected}: self.grads and self.grad_slice must "
                 f"stay the same tensors, which change in place")
-            assert started == ["gather"], (
+            assert started == ["start_all_gather"], (
                 f"{here} `gather` must start one dist.all_gather_into_tensor and leave the waiting to self.wait(); it does "
                 f"{in_words(started)}")
             assert params == [[-1, -2, -3], [-4, -5]], (
@@ -412,16 +412,16 @@ class Times(nn.Module):
     def __init__(self, number, events, sizes):
         super().__init__()
         self.number, self.events = number, events
-        self.weights = nn.ParameterList(torch.eye(1, size)[0] for size in sizes)
+        self.flat_param = nn.ParameterList(torch.eye(1, size)[0] for size in sizes)
 
     def forward(self, x):
-        for weight in [*self.weights[1:], self.weights[0]]:          # so backward comes to them in no order that one could rely on
+        for weight in [*self.flat_param[1:], self.flat_param[0]]:          # so backward comes to them in no order that one could rely on
             x = Product.apply(x, weight, self)
         return x
 
     def computes(self, what, unit):
-        assert memory(unit.weights) > 0, f"block {self.number} computes its {what}, and its weights are not there"
-        assert unit.gathering is None, f"block {self.number} computes its {what}, and nobody has waited for its weights"
+        assert memory(unit.flat_param) > 0, f"block {self.number} computes its {what}, and its weights are not there"
+        assert unit.gather_handle is None, f"block {self.number} computes its {what}, and nobody has waited for its weights"
         if f"{what} {self.number}" not in self.events:
             self.events.append(f"{what} {self.number}")
 
@@ -432,10 +432,10 @@ def small_model(stage, micro_batches, group, events, *blocks):
     from placement import Placement
     model = nn.Sequential(*(Times(i, events, sizes) for i, sizes in enumerate(blocks)))
     for block in model:
-        unit, args = new_unit({1: "Unit", 3: "Unit3"}[stage], [block], list(block.weights), group, stage, micro_batches)
-        for param in block.weights:
-            param.placement = Placement(times_counted=group.size(), decays=True)
-            unit.add(param)
+        unit, args = new_unit({1: "Zero1Unit", 3: "Zero3Unit"}[stage], [block], list(block.flat_param), group, stage, micro_batches)
+        for param in block.flat_param:
+            param.placement = Placement(num_replicas=group.size(), decays=True)
+            unit.add_to_unit(param)
     return model, zero.Zero(model, None, args)
 
 
@@ -451,12 +451,12 @@ def collect_job(stage):
                 events.clear()
                 model(torch.tensor(x * 10 ** rank)).backward()
                 reduced.append([event for event in events if "reduce" in event])
-            under_way = len(zero.under_way)
+            under_way = len(zero.reduce_scatters)
             left = sum(param.grad is not None for param in model.parameters())
-            zero.sum_gradients()
-            steps.append((reduced, under_way, left, [sorted(set(unit.grad_slice.tolist())) for unit in zero.units]))
+            zero.finish_grad_reduction()
+            steps.append((reduced, under_way, left, [sorted(set(unit.grad_shard.tolist())) for unit in zero.units]))
             for unit in zero.units:                       # as the optimizer does
-                unit.grad_slice.zero_()
+                unit.grad_shard.zero_()
     return steps
 
 
@@ -467,7 +467,7 @@ def assert_in_order(came, expected, what):
 
 
 def assert_collected(stage, steps):
-    expected, left_over = ["reduce 2", "reduce 1", "wait for reduce 2", "reduce 0", "wait for reduce 1"], 1
+    expected, left_over = ["reduce 2", "reduce 1", "wait_for_all_gather for reduce 2", "reduce 0", "wait_for_all_gather for reduce 1"], 1
     if stage == 1:
         expected, left_over = ["reduce 2", "reduce 1", "reduce 0"], 3
     for step, ((first, last), under_way, left, slices) in enumerate(steps, 1):
@@ -481,7 +481,7 @@ def assert_collected(stage, steps):
             f"{where}: all gradients are 1 + 2 on rank 0 and 10 + 20 on rank 1, which is 33; the slices have {slices}")
 
 
-@rung({"zero.py": ["Zero.collect", "Zero.finish_oldest"]}, hints="""
+@rung({"zero.py": ["Zero.post_accumulate_grad", "Zero.finish_oldest"]}, hints="""
     `collect` is called by a hook, once for each parameter in each backward. It can count: when has a unit got all gradients of
     the last micro-batch?
 
@@ -507,32 +507,32 @@ def test_a_unit_is_reduced_when_it_is_complete(pool):
 
 def stage_2_job():
     group, rank = start()
-    unit = numbered_unit("Unit2", group, (3,), (2,), dtype=torch.bfloat16)
-    pieces, least = unit.pieces(), kept(unit)
+    unit = numbered_unit("Zero2Unit", group, (3,), (2,), dtype=torch.bfloat16)
+    sharded_params, least = unit.sharded_params(), kept(unit)
     with watched(group) as events, nothing_is_zero():
         add_gradients(unit, 100 ** rank)
-        work, part = start_reduce(unit, events)
-        gone = unit.grads is None, kept(unit) - least
+        work, part = start_reduce_scatter(unit, events)
+        gone = unit.flat_grad is None, kept(unit) - least
         add_gradients(unit, 2 * 100 ** rank)              # the second micro-batch begins before the first is summed
-        second = unit.grads.tolist()
+        second = unit.flat_grad.tolist()
         work.wait()
-        unit.finish_reduce(part)
-        once = unit.grad_slice.tolist()
-        work, part = start_reduce(unit, events)
+        unit.finish_reduce_scatter(part)
+        once = unit.grad_shard.tolist()
+        work, part = start_reduce_scatter(unit, events)
         work.wait()
-        unit.finish_reduce(part)
-    of_pieces = sum((piece.main_grad.tolist() for piece in pieces), [])
-    wide = numbered_unit("Unit2", group, (3,), dtype=torch.float64)
+        unit.finish_reduce_scatter(part)
+    of_pieces = sum((sharded_param.main_grad.tolist() for sharded_param in sharded_params), [])
+    wide = numbered_unit("Zero2Unit", group, (3,), dtype=torch.float64)
     add_gradients(wide, 1)
     found = wide.grads.dtype
     assert found == torch.float64, f"of weights in float64, whose self.grad_slice is in float64, self.grads is in {found}"
-    work, part = wide.start_reduce()
+    work, part = wide.start_reduce_scatter()
     work.wait()
     assert part.dtype == torch.float64, f"of weights in float64 the new tensor for the sums is in {part.dtype}"
-    return rank, gone, second, once, unit.grad_slice.tolist(), of_pieces
+    return rank, gone, second, once, unit.grad_shard.tolist(), of_pieces
 
 
-@rung({"zero.py": ["Unit2.add_gradient", "Unit2.start_reduce", "Unit2.finish_reduce"]}, hints="""
+@rung({"zero.py": ["Zero2Unit.accumulate_grad", "Zero2Unit.start_reduce_scatter", "Zero2Unit.finish_reduce_scatter"]}, hints="""
     Stage 1 adds up whole gradients and reduces once. Stage 2 reduces the whole gradients of every micro-batch and adds up slices.
     So self.grads exists only from the first gradient of a micro-batch to its reduction.
 
@@ -570,36 +570,36 @@ def test_only_the_slice_of_the_gradients_is_kept(pool):
 
 def stage_3_job():
     group, rank = start()
-    unit = numbered_unit("Unit3", group, (3,), (2,), dtype=torch.bfloat16)
-    least, size = kept(unit), memory(unit.weight_slice)
+    unit = numbered_unit("Zero3Unit", group, (3,), (2,), dtype=torch.bfloat16)
+    least, size = kept(unit), memory(unit.param_shard)
     assert size == 6, f"after cut the storage of self.weight_slice has {size} bytes; 3 elements of their own, in bfloat16, have 6"
-    found = [memory(unit.weights), unit.weight_slice.tolist()]
+    found = [memory(unit.flat_param), unit.param_shard.tolist()]
     assert least == 6 + 12, (
         f"after cut the unit keeps {least} bytes; the slices of the weights and of the float32 gradients have 6 and 12")
     with watched(group) as events:
-        unit.gather_if_released()
-        assert unit.gathering is not None, (
+        unit.unshard()
+        assert unit.gather_handle is not None, (
             f"gather_if_released has done {in_words(events)}: it must start to gather, and leave the waiting to self.wait()")
-        unit.wait()
-        size = memory(unit.weights)
+        unit.wait_for_all_gather()
+        size = memory(unit.flat_param)
         assert size == 12, f"gathered, the storage of self.weights has {size} bytes; 6 elements in bfloat16 have 12"
-        found += [values(unit.params), events.count("gather")]
-        unit.gather_if_released()
-        unit.wait()
-        found.append(events.count("gather"))
+        found += [values(unit.params), events.count("start_all_gather")]
+        unit.unshard()
+        unit.wait_for_all_gather()
+        found.append(events.count("start_all_gather"))
         add_gradients(unit, 100 ** rank)
-        work, part = start_reduce(unit, events)
-        found.append(memory(unit.weights))
+        work, part = start_reduce_scatter(unit, events)
+        found.append(memory(unit.flat_param))
         work.wait()
-        unit.finish_reduce(part)
-        sums, more = unit.grad_slice.tolist(), kept(unit) - least
-        unit.weight_slice *= -1                           # an update
-        unit.gather_if_released()
-        unit.wait()
+        unit.finish_reduce_scatter(part)
+        sums, more = unit.grad_shard.tolist(), kept(unit) - least
+        unit.param_shard *= -1                           # an update
+        unit.unshard()
+        unit.wait_for_all_gather()
     return rank, (sums, more), *found, values(unit.params)
 
 
-@rung({"zero.py": ["Unit3.cut", "Unit3.release", "Unit3.gather_if_released", "Unit3.start_reduce"]}, hints="""
+@rung({"zero.py": ["Zero3Unit.flatten_and_shard", "Zero3Unit.reshard", "Zero3Unit.unshard", "Zero3Unit.start_reduce_scatter"]}, hints="""
     Parameters and autograd refer to self.weights, so the tensor cannot be deleted. But its storage, the memory that all its views
     share, can be made empty, and full size again. In stage 1 the slice is a view of the whole; if the whole is dropped, the slice
     has to be a tensor of its own.
@@ -618,10 +618,10 @@ def test_weights_are_dropped_and_come_back(pool):
     if they are not, it gives the storage its full size and starts to gather, without waiting. `start_reduce` releases the weights,
     because the unit's backward is over, and does what stage 2 does."""
     for rank, (sums, more), *answer in pool.call(stage_3_job, STEP, world=4):
-        whole, my_slice, params, once, again, after_backward, updated = answer
+        whole, shard_slice, params, once, again, after_backward, updated = answer
         assert whole == 0, f"after cut the storage of self.weights has {whole} bytes; expected are 0"
         expected = [[1, 2, 3], [4, 5, 0]][rank]
-        assert my_slice == expected, f"after cut rank {rank} has self.weight_slice {my_slice}, not {expected}"
+        assert shard_slice == expected, f"after cut rank {rank} has self.weight_slice {shard_slice}, not {expected}"
         assert params == [[1, 2, 3], [4, 5]], f"gathered, the parameters are {params}, not [[1, 2, 3], [4, 5]]"
         assert (once, again) == (1, 1), (
             f"of two calls only the first has to gather; expected are 1 and 1 all-gathers after them, came {once} and {again}")
@@ -645,32 +645,32 @@ def needed_job():
 
         def noted(self, what, unit):
             if f"{what} {self.number}" not in events:
-                there = [names[len(unit.weights)] for unit in zero.units if memory(unit.weights) > 0]
-                coming = [names[len(unit.weights)] for unit in zero.units if unit.gathering is not None]
+                there = [names[len(unit.flat_param)] for unit in zero.units if memory(unit.flat_param) > 0]
+                coming = [names[len(unit.flat_param)] for unit in zero.units if unit.gather_handle is not None]
                 at.append((f"{what} {self.number}", there, coming))
             note(self, what, unit)
 
         def arrived(unit):
-            name = names[len(unit.weights)]
-            assert unit.gathering is None, f"unit {name} is released while it is being gathered: it was asked for, and not used"
+            name = names[len(unit.flat_param)]
+            assert unit.gather_handle is None, f"unit {name} is released while it is being gathered: it was asked for, and not used"
             release(unit)
-        with patch.object(Times, "computes", noted), patch.object(kind, "release", arrived):
+        with patch.object(Times, "computes", noted), patch.object(kind, "reshard", arrived):
             for _ in range(2):
                 at = []
                 events.clear()
                 loss = model(torch.tensor(1.0 + 9 * rank))
                 loss.backward()
-                zero.sum_gradients()
-                order = [event for event in events if "reduce" not in event and "wait" not in event]
-                steps.append((order, at, loss.item(), [sorted(set(unit.grad_slice.tolist())) for unit in zero.units]))
+                zero.finish_grad_reduction()
+                order = [event for event in events if "reduce" not in event and "wait_for_all_gather" not in event]
+                steps.append((order, at, loss.item(), [sorted(set(unit.grad_shard.tolist())) for unit in zero.units]))
                 for unit in zero.units:
-                    unit.grad_slice.zero_()
-                    unit.weight_slice *= 2                # for the update
+                    unit.grad_shard.zero_()
+                    unit.param_shard *= 2                # for the update
     return steps
 
 
-IN_ORDER = ["gather 0", "gather 1", "forward 0", "gather 2", "forward 1", "gather 3", "forward 2", "gather 4", "forward 3",
-            "forward 4", "backward 4", "gather 2", "backward 3", "gather 1", "backward 2", "backward 1"]
+IN_ORDER = ["start_all_gather 0", "start_all_gather 1", "forward 0", "start_all_gather 2", "forward 1", "start_all_gather 3", "forward 2", "start_all_gather 4", "forward 3",
+            "forward 4", "backward 4", "start_all_gather 2", "backward 3", "start_all_gather 1", "backward 2", "backward 1"]
 COMING = {"forward 0": ["1"], "forward 1": ["2"], "forward 2": ["3"], "forward 3": ["4"], "backward 3": ["2"], "backward 2": ["1"]}
 HOOKS = ["gather_when_needed." + name for name in ("need", "before_forward", "before_backward", "after_forward")]
 

@@ -65,34 +65,34 @@ def watched():
 
 
 def parts_job():
-    import parts
+    import shards
     whole, found = torch.arange(1.0, 17).view(4, 4), []
     for cuts in ([(0, 2, 1)], [(1, 2, 0)], [(1, 4, 2)], [(0, 2, 1), (1, 2, 0)], []):
         shape = [4, 4]
         for dim, count, _ in cuts:
             shape[dim] //= count
         param = nn.Parameter(torch.zeros(shape))
-        param.placement = SimpleNamespace(parts=[parts.Part(None, *cut) for cut in cuts])
-        index = parts.my_part(param)
+        param.placement = SimpleNamespace(parts=[shards.Shard(None, *cut) for cut in cuts])
+        index = shards.local_slices(param)
         assert type(index) is tuple and len(index) == 2, f"of a matrix my_part must return a tuple of two slices; came {index}"
-        found.append((cuts, whole[index].tolist(), parts.whole_shape(param)))
+        found.append((cuts, whole[index].tolist(), shards.global_shape(param)))
     norm = nn.Parameter(torch.zeros(4))
     norm.placement = SimpleNamespace(parts=[])
-    index = parts.my_part(norm)
+    index = shards.local_slices(norm)
     assert index in ((slice(None),), (slice(0, 4),)), \
         f"of a norm, which has one dimension, my_part must return a tuple of one slice; came {index}"
     products = []
     for rank in (0, 1):
         rows, columns = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
         for param, dim in ((rows, 0), (columns, 1)):
-            param.placement = SimpleNamespace(parts=[parts.Part(None, dim, 2, rank)])
-        outputs = F.linear(torch.tensor([1.0, 2.0]), torch.tensor(UP)[parts.my_part(rows)])
-        terms = F.linear(outputs, torch.tensor(DOWN)[parts.my_part(columns)])
+            param.placement = SimpleNamespace(parts=[shards.Shard(None, dim, 2, rank)])
+        outputs = F.linear(torch.tensor([1.0, 2.0]), torch.tensor(UP)[shards.local_slices(rows)])
+        terms = F.linear(outputs, torch.tensor(DOWN)[shards.local_slices(columns)])
         products.append((outputs.tolist(), terms.tolist()))
     return found, products
 
 
-@rung({"parts.py": ["my_part", "whole_shape"]}, hints="""
+@rung({"shards.py": ["local_slices", "global_shape"]}, hints="""
     `param` is the part that this rank has, and `param.placement.parts` says how it was cut: a list of Parts, which may be empty. To
     cut a matrix in two along dimension 0 means that each rank has half of the rows.
 
@@ -156,14 +156,14 @@ def test_a_sum_that_is_waited_for_later(pool):
 
 
 def f_and_g_job():
-    from tensor_parallel import Enter, Leave
+    from tensor_parallel import EnterRegion, LeaveRegion
     rank, group = start()
-    gather, reduce, _ = border = border_without_sp(group)
+    gather, reduce, _ = comm = border_without_sp(group)
     found, saved = {}, []
-    for name, kind, mine, gradient in [("Enter", Enter, [1.0, 2.0], [[1.0, 1.0], [2.0, 0.0]][rank]),
-                                       ("Leave", Leave, [[3.0, 2.0], [2.0, -1.0]][rank], [1.0, 0.0])]:
+    for name, kind, mine, gradient in [("EnterRegion", EnterRegion, [1.0, 2.0], [[1.0, 1.0], [2.0, 0.0]][rank]),
+                                       ("LeaveRegion", LeaveRegion, [[3.0, 2.0], [2.0, -1.0]][rank], [1.0, 0.0])]:
         # with the two functions in each other's place, what was summed is not, and what was not is
-        for how, a_border in (("", border), (", with gather and reduce exchanged", (reduce, gather, group))):
+        for how, a_border in (("", comm), (", with gather and reduce exchanged", (reduce, gather, group))):
             x = torch.tensor([[mine]], requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(name) or tensor, lambda tensor: tensor):
                 y = kind.apply(x, *a_border)
@@ -173,7 +173,7 @@ def f_and_g_job():
     return found
 
 
-@rung({"tensor_parallel.py": ["Enter.forward", "Enter.backward", "Leave.forward", "Leave.backward"]}, hints="""
+@rung({"tensor_parallel.py": ["EnterRegion.forward", "EnterRegion.backward", "LeaveRegion.forward", "LeaveRegion.backward"]}, hints="""
     When a region is entered, all ranks have the input already, so forward there is nothing to do with --sp off. But each rank finds
     only its own share of the input's gradient: backward has to add them up. When a region is left it is the other way round. Both
     classes are told by their arguments which functions do that: `gather` and `reduce`.
@@ -189,8 +189,8 @@ def test_f_and_g(pool):
     forward `reduce`, backward `gather`. Use the functions that come as arguments: with --sp off they are identity and
     all_reduce, later others."""
     for rank, found in answers(pool, f_and_g_job):
-        expected = {"Enter": ([1, 2], [3, 1]), "Enter, with gather and reduce exchanged": ([2, 4], [[1, 1], [2, 0]][rank]),
-                    "Leave": ([5, 1], [1, 0]), "Leave, with gather and reduce exchanged": ([[3, 2], [2, -1]][rank], [2, 0])}
+        expected = {"EnterRegion": ([1, 2], [3, 1]), "Enter, with gather and reduce exchanged": ([2, 4], [[1, 1], [2, 0]][rank]),
+                    "LeaveRegion": ([5, 1], [1, 0]), "Leave, with gather and reduce exchanged": ([[3, 2], [2, -1]][rank], [2, 0])}
         for name, (forward, backward) in found.items():
             want, want_backward = expected[name]
             assert forward == want, f"{name}: forward returns {forward} on rank {rank}, expected is {want}"
@@ -201,9 +201,9 @@ def region_job():
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     rank, group = start()
     (gather, reduce, _), mine, used = border_without_sp(group), slice(2 * rank, 2 * rank + 2), []
-    border = (lambda *args: used.append("gather") or gather(*args), lambda *args: used.append("reduce") or reduce(*args), group)
-    first = ColumnParallelLinear(nn.Linear(2, 4, bias=False), 2, border)
-    last = RowParallelLinear(nn.Linear(4, 2, bias=False), 2, border)
+    comm = (lambda *args: used.append("gather") or gather(*args), lambda *args: used.append("reduce") or reduce(*args), group)
+    first = ColumnParallelLinear(nn.Linear(2, 4, bias=False), 2, comm)
+    last = RowParallelLinear(nn.Linear(4, 2, bias=False), 2, comm)
     first.weight.data, last.weight.data = torch.tensor(UP)[mine], torch.tensor(DOWN)[:, mine].contiguous()
     x = torch.tensor([[[1.0, 2.0]]], requires_grad=True)
     inner = first(x)
@@ -385,13 +385,13 @@ def linears_job(sp):
             return lambda: (log.append(f"wait for {name}"), result())[1]
         return start
     gather, reduce = ("all_gather", "reduce_scatter") if sp else ("identity", "all_reduce")
-    border = logged("gather", getattr(tensor_parallel, gather)), logged("reduce", getattr(tensor_parallel, reduce)), group
+    comm = logged("gather", getattr(tensor_parallel, gather)), logged("reduce", getattr(tensor_parallel, reduce)), group
     part = slice(2 * rank, 2 * rank + 2) if sp else slice(None)
     x = whole[:, part].clone().requires_grad_()
     mine = [weight.clone().requires_grad_() for weight in weights[rank].split((5, 2))]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        products = tensor_parallel.EnterLinears.apply(x, *border, *mine)
+        products = tensor_parallel.ColumnParallelLinears.apply(x, *comm, *mine)
     what = type(products).__name__
     assert what == "tuple" and len(products) == 2, f"with two weights forward must return a tuple of two products; came a {what}"
     saved += [value for value in vars(products[0].grad_fn).values() if isinstance(value, torch.Tensor)]
@@ -406,7 +406,7 @@ def linears_job(sp):
             torch.equal(torch.cat([weight.grad for weight in mine]), expected_weight), log)
 
 
-@rung({"tensor_parallel.py": ["EnterLinears.forward", "EnterLinears.backward"]}, hints="""
+@rung({"tensor_parallel.py": ["ColumnParallelLinears.forward", "ColumnParallelLinears.backward"]}, hints="""
     Several linears have the same input, so f is done once for all of them: gather x, then multiply it by each weight. With
     --sp on the gathered x is tp times as large as x. Autograd would keep it for backward; here only x is kept, and backward gathers
     it once more. Two collectives in backward, and two kinds of products: which product needs which result?
@@ -443,13 +443,13 @@ def partial_gradients_job():
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     for i, param in enumerate(params):
         param.main_grad = torch.full((2,), (i + 1.0) * 10**rank)
-        param.placement = SimpleNamespace(sum_over=group if i != 1 else None)
-    tensor_parallel.sum_partial_gradients(params)
+        param.placement = SimpleNamespace(grad_reduce_group=group if i != 1 else None)
+    tensor_parallel.all_reduce_partial_grads(params)
     return [param.main_grad.tolist() for param in params]
 
 
 @pytest.mark.slow
-@rung({"tensor_parallel.py": ["sum_partial_gradients", "formula"]}, hints="""
+@rung({"tensor_parallel.py": ["all_reduce_partial_grads", "formula"]}, hints="""
     Some parameters are on every rank of tp, but a rank finds only a share of their gradient: their `placement.sum_over` is the
     group over which the shares are summed, once per step. For the formula, count how often a border is crossed: each time the
     whole [batch, seq, hidden] is payload, of all sequences of the step.

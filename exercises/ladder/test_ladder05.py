@@ -90,7 +90,7 @@ def positions_of(rank, mode, seq_len, cp):
     return positions
 
 
-def attended(core, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="float64"):
+def attended(inner_attention, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="float64"):
     """Output and gradients of q, k and v of the tokens at these positions; core takes [batch, seq, heads, head_dim]."""
     import torch
 
@@ -103,7 +103,7 @@ def attended(core, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="float64"):
     shared = [[x * (2 * i + 1) / each**2 for x in row for i in range(each)] for row in signed]
     q, k = numbers([1] * TOKENS, [[1] * heads] * BATCH), numbers(WEIGHTS, [[1] * kv_heads] * BATCH).log()
     leaves = [t.requires_grad_() for t in (q, k, numbers(range(TOKENS), signed))]
-    out = core(*leaves)
+    out = inner_attention(*leaves)
     assert out.dtype == q.dtype, f"of q, k and v in {q.dtype} the output is in {out.dtype}"
     yield out.squeeze(-1).tolist()
     out.backward(numbers([2**t for t in range(TOKENS)], shared))
@@ -148,25 +148,25 @@ def attention_job(mode, backward):
     if not group:
         return None
     positions = positions_of(group.rank(), mode, TOKENS, RANKS).tolist()
-    kernel, merge = "flash_backward" if backward else "flash", context_parallel.merge
+    kernel, update_out_and_lse = "flash_backward" if backward else "flash", context_parallel.merge
     compute, kernels = getattr(context_parallel, kernel), []
-    core = context_parallel.in_blocks(mode, group)
-    with unforgiving() as under_way, sent_in(group) as sent_wide:
+    inner_attention = context_parallel.in_blocks(mode, group)
+    with unforgiving() as handles, sent_in(group) as sent_wide:
         def watched(*args, **kwargs):
             call = SimpleNamespace(**inspect.signature(compute).bind(*args, **kwargs).arguments)
             queries, keys = call.q.shape[2], call.k.shape[2]
-            kernels.append((len(under_way), queries * (queries + 1) // 2 if call.causal else queries * keys))
+            kernels.append((len(handles), queries * (queries + 1) // 2 if call.causal else queries * keys))
             assert not backward or call.lse.is_contiguous(), \
                 "flash_backward was given an lse that is not contiguous, a part of another tensor: the kernel on GPUs reads others"
             return compute(*args, **kwargs)
         with patch.object(context_parallel, kernel, watched):
-            found = attended(core, positions)
+            found = attended(inner_attention, positions)
             found = list(found) if backward else [next(found)]
 
     def wide(out, lse, *block):
         assert out.dtype == lse.dtype == torch.float32, \
             f"with q, k and v in bfloat16 outputs are merged in float32 (no_block), not out in {out.dtype} and lse in {lse.dtype}"
-        return merge(out, lse, *block)
+        return update_out_and_lse(out, lse, *block)
 
     def one_number(grad_out, q, k, v, out, lse, causal):
         return [torch.full_like(x, 256 if causal else 1) for x in (q, k, v)]
@@ -175,9 +175,9 @@ def attention_job(mode, backward):
     def keeping(*qkv):
         qkv_of_own.append(qkv)
         with kept_of(kept):
-            ends.append(core(*qkv))
+            ends.append(inner_attention(*qkv))
         return ends[0]
-    with patch.object(context_parallel, "merge", wide), patch.object(context_parallel, "flash_backward", one_number):
+    with patch.object(context_parallel, "update_out_and_lse", wide), patch.object(context_parallel, "flash_backward", one_number):
         with sent_in(group) as forward:
             found_low = attended(keeping, positions, dtype="bfloat16")
             next(found_low)
@@ -199,10 +199,10 @@ def assert_attention(answers, heads=HEADS, kv_heads=KV_HEADS):
     """What ranks have found for their tokens is what one process finds for all."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    def core(*qkv):
+    def inner_attention(*qkv):
         q, k, v = (t.transpose(1, 2) for t in qkv)
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    expected = list(attended(core, range(TOKENS), heads, kv_heads))
+    expected = list(attended(inner_attention, range(TOKENS), heads, kv_heads))
     for rank, (positions, found, *_) in enumerate(answers):
         for name, numbers, right in zip(NAMES, found, expected):
             for sequence in range(BATCH):
@@ -322,7 +322,7 @@ def merge_job():
             merged([1, 1], [0, 0], [5, 5], [log(2), log(2)], torch.bfloat16))
 
 
-@rung({"context_parallel.py": ["merge"]}, hints="""
+@rung({"context_parallel.py": ["update_out_and_lse"]}, hints="""
     The output of a block is a mean of values, and exp(lse) is the sum of its weights. The mean over both blocks is the mean
     of the two means, weighted by these sums: (2 * 15 + 8 * 37.5) / (2 + 8) = 33.
 
@@ -411,7 +411,7 @@ def gather_job():
     return [kv.flatten(1).tolist() for kv in every], dict(sent)
 
 
-@rung({"context_parallel.py": ["gather", "GatherAttention.forward"]}, hints="""
+@rung({"context_parallel.py": ["gather", "AllGatherAttention.forward"]}, hints="""
     Keys and values of all ranks come in one collective. Then a rank goes through the ranks as sources: what of this
     source's keys do my queries see? Everything for one source is there already: `visible` and `add_block`.
 
@@ -436,7 +436,7 @@ def test_all_keys_at_once(pool):
     assert_work(answers, "allgather", backward=False)
 
 
-@rung({"context_parallel.py": ["block_gradients", "GatherAttention.backward"]}, hints="""
+@rung({"context_parallel.py": ["block_gradients", "AllGatherAttention.backward"]}, hints="""
     A probability is exp(score - lse) with the lse over all keys. So if `flash_backward` is given the final output and the
     final lse, what it returns for a block of keys are exact terms of the gradients, and only have to be added up. Whose
     gradients does a rank have in the end that it has to give away?
@@ -468,15 +468,15 @@ def pass_on_job():
     group = start()
     if not group:
         return None
-    with unforgiving() as under_way, sent_in(group):
+    with unforgiving() as handles, sent_in(group):
         tensor = torch.full((2, 3), float(group.rank()), dtype=torch.float64).T                    # not contiguous
-        receive = context_parallel.pass_on(tensor, group)
-        started = len(under_way)
+        receive = context_parallel.ring_send_recv(tensor, group)
+        started = len(handles)
         came = receive()
         return list(came.shape), came.flatten().tolist(), started, str(came.dtype)
 
 
-@rung({"context_parallel.py": ["pass_on", "RingAttention.forward"]}, hints="""
+@rung({"context_parallel.py": ["ring_send_recv", "RingAttention.forward"]}, hints="""
     A rank sends to the next one of the ring and receives from the one before. Both are started before anybody waits:
     otherwise all ranks send and nobody receives. In forward a rank passes on what it has, works with it, and then waits for
     what comes. At hop h, whose keys and values does it have?
@@ -542,7 +542,7 @@ def ulysses_job(cases):
     x = 10.0 * torch.arange(2 * rank, 2 * rank + 2).view(1, 2, 1, 1) + torch.arange(8.0).view(1, 1, 8, 1)
     x, kept = torch.cat((x, x + 100)).requires_grad_(), []
     with sent_in(group) as sent, kept_of(kept):
-        y = context_parallel.AllToAll.apply(x, 2, 1, group)
+        y = context_parallel.UlyssesAllToAll.apply(x, 2, 1, group)
     kept += noted_on(y)
     with sent_in(group) as sent_back:
         y.backward(y.detach())
@@ -550,18 +550,18 @@ def ulysses_job(cases):
     positions = positions_of(rank, "ulysses", TOKENS, 4).tolist()
     found = []
     for heads, kv_heads, copies in cases:
-        def core(*qkv):
+        def inner_attention(*qkv):
             shapes = [list(t.shape) for t in qkv]
             right = [[BATCH, TOKENS, n // 4, 1] for n in (heads, kv_heads * copies, kv_heads * copies)]
             assert shapes == right, (
                 f"{heads} heads, {kv_heads} of keys and values, 4 ranks: core was given q, k, v of the shapes {shapes}, not "
                 f"{right}: all tokens, and a fourth of the heads; those of keys and values {copies} times each")
             return sdpa(*qkv)
-        found.append(list(attended(context_parallel.ulysses(core, group), positions, heads, kv_heads)))
+        found.append(list(attended(context_parallel.ulysses(inner_attention, group), positions, heads, kv_heads)))
     return there, back, [dict(sent), dict(sent_back)], len(kept), positions, found
 
 
-@rung({"context_parallel.py": ["AllToAll.forward", "AllToAll.backward", "ulysses"]}, hints="""
+@rung({"context_parallel.py": ["UlyssesAllToAll.forward", "UlyssesAllToAll.backward", "ulysses"]}, hints="""
     Heads do not need each other, so a rank may have some heads of all tokens instead of all heads of some tokens. To get there
     each rank sends each other rank a piece: the tokens that it has, of the heads that the other shall have. How does one get
     back, and what is the gradient of going there?

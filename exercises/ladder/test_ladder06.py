@@ -24,7 +24,7 @@ def lists_job(cases):
             idle = schedules.bubble(schedules.simulate(lists))
         except (RuntimeError, LookupError) as stuck:
             idle = str(stuck)
-        found[case] = actions, idle, [schedules.in_flight(of_rank) for of_rank in lists]
+        found[case] = actions, idle, [schedules.max_in_flight(of_rank) for of_rank in lists]
     return found
 
 
@@ -184,10 +184,10 @@ def stages_job(sizes, layouts):
     first, mine = {}, {}
     for layers, vocab_size, stages in sizes:
         config = SimpleNamespace(num_hidden_layers=layers, vocab_size=vocab_size, **shape)
-        first[layers, vocab_size, stages] = pipeline_parallel.first_layers(config, stages)
+        first[layers, vocab_size, stages] = pipeline_parallel.stage_boundaries(config, stages)
     for schedule, pp, stages_per_rank in layouts:
         args = SimpleNamespace(schedule=schedule, pp=pp, stages_per_rank=stages_per_rank)
-        mine[schedule, pp] = [pipeline_parallel.my_stages(SimpleNamespace(get_local_rank=place_in_pp(rank)), args)
+        mine[schedule, pp] = [pipeline_parallel.local_stages(SimpleNamespace(get_local_rank=place_in_pp(rank)), args)
                               for rank in range(pp)]
     return first, mine
 
@@ -199,7 +199,7 @@ def place_in_pp(rank):
     return get_local_rank
 
 
-@rung({"pipeline_parallel.py": ["first_layers", "my_stages"]}, hints="""
+@rung({"pipeline_parallel.py": ["stage_boundaries", "local_stages"]}, hints="""
     Embedding and head are on the first and the last stage, and each is as large as `ends` layers. So cut a row of ends +
     layers + ends into equal parts. Where in this row does stage s begin, and which layer is that? As for the stages of a rank:
     a micro-batch goes round all ranks before it comes to a rank's next stage, but in dualpipe it goes there and back.
@@ -266,7 +266,7 @@ def small_pipeline(weights):
         return (y - targets).square().sum()
     pipeline.model = SimpleNamespace(lm_head=lm_head)
     pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
-    pipeline.kept, pipeline.deferred, pipeline.ready, pipeline.receiving, pipeline.sending = {}, {}, {}, {}, []
+    pipeline.fwd_cache, pipeline.weight_grad_queues, pipeline.ready, pipeline.recv_handles, pipeline.send_handles = {}, {}, {}, {}, []
 
     def number(x):
         return torch.full((1, 1, 1), x, dtype=torch.float64)
@@ -294,7 +294,7 @@ def border_job():
             grad = pipeline.input_gradient(stage, i, grad)
             back.append(grad if grad is None else grad.item())
     assert not pipeline.loss.requires_grad, "self.loss is a number: with its history it would keep all that came before alive"
-    kept, queue, deferred = len(pipeline.kept), len(pipeline.queue), {what: len(q) for what, q in pipeline.deferred.items()}
+    kept, queue, deferred = len(pipeline.fwd_cache), len(pipeline.queue), {what: len(q) for what, q in pipeline.weight_grad_queues.items()}
     return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), kept, queue, deferred
 
 
@@ -354,7 +354,7 @@ def run_job():
         return None
     rank = pipeline.group.rank()
     lists = [[schedules.Action(kind, int(stage), int(i)) for kind, stage, i in text.split()] for text in LISTS]
-    pipeline.program, Put.done = schedules.program(lists, rank), 0
+    pipeline.program, Put.done = schedules.add_send_recv(lists, rank), 0
     pipeline.loss, ran, compute = None, [], pipeline.compute
 
     def noted_compute(action):

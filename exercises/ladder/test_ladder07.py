@@ -320,21 +320,21 @@ def cut_job(pp, dp, cp, tp, ep):
     import expert_parallel
     import torch.distributed as dist
     import torch
-    from mesh import start_mesh
-    from parts import Part, my_part
+    from mesh import build_mesh
+    from shards import Shard, local_slices
     from placement import Placement
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp="off")
     config = layer_config(num_local_experts=4, hidden_size=3, intermediate_size=5)
-    mesh = start_mesh(args)
+    mesh = build_mesh(args)
     model, layers = small_model(config, "meta")
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
     whole = nn.Linear(1, 1)
     whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = Placement(6, decays=True, parts=[before := Part(None, 2, 2, 0)])
-    expert_parallel.cut(whole, part := Part(None, 1, 3, 2))
-    came = list(whole.weight.shape), whole.weight.placement.parts, whole.weight.placement.times_counted
+    whole.weight.placement = Placement(6, decays=True, parts=[before := Shard(None, 2, 2, 0)])
+    expert_parallel.cut(whole, part := Shard(None, 1, 3, 2))
+    came = list(whole.weight.shape), whole.weight.placement.shards, whole.weight.placement.num_replicas
     assert came == ([4, 2, 2], [before, part], 2), (
         "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers that 6 ranks have become 4 x 2 x 2 that 2 have, with the part "
         f"noted behind that of an earlier cut; came shape, parts, times_counted {came}")
@@ -357,12 +357,12 @@ def cut_job(pp, dp, cp, tp, ep):
     experts, found = layers["1"].mlp.experts, {}
     for name in ("w1", "w2", "w3"):
         weight = getattr(experts, name).weight
-        first = my_part(weight)[0]
+        first = local_slices(weight)[0]
         mine = list(range(4))[first]
         found[name] = dict(shape=list(weight.shape), experts=mine, same_experts=ranks(group_of(weight)),
-                           times_counted=weight.placement.times_counted)
+                           num_replicas=weight.placement.num_replicas)
     group = ranks(experts.group) if isinstance(experts, expert_parallel.ExpertParallel) else type(experts).__name__
-    same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.parts
+    same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.shards
     return found, group, same and gate.weight.placement.expert_mesh is None
 
 
@@ -403,7 +403,7 @@ def test_who_has_which_experts(pool):
             for name, came in found.items():
                 inner = [3, 5] if name == "w2" else [5, 3]
                 expected = dict(shape=[4 // ep, *inner], experts=experts, same_experts=same_experts,
-                                times_counted=pp * dp * cp * tp // ep)
+                                num_replicas=pp * dp * cp * tp // ep)
                 assert came == expected, f"{where}: of {name} expected is {expected}, came {came}"
             assert group == group_of_ep, \
                 f"{where}: the ranks of ExpertParallel's group (without ep: the experts' class) are {group_of_ep}, not {group}"
@@ -430,7 +430,7 @@ def all_to_all_job():
         saved = []
         with unforgiving(), watched() as done:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
-                out = expert_parallel.AllToAll.apply(x, sent, received, group)
+                out = expert_parallel.TokenAllToAll.apply(x, sent, received, group)
             assert done.sent, "a rank with nothing to send or to receive takes part too: the others wait for it"
             saved += [1 for value in vars(out.grad_fn).values() if isinstance(value, torch.Tensor)]
             out.backward(2 * out.detach().T.contiguous().T)                        # nor is this
@@ -438,7 +438,7 @@ def all_to_all_job():
     return group.size(), rank, found
 
 
-@rung({"expert_parallel.py": ["AllToAll.forward", "AllToAll.backward"]}, hints="""
+@rung({"expert_parallel.py": ["TokenAllToAll.forward", "TokenAllToAll.backward"]}, hints="""
     `dist.all_to_all_single(out, x, received, sent, group=group)` sends the first sent[0] rows to rank 0, the next sent[1] rows
     to rank 1, and so on; into `out` come received[0] rows of rank 0, then those of rank 1. How many rows must `out` have? And
     which way do gradients go?
@@ -564,9 +564,9 @@ def tensor_parallel_job(sp):
     import expert_parallel
     import torch
     import torch.distributed as dist
-    from mesh import start_mesh
+    from mesh import build_mesh
     args = SimpleNamespace(device="cpu", pp=1, dp=2, cp=1, tp=2, ep=1, sp=sp)
-    mesh, config = start_mesh(args), layer_config(num_local_experts=2)
+    mesh, config = build_mesh(args), layer_config(num_local_experts=2)
     rank = mesh.get_local_rank("tp")
     model, layers = small_model(config, "cpu")
     whole = layers["1"].mlp.double()
@@ -587,10 +587,10 @@ def tensor_parallel_job(sp):
     cut = isinstance(layer, expert_parallel.TensorParallelMoE)
     if not cut:
         return rank, cut, None, None, None, None, None
-    cuts = {name: [part[1:] for part in getattr(layer.experts, name).weight.placement.parts if part[0] is group]
+    cuts = {name: [part[1:] for part in getattr(layer.experts, name).weight.placement.shards if part[0] is group]
             for name in ("w1", "w2", "w3")}
-    shapes, summed = {}, layer.gate.weight.placement.sum_over is group
-    assert all(param.placement.sum_over is None for param in layer.experts.parameters()), \
+    shapes, summed = {}, layer.gate.weight.placement.grad_reduce_group is group
+    assert all(param.placement.grad_reduce_group is None for param in layer.experts.parameters()), \
         "each rank of tp has other rows or columns of w1, w2 and w3, and their gradients whole: sum_over is the router's alone"
     for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
         linear = getattr(layer.experts, name)
@@ -654,7 +654,7 @@ def update_job(kind):
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
     dist.barrier()
-    balance = object.__new__(expert_parallel.Balance)
+    balance = object.__new__(expert_parallel.LoadBalancer)
     tokens = torch.tensor(TOKENS[rank])
     balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=3, num_local_experts=4)
     balance.layers, balance.data = ["a layer"] * len(tokens), groups[rank // 2]
@@ -674,7 +674,7 @@ def update_job(kind):
     return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balance.update(), done.waits
 
 
-@rung({"expert_parallel.py": ["Balance.update"]}, hints="""
+@rung({"expert_parallel.py": ["LoadBalancer.update"]}, hints="""
     self.counts, [layers, experts], has what this rank's tokens have chosen since the last step. Which ranks have the other
     tokens of the global batch, for the same layers? An expert with more tokens than the mean shall be chosen less often: what
     becomes of its bias?
@@ -729,7 +729,7 @@ def choose_job(kind, bias, top_k):
     dist.barrier()
     scores = torch.tensor(SCORES, dtype=torch.float64)
     scores = scores if dist.get_rank() < 2 else scores.roll(1, -1)
-    balance = object.__new__(expert_parallel.Balance)
+    balance = object.__new__(expert_parallel.LoadBalancer)
     balance.args = SimpleNamespace(balance=kind, seq_len=4, global_batch_size=6, tp=2)
     balance.config = SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=3)
     balance.counts, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
@@ -756,7 +756,7 @@ def choose_job(kind, bias, top_k):
     return group.rank(), expert.sort(-1).values.tolist(), balance.counts.tolist(), *added, sent, done.sent, waits, left
 
 
-@rung({"expert_parallel.py": ["Balance.choose"]}, hints="""
+@rung({"expert_parallel.py": ["LoadBalancer.choose"]}, hints="""
     The scores of a token are the softmax of its logits, over all experts. The bias is added to them in order to choose, and
     nothing else is done with it. The auxiliary loss is the sum over experts of (share of the choices) x (mean score) x experts:
     it is lower if experts that many choose have low scores. The shares are counts, and have no gradient. What is the gradient

@@ -37,12 +37,12 @@ def names(paths):
 
 # ------------------------------------------------------------------------------------------------ names
 def own_job(folder):
-    from resume import own
-    return [names(outcome(own, SimpleNamespace(checkpoint=where), *more))
+    from resume import list_checkpoints
+    return [names(outcome(list_checkpoints, SimpleNamespace(checkpoint=where), *more))
             for where, *more in ((folder,), (folder, ".tmp"), (folder, ".aside"), (f"{folder}/nowhere",))]
 
 
-@rung({"resume.py": ["own"]}, hints="""
+@rung({"resume.py": ["list_checkpoints"]}, hints="""
     People keep other things in a checkpoint directory: notes, a log, a copy of a checkpoint. The trainer deletes old
     checkpoints, so it must be sure which names are its own. What does a name look like that the trainer has given?
 
@@ -262,12 +262,12 @@ def test_a_run_is_a_few_boxes(pool):
 def boxes_job():
     import torch
     from boxes import boxes
-    from parts import Part
+    from shards import Shard
     from placement import Placement
     found = []
     for name, shape, first, count, parts in CUT:
         param = torch.nn.Parameter(torch.zeros(shape))
-        param.placement = Placement(1, True, [Part(None, *part) for part in parts])
+        param.placement = Placement(1, True, [Shard(None, *part) for part in parts])
         param.untyped_storage().resize_(0)                # as ZeRO stage 3 does
         memory = torch.arange(100.0)
         run = memory[10:10 + count]
@@ -327,11 +327,11 @@ HAVE = {"alone": [{"a[0]": (5, 4), "b[0]": (3, 4)}],
 def share_out_job(have):
     import torch
     import torch.distributed as dist
-    from boxes import share_out
+    from boxes import assign_writers
     dist.init_process_group("gloo")
     dtypes = {4: torch.float32, 8: torch.float64}
     state = {key: torch.zeros(count, dtype=dtypes[size]) for key, (count, size) in have[dist.get_rank()].items()}
-    return share_out(state)
+    return assign_writers(state)
 
 
 def shared_out(have):
@@ -343,7 +343,7 @@ def shared_out(have):
     return [[key for key in state if writer[key] == rank] for rank, state in enumerate(have)]
 
 
-@rung({"boxes.py": ["share_out"]}, hints="""
+@rung({"boxes.py": ["assign_writers"]}, hints="""
     Ranks of dp have the same weights, and one of them is enough to write a box. If that were always the first, the others would
     wait for it. How do ranks agree without a list that somebody sends around?
 
@@ -401,13 +401,13 @@ def damage_job(folder):
             read.clear()
             with patch.object(resume, "digest", noted):
                 share = [rank, ranks] if ranks > 1 else []            # one rank reads all, if nothing is said
-                found.append((outcome(resume.damage, folder, index, *share), sorted(read)))
+                found.append((outcome(resume.find_corruption, folder, index, *share), sorted(read)))
         return found
     found = {"whole": seen(), "other": seen({**index, "digests": {**digests, files[1].name: "0"}}), "none": seen(None)}
     text = files[1].read_bytes()
     files[1].write_bytes(text[:-1] + b"x")
     found["changed"] = seen()
-    found["alone"] = outcome(resume.damage, folder, index)
+    found["alone"] = outcome(resume.find_corruption, folder, index)
     files[1].unlink()
     found["missing"] = seen()
     files[1].mkdir()
@@ -423,7 +423,7 @@ def damage_job(folder):
     nearly = digests[files[1].name][:-1] + ("0" if digests[files[1].name][-1] != "0" else "1")
     nearly = {**index, "digests": {**digests, files[1].name: nearly}}
     (folder / "index.json").write_text(json.dumps(nearly))
-    found["nearly"] = outcome(resume.damage, folder, nearly)
+    found["nearly"] = outcome(resume.find_corruption, folder, nearly)
     (folder / "index.json").write_text(json.dumps(index))
     (folder / "other.safetensors").write_bytes(text)
     found["one too many"] = seen()
@@ -432,7 +432,7 @@ def damage_job(folder):
     return digests, [hashlib.sha256(b"some\nweights" + bytes([i]) * 70_000).hexdigest() for i in range(3)], flushed, found
 
 
-@rung({"resume.py": ["digest", "damage"]}, hints="""
+@rung({"resume.py": ["digest", "find_corruption"]}, hints="""
     A digest of a file is a short number that is another one if a single byte of the file is. It is taken when the file is
     written, and later compared with that of what the disk gives back. To read all files takes long: how do ranks share the
     work?
@@ -632,7 +632,7 @@ def signals_job():
         for number in numbers:
             for other, handler in zip(numbers, before):
                 signal.signal(other, handler)
-            heard = resume.hear_signals()
+            heard = resume.install_signal_handlers()
             handler = signal.getsignal(number)
             if handler in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None):
                 found.append((number.name, None, None))
@@ -642,7 +642,7 @@ def signals_job():
             found.append((number.name, [int(n) for n in heard], signal.getsignal(signal.SIGINT) == signal.SIG_DFL))
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        heard = resume.hear_signals()
+        heard = resume.install_signal_handlers()
         kept = [signal.getsignal(number) == signal.SIG_IGN for number in numbers]
         if not kept[2]:
             signal.raise_signal(signal.SIGINT)
@@ -652,7 +652,7 @@ def signals_job():
             signal.signal(number, handler)
 
 
-@rung({"resume.py": ["hear_signals", "Checkpoints.save_if_due"]}, hints="""
+@rung({"resume.py": ["install_signal_handlers", "Checkpoints.save_if_due"]}, hints="""
     Slurm tells a job some time before its end, with a signal, that it is about to be ended. A signal may come at any line of
     the program, and one rank may hear it a step before another. So it is only noted at first. All ranks must save after the
     same step, since saving takes all of them: how do they agree?
@@ -930,7 +930,7 @@ def test_goes_on_under_another_layout(pool, tmp_path):
     argv[-1] = str(tmp_path / "not a folder")
     broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="folder")
     said = "".join(pool.last.printed.values())
-    assert broken == [2, 2] and "cannot be written" in said, \
+    assert broken == [2, 2] and "cannot be fail_on_io_error" in said, \
         f"what cannot be written should end all ranks with status 2, by written(...); they ended with {broken}, and said: {said}"
     argv = f"{case} --micro_batch_size 12 --checkpoint {folder} --resume --steps 6".split()
     came = pool.call(incomplete_job, STEP, timeout=HANGS, argv=argv)[0]

@@ -153,7 +153,7 @@ def profile_job(argv):
 def blocks_job(device, dtype, head_dim):
     """Relative errors of attention in blocks, forward and the three gradients, against the same in float64 and in one piece."""
     import torch
-    from context_parallel import add_block, add_gradients, block_gradients, no_block
+    from context_parallel import add_block, add_gradients, block_gradients, init_out_and_lse
     torch.manual_seed(0)
     q, k, v, grad_out = (torch.randn(2, 8, 512, head_dim, dtype=torch.float64, device=device) for _ in range(4))
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -165,7 +165,7 @@ def blocks_job(device, dtype, head_dim):
     q, k, v, grad_out = (x.to(getattr(torch, dtype)) for x in (q, k, v, grad_out))
     kv, early, late = torch.stack((k, v)), slice(0, 256), slice(256, 512)
     blocks = [(early, early, True), (late, early, False), (late, late, True)]
-    out, lse = no_block(q)
+    out, lse = init_out_and_lse(q)
     for block in blocks:
         add_block(out, lse, q, kv, block)
     grad_q, grad_kv = torch.zeros_like(out), torch.zeros_like(kv, dtype=out.dtype)

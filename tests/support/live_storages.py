@@ -56,7 +56,7 @@ class LiveStorages(TorchDispatchMode):
         return rows
 
 
-def note_state(memory, model, optimizer):
+def tag_state(memory, model, optimizer):
     for param in (*model.parameters(), *optimizer.params):
         memory.note_resized(param, "parameters")
     for grad in optimizer.grads:

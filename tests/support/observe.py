@@ -41,7 +41,7 @@ def observed_job(argv, optimizer):
         with patch("torch.distributed.batch_isend_irecv", recorder.batch_isend_irecv), Both(mesh) as seen:
             yield
         expected = ledger.Counter()
-        for group, collective, size in ledger.formula(model, mesh, args):
+        for group, collective, size in ledger.expected_traffic(model, mesh, args):
             expected[seen.name(group), collective] += size
         sent.update({what: (seen.payload[what], expected[what]) for what in seen.payload.keys() | expected.keys()})
 

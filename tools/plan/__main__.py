@@ -15,7 +15,7 @@ import nanotron
 import serve
 import verify
 from speed import GPUS, NETWORKS, Cluster, gpus
-from trainer import LARGEST_NUMBER as MOST, Refused, refuse
+from trainer import TOO_LARGE as MOST, Refused, refuse
 from trainers import TRAINERS, constants_of
 
 # beyond these a unit was mistaken

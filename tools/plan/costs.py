@@ -61,14 +61,14 @@ class Stage(NamedTuple):
     each: tuple = ()                                      # layers of each of its stages
 
 
-def first_layers(c, stages):
+def stage_boundaries(c, stages):
     """pipeline_parallel.py's, for which torch is needed."""
     layers, ends = c.num_hidden_layers, c.vocab_size / layer_width(c)
     even = [math.floor((layers + 2 * ends) * stage / stages - ends + 0.5) for stage in range(stages + 1)]
     return [max(stage, min(layers - stages + stage, first)) for stage, first in enumerate(even)]
 
 
-def my_stages(l, rank):
+def local_stages(l, rank):
     """pipeline_parallel.py's, of a rank of pp."""
     stages = l.pp * l.stages_per_rank
     if SCHEDULES[l.schedule].v_shaped:
@@ -83,8 +83,8 @@ def our_stages(c, l):
 
 @lru_cache(maxsize=1024)
 def stages_of(c, l):
-    first = first_layers(c, l.pp * l.stages_per_rank)
-    last, held = len(first) - 2, [my_stages(l, rank) for rank in range(l.pp)]
+    first = stage_boundaries(c, l.pp * l.stages_per_rank)
+    last, held = len(first) - 2, [local_stages(l, rank) for rank in range(l.pp)]
     sizes = [tuple(first[s + 1] - first[s] for s in mine) for mine in held]
     return tuple(Stage(sum(each), 0 in mine, last in mine, each) for mine, each in zip(held, sizes))
 
@@ -306,7 +306,7 @@ def counted_moments(schedule, p, m, v, rank, each):
     """in_backward of any list: before each I or B, and after it where its W is still to come. Of the moments
     only those at which no other has as much of everything."""
     l = Layout(pp=p, schedule=schedule, virtual=v)
-    layers, last = dict(zip(my_stages(l, rank), each)), p * v - 1
+    layers, last = dict(zip(local_stages(l, rank), each)), p * v - 1
     waiting, delayed, found = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0), set()
 
     def note(stage):
@@ -481,7 +481,7 @@ def sent(c, l, rank=0, part=0):
         kv = 2 * tokens * layers * kv_width(c, l.tp)
         out["cp", "send"] += ((2 + again) * (l.cp - 1) * BF16 + l.cp * FLOAT32) * kv
     if l.pp > 1:
-        mine = my_stages(l, rank)
+        mine = local_stages(l, rank)
         neighbours = [other for stage in mine for other in (stage - 1, stage + 1) if other not in mine]
         borders = sum(0 <= other < l.pp * l.stages_per_rank for other in neighbours)
         out["pp", "send"] += borders * stream // l.tp

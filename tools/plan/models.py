@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 import trainer
-from trainer import LARGEST_NUMBER as MOST, refuse
+from trainer import TOO_LARGE as MOST, refuse
 
 
 class Model(NamedTuple):

@@ -27,8 +27,8 @@ def impossible(c, l):
     """Why the trainer would refuse it, in its own words, or the planner; None if neither does."""
     if l.ep > 1 and not c.num_local_experts:
         return f"ep({l.ep}) is for experts, and the model has none"
-    if l.batch >= trainer.LARGEST_NUMBER:
-        return f"a batch of {l.batch:,} sequences; the trainer takes fewer than {trainer.LARGEST_NUMBER:,}"
+    if l.batch >= trainer.TOO_LARGE:
+        return f"a batch of {l.batch:,} sequences; the trainer takes fewer than {trainer.TOO_LARGE:,}"
     filled_in = l if l.pp > 1 else l._replace(schedule=DEFAULT_SCHEDULE)   # as the trainer's parse_args does
     args = SimpleNamespace(
         **filled_in._asdict(), global_batch_size=l.batch, stages_per_rank=filled_in.stages_per_rank,

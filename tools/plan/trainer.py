@@ -27,6 +27,6 @@ for path in (STEP / "schedules.py", STEP / "config.py"):
     exec(compile(tree, path, "exec"))
 
 
-def refuse(message):
+def fail(message):
     """In place of the trainer's, which ends the program: the planner's server goes on."""
     raise Refused(message)

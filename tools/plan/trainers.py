@@ -2,7 +2,7 @@
 simulator or a paper, as comments say. None was fitted to a run that docs/proof.md counts as not fitted.
 """
 from speed import GPUS, USUAL
-from trainer import refuse
+from trainer import fail
 
 COMPILED = dict(memory=0.48, loss=0.61)   # what tools/simulate --compile leaves of llama-8b's bytes (fuse.py)
 FLOAT8 = dict(product=0.6)        # twice the peak, but for scales and casts: by judgement
@@ -32,7 +32,7 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
     """What a question is answered with: known is what --constants or the usual gives."""
     if float8 and not GPUS[gpu].float8:
-        refuse(f"--gpu {gpu}: it has no products in 8 bits")
+        fail(f"--gpu {gpu}: it has no products in 8 bits")
     base = dict(time=known["time"], slack=known["slack"])
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
     return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,

@@ -30,7 +30,7 @@ class Memory:
         for tensor in tensors([values]):
             self.note(tensor, kind)
 
-    def note_state(self, model, optimizer):
+    def tag_state(self, model, optimizer):
         self.note_all([*model.parameters(), *optimizer.params], "parameters")
         self.note_all(optimizer.grads, "gradients")
         for master in optimizer.masters:

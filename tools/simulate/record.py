@@ -62,8 +62,8 @@ class Recorder(TorchDispatchMode):
         self.members, self.names = {}, {}                 # of groups: the ranks, and the dimension
         self.sent = defaultdict(lambda: (0, 0, 0))        # by (dimension, collective): calls, payload, on the wire
         if mesh is not None:
-            from mesh import dimensions
-            self.names = {dist.group.WORLD.group_name: "world", **dimensions(mesh)}
+            from mesh import mesh_dim_of_group
+            self.names = {dist.group.WORLD.group_name: "world", **mesh_dim_of_group(mesh)}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def watching(self):
         import train
-        self.memory.note_state(self.model, self.optimizer)
+        self.memory.tag_state(self.model, self.optimizer)
         with contextlib.ExitStack() as replaced:
             for name in filter(lambda name: hasattr(dist, name), STARTERS):
                 call = self.noting_waits(getattr(dist, name))
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 yield
             fused_kernels.clear()
-        self.memory.note_state(self.model, self.optimizer)
+        self.memory.tag_state(self.model, self.optimizer)
 
     def seen(self):
         from metrics import flops_per_token
@@ -262,7 +262,7 @@ def recorded(note=lambda seen, model, optimizer, mesh: None, before=lambda optim
     def batches(*args):
         before(made["Optimizer"])
         for batch in read(*args):
-            made["recorder"] = Recorder(made["build_model"], made["Optimizer"], made.get("start_mesh"), args[-1])
+            made["recorder"] = Recorder(made["build_model"], made["Optimizer"], made.get("build_mesh"), args[-1])
             watched.enter_context(made["recorder"].watching())
             yield batch
 
@@ -273,7 +273,7 @@ def recorded(note=lambda seen, model, optimizer, mesh: None, before=lambda optim
         note(steps[-1], recorder.model, recorder.optimizer, recorder.mesh)
         log(metrics, *args, **kwargs)
     with contextlib.ExitStack() as replaced:
-        for name in filter(lambda name: hasattr(train, name), ("start_mesh", "build_model", "Optimizer")):
+        for name in filter(lambda name: hasattr(train, name), ("build_mesh", "build_model", "Optimizer")):
             replaced.enter_context(keeping(name))
         replaced.enter_context(patch.object(train, "batches", batches))
         replaced.enter_context(patch.object(metrics.Metrics, "log", end))

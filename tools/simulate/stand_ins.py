@@ -26,15 +26,15 @@ aten = torch.ops.aten
 def one_rank(ranks, rank):
     """Around the step's main: this process is that rank, and all that there is of the others."""
     import train                                          # of the step whose folder is on the path
-    from messages import refuse
+    from messages import fail
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
     def parse(argv):
         with patch("torch.cuda.is_available", lambda: True):                       # there
             args = parse_args(argv)
         for name in LEFT_OUT:
-            getattr(args, name, None) and refuse(f"a dry run reads, writes and compiles nothing: leave out --{name}")
-        args.attention == "sdpa" or refuse("a dry run takes --attention sdpa, which keeps and computes the same")
+            getattr(args, name, None) and fail(f"a dry run reads, writes and compiles nothing: leave out --{name}")
+        args.attention == "sdpa" or fail("a dry run takes --attention sdpa, which keeps and computes the same")
         for name, instead in of_data_and_device(args).items():
             replaced.enter_context(patch(name, instead))
         replaced.enter_context(NoData())
