@@ -1,5 +1,4 @@
-"""One line per step: loss, gradient norm, tokens per second, share of the GPU's peak (MFU), peak memory."""
-import fcntl
+"""One line per step: loss, gradient norm, tokens per second, model FLOPs utilization (MFU), peak memory."""
 import json
 import math
 import os
@@ -12,7 +11,7 @@ import torch
 from messages import RANK, fail, print0
 from model import Llama
 
-# of dense bfloat16, by the name that a GPU gives itself
+# dense bfloat16, by a part of the name that torch.cuda.get_device_name() returns
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
               "GH200": 989.5e12, "B200": 2250e12}
 
@@ -25,7 +24,7 @@ def parameter_count(config):
 
 
 def flops_per_token(c, seq_len):
-    """6 per parameter (2 in the forward pass, 4 in backward), and attention's two products of [seq, seq]."""
+    """Count 6 FLOPs per parameter (2 forward, 4 backward), plus attention's two [seq, seq] products."""
     return 6 * parameter_count(c) + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
 
 
@@ -35,7 +34,7 @@ def peak_flops(device):
 
 
 def peak_memory_gib(device):
-    """On CUDA the most the allocator gave out, on the CPU the most the process ever had resident."""
+    """Return the most the CUDA allocator handed out, or on the CPU the process's peak resident memory."""
     if device == "cuda":
         return torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -43,26 +42,25 @@ def peak_memory_gib(device):
 
 
 def print_header(model, config, args):
-    """How the ranks lie, what a step is, what this rank has of the model."""
+    """Print the layout of the ranks, the size of a step, and this rank's share of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
-    parameters = sum(param.numel() for param in model.parameters())
+    parameters, layers = sum(param.numel() for param in model.parameters()), len(model.model.layers)
     if degrees:
         print0(" x ".join(f"{name} {degree}" for name, degree in degrees.items()))
-    print0(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} tokens; "
-        f"{parameters:,} parameters in {len(model.model.layers)} of {config.num_hidden_layers} layers")
+    print0(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} "
+           f"tokens; {parameters:,} parameters in {layers} of {config.num_hidden_layers} layers")
 
 
 def open_log(name):
-    """A log is begun anew, but not one that another run writes, and no file that is no log."""
+    """Open a log and empty it, but never a file that is not a log."""
     try:
         file = open(name, "a+b", buffering=0)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        fail(f"--log_file {name}: cannot be written, or another run writes it ({error})")
+        fail(f"--log_file {name}: cannot be written ({error})")
     file.seek(0)
     if not b'{"step": '.startswith(file.read(9)):
-        fail(f"--log_file {name}: is there and is no log of a run; take another name")
+        fail(f"--log_file {name}: already exists and is not a training log; choose another name")
     file.truncate(0)
     return file
 
@@ -76,9 +74,10 @@ class Metrics:
         self.start = time.perf_counter()
 
     def log(self, step, loss, grad_norm, lr, **extra):
+        """Print and write one step's line; stop the run if the loss or the norm is not finite."""
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
         if not math.isfinite(loss + grad_norm):
-            print0(f"error: step {step + 1}: loss {loss}, gradient norm {grad_norm}: nothing saved", sys.stderr)
+            print0(f"error: step {step + 1}: loss {loss}, grad norm {grad_norm}; nothing saved", sys.stderr)
             raise SystemExit(3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len
@@ -89,7 +88,7 @@ class Metrics:
         suffix = "".join(f"  {name} {value:.2f}" for name, value in extra.items())
         suffix = f"  MFU {mfu:.1%}{suffix}" if mfu else suffix
         print0(f"step {step + 1:>{len(str(self.args.steps))}}/{self.args.steps}  loss {loss:.4f}  "
-            f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{suffix}  {memory:.2f} GiB")
+               f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {speed:,.0f} tokens/s{suffix}  {memory:.2f} GiB")
         if self.file:
             line = dict(step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=(step + 1) * tokens,
                         tokens_per_s=speed, tokens_per_s_per_device=speed / self.world_size, mfu=mfu,

@@ -1,9 +1,8 @@
-"""AdamW in float32 over weights of any precision, gradients added up in float32, the learning rate.
+"""AdamW with float32 master weights, gradient accumulation in float32, and the learning-rate schedule.
 
-In bfloat16 an update of a thousandth of a weight rounds to nothing, and so does a small gradient added to a
-large sum. So the sum over micro-batches is kept in float32 (`param.main_grad`), the optimizer updates a
-float32 copy of the weights (the master), and the bfloat16 weights that the model computes with are that copy,
-rounded.
+In bfloat16 an update of a thousandth of a weight is rounded away, and so is a small gradient that is added to
+a large sum. So gradients are accumulated in float32 (`param.main_grad`), AdamW updates a float32 copy of each
+weight (the master weight), and the model computes with the master weights rounded to bfloat16.
 """
 import math
 
@@ -11,7 +10,7 @@ import torch
 
 
 def add_main_grads(params):
-    """Gives each parameter a main_grad, to which every backward pass adds in place of param.grad."""
+    """Give each parameter a main_grad, to which every backward pass then adds, instead of to param.grad."""
     for param in params:
         param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
         param.register_post_accumulate_grad_hook(accumulate_in_main_grad)
@@ -34,7 +33,7 @@ def learning_rate(step, args):
 class Optimizer:
     def __init__(self, params, args):
         self.params, self.grad_clip = list(params), args.grad_clip
-        # in float32 and float64 `to` copies nothing: the master is the parameter's own memory
+        # in float32 and float64 `to` copies nothing: the master weight is the parameter's own memory
         self.masters = [param.detach().to(param.main_grad.dtype) for param in self.params]
         self.grads = [param.main_grad for param in self.params]
         for master, grad in zip(self.masters, self.grads):
@@ -45,7 +44,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def clip_grad_norm(self):
-        """Scales all gradients so that their norm together is at most grad_clip; returns the norm before."""
+        """Scale all gradients so that their common norm is at most grad_clip; return the norm before."""
         square = torch.stack(torch._foreach_norm(self.grads)).square().sum()
         norm = square.sqrt()
         if self.grad_clip:
@@ -53,6 +52,7 @@ class Optimizer:
         return norm
 
     def step(self, lr):
+        """Update the master weights, copy them into the weights, and zero the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()

@@ -37,7 +37,7 @@ def build_model(config, args):
 
 
 def forward_backward(model, micro_batches, args):
-    """Adds the gradient of the global batch's mean loss to every main_grad; returns that loss."""
+    """Accumulate the gradient of the global batch's mean loss; return that loss."""
     total = 0
     for inputs, positions, targets in micro_batches:
         loss = model(inputs, positions, targets) / (args.global_batch_size * args.seq_len)
@@ -52,7 +52,7 @@ def main(argv=None):
     model = build_model(config, args)
     add_main_grads(model.parameters())
     optimizer = Optimizer(model.parameters(), args)
-    profiler = Profiler(model, optimizer, args)
+    profiler = Profiler(args)
     metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, args):
         lr = learning_rate(step, args)

@@ -1,7 +1,6 @@
-"""The command line and the shape of the model. What cannot run is refused here, before any work."""
+"""The command line and the model's shape. Settings that cannot run fail here, before any work is done."""
 import importlib.util
 import os
-import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -10,8 +9,8 @@ import torch
 
 from messages import fail
 
-TOO_LARGE = 10**8                                    # of anything that is counted
-NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
+TOO_LARGE = 10**8                                         # for any number on the command line
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # a checkpoint's may differ
 
 
 def parse_args(argv=None):
@@ -39,33 +38,32 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
 
-    add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
-    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
+    add("--dp", type=at_least(1), help="data-parallel ranks (default: the world size)")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how to sum gradients")
+    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
 
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
-    add("--profile", help="directory for a trace and a picture of the memory over the first steps")
+    add("--profile", help="directory for a trace and a memory plot of the first steps")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if value == "":
-            fail(f"--{name} is empty")
+            fail(f"--{name}: must not be empty")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    args.dp = args.dp or world
-    args.first_step = 0                                   # step 8 goes on from a later one
+    args.dp = args.dp or int(os.environ.get("WORLD_SIZE", 1))
+    args.first_step = 0                                   # step 8 can resume from a later one
     return args
 
 
 def at_least(smallest, kind=int):
-    """What --steps, --lr and the like take."""
+    """Return an argparse type: a number of some kind that is not too small, too large or NaN."""
     def number(text):
-        if not smallest <= kind(text) < TOO_LARGE:   # nor is nan
-            raise ArgumentTypeError(f"{text} is not a number from {smallest} on")
+        if not smallest <= kind(text) < TOO_LARGE:
+            raise ArgumentTypeError(f"must be at least {smallest} and below {TOO_LARGE}, but is {text}")
         return kind(text)
     return number
 
@@ -74,7 +72,7 @@ class Family(NamedTuple):
     """How to read, build and write one model_type of Hugging Face."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
-    only_supported: dict = {}                              # {key of config.json: the one value that is supported}
+    only_supported: dict = {}                    # {key of config.json: the one value that is supported}
     qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
 
 
@@ -86,12 +84,12 @@ FAMILIES = {
     "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
 }
 ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
-            quantization_config=None)                    # in all families
+                      quantization_config=None)           # in all families
 
 
 @dataclass
 class ModelConfig:
-    """The shape of a model, with the names of Llama's config.json."""
+    """The shape of a model, with the names of a Llama's config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -101,7 +99,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict = None                    # of type llama3: its four numbers
+    rope_scaling: dict = None                    # the four numbers of type llama3
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
     family: str = "llama"
@@ -133,41 +131,41 @@ PRESETS = {
 def load_config(args):
     config = PRESETS.get(args.model) or read_config("--model", args.model)
     if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
-        for name, theirs in asdict(read_config("--init_from", args.init_from)).items():
-            if theirs != asdict(config)[name] and name not in NOT_ARCHITECTURE:
-                fail(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
-                       f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
+        for name, saved in asdict(read_config("--init_from", args.init_from)).items():
+            if saved != asdict(config)[name] and name not in NOT_ARCHITECTURE:
+                fail(f"--init_from {args.init_from}: its {name} is {saved}, but --model {args.model} has "
+                     f"{asdict(config)[name]}; use --model {args.init_from}")
     return config
 
 
 def read_config(flag, name):
-    """Of a directory or hub id; transformers knows the older ways to write one."""
+    """Read the config of a directory or hub id; transformers also understands older formats."""
     from transformers import AutoConfig
     try:
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    except Exception as error:                            # a file may hold anything
+    except Exception as error:                            # the file may contain anything
         reason = " ".join(str(error).split())
-        fail(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
+        fail(f"{flag} {name}: not found or unsupported ({reason}); the presets are {', '.join(PRESETS)}")
 
 
-def from_hugging_face(theirs):
-    if theirs.model_type not in FAMILIES:
-        raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[theirs.model_type]
+def from_hugging_face(hf_config):
+    if hf_config.model_type not in FAMILIES:
+        raise ValueError(f"model_type is {hf_config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[hf_config.model_type]
     for key, value in (ONLY_SUPPORTED | family.only_supported).items():
-        if getattr(theirs, key, value) != value:
-            raise ValueError(f"{key} is {getattr(theirs, key)!r}; only {value!r} is supported")
-    rope = theirs.rope_parameters
+        if getattr(hf_config, key, value) != value:
+            raise ValueError(f"{key} is {getattr(hf_config, key)!r}; only {value!r} is supported")
+    rope = hf_config.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
         raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
-    values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
+    values = {ours: getattr(hf_config, name, None) for ours, name in family.fields.items()}
     if values["head_dim"] is None:                        # optional in config.json
-        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
+        values["head_dim"] = hf_config.hidden_size // hf_config.num_attention_heads
     for ours, value in values.items():
         if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
             raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")
-    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=theirs.model_type)
+    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=hf_config.model_type)
     return ModelConfig(**values)
 
 
@@ -177,36 +175,38 @@ def to_hugging_face(config, dtype):
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
     values = {name: getattr(config, ours) for ours, name in family.fields.items()}
     return getattr(transformers, family.config_class)(
-        **values, **family.only_supported, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
-        tie_word_embeddings=False, architectures=[family.config_class.replace("Config", "ForCausalLM")])
+        **values, **family.only_supported, rope_parameters={"rope_theta": config.rope_theta, **rope},
+        dtype=dtype, tie_word_embeddings=False,
+        architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
 def check(args, config):
-    """Refuses what cannot run, with the arithmetic and with values that would do."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if args.dp != world:
-        fail(f"dp({args.dp}) != world size ({world}); --dp could be {world}, or left out")
+    """Fail for settings that cannot run, with the arithmetic and with values that can."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.dp != world_size:
+        fail(f"--dp {args.dp}: must equal the world size, {world_size}; it can be left out")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
-        fail(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
-               f"it could be {multiples(args.dp, batch)}")
+        fail(f"--global_batch_size {batch}: must be a multiple of dp {args.dp}; "
+             f"choose {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
-        fail(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
-               f"micro_batch_size {micro}; micro_batch_size could be {divisors(batch // args.dp)}")
+        fail(f"--micro_batch_size {micro}: must divide global_batch_size {batch} / dp {args.dp} = "
+             f"{batch // args.dp}; choose from {divisors(batch // args.dp)}")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        fail(f"--model {args.model}: num_attention_heads {heads} must be a multiple of num_key_value_heads "
+             f"{kv_heads}")
     check_device(args)
     check_outputs(args)
 
 
 def check_device(args):
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this torch sees no CUDA device; use --device cpu")
+        fail("--device cuda: torch finds no CUDA device; use --device cpu")
     if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
-        fail("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
+        fail("--attention flash: requires --device cuda and --dtype bfloat16; use --attention sdpa")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
-        fail("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+        fail("--attention flash: the package flash-attn is not installed; use --attention sdpa")
 
 
 def set_num_threads(args, config):
@@ -219,16 +219,23 @@ def set_num_threads(args, config):
 
 
 def check_outputs(args):
-    """Refuses what cannot be written, before training."""
+    """Fail before training, not after it, if the results could not be written."""
     if args.profile and args.steps == 0:
-        fail("--profile: with --steps 0 there is nothing to see")
-    beside = args.save and os.path.dirname(os.path.realpath(args.save))   # where it is written, then renamed
+        fail("--profile: requires --steps of at least 1")
+    for flag, folder in (("save", args.save), ("profile", args.profile)):
+        if folder:
+            check_writable(flag, folder)
+    if args.save and os.listdir(args.save):
+        fail(f"--save {args.save}: is not empty; choose a new or an empty directory")
+
+
+def check_writable(flag, folder):
     try:
-        for folder in filter(None, (args.save, beside, args.profile)):
-            os.makedirs(folder, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            fail(f"--{flag} {folder}: no permission to write")
     except OSError as error:
-        fail(f"--save or --profile: cannot write there ({error})")
+        fail(f"--{flag} {folder}: cannot be created ({error})")
 
 
 def divisors(n):

@@ -1,4 +1,4 @@
-"""Train a Llama on several devices, each with the whole model and a part of the batch.
+"""Train a Llama on several devices. Each has the whole model, and gets a part of every batch.
 
     torchrun --standalone --nproc_per_node 4 step02_dp/train.py
     python train.py --help
@@ -9,10 +9,9 @@ import torch.distributed as dist
 from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
-from data_parallel import data_parallel
+from data_parallel import make_reducer
 from ledger import ledger
-from mesh import check_same_on_all_ranks, init_distributed, build_mesh, together
-from messages import clean_exit
+from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distributed
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, add_main_grads, learning_rate
@@ -20,6 +19,7 @@ from profiling import Profiler
 from recompute import recompute_and_compile
 
 
+@fail_together()
 def prepare(argv):
     args = parse_args(argv)
     config = load_config(args)
@@ -28,6 +28,7 @@ def prepare(argv):
     return args, config, load_tokens(args, config.vocab_size)
 
 
+@fail_together()
 def build_model(config, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
@@ -41,7 +42,7 @@ def build_model(config, args):
 
 
 def forward_backward(model, micro_batches, args):
-    """Adds the gradient of the global batch's mean loss to every main_grad; returns that loss."""
+    """Accumulate the gradient of the global batch's mean loss; return this rank's part of that loss."""
     total = 0
     for inputs, positions, targets in micro_batches:
         loss = model(inputs, positions, targets) / (args.global_batch_size * args.seq_len)
@@ -50,23 +51,22 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-@clean_exit()
 @init_distributed()
 def main(argv=None):
-    args, config, tokens = together(prepare, argv)
-    together(check_same_on_all_ranks, args, config, tokens)
+    args, config, tokens = prepare(argv)
+    check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
-    model = together(build_model, config, args)
+    model = build_model(config, args)
     add_main_grads(model.parameters())
-    sum_gradients = data_parallel(model.parameters(), mesh.get_group("dp"), args)
+    reducer = make_reducer(model.parameters(), mesh.get_group("dp"), args)
     optimizer = Optimizer(model.parameters(), args)
-    profiler = Profiler(model, optimizer, args)
-    metrics = together(Metrics, model, config, args)
+    profiler = Profiler(args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
             loss = forward_backward(model, micro_batches, args)
-            sum_gradients()
+            reducer.finish()
             dist.all_reduce(loss)
             grad_norm = optimizer.clip_grad_norm()
             optimizer.step(lr)

@@ -1,4 +1,4 @@
-"""--recompute: keep less of the forward pass, and compute the rest again in backward. And --compile."""
+"""--recompute: keep fewer activations in forward, and compute the rest again in backward. And --compile."""
 import functools
 
 import torch
@@ -6,22 +6,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 
 def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
-    """selective: what matrix products and attention made is kept; norms, rotary and SwiGLU are cheap to
-    repeat.
+    """Tell --recompute selective which results to save: those of matrix products and of attention.
 
-    A product with a short inner dimension is recomputed too: it saves little work for its memory.
+    Norms, rotary embeddings and SwiGLU are cheap to repeat. So is a product with a short inner dimension:
+    saving it would take much memory and spare little work.
     """
     product = op.name().removesuffix(".default").endswith("mm") and args[0].shape[-1] >= hidden
     expensive = product or "attention" in op.name() or "flash_attn" in op.name()
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# nothing in a layer is random, so no random state is kept for it
+# nothing in a layer is random, so there is no random state to save
 checkpoint_fn = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute(layer, mode):
-    if mode == "full":                    # only the layer's input is kept; forward runs again before backward
+    if mode == "full":                    # save only the layer's input; run forward again before backward
         layer.forward = functools.partial(checkpoint_fn, layer.forward)
     elif mode == "selective":
         policy = functools.partial(save_matmuls_policy, layer.self_attn.q_proj.in_features)
@@ -29,13 +29,14 @@ def recompute(layer, mode):
         layer.forward = functools.partial(checkpoint_fn, layer.forward, context_fn=contexts)
 
 
-def recompute_and_compile(model, args, breaks_at_collectives):
+def recompute_and_compile(model, args, has_graph_breaks):
     for layer in model.model.layers.values():
-        if breaks_at_collectives:                         # compiled is what lies between two of them
-            layer.self_attn.inner_attention = torch.compiler.disable(layer.self_attn.inner_attention)    # for selective to see
+        if has_graph_breaks:                         # compile what lies between two breaks
+            attention = layer.self_attn                   # uncompiled, so that selective sees it
+            attention.inner_attention = torch.compiler.disable(attention.inner_attention)
             layer.forward = torch.compile(layer.forward) if args.compile else layer.forward
         recompute(layer, args.recompute)
-        if args.compile and not breaks_at_collectives:    # the layer as a whole, what it does again included
+        if args.compile and not has_graph_breaks:    # the whole layer, recomputation included
             layer.forward = torch.compile(layer.forward)
     if args.compile:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)

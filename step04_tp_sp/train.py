@@ -1,4 +1,4 @@
-"""Train a Llama on several devices, each with a part of the batch and of every matrix.
+"""Train a Llama on several devices. Each gets a part of every batch, and holds a part of every matrix.
 
     torchrun --standalone --nproc_per_node 4 step04_tp_sp/train.py --tp 2
     python train.py --help
@@ -10,8 +10,7 @@ from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from ledger import ledger
-from mesh import check_same_on_all_ranks, init_distributed, build_mesh, together
-from messages import clean_exit
+from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distributed
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
@@ -22,6 +21,7 @@ from tensor_parallel import all_reduce_partial_grads, tensor_parallel
 from zero import Zero, make_units
 
 
+@fail_together()
 def prepare(argv):
     args = parse_args(argv)
     config = load_config(args)
@@ -30,23 +30,24 @@ def prepare(argv):
     return args, config, load_tokens(args, config.vocab_size)
 
 
+@fail_together()
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
     init_placements(model)
     tensor_parallel(model, config, mesh, args)
-    make_units(model, mesh, args)
+    model.zero_units = make_units(model, mesh, args)
     materialize(model, config, args)
     if args.attention == "flash":
         from flash_attn import flash_attn_func
         for layer in model.model.layers.values():
             layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    recompute_and_compile(model, args, breaks_at_collectives=args.tp > 1)
+    recompute_and_compile(model, args, has_graph_breaks=args.tp > 1)
     return model
 
 
 def forward_backward(model, micro_batches, args):
-    """Adds the gradient of the global batch's mean loss to every main_grad; returns that loss."""
+    """Accumulate the gradient of the global batch's mean loss; return this rank's part of that loss."""
     total = 0
     for inputs, positions, targets in micro_batches:
         loss = model(inputs, positions, targets) / (args.global_batch_size * args.seq_len)
@@ -55,17 +56,16 @@ def forward_backward(model, micro_batches, args):
     return total / args.tp                                # all ranks of tp have the same loss
 
 
-@clean_exit()
 @init_distributed()
 def main(argv=None):
-    args, config, tokens = together(prepare, argv)
-    together(check_same_on_all_ranks, args, config, tokens)
+    args, config, tokens = prepare(argv)
+    check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
-    model = together(build_model, config, mesh, args)
+    model = build_model(config, mesh, args)
     zero = Zero(model, mesh, args)
     optimizer = Optimizer(zero.params, args)
-    profiler = Profiler(model, optimizer, args)
-    metrics = together(Metrics, model, config, args)
+    profiler = Profiler(args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):

@@ -1,4 +1,4 @@
-"""How a parameter is cut: what param.placement.parts records, and what loading and saving do with it."""
+"""How a parameter is sharded: the entries of param.placement.shards, and how loading and saving use them."""
 from typing import NamedTuple
 
 import torch
@@ -8,35 +8,35 @@ from zero import unsharded_param
 
 
 class Shard(NamedTuple):
-    """A parameter is part `index` of `parts`, cut along its dimension `dim` over the ranks of a group."""
+    """Shard `index` of the `num_shards` of a parameter, split along dimension `dim` over a group."""
     group: dist.ProcessGroup
     dim: int
-    parts: int
+    num_shards: int
     index: int
 
 
 def local_slices(param):
-    """The index of this rank's part in the whole parameter."""
-    index = [slice(None)] * param.dim()
-    for part in param.placement.shards:
-        size = param.shape[part.dim]
-        index[part.dim] = slice(part.index * size, (part.index + 1) * size)
-    return tuple(index)
+    """Return the slices that take this rank's shard out of the whole parameter."""
+    slices = [slice(None)] * param.dim()
+    for shard in param.placement.shards:
+        size = param.shape[shard.dim]
+        slices[shard.dim] = slice(shard.index * size, (shard.index + 1) * size)
+    return tuple(slices)
 
 
 def global_shape(param):
     shape = list(param.shape)
-    for part in param.placement.shards:
-        shape[part.dim] *= part.num_shards
+    for shard in param.placement.shards:
+        shape[shard.dim] *= shard.num_shards
     return shape
 
 
 def full_tensor(param):
-    """A parameter's value, for saving: the opposite of my_part."""
+    """Return the whole value of a parameter, for saving. All ranks must call this."""
     value = unsharded_param(param)
-    for part in param.placement.shards:
-        of_ranks = [torch.empty_like(value) for _ in range(part.group.size())]
-        dist.all_gather(of_ranks, value.contiguous(), group=part.group)
-        different = of_ranks[::len(of_ranks) // part.num_shards]            # of neighbours with the same part, one
-        value = torch.cat(different, dim=part.dim)
+    for shard in param.placement.shards:
+        of_ranks = [torch.empty_like(value) for _ in range(shard.group.size())]
+        dist.all_gather(of_ranks, value.contiguous(), group=shard.group)
+        distinct = of_ranks[::len(of_ranks) // shard.num_shards]       # neighbors may hold the same shard
+        value = torch.cat(distinct, dim=shard.dim)
     return value

@@ -1,139 +1,179 @@
-"""Context parallelism: each rank of cp has a part of every sequence, and only attention has to see the other
-parts.
+"""Context parallelism: shard every sequence over the ranks of cp. Only attention needs other ranks' tokens.
 
-    ring        keys and values travel round a ring of ranks: while a rank uses those of one, the next come
-    zigzag      the same; but each rank has an early and a late chunk of the sequence: all have as much to do
-    allgather   zigzag's chunks, and everybody's keys and values are gathered in one go
-    ulysses     all-to-all: from a part of the sequence with all heads to all of it with a part of the heads
+A query needs the keys and values of all earlier tokens, and many of these are on other ranks. --cp_mode
+chooses how queries and keys come to the same rank:
 
-In the first three nobody computes a whole row of scores at once. What softmax makes of two blocks of keys is
-merged by the blocks' log-sum-exp, which a flash kernel returns beside its output.
+    ring        Each rank passes keys and values on to the next rank of a ring. While they travel, the rank
+                computes with those that it has (Ring Attention, arXiv 2310.01889).
+    zigzag      The same, but each rank has an early and a late chunk of the sequence. Late tokens see more
+                keys than early ones, so this gives all ranks equal work (zhuzilin/ring-flash-attention).
+    allgather   Ranks have the chunks of zigzag, and one all-gather brings each rank the keys and values of
+                all ranks (Llama 3, arXiv 2407.21783).
+    ulysses     An all-to-all gives each rank the whole sequence, but only its share of the heads. After
+                attention, a second one goes back (DeepSpeed Ulysses, arXiv 2309.14509).
+
+In the first three modes a rank computes attention block by block. A block is a rank's queries with the keys
+of one rank. For each query, a flash kernel returns the output of the block and the log-sum-exp of its scores,
+the lse. From these two, a rank computes the softmax over all keys, though it never holds all scores at once:
+
+    total_lse = log(exp(lse) + exp(block_lse))
+    out       = exp(lse - total_lse) * out + exp(block_lse - total_lse) * block_out
 """
 import math
 
 import torch
 import torch.distributed as dist
-
-from ledger import formulas
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten
 
 
-def local_positions(mesh, args):
-    """The places in the sequence that are this rank's."""
-    rank, every = mesh.get_local_rank("cp"), torch.arange(args.seq_len)
+def local_positions(mesh: DeviceMesh, args):
+    """Return the positions in the sequence of the tokens that this rank has."""
+    rank, positions = mesh.get_local_rank("cp"), torch.arange(args.seq_len)
     if args.cp_mode in ("ring", "ulysses"):
-        return every.chunk(args.cp)[rank]
-    chunks = every.chunk(2 * args.cp)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
+        return positions.chunk(args.cp)[rank]
+    chunks = positions.chunk(2 * args.cp)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))   # one from each end of the sequence
 
 
-def context_parallel(model, mesh, args):
-    """Replaces the core of attention, q, k, v -> output, in all layers."""
+def context_parallel(model, mesh: DeviceMesh, args):
+    """Replace the inner attention, which makes the output from q, k and v, in all layers."""
     if args.cp == 1:
         return
     group = mesh.get_group("cp")
     for layer in model.model.layers.values():
         attention = layer.self_attn
-        inner_attention = ulysses(attention.inner_attention, group) if args.cp_mode == "ulysses" else in_blocks(args.cp_mode, group)
+        if args.cp_mode == "ulysses":
+            inner_attention = ulysses(attention.inner_attention, group)
+        else:
+            inner_attention = in_blocks(args.cp_mode, group)
+        # torch.compile leaves this function as it is, so the code below decides when a transfer starts
         attention.inner_attention = torch.compiler.disable(inner_attention)
 
 
 # ---------------------------------------------------------------------------------- one block: a flash kernel
-def flash(q, k, v, causal):                                                    # [batch, heads, seq, head_dim]
-    """Attention, and the log of the sum of the exponentials of each query's scores, [batch, heads, seq]."""
+def flash(q, k, v, causal):                                              # [batch, heads, seq, head_dim]
+    """Compute attention. Return the output, and the lse of each query's scores, [batch, heads, seq]."""
+    # F.scaled_dot_product_attention does not return the lse, so this function calls the kernel beneath it
     kernel = aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, 0.0, causal)[:2]
+    return kernel(q, k, v, 0.0, causal)[:2]               # 0.0: no dropout
 
 
 def flash_backward(grad_out, q, k, v, out, lse, causal):
+    """Return the gradients of q, k and v."""
     if not q.is_cuda:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_out, q, k, v, out, lse, 0.0, causal)
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)                   # dropout's random state
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)     # dropout's random state
     return aten._scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused)
 
 
-def update_out_and_lse(out, lse, block_out, block_lse):
-    """softmax over two blocks of keys from that over each: a mean, weighted by their sums of exponentials."""
-    both = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - both).exp().unsqueeze(-1)).add_(block_out * (block_lse - both).exp().unsqueeze(-1))
-    lse.copy_(both)
-
-
 # ------------------------------------------------------------------------------------ ring, zigzag, allgather
+def init_out_and_lse(q):
+    """Return the output and the log-sum-exp of no keys: zero, and the logarithm of zero."""
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)    # bfloat16 would round after every block
+    return torch.zeros_like(q, dtype=acc_dtype), q.new_full(q.shape[:-1], -torch.inf, dtype=acc_dtype)
+
+
+def update_out_and_lse(out, lse, block_out, block_lse):
+    """Extend the softmax in out and lse, in place, by the keys of one more block.
+
+    The new output is the mean of the two outputs, weighted by their sums of exponentials.
+    """
+    total_lse = torch.logaddexp(lse, block_lse)           # adding exponentials themselves could overflow
+    out.mul_((lse - total_lse).exp().unsqueeze(-1))
+    out.add_(block_out * (block_lse - total_lse).exp().unsqueeze(-1))
+    lse.copy_(total_lse)
+
+
 def visible(rank, source, mode, length):
-    """Which queries of rank see which keys of source, two slices; whether up to the diagonal. Or None."""
-    every, early, late = slice(None), slice(0, length // 2), slice(length // 2, None)
+    """Return which queries of rank see which keys of source: two slices, and whether the mask is causal.
+
+    Return None if no query sees any key. Both ranks have `length` tokens.
+    """
+    everything, early, late = slice(None), slice(0, length // 2), slice(length // 2, None)
     if source == rank:
-        return every, every, True
+        return everything, everything, True
     if mode == "ring":
-        return (every, every, False) if source < rank else None
-    return (every, early, False) if source < rank else (late, every, False)
+        return (everything, everything, False) if source < rank else None
+    # If source < rank, the early chunk of source lies before both chunks of rank, and its late chunk after
+    # both. If source > rank, both chunks of source lie between the two chunks of rank.
+    return (everything, early, False) if source < rank else (late, everything, False)
 
 
 def add_block(out, lse, q, kv, block):
+    """Compute a block, if `visible` returned one, and add it to out and lse in place."""
     if block:
-        rows, columns, causal = block
-        update_out_and_lse(out[:, :, rows], lse[:, :, rows], *flash(q[:, :, rows], *kv[:, :, :, columns], causal))
+        queries, keys, causal = block
+        block_out, block_lse = flash(q[:, :, queries], *kv[:, :, :, keys], causal)
+        update_out_and_lse(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
 
 
 def block_gradients(grad_out, q, kv, out, lse, block):
-    """Given the final output and log-sum-exp, a kernel's gradients of its block are terms of exact sums."""
+    """Return what a block, if there is one, adds to the gradients of q, k and v.
+
+    The kernel computes each probability again, as exp(score - lse), and the backward of softmax needs the sum
+    of grad_out * out for each query. Here out and lse are those of all keys, so these numbers are exact, and
+    the results of the blocks add up to the gradients.
+    """
     if block:
-        rows, columns, causal = block
-        grad_out, q, out, lse = (t[:, :, rows] for t in (grad_out, q, out, lse))
-        return flash_backward(grad_out, q, *kv[:, :, :, columns], out, lse.contiguous(), causal)
+        queries, keys, causal = block
+        grad_out, q, out, lse = (t[:, :, queries] for t in (grad_out, q, out, lse))
+        # contiguous, because the CUDA kernel ignores the strides that a slice of lse has
+        return flash_backward(grad_out, q, *kv[:, :, :, keys], out, lse.contiguous(), causal)
 
 
 def add_gradients(grad_q, grad_kv, grads, block):
+    """Add the result of block_gradients to the elements that the block has used."""
     if block:
-        rows, columns, _ = block
-        grad_q[:, :, rows] += grads[0]
-        grad_kv[:, :, :, columns] += torch.stack(grads[1:])
-
-
-def init_out_and_lse(q):
-    """Before the first block, in float32 or better: no output, and the log-sum-exp of no keys."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        queries, keys, _ = block
+        grad_q[:, :, queries] += grads[0]
+        grad_kv[:, :, :, keys] += torch.stack(grads[1:])
 
 
 # ------------------------------------------------------------------------------------------- ring, zigzag
-def ring_send_recv(tensor, group):
-    """Starts sending to the next rank; returns a function that waits for what the previous one sends."""
+def ring_send_recv(tensor, group: ProcessGroup):
+    """Start to send a tensor to the next rank, and to receive the previous rank's.
+
+    Return a function that waits for both and returns the tensor received. All ranks of the group must call
+    this.
+    """
     rank, size = group.rank(), group.size()
     tensor, recv_buffer = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    # in one batch: otherwise NCCL could run the send first on every rank, and no rank would ever receive
     handles = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=(rank - 1) % size)])
 
     def receive():
-        for work in handles:
-            work.wait()
+        for handle in handles:
+            handle.wait()
         return recv_buffer
     return receive
 
 
 class RingAttention(torch.autograd.Function):
-    """Keys and values go round, from rank to rank. In backward their gradients follow, and come home."""
+    """Attention while keys and values go round the ring. In backward their gradients go round with them."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mode, group):                                 # [batch, heads, seq/cp, head_dim]
+    def forward(ctx, q, k, v, mode, group: ProcessGroup):                # [batch, heads, seq/cp, head_dim]
         rank, cp = group.rank(), group.size()
         out, lse = init_out_and_lse(q)
-        kv = torch.stack((k, v))
+        kv = torch.stack((k, v))                          # one tensor, so that a hop is one transfer
         for hop in range(cp):
+            if hop < cp - 1:                              # after the last hop no rank needs kv
+                receive_kv = ring_send_recv(kv, group)    # kv travels while this rank computes with it
+            source = (rank - hop) % cp                    # the rank whose keys and values are here now
+            add_block(out, lse, q, kv, visible(rank, source, mode, q.shape[2]))
             if hop < cp - 1:
-                receive = ring_send_recv(kv, group)              # while this rank works with kv
-            add_block(out, lse, q, kv, visible(rank, (rank - hop) % cp, mode, q.shape[2]))
-            if hop < cp - 1:
-                kv = receive()
+                kv = receive_kv()
         out = out.type_as(q)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)          # own k and v suffice: backward sends kv again
         ctx.mode, ctx.group = mode, group
         return out
 
@@ -141,33 +181,43 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
         rank, cp = ctx.group.rank(), ctx.group.size()
-        kv, grad_q = torch.stack((k, v)), torch.zeros_like(q, dtype=lse.dtype)
-        receive_grad = lambda: torch.zeros_like(kv, dtype=lse.dtype)               # nobody has added to it
+        kv, grad_q, receive_grad = torch.stack((k, v)), torch.zeros_like(q, dtype=lse.dtype), None
         for hop in range(cp):
             if hop < cp - 1:
-                receive = ring_send_recv(kv, ctx.group)
+                receive_kv = ring_send_recv(kv, ctx.group)
             block = visible(rank, (rank - hop) % cp, ctx.mode, q.shape[2])
             grads = block_gradients(grad_out, q, kv, out, lse, block)
-            grad_kv = receive_grad()                      # what ranks before added; it came during the kernel
+            # Every rank adds to the gradient of kv and passes it on. This rank waits for it only here, so the
+            # gradient has travelled while the kernel computed. At hop 0 no rank has added to it yet.
+            grad_kv = receive_grad() if receive_grad else torch.zeros_like(kv, dtype=lse.dtype)
             add_gradients(grad_q, grad_kv, grads, block)
             receive_grad = ring_send_recv(grad_kv, ctx.group)
             if hop < cp - 1:
-                kv = receive()
-        grad_k, grad_v = receive_grad().type_as(k)        # once round
+                kv = receive_kv()
+        # kv made cp - 1 transfers. The gradient makes one more, which brings it to the rank that owns kv.
+        grad_k, grad_v = receive_grad().type_as(k)
         return grad_q.type_as(q), grad_k, grad_v, None, None
 
 
 # ------------------------------------------------------------------------------------------- allgather
+def gather(k, v, group: ProcessGroup):
+    """Return the keys and values of each rank, in rank order. All ranks of the group must call this."""
+    kv = torch.stack((k, v))                                             # [2, batch, heads, seq/cp, head_dim]
+    all_kv = kv.new_empty(group.size() * 2, *k.shape)
+    dist.all_gather_into_tensor(all_kv, kv, group=group)
+    return all_kv.chunk(group.size())
+
+
 class AllGatherAttention(torch.autograd.Function):
-    """Everybody's keys and values at once; in backward their gradients are reduce-scattered."""
+    """Attention with gathered keys and values. Backward reduce-scatters their gradients."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mode, group):                                 # [batch, heads, seq/cp, head_dim]
+    def forward(ctx, q, k, v, mode, group: ProcessGroup):                # [batch, heads, seq/cp, head_dim]
         out, lse = init_out_and_lse(q)
         for source, kv in enumerate(gather(k, v, group)):
             add_block(out, lse, q, kv, visible(group.rank(), source, mode, q.shape[2]))
         out = out.type_as(q)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)          # own k and v suffice: backward gathers again
         ctx.mode, ctx.group = mode, group
         return out
 
@@ -175,77 +225,50 @@ class AllGatherAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
         cp, grad_q = ctx.group.size(), torch.zeros_like(q, dtype=lse.dtype)
-        grads = torch.zeros(2 * cp, *k.shape, dtype=lse.dtype, device=k.device)
-        for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group), grads.chunk(cp))):
+        all_grad_kv = torch.zeros(2 * cp, *k.shape, dtype=lse.dtype, device=k.device)
+        for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group), all_grad_kv.chunk(cp))):
             block = visible(ctx.group.rank(), source, ctx.mode, q.shape[2])
             add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block), block)
-        mine = torch.empty_like(grads[:2])
-        dist.reduce_scatter_tensor(mine, grads, group=ctx.group)
-        grad_k, grad_v = mine.type_as(k)
+        local_grad_kv = torch.empty_like(all_grad_kv[:2])
+        dist.reduce_scatter_tensor(local_grad_kv, all_grad_kv, group=ctx.group)
+        grad_k, grad_v = local_grad_kv.type_as(k)
         return grad_q.type_as(q), grad_k, grad_v, None, None
 
 
-def gather(k, v, group):                                    # [2, batch, heads, seq/cp, head_dim] of each rank
-    kv = torch.stack((k, v))
-    every = kv.new_empty(group.size() * 2, *k.shape)
-    dist.all_gather_into_tensor(every, kv, group=group)
-    return every.chunk(group.size())
+def in_blocks(mode, group: ProcessGroup):
+    """Return the inner attention for the modes ring, zigzag and allgather."""
+    function = AllGatherAttention if mode == "allgather" else RingAttention
 
-
-def in_blocks(mode, group):
-    attention = AllGatherAttention if mode == "allgather" else RingAttention
-
-    def inner_attention(q, k, v):                                                      # [batch, seq/cp, heads, head_dim]
+    def inner_attention(q, k, v):                                        # [batch, seq/cp, heads, head_dim]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return attention.apply(q, k, v, mode, group).transpose(1, 2)
+        return function.apply(q, k, v, mode, group).transpose(1, 2)
     return inner_attention
 
 
 # ------------------------------------------------------------------------------------------- ulysses
 class UlyssesAllToAll(torch.autograd.Function):
-    """Cuts dimension `cut` over the ranks, joins what comes along `join`; backward the other way."""
+    """An all-to-all that scatters one dimension over the ranks and gathers another. Backward swaps them."""
 
     @staticmethod
-    def forward(ctx, x, cut, join, group):
-        ctx.cut, ctx.join, ctx.group = cut, join, group
-        parts = torch.stack(x.chunk(group.size(), dim=cut))
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(received.unbind(), dim=join)
+    def forward(ctx, x, scatter_dim, gather_dim, group: ProcessGroup):
+        ctx.scatter_dim, ctx.gather_dim, ctx.group = scatter_dim, gather_dim, group
+        send_buffer = torch.stack(x.chunk(group.size(), dim=scatter_dim))     # entry i goes to rank i
+        recv_buffer = torch.empty_like(send_buffer)                           # entry i comes from rank i
+        dist.all_to_all_single(recv_buffer, send_buffer, group=group)
+        return torch.cat(recv_buffer.unbind(), dim=gather_dim)
 
     @staticmethod
     def backward(ctx, grad):
-        return UlyssesAllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None
+        return UlyssesAllToAll.apply(grad, ctx.gather_dim, ctx.scatter_dim, ctx.group), None, None, None
 
 
-def ulysses(inner_attention, group):
-    def whole_sequence(q, k, v):                                            # [batch, seq/cp, heads, head_dim]
-        repeats = group.size() // math.gcd(k.shape[2], group.size())               # fewer kv heads than ranks
+def ulysses(inner_attention, group: ProcessGroup):
+    """Return an attention that runs `inner_attention` on whole sequences, with this rank's heads."""
+    def ulysses_attention(q, k, v):                                      # [batch, seq/cp, heads, head_dim]
+        # Key and value heads can be fewer than the ranks. Repeat each until their number is a multiple of cp.
+        repeats = group.size() // math.gcd(k.shape[2], group.size())
         k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
-        q, k, v = (UlyssesAllToAll.apply(t, 2, 1, group) for t in (q, k, v))       # [batch, seq, heads/cp, head_dim]
-        return UlyssesAllToAll.apply(inner_attention(q, k, v), 1, 2, group)
-    return whole_sequence
-
-
-# ------------------------------------------------------------------------------------------- what it sends
-def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes)."""
-    if args.cp == 1:
-        return []
-    group, layers = mesh.get_group("cp"), model.model.layers
-    attention = next(iter(layers.values())).self_attn
-    tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * len(layers)     # through attention
-    q, kv = (tokens * len(proj.weight) for proj in (attention.q_proj, attention.k_proj))            # elements
-    number, wide = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
-    times = 2 if args.recompute == "none" else 3          # forward and backward, and forward once more
-    if args.cp_mode == "ulysses":                         # q, k, v and the output
-        kv_heads = len(attention.k_proj.weight) // attention.head_dim
-        repeats = args.cp // math.gcd(kv_heads, args.cp)
-        return [(group, "all_to_all", times * number * (2 * q + 2 * kv * repeats))]
-    if args.cp_mode == "allgather":
-        gathered = times * args.cp * 2 * kv * number
-        return [(group, "all_gather", gathered), (group, "reduce_scatter", args.cp * 2 * kv * wide)]
-    return [(group, "send", times * (args.cp - 1) * 2 * kv * number + args.cp * 2 * kv * wide)]
-
-
-formulas.append(formula)
+        q, k, v = (UlyssesAllToAll.apply(t, 2, 1, group) for t in (q, k, v))
+        out = inner_attention(q, k, v)                                   # [batch, seq, heads/cp, head_dim]
+        return UlyssesAllToAll.apply(out, 1, 2, group)
+    return ulysses_attention

@@ -1,12 +1,12 @@
-"""Pipeline schedules. A schedule is data: for every rank, the list of what it does, in order. Rank 2 of 4, in
-1F1B: F0 F1 B0 F2 B1 F3 B2 B3.
+"""Pipeline schedules. A schedule is data: for every rank, the list of what it computes, in order. Rank 2 of 4
+in 1F1B, with four micro-batches: F0 F1 B0 F2 B1 F3 B2 B3.
 
-    F  forward of one micro-batch through one stage        I  the gradient of the stage's input
-    B  both parts of backward, I and then W                W  the gradient of the stage's weights
+    F   forward of one micro-batch through one stage      I   the gradient of the stage's input
+    B   the whole backward, I and then W                  W   the gradients of the stage's weights
 
-From such lists everything else follows: how many activations are kept (`in_flight`), how long it takes
-(`simulate`, `bubble`), what is sent to whom and when (`program`). The executor in pipeline_parallel.py runs
-any of them; tools/schedule.py draws them.
+Everything else follows from these lists: how many activations a rank keeps (`max_in_flight`), how long a step
+takes (`simulate`, `bubble`), which rank sends what to which, and when (`add_send_recv`). torch has the same
+idea in torch.distributed.pipelining. tools/schedule.py draws the lists.
 """
 from collections import Counter, deque
 from collections.abc import Callable
@@ -23,124 +23,55 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-# ---------------------------------------------------------------------------------- the schedules of one rank
+# -------------------------------------------------------------- schedules of whole backwards: one rank's list
 def warmup_steady_cooldown(forwards, backwards, num_warmup):
-    """So many forwards ahead; then a backward and a forward by turns; then the backwards that are left."""
+    """Put num_warmup forwards first; then alternate backward and forward; then finish the backwards."""
     actions = forwards[:num_warmup]
     for i, backward in enumerate(backwards):
         actions += backward + forwards[num_warmup + i:num_warmup + i + 1]
     return actions
 
 
-def afab(rank, ranks, m):
-    """All forwards, all backwards."""
+def afab(rank, num_ranks, m):
+    """List all forwards, then all backwards (GPipe)."""
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("B", rank, i)] for i in range(m)]
     return warmup_steady_cooldown(forwards, backwards, num_warmup=m)
 
 
-def one_f_one_b(rank, ranks, m):
-    """No more ahead than there are ranks from here to the end, so that a backward can follow each forward."""
+def one_f_one_b(rank, num_ranks, m):
+    """Warm up with one forward per rank from here to the last; then a backward follows each forward."""
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("B", rank, i)] for i in range(m)]
-    return warmup_steady_cooldown(forwards, backwards, num_warmup=ranks - rank)
+    return warmup_steady_cooldown(forwards, backwards, num_warmup=num_ranks - rank)
 
 
-def interleaved(rank, ranks, m, stages_per_rank):
-    """1F1B with several stages on each rank, `ranks` apart; rounds of about `ranks` micro-batches."""
-    stages = range(rank, ranks * stages_per_rank, ranks)
-    number = m // ranks
-    rounds = [range(m * i // number, m * (i + 1) // number) for i in range(number)]
-    rounds.sort(key=len, reverse=True)                   # so that the forwards ahead are enough for any round
+def interleaved(rank, num_ranks, m, stages_per_rank):
+    """List 1F1B for several stages per rank, num_ranks apart, in rounds of about num_ranks micro-batches."""
+    stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+    num_rounds = m // num_ranks
+    rounds = [range(m * i // num_rounds, m * (i + 1) // num_rounds) for i in range(num_rounds)]
+    rounds.sort(key=len, reverse=True)                    # the warm-up must be long enough for every round
     forwards = [Action("F", stage, i) for batch in rounds for stage in stages for i in batch]
     backwards = [[Action("B", stage, i)] for batch in rounds for stage in reversed(stages) for i in batch]
-    # On the last rank a round goes through all stages but the last, and there its first micro-batch can turn
-    # back. A rank before it does two more for each rank between: one on the way there, one on the way back.
-    num_warmup = (stages_per_rank - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank) + 1
+    # On the last rank, a round passes through all stages but the last before its first micro-batch can turn
+    # back. Each rank before it needs two forwards more per rank in between: one for the way there, one back.
+    num_warmup = (stages_per_rank - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank) + 1
     return warmup_steady_cooldown(forwards, backwards, num_warmup)
-
-
-def zero_bubble(rank, ranks, m):
-    """ZB-H1: 1F1B whose W comes `rank` micro-batches after its I, where 1F1B would wait."""
-    forwards = [Action("F", rank, i) for i in range(m)]
-    backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) for i in range(m)]
-    left = [Action("W", rank, i) for i in range(max(0, m - rank), m)]
-    return warmup_steady_cooldown(forwards, backwards, num_warmup=ranks - rank) + left
-
-
-def dualpipe(rank, ranks, m):
-    """DualPipeV: a rank has a stage of the way there, here 0, and one of the way back, here 1. In the steady
-    phase an F of one stands beside a B of the other. DualPipe runs the two at once, to hide transfers; the
-    executor here runs one after the other. W is of the oldest I that has none yet."""
-    after = ranks - 1 - rank
-    pairs = m - 2 * ranks + rank + 1
-    fill = ["F0"] * (2 * after)                           # the way to the last rank and back
-    turn = ["F0", "F1"] * (rank + 1)                      # the first micro-batches come back
-    first_losses = ["I1", "W", "F1"] * after              # and have their loss; W waits for nobody
-    steady = ["F0", "B1", "F1", "B0"] * pairs
-    no_new_ones = ["B1", "F1", "B0"] * after
-    ends = ["1", "0"] * (rank + 1)                        # backward only, of both stages by turns:
-    last_both = ["B" + stage for stage in ends[:rank + 1]]
-    last_inputs = ["I" + stage for stage in ends[rank + 1:]]                       # others wait for these
-    put_off = ["W", "I0"] * after + ["W"] * (rank + 1)    # and W fills the end
-    moves = fill + turn + first_losses + steady + no_new_ones + last_both + last_inputs + put_off
-
-    stages = {"0": rank, "1": 2 * ranks - 1 - rank}
-    forwards = {"0": count(), "1": count()}               # of each stage the next micro-batch
-    backwards = {"0": count(), "1": count()}
-    without_W = deque()
-    actions = []
-    for move in moves:
-        if move == "W":
-            actions.append(without_W.popleft()._replace(kind="W"))
-            continue
-        kind, which = move
-        i = next(forwards[which] if kind == "F" else backwards[which])
-        actions.append(Action(kind, stages[which], i))
-        if kind == "I":
-            without_W.append(actions[-1])
-    return actions
-
-
-class Schedule(NamedTuple):
-    """All that the trainer, the tools and the tests know about a schedule."""
-    actions: Callable                                     # (rank, ranks, m) -> that rank's actions
-    stages_per_rank: int = 1
-    or_more: bool = False                                 # stages_per_rank may be larger: a fourth argument
-    v_shaped: bool = False                                # rank r holds stages r and last - r
-    split_backward: bool = False                          # into I and W
-    min_micro_batches: Callable = lambda ranks: 1
-
-
-SCHEDULES = {
-    "afab": Schedule(afab),
-    "1f1b": Schedule(one_f_one_b),
-    "interleaved": Schedule(interleaved, stages_per_rank=2, or_more=True,
-                            min_micro_batches=lambda ranks: ranks),
-    "zerobubble": Schedule(zero_bubble, split_backward=True),
-    "dualpipe": Schedule(dualpipe, stages_per_rank=2, v_shaped=True, split_backward=True,
-                         min_micro_batches=lambda ranks: 2 * ranks),
-}
-
-
-def make(name, ranks, m, stages_per_rank=1):
-    """Return the lists of all ranks."""
-    more = [stages_per_rank] if SCHEDULES[name].or_more else []
-    return [SCHEDULES[name].actions(rank, ranks, m, *more) for rank in range(ranks)]
 
 
 # -------------------------------------------------------------------------------- what follows from the lists
 def max_in_flight(actions):
-    """The most (stage, micro-batch)es of which a rank at some moment keeps something: from F until W."""
-    kept = most = 0
+    """Return how many micro-batches of a stage a rank holds at most, each from its F to its last backward."""
+    in_flight = most = 0
     for action in actions:
-        kept += {"F": 1, "W": -1, "B": -1, "I": 0}[action.kind]
-        most = max(most, kept)
+        in_flight += {"F": 1, "W": -1, "B": -1, "I": 0}[action.kind]
+        most = max(most, in_flight)
     return most
 
 
 class Message(NamedTuple):
-    """What F sends to the stage after its own, and I or B to the stage before."""
+    """What F sends to the next stage, or B and I to the previous one."""
     forward: bool
     stage: int                                            # the sender's
     micro_batch: int
@@ -151,7 +82,7 @@ class Message(NamedTuple):
 
 
 def receives(action, last):
-    """The message that an action waits for, whether from another rank or from its own."""
+    """Return the message that an action waits for, from another rank or its own; None if there is none."""
     if action.kind == "F" and action.stage > 0:
         return Message(True, action.stage - 1, action.micro_batch)
     if action.kind in "IB" and action.stage < last:
@@ -159,6 +90,7 @@ def receives(action, last):
 
 
 def sends(action, last):
+    """Return the message that an action sends, to another rank or its own; None if there is none."""
     if action.kind == "F" and action.stage < last:
         return Message(True, action.stage, action.micro_batch)
     if action.kind in "IB" and action.stage > 0:
@@ -177,36 +109,39 @@ class Event(NamedTuple):
 
 
 def simulate(schedule, F=1, I=1, W=1, message=0):
-    """The events in the order in which they start. Stages take F, I, W each; an action starts when its rank
-    is free and what it receives is there, which takes `message` from one rank to another."""
-    seconds = {"F": F, "I": I, "W": W, "B": I + W}
+    """Return the events of a training step, in the order in which they start.
+
+    A stage's actions take F, I and W. An action starts when its rank is free and its message has arrived; a
+    message from one rank to another takes `message`.
+    """
+    duration = {"F": F, "I": I, "W": W, "B": I + W}
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
-    left = [deque(actions) for actions in schedule]
-    free = [0] * len(schedule)
-    there = {None: 0}                                     # when a message is; None: who receives none
+    remaining = [deque(actions) for actions in schedule]
+    free = [0] * len(schedule)                            # when each rank is
+    arrived = {None: 0}                                  # when each message has; None: no message to wait for
     events = []
-    to_try = deque(range(len(schedule)))                  # ranks that may be able to go on
+    to_try = deque(range(len(schedule)))                  # ranks that may be able to continue
     while to_try:
         rank = to_try.popleft()
-        while left[rank] and receives(left[rank][0], last) in there:
-            action = left[rank].popleft()
-            start = max(free[rank], there[receives(action, last)])
-            free[rank] = start + seconds[action.kind]
+        while remaining[rank] and receives(remaining[rank][0], last) in arrived:
+            action = remaining[rank].popleft()
+            start = max(free[rank], arrived[receives(action, last)])
+            free[rank] = start + duration[action.kind]
             events.append(Event(rank, action, start, free[rank]))
             sent = sends(action, last)
             if sent:
                 receiver = rank_of[sent.receiver]
-                there[sent] = free[rank] + (message if receiver != rank else 0)
+                arrived[sent] = free[rank] + (message if receiver != rank else 0)
                 to_try.append(receiver)
-    stuck = [f"rank {rank} waits with {actions[0]}" for rank, actions in enumerate(left) if actions]
+    stuck = [f"rank {rank} waits with {actions[0]}" for rank, actions in enumerate(remaining) if actions]
     if stuck:
-        raise RuntimeError(f"the schedule waits for itself: {'; '.join(stuck)}")
+        raise RuntimeError(f"the schedule deadlocks: {'; '.join(stuck)}")
     return sorted(events, key=lambda event: (event.start, event.rank))
 
 
 def bubble(events):
-    """Idle time of every rank, from the first start to the last end."""
+    """Return each rank's idle time, between the first start and the last end of any rank."""
     busy = Counter()
     for event in events:
         busy[event.rank] += event.end - event.start
@@ -215,12 +150,13 @@ def bubble(events):
 
 
 def message_order(schedule):
-    """All messages from rank to rank, in one order for all ranks: that of their simulated sending.
+    """Return all messages between ranks, in the order in which a simulation sends them.
 
-    A network like nccl's takes what a rank sends and receives one by one, and a send is over only when the
-    other side is at its receive. Then the safe order is one that all ranks agree on: its first message that
-    is not over can always be sent, since what leads to it came before. That holds for any time per message.
-    With none, many are sent at the same moment, and ties would put some first that nobody waits for yet.
+    NCCL runs the sends and receives of a rank one by one, and a send ends only when the other rank has
+    reached its receive. If all ranks post their messages in one common order, they cannot deadlock: the first
+    message that has not ended can always be sent, because all that it depends on comes before it. This holds
+    whatever the messages take. The simulation lets each take 0.75: with 0, many would be sent at the same
+    time, and breaking ties would put some first that nobody waits for yet.
     """
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
@@ -230,29 +166,105 @@ def message_order(schedule):
 
 
 def add_send_recv(schedule, rank):
-    """A rank's list with its sends and receives put in: ("send", message, peer), ("receive", message, peer),
-    ("compute", action, None)."""
+    """Return a rank's list with its sends and receives added.
+
+    The entries are ("send", message, peer), ("receive", message, peer) and ("compute", action, None).
+    """
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
-    mine = deque()                                        # what is not posted yet, in the order of all ranks
+    to_post = deque()                                     # in the common order
     for message in message_order(schedule):
         if rank_of[message.stage] == rank:
-            mine.append(("send", message, rank_of[message.receiver]))
+            to_post.append(("send", message, rank_of[message.receiver]))
         elif rank_of[message.receiver] == rank:
-            mine.append(("receive", message, rank_of[message.stage]))
-    not_posted = {message for _, message, _ in mine}
-    steps = []
+            to_post.append(("receive", message, rank_of[message.stage]))
+    not_posted = {message for _, message, _ in to_post}
+    program = []
 
-    def post(through):                                    # all that comes before it, and it
-        while through in not_posted:
-            steps.append(mine.popleft())
-            not_posted.remove(steps[-1][1])
+    def post_through(message):
+        """Post a message, and first all that come before it."""
+        while message in not_posted:
+            program.append(to_post.popleft())
+            not_posted.remove(program[-1][1])
 
     actions = schedule[rank]
     for action, following in zip(actions, [*actions[1:], None]):
-        post(receives(action, last))
-        if following and mine and mine[0][1] == receives(following, last):
-            post(mine[0][1])                              # one receive ahead: under way during this action
-        steps.append(("compute", action, None))
-        post(sends(action, last))
-    return steps
+        post_through(receives(action, last))
+        if following and to_post and to_post[0][1] == receives(following, last):
+            post_through(to_post[0][1])                  # the next receive travels while this action computes
+        program.append(("compute", action, None))
+        post_through(sends(action, last))
+    return program
+
+
+# ------------------------------------------- a second sitting: schedules that split backward (zero_bubble.py)
+def zero_bubble(rank, num_ranks, m):
+    """List ZB-H1: 1F1B in which W comes `rank` micro-batches after its I, where 1F1B would idle."""
+    forwards = [Action("F", rank, i) for i in range(m)]
+    backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) for i in range(m)]
+    remaining = [Action("W", rank, i) for i in range(max(0, m - rank), m)]
+    return warmup_steady_cooldown(forwards, backwards, num_warmup=num_ranks - rank) + remaining
+
+
+def dualpipe(rank, num_ranks, m):
+    """List DualPipeV: each rank holds a stage of the way there, here 0, and one of the way back, here 1.
+
+    In step 4, an F of one stage is next to a B of the other. DualPipe runs the two at the same time, to hide
+    their communication; the executor here runs one after the other. A W belongs to the oldest I that has none
+    yet. The steps have DualPipeV's numbers (https://github.com/deepseek-ai/DualPipe).
+    """
+    ranks_after = num_ranks - 1 - rank
+    step_1 = ["F0"] * (2 * ranks_after)                   # until micro-batch 0 comes back
+    step_2 = ["F0", "F1"] * (rank + 1)                    # until its gradient comes
+    step_3 = ["I1", "W", "F1"] * ranks_after
+    step_4 = ["F0", "B1", "F1", "B0"] * (m - 2 * num_ranks + rank + 1)             # the steady phase
+    step_5 = ["B1", "F1", "B0"] * ranks_after             # no new micro-batches
+    stages = ["1", "0"] * (rank + 1)
+    step_6 = ["B" + stage for stage in stages[:rank + 1]] + ["I" + stage for stage in stages[rank + 1:]]
+    step_7 = ["W", "I0"] * ranks_after
+    step_8 = ["W"] * (rank + 1)
+
+    stage_of = {"0": rank, "1": 2 * num_ranks - 1 - rank}
+    next_forward = {"0": count(), "1": count()}           # the next micro-batch of each stage
+    next_backward = {"0": count(), "1": count()}
+    without_W = deque()
+    actions = []
+    for name in step_1 + step_2 + step_3 + step_4 + step_5 + step_6 + step_7 + step_8:
+        if name == "W":
+            actions.append(without_W.popleft()._replace(kind="W"))
+            continue
+        kind, which = name
+        i = next(next_forward[which] if kind == "F" else next_backward[which])
+        actions.append(Action(kind, stage_of[which], i))
+        if kind == "I":
+            without_W.append(actions[-1])
+    return actions
+
+
+# --------------------------------------------------------------------------------------------- all schedules
+class Schedule(NamedTuple):
+    """All that the trainer, the tools and the tests know about a schedule."""
+    actions: Callable                                     # (rank, num_ranks, m) -> that rank's list
+    stages_per_rank: int = 1
+    or_more: bool = False                                 # stages_per_rank may be larger: a fourth argument
+    v_shaped: bool = False                                # rank r holds stages r and last - r
+    split_backward: bool = False                          # into I and W
+    min_micro_batches: Callable = lambda num_ranks: 1
+
+
+SCHEDULES = {
+    "afab": Schedule(afab),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, stages_per_rank=2, or_more=True,
+                            min_micro_batches=lambda num_ranks: num_ranks),
+    "zerobubble": Schedule(zero_bubble, split_backward=True),
+    "dualpipe": Schedule(dualpipe, stages_per_rank=2, v_shaped=True, split_backward=True,
+                         min_micro_batches=lambda num_ranks: 2 * num_ranks),
+}
+
+
+def make(name, num_ranks, m, stages_per_rank=1):
+    """Return the lists of all ranks, for m micro-batches."""
+    schedule = SCHEDULES[name]
+    more = [stages_per_rank] if schedule.or_more else []
+    return [schedule.actions(rank, num_ranks, m, *more) for rank in range(num_ranks)]

@@ -1,10 +1,8 @@
-"""Weights in and out: drawn from (seed, name), or read from a Hugging Face checkpoint, or written as one."""
+"""Initial weights, from (seed, name) or from a Hugging Face checkpoint; and saving such a checkpoint."""
+import dataclasses
 import hashlib
 import json
 import os
-import re
-import shutil
-import time
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -12,43 +10,44 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from config import to_hugging_face
+from config import FAMILIES, to_hugging_face
 from messages import RANK, fail, print0
 from model import Llama
-from moe import to_hf_tensors
-from shards import local_slices, global_shape
 from pipeline_parallel import gather_from_pipeline
-
-MODEL_FILES = re.compile(r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+from shards import global_shape, local_slices
+from zero import add_to_unit
 
 
 def materialize(model, config, args):
-    """Turns a model on the meta device into a real one, parameter by parameter."""
+    """Replace the parameters on the meta device by real ones, one at a time."""
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
-        weight_of, source = (read_weight, saved) if saved else (initial_weight, config)
-        weights = [weight_of(*one, source, args) for one in to_hf_tensors(name, meta, config)]
+        get_weight, source = (read_weight, saved) if saved else (initial_weight, config)
+        weights = [get_weight(*tensor, source, args) for tensor in to_hf_tensors(name, meta, config)]
         weight = torch.stack(weights) if ".experts." in name else weights[0]
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, param)
         param.placement = meta.placement
         if args.zero:
-            meta.unit.add_to_unit(param)
+            add_to_unit(param, meta.unit)
 
 
 def initial_weight(name, meta, config, args):
-    """Depends on the seed and the name (and on the kind of device), so it does not matter who else draws."""
+    """Draw a weight that depends on the seed and its name alone, so every layout starts from the same model.
+
+    (A CPU and a GPU draw different numbers.)
+    """
     if meta.dim() == 1:
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator(args.device).manual_seed(seed)
-    whole = torch.randn(global_shape(meta), generator=generator, device=args.device) * config.initializer_range
-    return whole[local_slices(meta)]
+    whole = torch.randn(global_shape(meta), generator=generator, device=args.device)
+    return whole[local_slices(meta)] * config.initializer_range
 
 
 def open_checkpoint(name):
-    """{tensor name: the open file that has it}"""
+    """Return {tensor name: the open file that holds it}."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=["model*.safe*"])
         index, names = os.path.join(folder, "model.safetensors.index.json"), ["model.safetensors"]
@@ -57,33 +56,48 @@ def open_checkpoint(name):
                 names = sorted(set(json.load(file)["weight_map"].values()))
         files = [safe_open(os.path.join(folder, name), framework="pt") for name in names]
     except Exception as error:
-        fail(f"--init_from {name}: not to be had, or damaged ({error})")
+        fail(f"--init_from {name}: not found or corrupt ({error})")
     saved = {key: file for file in files for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
-        print0(f"{name} ties the head to the embedding; they start equal here and are trained apart")
+        print0(f"{name} ties the head to the embedding; here they start equal and are trained separately")
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     return saved
 
 
 def read_weight(name, meta, saved, args):
     if name not in saved:
-        fail(f"--init_from {args.init_from}: has no {name}; is it a checkpoint of --model {args.model}?")
-    stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # tied
-    weight = saved[name].get_slice(stored)                # nothing is read yet
+        fail(f"--init_from {args.init_from}: no tensor {name}; is this a checkpoint of --model {args.model}?")
+    stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # a tied head
+    weight = saved[name].get_slice(stored)                # reads nothing yet
     if weight.get_shape() != global_shape(meta) or weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
-        fail(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}, "
-               f"--model {args.model} has numbers of {global_shape(meta)}")
+        fail(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}; "
+             f"--model {args.model} needs floating-point numbers of shape {global_shape(meta)}")
     return weight[local_slices(meta)]
 
 
+def to_hf_tensors(name, param, config):
+    """Return what a parameter is in a checkpoint: a list of (name, tensor), one per expert that it holds."""
+    for part, hf_part in FAMILIES[config.family].renamed.items():
+        name = name.replace(part, hf_part)
+    if ".experts." not in name:
+        return [(name, param)]
+    placement = getattr(param, "placement", None)         # save_checkpoint passes whole tensors without one
+    shards = placement.shards if placement else []
+    first = sum(shard.index * len(param) for shard in shards if shard.dim == 0)
+    tensors = []
+    for i, expert in enumerate(param.unbind(), start=first):
+        if placement:
+            inner = [shard._replace(dim=shard.dim - 1) for shard in shards if shard.dim > 0]
+            expert.placement = dataclasses.replace(placement, shards=inner)
+        tensors.append((name.replace(".experts.", f".experts.{i}."), expert))
+    return tensors
+
+
 def save_checkpoint(model, config, mesh, args):
-    """A Hugging Face checkpoint in files of at most 5 GB, one of which is in memory at a time."""
+    """Write a Hugging Face checkpoint in files of at most 5 GB, holding one of them in memory at a time."""
     with torch.device("meta"):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
     split = split_torch_state_dict_into_shards(params)
-    if RANK == 0:                                         # one process writes; every one has a part to give
-        new = os.path.realpath(args.save) + f".saving-{time.time_ns()}"
-        os.mkdir(new)
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
@@ -91,30 +105,12 @@ def save_checkpoint(model, config, mesh, args):
             if RANK == 0:
                 weights.update(to_hf_tensors(name, weight.cpu(), config))
         if RANK == 0:
-            save_file(weights, os.path.join(new, file), {"format": "pt"})
+            save_file(weights, os.path.join(args.save, file), {"format": "pt"})
     if RANK > 0:
         return
-    to_hugging_face(config, args.dtype).save_pretrained(new)
+    to_hugging_face(config, args.dtype).save_pretrained(args.save)
     if split.is_sharded:
-        with open(os.path.join(new, "model.safetensors.index.json"), "w") as file:
-            where = {disk: file for name, file in split.tensor_to_filename.items()
-                     for disk, _ in to_hf_tensors(name, params[name], config)}
-            json.dump({"metadata": split.metadata, "weight_map": where}, file)
-    replace_directory(new, os.path.realpath(args.save))
-
-
-def replace_directory(new, folder):
-    """Until here the model that was there is whole. Files that are no model's stay."""
-    old = new + "-before"
-    for name in os.listdir(new):
-        os.chmod(os.path.join(new, name), 0o644)          # safetensors leaves them to their owner alone
-    try:
-        if os.path.isdir(folder):
-            os.rename(folder, old)
-        os.rename(new, folder)
-    except OSError as error:                              # another run was faster, or it is a mount point
-        fail(f"--save {folder}: {error}; the model is in {new}, what was there in {old}")
-    for name in os.listdir(old) if os.path.isdir(old) else []:
-        if not MODEL_FILES.fullmatch(name):
-            os.rename(os.path.join(old, name), os.path.join(folder, name))
-    shutil.rmtree(old, ignore_errors=True)
+        with open(os.path.join(args.save, "model.safetensors.index.json"), "w") as file:
+            weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()
+                          for hf_name, _ in to_hf_tensors(name, params[name], config)}
+            json.dump({"metadata": split.metadata, "weight_map": weight_map}, file)

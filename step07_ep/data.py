@@ -1,4 +1,4 @@
-"""Tokens: a flat array of integers, read in order. Step t's batch depends on the array and on t alone."""
+"""Tokens: a flat array of integers, read in order. Step t's batch depends only on the array and on t."""
 import os
 
 import numpy as np
@@ -11,7 +11,7 @@ FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".p
 
 
 def load_tokens(args, vocab_size):
-    """Anything that has a length and slices that are arrays of integers."""
+    """Return the dataset's tokens: anything with a length, whose slices are arrays of integers."""
     if args.dataset == "builtin":
         from pydoc_data.topics import topics              # the text of Python's help(), 465,000 characters
         tokens = np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), dtype=np.uint8)
@@ -20,11 +20,11 @@ def load_tokens(args, vocab_size):
     else:
         tokens = tokenize(args)
     if len(tokens) <= args.seq_len:
-        fail(f"--dataset {args.dataset}: {len(tokens)} tokens; one sequence takes seq_len + 1 = "
-               f"{args.seq_len + 1}, so --seq_len could be at most {len(tokens) - 1}")
+        fail(f"--dataset {args.dataset}: has {len(tokens)} tokens, but a sequence needs seq_len + 1 = "
+             f"{args.seq_len + 1}; use --seq_len {len(tokens) - 1} or less")
     if args.dataset.endswith(".bin") and vocab_size > 2**16:
-        fail(f"--dataset {args.dataset}: a .bin has tokens below 65,536 (uint16), the model's vocabulary "
-               f"is {vocab_size}; a .npy may have others")
+        fail(f"--dataset {args.dataset}: a .bin file holds uint16, so no token above 65,535, and the "
+             f"vocabulary has {vocab_size}; use a .npy file")
     try:
         check_vocabulary(tokens[:args.global_batch_size * args.seq_len + 1], vocab_size)
     except OSError as error:
@@ -33,41 +33,44 @@ def load_tokens(args, vocab_size):
 
 
 def check_vocabulary(tokens, vocab_size):
+    """Raise OSError, which clean_exit prints on any rank: only one of them may read the bad token."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise OSError(f"--dataset has tokens from {tokens.min()} to {tokens.max()}; with a vocabulary of "
-                      f"{vocab_size} the --model takes 0 to {vocab_size - 1}")
+        raise OSError(f"--dataset: tokens range from {tokens.min()} to {tokens.max()}, but the vocabulary of "
+                      f"--model has {vocab_size}, numbered from 0")
 
 
 def open_token_file(path):
     try:
         tokens = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
     except (ValueError, OSError, EOFError) as error:
-        fail(f"--dataset {path}: not a file of tokens ({error})")
+        fail(f"--dataset {path}: not a token file ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        fail(f"--dataset {path}: {tokens.ndim}-D array of {tokens.dtype}; tokens are one row of integers")
+        fail(f"--dataset {path}: must be a 1-D array of integers, but is {tokens.ndim}-D of {tokens.dtype}")
     return tokens
 
 
 def tokenize(args):
-    """A text's tokens, documents parted by the end-of-text token; the cache of `datasets` keeps them."""
+    """Tokenize a text, with an end-of-text token after each document. The `datasets` cache keeps it."""
     if not args.tokenizer:
-        fail(f"--dataset {args.dataset}: a text needs --tokenizer, a directory or hub id")
+        fail(f"--dataset {args.dataset}: text needs --tokenizer (a directory or hub id)")
     from datasets import load_dataset
     from datasets.fingerprint import Hasher
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
         kind = FORMATS.get(os.path.splitext(args.dataset)[1].lower())
-        where = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
-        documents = load_dataset(**where, split="train")
-    except Exception as error:                            # of whichever library
+        source = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
+        documents = load_dataset(**source, split="train")
+    except Exception as error:                            # each library raises its own
         reason = " ".join(str(error).split())
-        fail(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: not to be had ({reason})")
+        fail(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: cannot be loaded ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
     column = columns[0] if len(columns) == 1 else "text"
-    if column not in columns or len(documents) == 0 or end is None:
-        fail(f"--dataset {args.dataset}: {len(documents)} documents with columns {columns}; one has to be "
-               f"'text'; the tokenizer's end-of-text token, which it must have: {tokenizer.eos_token}")
+    if column not in columns or len(documents) == 0:
+        fail(f"--dataset {args.dataset}: needs documents in a column 'text'; "
+             f"found {len(documents)} documents with columns {columns}")
+    if end is None:
+        fail(f"--tokenizer {args.tokenizer}: has no end-of-text token (eos_token) to separate documents")
 
     def encode(batch):
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
@@ -78,7 +81,7 @@ def tokenize(args):
 
 
 def micro_batches(tokens, config, mesh, args, step):
-    """What is computed here in a step, as a list of (inputs, positions, targets)."""
+    """Return this rank's part of a step's batch: a list of (inputs, positions, targets)."""
     indices = np.arange(step * args.global_batch_size, (step + 1) * args.global_batch_size)
     indices = indices.reshape(args.dp, -1)[mesh.get_local_rank("dp")]
     start = indices % ((len(tokens) - 1) // args.seq_len) * args.seq_len
@@ -91,6 +94,6 @@ def micro_batches(tokens, config, mesh, args, step):
 
 
 def batches(tokens, config, mesh, args):
-    """(step, its micro-batches) of all steps."""
+    """Yield every step's number and its micro-batches."""
     for step in range(args.first_step, args.steps):
         yield step, micro_batches(tokens, config, mesh, args, step)

@@ -1,11 +1,10 @@
 """A plain decoder-only transformer. Modules and parameters have the names of the Hugging Face checkpoint.
 
-Nothing here knows how many devices there are:
-- a Linear's width is read from its weight, so half the weight is half the heads,
+Nothing here knows how many devices there are. Later steps shard the model from outside, which works because
+- a module reads its width from its weights, so with half the weights it computes half the heads,
 - positions come in with the tokens, so a part of a sequence is as good as the whole,
-- layers are addressed by their global index, and the embedding and the head may be None,
-- what Attention and MLP begin with, `project`, and the core of attention are methods of their own,
-so whoever cuts the model up does it from outside.
+- layers are addressed by their global index, and the embedding, the last norm and the head may be None,
+- the first products of Attention and MLP (`project`), and attention itself, can be replaced.
 """
 import math
 
@@ -16,12 +15,12 @@ from torch import nn
 from loss import LMHead
 from moe import MoE
 
-# split-K matrix products in bfloat16 sum in float32
+# let split-K matrix products in bfloat16 sum in float32
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def rotary_tables(positions, config, dtype):
-    """cos and sin of position x frequency, [seq, 1, head_dim], in float32 or better."""
+    """Return cos and sin of position x frequency, [seq, 1, head_dim], in float32 or better."""
     even = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
     frequency = config.rope_theta ** -(even / config.head_dim)                      # [head_dim / 2]
     if config.rope_scaling:
@@ -33,13 +32,13 @@ def rotary_tables(positions, config, dtype):
 
 
 def llama3_scaling(frequency, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
-    """Llama 3.1's longer context: slow waves are slowed by `factor`, fast ones kept, others in between."""
+    """Lengthen the context as Llama 3.1 does: divide low frequencies by `factor`, and keep high ones."""
     turns = original_max_position_embeddings * frequency / (2 * math.pi)           # in the original context
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return frequency * (keep + (1 - keep) / factor)
 
 
-def apply_rotary_emb(x, cos, sin):                                                       # [batch, seq, heads, head_dim]
+def apply_rotary_emb(x, cos, sin):                                             # [batch, seq, heads, head_dim]
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
 
@@ -67,7 +66,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin):                                                # [batch, seq, hidden]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
         q, k = apply_rotary_emb(self.q_norm(q), cos, sin), apply_rotary_emb(self.k_norm(k), cos, sin)
-        out = self.inner_attention(q, k, v)                                               # [batch, seq, heads, head_dim]
+        out = self.inner_attention(q, k, v)                                    # [batch, seq, heads, head_dim]
         return self.o_proj(out.flatten(-2))
 
 
@@ -107,7 +106,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_hidden_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x, positions):                                            # tokens, or what a Block made
+    def forward(self, x, positions):                                            # tokens, or a Block's output
         x = x if self.embed_tokens is None else self.embed_tokens(x)
         cos, sin = rotary_tables(positions, self.config, x.dtype)
         for layer in self.layers.values():

@@ -1,128 +1,169 @@
-"""ZeRO: what data-parallel ranks hold alike is sharded over them. Its stage 3 is FSDP.
+"""ZeRO: shard over the data-parallel ranks what data parallelism replicates. Stage 3 is FSDP.
 
-    stage 1   optimizer states   gradients are reduce-scattered instead of all-reduced, a rank updates its
-                                 slice of the weights, and the slices all-gathered: an all-reduce in halves
-    stage 2   + gradients        every micro-batch's are reduce-scattered, and only the slice is added up
-    stage 3   + weights          all-gathered just before use, dropped after, in forward and again in backward
+AdamW updates every element by itself. So a rank can update one part of the weights if it has the summed
+gradients and the optimizer states of that part. And an all-reduce is a reduce-scatter followed by an
+all-gather, so the update fits between the two. A training step needs three collectives:
 
-A unit is what travels together: a transformer block, the embedding, or the last norm with the head. Its
-parameters lie side by side in one flat tensor, padded so that N ranks divide it; rank r owns elements r/N to
-(r+1)/N, its slice.
+    reduce-scatter   every rank's gradients -> this rank's shard of their sum
+    all-gather       every rank's shard of the updated weights -> the whole weights
+    all-reduce       sums a shard's gradients over its replicas, if it has any (--zero_shard)
+
+The stages differ in how long whole tensors exist:
+
+    stage 1   shards the optimizer states; weights and gradients stay whole
+    stage 2   shards gradients too: they are whole in backward only, and reduced after every micro-batch
+    stage 3   shards weights too: they are all-gathered before each use, in forward and backward, then freed
+
+Collectives work on units: the embedding, each transformer block, the final norm with the head. A unit's
+parameters lie side by side in a flat tensor, padded so that it divides into equal shards. With two ranks:
+
+    flat_param   A0 A1 A2 B0 | B1 B2 B3 pad       parameters A and B; rank 0's shard | rank 1's shard
 """
+import itertools
 import math
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from data_parallel import make_reducer
-from ledger import formulas
-from moe import blocks_of, group_by_mesh
+from mesh import group_by_mesh
 from optimizer import add_main_grads
 
 
+# ------------------------------------------------------------------------------------------- stage 1
 class Zero1Unit:
-    """Stage 1: every rank has all weights and gradients, a flat tensor each; its optimizer gets a slice."""
+    """A unit whose weights and gradients are whole on every rank. Only the optimizer states are sharded."""
 
-    def __init__(self, modules, params, mesh, args):
-        self.modules, self.params, self.expected = modules, [], len(params)
-        self.replicate_group, self.shard_group = mesh.get_all_groups()           # who has the same slice, who the others
+    def __init__(self, modules, num_params: int, mesh: DeviceMesh, args):
+        self.modules, self.num_params, self.params = modules, num_params, []
+        self.replicate_group, self.shard_group = mesh.get_all_groups()
         self.backwards_per_reduce = args.global_batch_size // (args.micro_batch_size * args.dp)
-        self.num_grads, self.gather_handle = 0, None
-        self.keep = args.pp > 1      # ZeRO stage 3's weights: from a pipeline's first micro-batch to its last
-        for param in params:
-            param.unit = self
-
-    def add_to_unit(self, param):
-        """Takes the parameters as they are made, cuts them when it has all: no rank ever has all units."""
-        param.unit = self
-        self.params.append(param)
-        if len(self.params) == self.expected:
-            self.flatten_and_shard()
-
-    def flatten_and_shard(self):
-        ranks, rank = self.shard_group.size(), self.shard_group.rank()
-        flat = torch.cat([param.detach().flatten() for param in self.params])
-        size = -(-len(flat) // ranks)                                              # of a slice
-        self.shard_slice = slice(rank * size, (rank + 1) * size)
-        self.flat_param = nn.functional.pad(flat, (0, ranks * size - len(flat)))      # [ranks * size]
-        self.param_shard = self.flat_param[self.shard_slice]
-        for param, view in self.views(self.flat_param).items():
-            param.data = view
-        self.allocate_grads()
-
-    def allocate_grads(self):
-        wide = torch.promote_types(self.flat_param.dtype, torch.float32)
-        self.flat_grad = torch.zeros_like(self.flat_param, dtype=wide)
-        self.grad_views = self.views(self.flat_grad)
-        self.grad_shard = self.flat_grad[self.shard_slice]
-
-    def views(self, flat):
-        """{parameter: its part of a flat tensor, in its shape}"""
-        sizes = [param.numel() for param in self.params]
-        parts = flat[:sum(sizes)].split(sizes)
-        return {param: part.view(param.shape) for param, part in zip(self.params, parts)}
-
-    def sharded_params(self):
-        """My slice as parameters for the optimizer, cut at the borders of the real ones."""
-        sharded_params, start = [], 0
-        for param in self.params:
-            first = max(start, self.shard_slice.start)
-            last = min(start + param.numel(), self.shard_slice.stop)
-            start += param.numel()
-            if first < last:
-                here = slice(first - self.shard_slice.start, last - self.shard_slice.start)
-                sharded_param = nn.Parameter(self.param_shard[here], requires_grad=False)
-                sharded_param.main_grad = self.grad_shard[here]
-                num_replicas = param.placement.num_replicas // self.shard_group.size()
-                sharded_param.placement = replace(param.placement, num_replicas=num_replicas)
-                sharded_params.append(sharded_param)
-        return sharded_params
+        self.grad_dtype = torch.promote_types(args.dtype, torch.float32)
+        self.num_grads, self.gather_handle, self.outdated = 0, None, False
+        self.reshard_after_use = args.pp == 1             # stage 3; in a pipeline, only after the last use
 
     def accumulate_grad(self, param):
         self.grad_views[param].add_(param.grad)
 
     def start_reduce_scatter(self):
-        return dist.reduce_scatter_tensor(self.grad_shard, self.flat_grad, group=self.shard_group, async_op=True), None
+        """Start to sum gradients over the ranks. Return the handle, and the shard that will hold the sum."""
+        shard, whole = self.grad_shard, self.flat_grad    # in place: one is a view of the other
+        return dist.reduce_scatter_tensor(shard, whole, group=self.shard_group, async_op=True), shard
 
-    def finish_reduce_scatter(self, _):
-        """Only the slice is a sum now. The optimizer zeroes that; the rest is zeroed here."""
+    def finish_reduce_scatter(self, shard):
+        """Zero flat_grad outside the shard: the next step would add to what is there, and send it again."""
+        # the shard holds the sum now; the optimizer zeroes it after the update
         self.flat_grad[:self.shard_slice.start].zero_()
         self.flat_grad[self.shard_slice.stop:].zero_()
 
     def start_all_gather(self):
-        slices = self.param_shard
-        self.gather_handle = dist.all_gather_into_tensor(self.flat_param, slices, group=self.shard_group, async_op=True)
+        whole, shard = self.flat_param, self.param_shard
+        self.gather_handle = dist.all_gather_into_tensor(whole, shard, group=self.shard_group, async_op=True)
 
     def wait_for_all_gather(self):
         if self.gather_handle:
             self.gather_handle.wait()
             self.gather_handle = None
 
+    def unshard(self):
+        """Start to gather the weights, unless that was done since the optimizer updated them."""
+        if self.outdated:
+            self.outdated = False
+            self.start_all_gather()
+
+    def pre_forward(self, module, inputs):
+        self.unshard_and_prefetch(self.next_in_forward)
+
+    def unshard_and_prefetch(self, next_units):
+        """Wait for the weights of this unit, and start to gather those of the unit that computes next.
+
+        One unit ahead is enough to overlap. NCCL runs collectives in the order in which they start, so if
+        forward began with the gathers of all units, the collectives of other techniques would wait for them.
+        """
+        self.unshard()
+        self.wait_for_all_gather()
+        for unit in next_units:
+            unit.unshard()
+
+    # --------------------------------------------------------------- its flat tensors
+    def flatten_and_shard(self):
+        """Move the parameters into a flat tensor and take this rank's shard of it."""
+        num_shards, rank = self.shard_group.size(), self.shard_group.rank()
+        flat = torch.cat([param.detach().flatten() for param in self.params])
+        shard_size = -(-len(flat) // num_shards)          # rounded up
+        self.shard_slice = slice(rank * shard_size, (rank + 1) * shard_size)
+        self.flat_param = nn.functional.pad(flat, (0, num_shards * shard_size - len(flat)))
+        self.param_shard = self.flat_param[self.shard_slice]
+        for param, view in self.views(self.flat_param).items():
+            # Assigning .data keeps the same Parameter, with its hooks. And it keeps the Parameter's version
+            # counter apart from flat_param's: backward rejects a saved tensor whose counter has moved since
+            # forward, and stage 3 refills flat_param in between.
+            param.data = view
+        self.allocate_grads()
+
+    def allocate_grads(self):
+        self.flat_grad = torch.zeros_like(self.flat_param, dtype=self.grad_dtype)
+        self.grad_views = self.views(self.flat_grad)
+        self.grad_shard = self.flat_grad[self.shard_slice]
+
+    def views(self, flat):
+        """Return for each parameter the view of its elements in a flat tensor, in the parameter's shape."""
+        sizes = [param.numel() for param in self.params]
+        chunks = flat[:sum(sizes)].split(sizes)
+        return {param: chunk.view(param.shape) for param, chunk in zip(self.params, chunks)}
+
+    def sharded_params(self):
+        """Return what the optimizer updates: the part of each parameter that lies in this rank's shard."""
+        sharded_params, offset = [], 0
+        for param in self.params:
+            start = max(offset, self.shard_slice.start)
+            stop = min(offset + param.numel(), self.shard_slice.stop)
+            if start < stop:
+                local = slice(start - self.shard_slice.start, stop - self.shard_slice.start)
+                sharded_param = nn.Parameter(self.param_shard[local], requires_grad=False)
+                sharded_param.main_grad = self.grad_shard[local]
+                num_replicas = param.placement.num_replicas // self.shard_group.size()
+                sharded_param.placement = replace(param.placement, num_replicas=num_replicas)
+                sharded_params.append(sharded_param)
+            offset += param.numel()
+        return sharded_params
+
 
 class Zero:
-    """What train.py calls. Without ZeRO it is step 2, and there are no units."""
+    """ZeRO as train.py sees it. With --zero 0 there are no units, and this is step 2's data parallelism."""
 
-    def __init__(self, model, mesh, args):
-        self.stage, self.units, self.reduce_scatters, self.reducers = args.zero, zero_units(model), [], []
+    def __init__(self, model, mesh: DeviceMesh, args):
+        self.stage, self.units, self.reducers = args.zero, model.zero_units, []
+        self.reduce_scatters = []                         # those started: (unit, handle, shard)
         self.params = list(model.parameters())            # what the optimizer is to update
-        if args.zero == 0:
+        if self.stage == 0:
             add_main_grads(self.params)
-            self.reducers = [make_reducer(params, ranks.get_group(), args)
-                                for ranks, params in group_by_mesh(self.params, mesh)]
+            self.reducers = [make_reducer(params, data.get_group(), args)
+                             for data, params in group_by_mesh(self.params, mesh)]
             return
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.post_accumulate_grad)
-        self.params = [sharded_param for unit in self.units for sharded_param in unit.sharded_params()]
-        if args.zero == 3:
-            gather_when_needed(blocks_of(self.units))
-        else:
-            for unit in self.units:                  # what the last step gathered comes while others compute
-                unit.modules[0].register_forward_pre_hook(lambda module, inputs, unit=unit: unit.wait_for_all_gather())
+        self.params = [param for unit in self.units for param in unit.sharded_params()]
+        groups = group_by_modules(self.units)
+        for i, group in enumerate(groups):
+            for unit in group:
+                unit.next_in_forward = groups[i + 1] if i + 1 < len(groups) else []
+                unit.modules[0].register_forward_pre_hook(unit.pre_forward)
+        if self.stage == 3:                               # which also gathers in backward
+            register_post_forward_hooks(groups)
+
+    def start_all_gather(self):
+        """Let forward gather the weights that the last step updated; start with the first unit's."""
+        if self.stage in (1, 2):                          # stage 3 keeps the shards, and gathers them anyway
+            for unit in self.units:
+                unit.outdated = True
+            self.units[0].unshard()
 
     def post_accumulate_grad(self, param):
-        """Backward has made a gradient. A unit is reduced once it has its last, while backward goes on."""
+        """Take a gradient that backward has made. With a unit's last one, start the unit's reduce-scatter."""
         unit = param.unit
         unit.accumulate_grad(param)
         param.grad = None
@@ -130,139 +171,149 @@ class Zero:
         if unit.num_grads == len(unit.params) * unit.backwards_per_reduce:
             unit.num_grads = 0
             self.reduce_scatters.append((unit, *unit.start_reduce_scatter()))
-            if self.stage > 1 and len(self.reduce_scatters) > 1:     # each holds a buffer: two exist at a time
+            if self.stage > 1 and len(self.reduce_scatters) > 1:     # each holds whole gradients: allow two
                 self.finish_oldest()
 
     def finish_oldest(self):
-        unit, work, part = self.reduce_scatters.pop(0)
-        work.wait()
-        unit.finish_reduce_scatter(part)
+        unit, handle, shard = self.reduce_scatters.pop(0)
+        handle.wait()
+        unit.finish_reduce_scatter(shard)
 
     def finish_grad_reduction(self):
-        for all_reduce in self.reducers:
-            all_reduce()
+        """Finish summing over all ranks: this rank's gradient shards, or with --zero 0 all gradients."""
+        for reducer in self.reducers:
+            reducer.finish()
         while self.reduce_scatters:
             self.finish_oldest()
         for unit in self.units:
-            if unit.keep and self.stage == 3:
-                unit.reshard()
-            if unit.replicate_group.size() > 1:                 # hybrid: slices have replicas
+            if self.stage == 3:
+                unit.reshard()                         # with a pipeline, they were kept for all micro-batches
+            if unit.replicate_group.size() > 1:           # hybrid sharding: other ranks have the same shard
                 dist.all_reduce(unit.grad_shard, group=unit.replicate_group)
 
-    def start_all_gather(self):
-        for unit in self.units:
-            if self.stage < 3:                            # which gathers them when they are needed
-                unit.start_all_gather()
-
     def wait_for_all_gather(self):
-        """After the last step: no process may end while others still gather from it."""
+        """Finish gathering after the last step: no process may exit while others still gather from it."""
         for unit in self.units:
+            if self.stage in (1, 2):
+                unit.unshard()
             unit.wait_for_all_gather()
 
 
-# --------------------------------------------------------------------------- what stages 2 and 3 do otherwise
+# ------------------------------------------------------------------------------------------- stage 2
 class Zero2Unit(Zero1Unit):
-    """Gradients are whole only while a micro-batch's backward makes them; what is added up is the slice."""
+    """A unit whose gradients are whole only in its backward. Between micro-batches it keeps their shard."""
 
     def allocate_grads(self):
-        self.flat_grad, self.backwards_per_reduce = None, 1
-        wide = torch.promote_types(self.flat_param.dtype, torch.float32)
-        self.grad_shard = torch.zeros_like(self.param_shard, dtype=wide)
+        self.flat_grad, self.backwards_per_reduce = None, 1        # reduce after every micro-batch
+        self.grad_shard = torch.zeros_like(self.param_shard, dtype=self.grad_dtype)
 
     def accumulate_grad(self, param):
-        if self.flat_grad is None:
-            self.flat_grad = torch.zeros_like(self.flat_param, dtype=self.grad_shard.dtype)
+        if self.flat_grad is None:                        # the first gradient of this micro-batch
+            self.flat_grad = torch.zeros_like(self.flat_param, dtype=self.grad_dtype)
             self.grad_views = self.views(self.flat_grad)
         super().accumulate_grad(param)
 
     def start_reduce_scatter(self):
-        part = torch.empty_like(self.grad_shard)
-        work = dist.reduce_scatter_tensor(part, self.flat_grad, group=self.shard_group, async_op=True)
-        self.flat_grad = self.grad_views = None               # what comes from now on goes into a new one
-        return work, part
+        shard = torch.empty_like(self.grad_shard)
+        handle = dist.reduce_scatter_tensor(shard, self.flat_grad, group=self.shard_group, async_op=True)
+        self.flat_grad = self.grad_views = None           # the handle holds the memory until it is waited for
+        return handle, shard
 
-    def finish_reduce_scatter(self, part):
-        self.grad_shard += part
+    def finish_reduce_scatter(self, shard):
+        self.grad_shard += shard
 
 
+# ------------------------------------------------------------------------------------------- stage 3
 class Zero3Unit(Zero2Unit):
-    """Weights are whole only while they are used; what is kept is the slice."""
+    """A unit whose weights are whole only while it computes. Between uses it keeps their shard.
+
+    (In a pipeline they stay whole from the first micro-batch's forward to the last one's backward. To gather
+    them anew for every micro-batch would send too much.)
+    """
 
     def flatten_and_shard(self):
         super().flatten_and_shard()
-        self.param_shard = self.param_shard.clone()
+        self.param_shard = self.param_shard.clone()       # a view would lose its memory in reshard
         self.reshard()
 
     def reshard(self):
-        """Gives the memory back. What autograd saved of the weights stays a view of it, until refilled."""
+        """Free the whole weights. Autograd's saved tensors are views of the same storage, and stay so."""
         self.flat_param.untyped_storage().resize_(0)
 
     def unshard(self):
+        """Start to gather the whole weights, unless they are there, into the storage that reshard emptied."""
         storage = self.flat_param.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.flat_param.nbytes)
             self.start_all_gather()
 
+    def post_forward(self, module, inputs, output):
+        """Hook the output: its gradient comes just before the unit's backward, which needs the weights."""
+        if self.weights_in_backward:
+            output.register_hook(self.pre_backward)
+        if self.reshard_after_forward:
+            self.reshard()
+
+    def pre_backward(self, grad):
+        self.unshard_and_prefetch(self.next_in_backward)
+
     def start_reduce_scatter(self):
-        if self.keep:
-            return super().start_reduce_scatter()
-        self.reshard()                                    # the unit's backward is over
+        # An operation makes the gradients of its input and of its weight together, so after the unit's last
+        # gradient nothing reads its weights, unless a pipeline has more micro-batches for them.
+        if self.reshard_after_use:
+            self.reshard()
         return super().start_reduce_scatter()
 
 
-def gather_when_needed(units):
-    """Before a unit computes, its weights are waited for, and those of the next one are asked for."""
-    def need(i, following):
-        units[i].unshard()
-        units[i].wait_for_all_gather()
-        if 0 < following < len(units):                  # unit 0, the embedding, needs no weights in backward
-            units[following].unshard()
-
-    def before_forward(i):
-        need(i, i + 1)
-
-    def before_backward(i):
-        need(i, i - 1)
-
-    def after_forward(i, output):
-        """The output's hook runs when its gradient is there, the last moment before the unit's backward."""
-        if units[i].keep:
-            return
-        if i > 0:
-            output.register_hook(lambda grad: before_backward(i))
-        if i < len(units) - 2:                   # the last block and the head stay: backward begins with them
-            units[i].reshard()
-
-    for i, unit in enumerate(units):
-        unit.modules[0].register_forward_pre_hook(lambda module, inputs, i=i: before_forward(i))
-        unit.modules[-1].register_forward_hook(lambda module, inputs, output, i=i: after_forward(i, output))
+def group_by_modules(units):
+    """Return lists of the units that compute together: in a layer, the experts are a unit of their own."""
+    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.modules)]
 
 
-# ------------------------------------------------------------------------------------- which ranks share what
-def make_units(model, mesh, args):
-    """Notes on every parameter, which is still on the meta device, the unit that it will belong to."""
+def register_post_forward_hooks(groups):
+    """Tell each unit of stage 3 what to do after its forward, and which units compute next in backward."""
+    for i, group in enumerate(groups):
+        for unit in group:
+            # The first is the embedding, whose backward reads no weights. If it were a block, it would.
+            unit.weights_in_backward = i > 0
+            # Backward begins with the last two: they would be gathered again as soon as they were freed.
+            unit.reshard_after_forward = unit.reshard_after_use and i < len(groups) - 2
+            unit.next_in_backward = groups[i - 1] if i > 1 else []
+            unit.modules[-1].register_forward_hook(unit.post_forward)
+
+
+# ------------------------------------------------------------------ from the meta device, and to a checkpoint
+def make_units(model, mesh: DeviceMesh, args):
+    """Group the parameters, still on the meta device, into units. Return the units in forward order."""
     if args.zero == 0:
-        return
-    decoder, shards = model.model, {}
-    for ranks, params in group_by_mesh(model.parameters(), mesh):
-        ep = args.ep if params[0].placement.expert_mesh else 1                     # neighbours have others
-        slices = args.zero_shard // math.gcd(args.zero_shard, ep)
+        return []
+    unit_class = {1: Zero1Unit, 2: Zero2Unit, 3: Zero3Unit}[args.zero]
+    decoder, units, shard_meshes = model.model, [], {}
+    for data, params in group_by_mesh(model.parameters(), mesh):
+        ep = args.ep if params[0].placement.expert_mesh else 1      # of ep neighbors, one holds these experts
+        num_shards = args.zero_shard // math.gcd(args.zero_shard, ep)
         names = ("ep_copies", "ep_shard") if ep > 1 else ("replicate", "shard")
-        shards[ranks] = ranks._unflatten(0, (ranks.size() // slices, slices), names)
+        shard_meshes[data] = data._unflatten(0, (data.size() // num_shards, num_shards), names)
     layers = ([layer] for layer in decoder.layers.values())
     for modules in ([decoder.embed_tokens], *layers, [decoder.norm, model.lm_head]):
         params = [param for module in modules if module for param in module.parameters()]
-        for ranks, params in group_by_mesh(params, mesh):       # a layer's experts are a unit of their own
-            {1: Zero1Unit, 2: Zero2Unit, 3: Zero3Unit}[args.zero](modules, params, shards[ranks], args)
+        for data, params in group_by_mesh(params, mesh):  # none if another pp rank holds them
+            units.append(unit_class(modules, len(params), shard_meshes[data], args))
+            for param in params:
+                param.unit = units[-1]
+    return units
 
 
-def zero_units(model):
-    """In the order of forward."""
-    return list(dict.fromkeys(param.unit for param in model.parameters() if hasattr(param, "unit")))
+def add_to_unit(param, unit):
+    """Add a materialized parameter; shard a complete unit at once, so that no rank ever holds all units."""
+    param.unit = unit                                     # make_units has marked the one on the meta device
+    unit.params.append(param)
+    if len(unit.params) == unit.num_params:
+        unit.flatten_and_shard()
 
 
 def unsharded_param(param):
-    """A parameter's value, for saving."""
+    """Return the whole value of a parameter, for saving. All ranks must call this."""
     unit = getattr(param, "unit", None)
     if not isinstance(unit, Zero3Unit):
         return param.detach()
@@ -271,23 +322,3 @@ def unsharded_param(param):
     value = param.detach().clone()
     unit.reshard()
     return value
-
-
-def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes)."""
-    wide = torch.promote_types(args.dtype, torch.float32)
-    sent = [(dist.group.WORLD, "all_reduce", wide.itemsize)]                       # the norm
-    micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    blocks = blocks_of(zero_units(model))
-    for i, unit in [(i, unit) for i, block in enumerate(blocks) for unit in block.units]:
-        again = 0 < i < len(blocks) - 2                   # in backward, of ZeRO stage 3
-        gathers = micro_batches * (1 + again) if args.zero == 3 and args.pp == 1 else 1
-        reduces = micro_batches if args.zero >= 2 else 1
-        sent.append((unit.shard_group, "all_gather", gathers * unit.flat_param.nbytes))
-        sent.append((unit.shard_group, "reduce_scatter", reduces * unit.grad_shard.nbytes * unit.shard_group.size()))
-        if unit.replicate_group.size() > 1:
-            sent.append((unit.replicate_group, "all_reduce", unit.grad_shard.nbytes))
-    return sent
-
-
-formulas.append(formula)

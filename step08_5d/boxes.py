@@ -1,11 +1,13 @@
-"""A checkpoint is a list of boxes: rectangles of tensors, each with where it begins in the whole tensor.
+"""Boxes: the rectangles of tensors that a checkpoint consists of, each with its offsets in the whole tensor.
 
-    state = {"model.layers.0.mlp.up_proj.weight[32, 0]": the box that begins there, a view of memory}
+    state = {"model.layers.0.mlp.up_proj.weight[32, 0]": a box, as a view of memory; it begins at row 32}
 
-tp and ep leave a rank one box of a tensor. ZeRO's slice is a run of that box's elements, which is a few boxes
-at most: the rest of a row, whole rows, the beginning of a row. How many ranks there were is written nowhere:
-whoever reads takes from every box what overlaps with its own. So nothing is gathered, neither to write nor to
-read, and any layout reads what any other wrote.
+tp and ep leave each rank one box of a tensor. ZeRO then cuts that box between any two elements, so a rank's
+shard may be several boxes: the rest of a row, whole rows, the beginning of a row.
+
+A checkpoint does not record how many ranks there were. When a rank loads, it looks at every saved box and
+copies what overlaps with its own. So neither saving nor loading gathers tensors, and any layout can load what
+any other has saved.
 """
 import json
 import math
@@ -18,61 +20,72 @@ from mesh import all_gather_object
 from shards import local_slices
 
 
-def boxes(name, param, first, run):
-    """{key: box} of a run of elements, from the first on, of this rank's part of a parameter."""
-    part = [index.start or 0 for index in local_slices(param)]
-    found = rectangles(param.shape, first, first + run.numel())
-    views = run.view(-1).split([math.prod(shape) for _, shape in found])
-    return {f"{name}{[a + b for a, b in zip(part, begin)]}": view.view(shape)
-            for (begin, shape), view in zip(found, views)}
+def boxes(name, param, start, elements):
+    """Return {key: box} for consecutive elements of this rank's part of a parameter, from index start on."""
+    param_offsets = [dim_slice.start or 0 for dim_slice in local_slices(param)]
+    rects = rectangles(param.shape, start, start + elements.numel())
+    views = elements.view(-1).split([math.prod(sizes) for _, sizes in rects])
+    return {f"{name}{[a + b for a, b in zip(param_offsets, rect_offsets)]}": view.view(sizes)
+            for (rect_offsets, sizes), view in zip(rects, views)}
 
 
 def rectangles(shape, start, stop):
-    """[(where it begins, its shape)] of the boxes that elements start to stop of a tensor are, in order."""
+    """Return [(offsets, sizes)] of the rectangles that elements start to stop of a tensor form, in order."""
     if start >= stop:
         return []
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row           # of the whole rows
+    row_size = math.prod(shape[1:])
+    start_row, stop_row = -(-start // row_size), stop // row_size                  # of the whole rows
 
-    def inside(i, start, stop):                           # a part of row i
-        return [((i, *begin), (1, *size)) for begin, size in rectangles(shape[1:], start, stop)]
-    if first > last:
-        return inside(last, start - last * row, stop - last * row)
-    rows = [((first, *[0] * len(shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return inside(first - 1, start - (first - 1) * row, row) + rows + inside(last, 0, stop - last * row)
+    def inside_row(row, start, stop):
+        """Return the rectangles of elements start to stop of a row."""
+        return [((row, *rest), (1, *sizes)) for rest, sizes in rectangles(shape[1:], start, stop)]
+    if start_row > stop_row:                              # start and stop are inside the same row
+        return inside_row(stop_row, start - stop_row * row_size, stop - stop_row * row_size)
+    whole_rows = []
+    if start_row < stop_row:
+        whole_rows = [((start_row, *[0] * len(shape[1:])), (stop_row - start_row, *shape[1:]))]
+    rest_of_row = inside_row(start_row - 1, start - (start_row - 1) * row_size, row_size)
+    return rest_of_row + whole_rows + inside_row(stop_row, 0, stop - stop_row * row_size)
 
 
 def assign_writers(state):
-    """The keys that this rank writes: of those that have a box, the one does with least to write so far."""
-    every, writer, load = all_gather_object({key: box.nbytes for key, box in state.items()}), {}, Counter()
-    for key, size in {key: size for held in every for key, size in held.items()}.items():
-        writer[key] = min((rank for rank, held in enumerate(every) if key in held), key=load.__getitem__)
-        load[writer[key]] += size
+    """Return the keys that this rank writes. All ranks must call this.
+
+    If several ranks hold a box, the one that has the fewest bytes to write so far writes it.
+    """
+    per_rank = all_gather_object({key: box.nbytes for key, box in state.items()})
+    writer, load = {}, Counter()                          # {key: rank}, {rank: bytes to write}
+    for key, nbytes in {key: nbytes for held in per_rank for key, nbytes in held.items()}.items():
+        holders = [rank for rank, held in enumerate(per_rank) if key in held]
+        writer[key] = min(holders, key=load.__getitem__)
+        load[writer[key]] += nbytes
     return [key for key in state if writer[key] == dist.get_rank()]
 
 
 def fill(state, paths):
-    """Reads the boxes from files. Returns the key of one that is not filled, if there is one."""
-    mine = {}                                             # name: [(where it begins, box)]
+    """Fill the boxes from files. Return the key of a box that the files do not cover, or None."""
+    boxes_of = {}                                         # {name of a tensor: [(offsets, box)]}
     for key, box in state.items():
-        box.fill_(math.nan)                               # which is never saved
-        mine.setdefault(key.split("[")[0], []).append((offsets(key), box))
+        box.fill_(math.nan)                               # marks missing elements: saved ones are finite
+        boxes_of.setdefault(key.split("[")[0], []).append((offsets(key), box))
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():
-                for here, box in mine.get(key.split("[")[0], []):
-                    copy_overlap(box, here, file.get_slice(key), offsets(key))
+                for box_offsets, box in boxes_of.get(key.split("[")[0], []):
+                    copy_overlap(box, box_offsets, file.get_slice(key), offsets(key))
     return next((key for key, box in state.items() if box.isnan().any()), None)
 
 
 def offsets(key):
+    """Return the offsets in a key: the index, in each dimension, of the box's first element."""
     return json.loads(key[key.index("["):])
 
 
-def copy_overlap(box, here, saved, there):
-    """Of two boxes, one in memory and one in a file, with where they begin."""
-    low = [max(a, b) for a, b in zip(here, there)]
-    high = [min(a + n, b + m) for a, n, b, m in zip(here, box.shape, there, saved.get_shape())]
-    if all(l < h for l, h in zip(low, high)):
-        into, part = (tuple(slice(l - o, h - o) for l, h, o in zip(low, high, at)) for at in (here, there))
-        box[into] = saved[part]                           # nothing else of the file is read
+def copy_overlap(box, box_offsets, saved, saved_offsets):
+    """Copy into a box in memory the elements that it shares with a saved box, if any."""
+    start = [max(a, b) for a, b in zip(box_offsets, saved_offsets)]
+    stop = [min(a + n, b + m) for a, n, b, m in zip(box_offsets, box.shape, saved_offsets, saved.get_shape())]
+    if all(a < b for a, b in zip(start, stop)):
+        box_slices = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, box_offsets))
+        saved_slices = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, saved_offsets))
+        box[box_slices] = saved[saved_slices]             # reads no other elements of the file

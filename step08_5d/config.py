@@ -1,8 +1,7 @@
-"""The command line and the shape of the model. What cannot run is refused here, before any work."""
+"""The command line and the model's shape. Settings that cannot run fail here, before any work is done."""
 import importlib.util
 import math
 import os
-import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -12,8 +11,8 @@ import torch
 from messages import fail
 from schedules import SCHEDULES
 
-TOO_LARGE = 10**8                                    # of anything that is counted
-NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # once there are weights
+TOO_LARGE = 10**8                                         # for any number on the command line
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # a checkpoint's may differ
 
 
 def parse_args(argv=None):
@@ -41,67 +40,68 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
 
-    add("--dp", type=at_least(1), help="data-parallel ranks; what is left of the world if not given")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how dp sums gradients")
-    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket")
+    add("--dp", type=at_least(1), help="data-parallel ranks (default: the world size)")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how to sum gradients")
+    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
-        help="ZeRO: shard 1 optimizer states, 2 gradients, 3 weights (FSDP)")
-    add("--zero_shard", type=at_least(1), help="shard over so many ranks only, and replicate (hybrid)")
+        help="ZeRO stage: shard 1 optimizer states, 2 also gradients, 3 also weights (FSDP)")
+    add("--zero_shard", type=at_least(1), help="ranks to shard over; replicate across the rest (default: dp)")
 
-    add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks: each has a part of every matrix")
+    add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks; each holds a part of every matrix")
     add("--sp", choices=["on", "off"], default="on",
-        help="sequence parallel: outside the matrices a rank of tp has a part of the sequence")
+        help="sequence parallelism: between the sharded matrices, each tp rank holds a part of the sequence")
 
-    add("--cp", type=at_least(1), default=1, help="context-parallel ranks: each has a part of every sequence")
+    add("--cp", type=at_least(1), default=1,
+        help="context-parallel ranks; each gets a part of every sequence")
     add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
-        help="how attention sees the other parts")
+        help="how attention reaches the keys and values of the other parts")
 
-    add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks: each has a part of the layers")
-    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="what a rank of pp does when")
+    add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks; each holds some of the layers")
+    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="pipeline schedule")
     add("--stages_per_rank", type=at_least(1),
-        help="stages of the model on each rank of pp; the schedule's own number if not given")
+        help="stages of the model on each pp rank (default: as the schedule needs)")
 
-    add("--ep", type=at_least(1), default=1, help="expert-parallel ranks, of dp x cp: each has some experts")
+    add("--ep", type=at_least(1), default=1,
+        help="expert-parallel ranks, taken from dp x cp; each holds some of the experts")
     add("--balance", choices=["none", "bias", "aux"],
-        help="how the experts' load is evened out; bias if not given, none with --init_from")
+        help="how to balance the experts' load (default: bias, or none with --init_from)")
 
     add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
 
     add("--checkpoint", help="directory for checkpoints to resume from")
     add("--save_every", type=at_least(1), default=100, help="steps between checkpoints")
-    add("--keep", type=at_least(1), default=2, help="so many checkpoints are kept, the newest")
+    add("--keep", type=at_least(1), default=2, help="checkpoints to keep, the newest ones")
     add("--resume", nargs="?", const="newest", metavar="STEP",
-        help="go on from the newest checkpoint in --checkpoint, if there is one; or from the one named")
+        help="continue from the newest checkpoint in --checkpoint, if there is one, or from the named one")
 
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
-    add("--profile", help="directory for a trace and a picture of the memory over the first steps")
+    add("--profile", help="directory for a trace and a memory plot of the first steps")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if value == "":
-            fail(f"--{name} is empty")
+            fail(f"--{name}: must not be empty")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    args.dp = args.dp or world // (args.tp * args.cp * args.pp)
-    args.schedule = args.schedule if args.pp > 1 else "1f1b"                # as with no pipeline
+    args.dp = args.dp or int(os.environ.get("WORLD_SIZE", 1)) // (args.tp * args.cp * args.pp)
+    args.schedule = args.schedule if args.pp > 1 else "1f1b"                # which does without a pipeline
     args.stages_per_rank = args.stages_per_rank or SCHEDULES[args.schedule].stages_per_rank
     if args.zero == 0 and args.zero_shard:
-        fail("--zero_shard needs --zero 1, 2 or 3")
+        fail("--zero_shard: requires --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp * args.cp
-    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                  # one part has no halves
+    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                # the mode that does not split parts
     args.balance = args.balance or ("none" if args.init_from else "bias")
-    args.first_step = 0                                   # step 8 goes on from a later one
+    args.first_step = 0                                   # step 8 can resume from a later one
     return args
 
 
 def at_least(smallest, kind=int):
-    """What --steps, --lr and the like take."""
+    """Return an argparse type: a number of some kind that is not too small, too large or NaN."""
     def number(text):
-        if not smallest <= kind(text) < TOO_LARGE:   # nor is nan
-            raise ArgumentTypeError(f"{text} is not a number from {smallest} on")
+        if not smallest <= kind(text) < TOO_LARGE:
+            raise ArgumentTypeError(f"must be at least {smallest} and below {TOO_LARGE}, but is {text}")
         return kind(text)
     return number
 
@@ -110,7 +110,7 @@ class Family(NamedTuple):
     """How to read, build and write one model_type of Hugging Face."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
-    only_supported: dict = {}                              # {key of config.json: the one value that is supported}
+    only_supported: dict = {}                    # {key of config.json: the one value that is supported}
     qk_norm: bool = False                        # an RMSNorm over each head of queries and keys
     renamed: dict = {}                           # {part of our parameter names: its name in a checkpoint}
 
@@ -129,12 +129,12 @@ FAMILIES = {
                         renamed={".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
 }
 ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
-            quantization_config=None)                    # in all families
+                      quantization_config=None)           # in all families
 
 
 @dataclass
 class ModelConfig:
-    """The shape of a model, with the names of Llama's config.json."""
+    """The shape of a model, with the names of a Llama's config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -144,7 +144,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict = None                    # of type llama3: its four numbers
+    rope_scaling: dict = None                    # the four numbers of type llama3
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
     num_local_experts: int = 0                   # 0: a dense model
@@ -185,41 +185,41 @@ PRESETS = {
 def load_config(args):
     config = PRESETS.get(args.model) or read_config("--model", args.model)
     if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
-        for name, theirs in asdict(read_config("--init_from", args.init_from)).items():
-            if theirs != asdict(config)[name] and name not in NOT_ARCHITECTURE:
-                fail(f"--init_from {args.init_from}: {name} is {theirs} in its config.json, --model "
-                       f"{args.model} has {asdict(config)[name]}; --model {args.init_from} takes its own")
+        for name, saved in asdict(read_config("--init_from", args.init_from)).items():
+            if saved != asdict(config)[name] and name not in NOT_ARCHITECTURE:
+                fail(f"--init_from {args.init_from}: its {name} is {saved}, but --model {args.model} has "
+                     f"{asdict(config)[name]}; use --model {args.init_from}")
     return config
 
 
 def read_config(flag, name):
-    """Of a directory or hub id; transformers knows the older ways to write one."""
+    """Read the config of a directory or hub id; transformers also understands older formats."""
     from transformers import AutoConfig
     try:
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    except Exception as error:                            # a file may hold anything
+    except Exception as error:                            # the file may contain anything
         reason = " ".join(str(error).split())
-        fail(f"{flag} {name}: no model that is known here ({reason}); the presets are {', '.join(PRESETS)}")
+        fail(f"{flag} {name}: not found or unsupported ({reason}); the presets are {', '.join(PRESETS)}")
 
 
-def from_hugging_face(theirs):
-    if theirs.model_type not in FAMILIES:
-        raise ValueError(f"model_type is {theirs.model_type!r}; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[theirs.model_type]
+def from_hugging_face(hf_config):
+    if hf_config.model_type not in FAMILIES:
+        raise ValueError(f"model_type is {hf_config.model_type!r}; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[hf_config.model_type]
     for key, value in (ONLY_SUPPORTED | family.only_supported).items():
-        if getattr(theirs, key, value) != value:
-            raise ValueError(f"{key} is {getattr(theirs, key)!r}; only {value!r} is supported")
-    rope = theirs.rope_parameters
+        if getattr(hf_config, key, value) != value:
+            raise ValueError(f"{key} is {getattr(hf_config, key)!r}; only {value!r} is supported")
+    rope = hf_config.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
         raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
     scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
-    values = {ours: getattr(theirs, name, None) for ours, name in family.fields.items()}
+    values = {ours: getattr(hf_config, name, None) for ours, name in family.fields.items()}
     if values["head_dim"] is None:                        # optional in config.json
-        values["head_dim"] = theirs.hidden_size // theirs.num_attention_heads
+        values["head_dim"] = hf_config.hidden_size // hf_config.num_attention_heads
     for ours, value in values.items():
         if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
             raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")
-    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=theirs.model_type)
+    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=hf_config.model_type)
     return ModelConfig(**values)
 
 
@@ -229,33 +229,35 @@ def to_hugging_face(config, dtype):
     rope = {"rope_type": "llama3" if config.rope_scaling else "default", **(config.rope_scaling or {})}
     values = {name: getattr(config, ours) for ours, name in family.fields.items()}
     return getattr(transformers, family.config_class)(
-        **values, **family.only_supported, rope_parameters={"rope_theta": config.rope_theta, **rope}, dtype=dtype,
-        tie_word_embeddings=False, architectures=[family.config_class.replace("Config", "ForCausalLM")])
+        **values, **family.only_supported, rope_parameters={"rope_theta": config.rope_theta, **rope},
+        dtype=dtype, tie_word_embeddings=False,
+        architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
 def check(args, config):
-    """Refuses what cannot run, with the arithmetic and with values that would do."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    """Fail for settings that cannot run, with the arithmetic and with values that can."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     check_tensor_parallel(args, config)
     check_context_parallel(args, config)
-    if args.pp * args.dp * args.cp * args.tp != world:
-        fail(f"pp({args.pp}) x dp({args.dp}) x cp({args.cp}) x tp({args.tp}) != world size ({world}); "
-               f"pp x cp x tp could be {divisors(world)}, with --dp left out")
+    if args.pp * args.dp * args.cp * args.tp != world_size:
+        fail(f"pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}: must equal the world size, "
+             f"{world_size}; leave --dp out and choose pp x cp x tp from {divisors(world_size)}")
     if args.dp * args.cp % args.zero_shard:
-        fail(f"dp({args.dp}) x cp({args.cp}) is not a multiple of zero_shard({args.zero_shard}); "
-               f"zero_shard could be {divisors(args.dp * args.cp)}")
+        fail(f"--zero_shard {args.zero_shard}: must divide dp {args.dp} x cp {args.cp} = "
+             f"{args.dp * args.cp}; choose from {divisors(args.dp * args.cp)}")
     batch, micro = args.global_batch_size, args.micro_batch_size
     if batch % args.dp:
-        fail(f"global_batch_size {batch} is not a multiple of dp({args.dp}); "
-               f"it could be {multiples(args.dp, batch)}")
+        fail(f"--global_batch_size {batch}: must be a multiple of dp {args.dp}; "
+             f"choose {multiples(args.dp, batch)}")
     if batch // args.dp % micro:
-        fail(f"global_batch_size {batch} / dp({args.dp}) = {batch // args.dp} is not a multiple of "
-               f"micro_batch_size {micro}; micro_batch_size could be {divisors(batch // args.dp)}")
+        fail(f"--micro_batch_size {micro}: must divide global_batch_size {batch} / dp {args.dp} = "
+             f"{batch // args.dp}; choose from {divisors(batch // args.dp)}")
     check_pipeline(args, config, batch // args.dp // micro)
     check_experts(args, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        fail(f"--model {args.model}: num_attention_heads {heads} must be a multiple of num_key_value_heads "
+             f"{kv_heads}")
     check_device(args)
     check_outputs(args)
 
@@ -263,15 +265,16 @@ def check(args, config):
 def check_tensor_parallel(args, config):
     tp, kv_heads = args.tp, config.num_key_value_heads
     for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) % tp:
-            fail(f"{name} {getattr(config, name)} is not a multiple of tp({tp}); "
-                   f"tp could be {divisors(math.gcd(config.num_attention_heads, getattr(config, name)))}")
+        size = getattr(config, name)
+        if size % tp:
+            fail(f"--tp {tp}: must divide {name} {size}; "
+                 f"choose from {divisors(math.gcd(config.num_attention_heads, size))}")
     if kv_heads % tp and tp % kv_heads:
-        fail(f"num_key_value_heads {kv_heads} is neither a multiple of tp({tp}) nor a divisor; "
-               f"tp could be {divisors(kv_heads)}")
+        fail(f"--tp {tp}: must divide num_key_value_heads {kv_heads}, or be a multiple of it; "
+             f"choose from {divisors(kv_heads)}")
     if args.sp == "on" and args.seq_len % tp:
-        fail(f"seq_len {args.seq_len} is not a multiple of tp({tp}); "
-               f"it could be {multiples(tp, args.seq_len)}; or --sp off")
+        fail(f"--seq_len {args.seq_len}: must be a multiple of tp {tp}; "
+             f"choose {multiples(tp, args.seq_len)}, or --sp off")
 
 
 def check_context_parallel(args, config):
@@ -279,56 +282,55 @@ def check_context_parallel(args, config):
     chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one
     unit = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
     if args.seq_len % unit:
-        fail(f"seq_len {args.seq_len} is not a multiple of {unit}, which cp({cp}) with --cp_mode "
-               f"{args.cp_mode} and tp({args.tp}) with --sp {args.sp} take; "
-               f"it could be {multiples(unit, args.seq_len)}")
+        fail(f"--seq_len {args.seq_len}: must be a multiple of {unit}, because of cp {cp} with --cp_mode "
+             f"{args.cp_mode} and tp {args.tp} with --sp {args.sp}; choose {multiples(unit, args.seq_len)}")
     if args.cp_mode == "ulysses":
         if heads % cp:
-            fail(f"num_attention_heads {config.num_attention_heads} / tp({args.tp}) = {heads} is not a "
-                   f"multiple of cp({cp}); with --cp_mode ulysses cp could be {divisors(heads)}")
+            fail(f"--cp {cp}: with --cp_mode ulysses, must divide num_attention_heads "
+                 f"{config.num_attention_heads} / tp {args.tp} = {heads}; choose from {divisors(heads)}")
     elif cp > 1 and args.attention == "flash":
-        fail(f"--attention flash: --cp_mode {args.cp_mode} has kernels of its own; ulysses takes flash")
+        fail(f"--attention flash: --cp_mode {args.cp_mode} has its own kernels; use --cp_mode ulysses")
     elif cp > 1 and args.device == "cuda" and (args.dtype != torch.bfloat16 or config.head_dim % 8):
-        fail(f"--cp_mode {args.cp_mode} on CUDA needs --dtype bfloat16 and a head_dim ({config.head_dim}) "
-               "that is a multiple of 8, as its flash kernels do; --cp_mode ulysses takes any")
+        fail(f"--cp_mode {args.cp_mode}: on CUDA, its flash kernels require --dtype bfloat16 and a head_dim "
+             f"that is a multiple of 8, not {config.head_dim}; use --cp_mode ulysses")
 
 
 def check_pipeline(args, config, micro_batches):
     schedule, per_rank = SCHEDULES[args.schedule], args.stages_per_rank
     if per_rank < schedule.stages_per_rank or per_rank > schedule.stages_per_rank and not schedule.or_more:
-        fail(f"--stages_per_rank {per_rank}: --schedule {args.schedule} takes {schedule.stages_per_rank}"
-               + " or more" * schedule.or_more)
-    layers = config.num_hidden_layers
-    if layers < args.pp * per_rank:
-        fail(f"num_hidden_layers {layers} are fewer than pp({args.pp}) x stages_per_rank({per_rank}) = "
-               f"{args.pp * per_rank} stages; pp could be up to {layers // per_rank}")
-    wanted = schedule.min_micro_batches(args.pp)
-    if micro_batches < wanted:
-        fail(f"global_batch_size {args.global_batch_size} / dp({args.dp}) / micro_batch_size "
-               f"{args.micro_batch_size} = {micro_batches} micro-batches; --schedule {args.schedule} with "
-               f"pp({args.pp}) takes {wanted} or more: global_batch_size could be "
-               f"{wanted * args.dp * args.micro_batch_size}")
+        fail(f"--stages_per_rank {per_rank}: --schedule {args.schedule} needs {schedule.stages_per_rank}"
+             + " or more" * schedule.or_more)
+    layers, stages = config.num_hidden_layers, args.pp * per_rank
+    if layers < stages:
+        fail(f"--pp {args.pp}: with stages_per_rank {per_rank} there are {stages} stages, but only {layers} "
+             f"layers (num_hidden_layers); use --pp {layers // per_rank} or less")
+    needed = schedule.min_micro_batches(args.pp)
+    if micro_batches < needed:
+        fail(f"--schedule {args.schedule}: needs {needed} micro-batches or more with pp {args.pp}, but "
+             f"global_batch_size {args.global_batch_size} / dp {args.dp} / micro_batch_size "
+             f"{args.micro_batch_size} = {micro_batches}; use --global_batch_size "
+             f"{needed * args.dp * args.micro_batch_size}")
 
 
 def check_experts(args, config):
     ranks, experts = args.dp * args.cp, config.num_local_experts
     if ranks % args.ep:
-        fail(f"dp({args.dp}) x cp({args.cp}) = {ranks} is not a multiple of ep({args.ep}); "
-               f"ep could be {divisors(ranks)}")
+        fail(f"--ep {args.ep}: must divide dp {args.dp} x cp {args.cp} = {ranks}; "
+             f"choose from {divisors(ranks)}")
     if args.ep > 1 and not experts:
-        fail(f"--ep {args.ep}: --model {args.model} has no experts; --model tiny-moe has 8")
+        fail(f"--ep {args.ep}: --model {args.model} has no experts; use --model tiny-moe")
     if experts % args.ep:
-        fail(f"num_local_experts {experts} is not a multiple of ep({args.ep}); "
-               f"ep could be {divisors(math.gcd(ranks, experts))}")
+        fail(f"--ep {args.ep}: must divide num_local_experts {experts}; "
+             f"choose from {divisors(math.gcd(ranks, experts))}")
 
 
 def check_device(args):
     if args.device == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this torch sees no CUDA device; use --device cpu")
+        fail("--device cuda: torch finds no CUDA device; use --device cpu")
     if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
-        fail("--attention flash needs --device cuda and --dtype bfloat16; --attention sdpa takes any")
+        fail("--attention flash: requires --device cuda and --dtype bfloat16; use --attention sdpa")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
-        fail("--attention flash: the package flash-attn is not installed; --attention sdpa needs none")
+        fail("--attention flash: the package flash-attn is not installed; use --attention sdpa")
 
 
 def set_num_threads(args, config):
@@ -341,18 +343,27 @@ def set_num_threads(args, config):
 
 
 def check_outputs(args):
-    """Refuses what cannot be written, before training."""
+    """Fail before training, not after it, if the results could not be written."""
     if args.resume and not args.checkpoint:
-        fail("--resume needs --checkpoint DIR, the directory to resume from")
+        fail("--resume: requires --checkpoint DIR, the directory to resume from")
     if args.profile and args.steps == 0:
-        fail("--profile: with --steps 0 there is nothing to see")
-    beside = args.save and os.path.dirname(os.path.realpath(args.save))   # where it is written, then renamed
+        fail("--profile: requires --steps of at least 1")
+    parent = args.save and os.path.dirname(os.path.realpath(args.save))   # --save writes beside, then renames
+    for flag, folder in (("save", args.save), ("save", parent), ("profile", args.profile),
+                         ("checkpoint", args.checkpoint)):
+        if folder:
+            check_writable(flag, folder)
+    if args.save and os.listdir(args.save):
+        fail(f"--save {args.save}: is not empty; choose a new or an empty directory")
+
+
+def check_writable(flag, folder):
     try:
-        for folder in filter(None, (args.save, beside, args.profile, args.checkpoint)):
-            os.makedirs(folder, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            fail(f"--{flag} {folder}: no permission to write")
     except OSError as error:
-        fail(f"--save, --checkpoint or --profile: cannot write there ({error})")
+        fail(f"--{flag} {folder}: cannot be created ({error})")
 
 
 def divisors(n):

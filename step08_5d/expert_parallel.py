@@ -1,16 +1,15 @@
-"""Expert parallelism: each rank of ep has some of the experts of every layer; tokens travel to theirs and
-back.
+"""Expert parallelism: each ep rank holds some of every layer's experts, and tokens travel to their experts.
 
-ep is folded into dp x cp: its ranks have different tokens anyway, and all other parameters do not notice. A
-rank sorts its tokens by expert, tells the others how many they will get, sends them (all-to-all, as many to
-each as there are), computes what it was sent, and sends the results back.
+ep is folded into dp x cp, whose ranks compute on different tokens anyway; all other parameters stay as they
+are. A rank sorts its tokens by expert, tells each other rank how many it will get, sends them (an all-to-all
+with uneven splits), computes what it has received, and sends the results back, as in GShard
+(https://arxiv.org/abs/2006.16668).
 
-Without a counterweight the router soon sends most tokens to few experts. --balance says what is done about
-it:
+By itself, a router soon sends most tokens to a few experts. --balance chooses what to do about it:
 
-    bias    for choosing only, a bias is added to each expert's score. After every step it is lowered for
-            those that had more tokens than the mean, raised for those that had fewer
-    aux     an auxiliary loss: its gradient lowers the scores of experts with many tokens in a sequence
+    bias    add a bias to each expert's score, but only to select experts. After each step, lower the bias of
+            experts that had more tokens than the mean; raise the others' (https://arxiv.org/abs/2408.15664)
+    aux     add an auxiliary loss that grows with the scores of experts that have many tokens in a sequence
 """
 import functools
 
@@ -18,66 +17,58 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from ledger import formulas
 from mesh import data_mesh
 from messages import print0
-from moe import Experts, MoE
+from moe import MoE
 from shards import Shard
-from tensor_parallel import make_comm, enter_region, leave_region
+from tensor_parallel import enter_region, leave_region, make_comm
 
 BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
 
 
-def expert_parallel(model, config, mesh, args):
-    """Leaves this rank its experts, of a model on the meta device, and sends tokens to where experts are."""
+def expert_parallel(model, config, mesh: DeviceMesh, args):
+    """Drop other ranks' experts, while the model is on the meta device, and make tokens travel to theirs."""
     sizes = (args.dp * args.cp // args.ep, args.ep)
     ep_mesh = data_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
     group, expert_mesh = ep_mesh.get_group("ep"), ep_mesh["expert_dp"]
-    for layer in model.model.layers.values():
-        if isinstance(layer.mlp, MoE):
-            if args.tp > 1:
-                layer.mlp = TensorParallelMoE(layer.mlp, mesh, args)
-            experts = layer.mlp.experts
-            for linear in experts.children():
-                cut(linear, Shard(group, 0, args.ep, group.rank()))
-                linear.weight.placement.expert_mesh = expert_mesh
-            if args.ep > 1:
-                layer.mlp.experts = ExpertParallel(experts, group)
-
-
-def cut(linear, part):
-    whole = linear.weight
-    linear.weight = nn.Parameter(whole.chunk(part.num_shards, part.dim)[0])
-    linear.weight.placement = whole.placement
-    linear.weight.placement.shards.append(part)
-    linear.weight.placement.num_replicas //= part.num_shards
+    for moe in moe_layers(model):
+        if args.tp > 1:
+            shard_over_tp(moe, mesh, args)
+        for linear in moe.experts.children():
+            shard_weight(linear, Shard(group, 0, args.ep, group.rank()))
+            linear.weight.placement.expert_mesh = expert_mesh
+        if args.ep > 1:
+            moe.dispatch = TokenDispatcher(group)
 
 
 def moe_layers(model):
     return [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]
 
 
-# ------------------------------------------------------------------------------------------ in a region of tp
-class TensorParallelMoE(MoE):
-    """Every expert is cut as the MLP is. All ranks of tp see the whole sequence, and so choose alike."""
+def shard_weight(linear, shard):
+    full = linear.weight
+    linear.weight = nn.Parameter(full.chunk(shard.num_shards, shard.dim)[0])
+    linear.weight.placement = full.placement
+    linear.weight.placement.shards.append(shard)
+    linear.weight.placement.num_replicas //= shard.num_shards
 
-    def __init__(self, whole, mesh, args):
-        nn.Module.__init__(self)
-        self.gate, self.experts, self.choose = whole.gate, whole.experts, whole.choose
-        self.comm = make_comm(mesh, args)
-        group = mesh.get_group("tp")
-        for linear, dim in ((self.experts.w1, 1), (self.experts.w3, 1), (self.experts.w2, 2)):
-            cut(linear, Shard(group, dim, args.tp, group.rank()))
-        self.gate.weight.placement.grad_reduce_group = group       # each rank has a part of what every expert makes
 
-    def forward(self, x):
-        return leave_region(super().forward(enter_region(x, self.comm)), self.comm)
+def shard_over_tp(moe, mesh: DeviceMesh, args):
+    """Shard each expert like the MLP. All tp ranks see the whole sequence, so they select alike."""
+    group, comm = mesh.get_group("tp"), make_comm(mesh, args)
+    for linear, dim in ((moe.experts.w1, 1), (moe.experts.w3, 1), (moe.experts.w2, 2)):
+        shard_weight(linear, Shard(group, dim, args.tp, group.rank()))
+    moe.gate.weight.placement.grad_reduce_group = group   # each rank has partial sums of the experts' outputs
+    forward = moe.forward
+    moe.forward = lambda x: leave_region(forward(enter_region(x, comm)), comm)
 
 
 # --------------------------------------------------------------------------------- tokens to experts and back
 class TokenAllToAll(torch.autograd.Function):
-    """Sends rows to each rank, as many as `sent` says; backward sends their gradients back."""
+    """An all-to-all of rows: input_splits says how many go to each rank. Backward returns their gradients."""
 
     @staticmethod
     def forward(ctx, x, input_splits, output_splits, group):
@@ -91,98 +82,89 @@ class TokenAllToAll(torch.autograd.Function):
         return TokenAllToAll.apply(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
 
 
-class ExpertParallel(Experts):
-    """Takes rows sorted by expert, and how many each has; has them computed where the experts are."""
+class TokenDispatcher:
+    """Takes rows sorted by expert, has them computed where their experts are, and returns the results."""
 
-    def __init__(self, whole, group):
-        nn.Module.__init__(self)
-        self.w1, self.w2, self.w3, self.group = whole.w1, whole.w2, whole.w3, group
+    def __init__(self, group: ProcessGroup):
+        self.group = group
 
-    @torch.compiler.disable                               # its sizes come out of the data
-    def forward(self, x, tokens_per_expert):                                                  # [rows, hidden], [experts]
-        group, ranks = self.group, self.group.size()
+    @torch.compiler.disable                               # the data decides the sizes
+    def __call__(self, experts, x, tokens_per_expert):                             # [rows, hidden], [experts]
+        ep = self.group.size()
         recv_counts = torch.empty_like(tokens_per_expert)
-        dist.all_to_all_single(recv_counts, tokens_per_expert, group=group)
-        recv_counts = recv_counts.view(ranks, -1)                              # [ranks, experts/ep]: what comes to mine
-        both = torch.stack((tokens_per_expert.view(ranks, -1), recv_counts)).sum(-1)
-        input_splits, output_splits = both.tolist()                    # the host waits for these
-        x = TokenAllToAll.apply(x, input_splits, output_splits, group)                          # by rank, and of each by expert
-        expert = torch.arange(recv_counts.shape[1], device=x.device).repeat(ranks)
-        expert = expert.repeat_interleave(recv_counts.flatten(), output_size=sum(output_splits))        # of each row
+        dist.all_to_all_single(recv_counts, tokens_per_expert, group=self.group)
+        counts = torch.stack((tokens_per_expert, recv_counts)).unflatten(1, (ep, -1))    # [2, ep, experts/ep]
+        input_splits, output_splits = counts.sum(-1).tolist()          # the CPU waits for the GPU
+        recv_counts = counts[1]
+        x = TokenAllToAll.apply(x, input_splits, output_splits, self.group)        # by rank, then by expert
+        expert = torch.arange(recv_counts.shape[1], device=x.device).repeat(ep)
+        expert = expert.repeat_interleave(recv_counts.flatten(), output_size=len(x))       # of each row
         order = expert.argsort(stable=True)
-        out = super().forward(x.index_select(0, order), recv_counts.sum(0))
-        return TokenAllToAll.apply(out.index_select(0, order.argsort()), output_splits, input_splits, group)
+        out = experts(x.index_select(0, order), recv_counts.sum(0)).index_select(0, order.argsort())
+        return TokenAllToAll.apply(out, output_splits, input_splits, self.group)
 
 
-# ------------------------------------------------------------------------------------ as many tokens for each
+# ----------------------------------------------------------------------------------------- balancing the load
 class LoadBalancer:
-    """Chooses the experts, counts the tokens of each over the global batch, and evens them out."""
+    """Selects the experts, counts the tokens of each over the global batch, and balances them."""
 
-    def __init__(self, model, config, mesh, args):
+    def __init__(self, model, config, mesh: DeviceMesh, args):
         self.args, self.config, self.layers = args, config, moe_layers(model)
-        self.data, self.cp = data_mesh(mesh).get_group(), mesh.get_group("cp")
+        self.data_group, self.cp_group = data_mesh(mesh).get_group(), mesh.get_group("cp")
         if self.layers and args.save and args.balance == "bias":
-            print0("--balance bias with --save: a Mixtral's checkpoint has no place for the biases; without "
-                "them some tokens get other experts; --balance aux or none train a plain Mixtral")
+            print0("--balance bias: the checkpoint of --save has no place for the biases; without them, some "
+                   "tokens select other experts; use --balance aux or none")
         size = len(self.layers), config.num_local_experts
-        self.counts = torch.zeros(size, dtype=torch.int64, device=args.device)
+        self.tokens_per_expert = torch.zeros(size, dtype=torch.int64, device=args.device)
         self.bias = torch.zeros(size, dtype=torch.float32, device=args.device)
         for i, layer in enumerate(self.layers):
             layer.choose = torch.compiler.disable(functools.partial(self.choose, i))
 
     def choose(self, i, logits):                                                   # [batch, seq, experts]
-        top_k, experts = self.config.num_experts_per_tok, self.config.num_local_experts
-        scores = logits.detach().softmax(-1)
-        expert = (scores + self.bias[i]).topk(top_k).indices
-        chosen = F.one_hot(expert, experts).sum((1, 2))                   # [batch, experts]: of each sequence
-        self.counts[i] += chosen.sum(0)                # with recomputation twice, which changes no comparison
+        """Return the experts that layer i selects, and the logits, with the auxiliary loss attached."""
+        top_k, num_experts = self.config.num_experts_per_tok, self.config.num_local_experts
+        scores = logits.softmax(-1)
+        selected_experts = (scores.detach() + self.bias[i]).topk(top_k).indices
+        chosen = F.one_hot(selected_experts, num_experts).sum((1, 2))              # [batch, experts]
+        self.tokens_per_expert[i] += chosen.sum(0)        # recomputation counts twice, for all experts alike
         if self.args.balance == "aux" and logits.requires_grad:
-            dist.all_reduce(chosen, group=self.cp)
-            # the loss is the sum over experts of (share of the choices) x (mean score) x experts; each rank
-            # of tp adds a part
-            tokens = self.args.seq_len * self.args.global_batch_size
-            scale = AUX_WEIGHT * experts / (top_k * self.args.seq_len * tokens * self.args.tp)
-            of_scores = scale * chosen.unsqueeze(1).type_as(scores)
-            through_softmax = of_scores - (scores * of_scores).sum(-1, keepdim=True)
-            of_logits = scores * through_softmax
-            logits.register_hook(lambda grad: grad + of_logits)
-        return expert
+            logits = AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen))
+        return selected_experts, logits
+
+    def auxiliary_loss(self, scores, chosen):
+        """Return experts x sum over experts of (share of choices) x (mean score), averaged over sequences."""
+        dist.all_reduce(chosen, group=self.cp_group)   # of a whole sequence; the scores stay this rank's part
+        top_k, seq_len, num_experts = self.config.num_experts_per_tok, self.args.seq_len, scores.shape[-1]
+        share = chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len)
+        total = num_experts * (share * scores).sum() / seq_len
+        return AUX_WEIGHT * total / self.args.global_batch_size / self.args.tp     # each tp rank adds a part
 
     def update(self):
-        """After every step. Returns the largest over the mean tokens of an expert, the mean of all layers."""
+        """Adapt the biases after a step. Return the largest load of an expert over the mean, for the log."""
         if not self.layers:
             return {}
-        dist.all_reduce(self.counts, group=self.data)
-        mean = self.counts.double().mean(1, keepdim=True)
+        dist.all_reduce(self.tokens_per_expert, group=self.data_group)
+        mean = self.tokens_per_expert.double().mean(1, keepdim=True)
         if self.args.balance == "bias":
-            self.bias += BIAS_STEP * (mean - self.counts).sign()
-        largest = (self.counts.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers
-        self.counts.zero_()
-        dist.all_reduce(largest)                          # over pp; the others have the same
+            self.bias += BIAS_STEP * (mean - self.tokens_per_expert).sign()
+        largest = (self.tokens_per_expert.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers
+        self.tokens_per_expert.zero_()
+        dist.all_reduce(largest)                          # sums over pp; the other dimensions hold the same
         return {"balance": largest / (dist.get_world_size() / self.args.pp)}
 
 
-def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes). Back from the experts comes what
-    was sent there; a rank sends back what it was sent, which is as much if all experts have as many
-    tokens."""
-    layers, config = moe_layers(model), model.model.config
-    if not layers:
-        return []
-    sequences = args.global_batch_size // args.dp
-    tokens = sequences * args.seq_len // args.cp
-    forwards = 1 if args.recompute == "none" else 2
-    tokens_per_expert = len(layers) * config.num_local_experts * torch.int64.itemsize
-    number = torch.float64.itemsize
-    sent = [(data_mesh(mesh).get_group(), "all_reduce", tokens_per_expert), (dist.group.WORLD, "all_reduce", number)]
-    if args.ep > 1:
-        group = layers[0].experts.group
-        rows = len(layers) * tokens * config.num_experts_per_tok * config.hidden_size * args.dtype.itemsize
-        sent += [(group, "all_to_all", 2 * (forwards + 1) * rows),      # there and back, forward and backward
-                 (group, "all_to_all", forwards * sequences // args.micro_batch_size * tokens_per_expert)]
-    if args.balance == "aux":
-        sent.append((mesh.get_group("cp"), "all_reduce", forwards * sequences * tokens_per_expert))
-    return sent
+class AddAuxiliaryLoss(torch.autograd.Function):
+    """Returns the logits as they are. Backward gives the auxiliary loss a gradient of 1.
 
+    So it trains the router as if it had been added to the loss, but the logged loss stays the cross-entropy.
+    (DeepSeek-V2 does the same.)
+    """
 
-formulas.append(formula)
+    @staticmethod
+    def forward(ctx, logits, loss):
+        ctx.dtype = loss.dtype
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)

@@ -1,132 +1,155 @@
-"""Pipeline parallelism: the layers are cut into stages, the micro-batches go through them in the order of a
-schedule.
+"""Pipeline parallelism: each rank holds one or more stages of the model; micro-batches pass through them all.
 
-A rank holds one stage or several. Between stages travel the activations of a micro-batch, [batch, seq,
-hidden], forward, and their gradient, of the same size, backward. What is done when is the schedule's business
-(schedules.py).
+Between two stages travel the activations of a micro-batch, [batch, seq, hidden], in forward, and their
+gradient, of the same shape, in backward. A schedule (schedules.py) lists what each rank computes, in order.
+`Pipeline` runs the list of any schedule.
+
+GPipe: https://arxiv.org/abs/1811.06965. 1F1B and interleaving, as in Megatron-LM:
+https://arxiv.org/abs/2104.04473.
 """
-import copy
-import functools
 import math
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import schedules
-import tensor_parallel
-from ledger import formulas
-from moe import MoE, split_grouped
+from model import Decoder
 from shards import full_tensor
+from zero_bubble import split_backward
 
 
-def stage_boundaries(config, stages):
-    """Of each stage its first layer's number, and the end. Embedding and head count as layers, by size."""
+# ------------------------------------------------------------------------------- the stages that a rank holds
+def stage_boundaries(config, num_stages):
+    """Return the number of each stage's first layer, and the end.
+
+    The stages are equal in work, where embedding and head count as layers, in proportion to their size.
+    """
     layers, hidden = config.num_hidden_layers, config.hidden_size
     width = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     width += 3 * config.intermediate_size * (config.num_experts_per_tok or 1)
-    ends = config.vocab_size * hidden / (width * hidden)
-    even = [math.floor((layers + 2 * ends) * stage / stages - ends + 0.5) for stage in range(stages + 1)]
-    return [max(stage, min(layers - stages + stage, first)) for stage, first in enumerate(even)]
+    ends = config.vocab_size * hidden / (width * hidden)               # the size of the head, in layers
+    even = [math.floor((layers + 2 * ends) * i / num_stages - ends + 0.5) for i in range(num_stages + 1)]
+    return [max(i, min(layers - num_stages + i, first)) for i, first in enumerate(even)]        # a layer each
 
 
-def local_stages(mesh, args):
-    stages, rank = args.pp * args.stages_per_rank, mesh.get_local_rank("pp")
+def local_stages(mesh: DeviceMesh, args):
+    num_stages, rank = args.pp * args.stages_per_rank, mesh.get_local_rank("pp")
     if schedules.SCHEDULES[args.schedule].v_shaped:
-        return [rank, stages - 1 - rank]                  # there and back
-    return list(range(rank, stages, args.pp))
+        return [rank, num_stages - 1 - rank]              # one on the way down, one on the way back
+    return list(range(rank, num_stages, args.pp))
 
 
-def keep_local_stages(model, config, mesh, args):
-    """Drops, on the meta device, what other ranks hold; what stays keeps its name."""
-    first, mine = stage_boundaries(config, args.pp * args.stages_per_rank), local_stages(mesh, args)
+def keep_local_stages(model, config, mesh: DeviceMesh, args):
+    """Drop what other ranks hold, while the model is on the meta device. What stays keeps its name."""
+    boundaries, stages = stage_boundaries(config, args.pp * args.stages_per_rank), local_stages(mesh, args)
     decoder = model.model
-    held = {str(layer) for stage in mine for layer in range(first[stage], first[stage + 1])}
-    for name in decoder.layers.keys() - held:
+    kept = {str(layer) for stage in stages for layer in range(boundaries[stage], boundaries[stage + 1])}
+    for name in decoder.layers.keys() - kept:
         del decoder.layers[name]
-    if 0 not in mine:
+    if 0 not in stages:
         decoder.embed_tokens = None
-    if len(first) - 2 not in mine:
+    if len(boundaries) - 2 not in stages:
         decoder.norm = model.lm_head = None
     for param in model.parameters():
         param.placement.num_replicas //= args.pp
 
 
-class Pipeline:
-    """Runs the lists of any schedule."""
+class Stage(nn.Module):
+    """Some layers of a decoder. The first stage also has the embedding, the last one the norm."""
 
-    def __init__(self, model, config, mesh, args):
-        self.model = model
-        self.args = args
-        self.group = mesh.get_group("pp")
+    def __init__(self, decoder, layers, is_first, is_last):
+        super().__init__()
+        self.config = decoder.config
+        self.embed_tokens = decoder.embed_tokens if is_first else None
+        self.layers = nn.ModuleDict({str(i): decoder.layers[str(i)] for i in layers})
+        self.norm = decoder.norm if is_last else None
+
+    forward = Decoder.forward
+
+
+def connect(group: ProcessGroup, wraps, device):
+    """Send a number from each rank to the next: the first message of two ranks makes their communicator.
+
+    Without this, NCCL would make the communicators in the first training step, where each pair has to wait
+    for the pair before it. All ranks must call this.
+    """
+    number = torch.zeros(1, device=device)
+    for sender in range(group.size() if wraps else group.size() - 1):
+        receiver = (sender + 1) % group.size()
+        if group.rank() == sender:
+            dist.send(number, group=group, group_dst=receiver)
+        if group.rank() == receiver:
+            dist.recv(number, group=group, group_src=sender)
+
+
+# ----------------------------------------------------------------------------------------- running a schedule
+class Pipeline:
+    """Runs this rank's list of a schedule: its computations, and the sends and receives between them."""
+
+    def __init__(self, model, config, mesh: DeviceMesh, args):
+        self.model, self.args, self.group = model, args, mesh.get_group("pp")
         self.last = args.pp * args.stages_per_rank - 1
-        first = stage_boundaries(config, self.last + 1)
-        layers = model.model.layers
-        self.stages = {}
-        for stage in local_stages(mesh, args):
-            names = [str(layer) for layer in range(first[stage], first[stage + 1])]
-            self.stages[stage] = self.part(stage, {name: layers[name] for name in names})
+        boundaries = stage_boundaries(config, self.last + 1)
+        self.stages = {i: Stage(model.model, range(boundaries[i], boundaries[i + 1]), i == 0, i == self.last)
+                       for i in local_stages(mesh, args)}
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
         schedule = schedules.make(args.schedule, args.pp, micro_batches, args.stages_per_rank)
         self.program = schedules.add_send_recv(schedule, self.group.rank())
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
-        self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of what travels
-        self.queue = []                                   # what the I under way leaves to its W
+        self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of each message
+        self.queue = []                                # the W that backward leaves for later (zero_bubble.py)
         if any(action.kind == "W" for actions in schedule for action in actions):
-            split_backward(layers.values(), self.queue)
-
-    def part(self, stage, layers):
-        """A stage is a Decoder too: some layers; the first has the embedding as well, the last the norm."""
-        decoder = copy.copy(self.model.model)             # with modules of its own, which are the same
-        embedding = decoder.embed_tokens if stage == 0 else None
-        norm = decoder.norm if stage == self.last else None
-        decoder._modules = dict(embed_tokens=embedding, layers=nn.ModuleDict(layers), norm=norm)
-        return decoder
+            split_backward(model.model.layers.values(), self.queue)
+        wraps = args.stages_per_rank > 1 and not schedules.SCHEDULES[args.schedule].v_shaped
+        connect(self.group, wraps, args.device)
 
     def forward_backward(self, micro_batches):
-        """Adds the gradient of the mean loss to every main_grad; returns this rank's share of that loss."""
+        """Accumulate the gradient of the global batch's mean loss; return this rank's part of that loss."""
         self.micro_batches = micro_batches
-        wide = torch.promote_types(self.args.dtype, torch.float32)
-        self.loss = torch.zeros((), dtype=wide, device=self.args.device)
-        self.fwd_cache = {}                                    # from F to I: input and output
-        self.weight_grad_queues = {}                                # from I to W: what W computes
-        self.ready = {}                                   # of messages: made here
-        self.recv_handles = {}
-        self.send_handles = []                                 # with their tensors, which must live as long
+        dtype = torch.promote_types(self.args.dtype, torch.float32)
+        self.loss = torch.zeros((), dtype=dtype, device=self.args.device)
+        self.fwd_cache = {}                               # from F to B: a stage's input and output
+        self.weight_grad_queues = {}                      # from I to W
+        self.ready = {}                                   # {message: tensor} that this rank has computed
+        self.recv_handles = {}                            # {message: (handle, buffer)}
+        self.send_handles = []                            # (handle, tensor): the tensor must live as long
         for kind, what, peer in self.program:
             if kind == "send":
                 tensor = self.ready.pop(what)
-                self.send_handles = [(work, tensor) for work, tensor in self.send_handles if not work.is_completed()]
-                self.send_handles.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+                self.send_handles = [sent for sent in self.send_handles if not sent[0].is_completed()]
+                handle = dist.isend(tensor, group=self.group, group_dst=peer)
+                self.send_handles.append((handle, tensor))
             elif kind == "receive":
                 buffer = torch.empty(self.shape, dtype=self.args.dtype, device=self.args.device)
                 self.recv_handles[what] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
             else:
                 self.compute(what)
-        for work, _ in self.send_handles:
-            work.wait()
+        for handle, _ in self.send_handles:
+            handle.wait()
         self.send_handles.clear()
-        return self.loss / self.args.tp                   # all ranks of tp have the same
-
-    def wait_for(self, message):
-        if message in self.ready:                         # from this rank's other stage
-            return self.ready.pop(message)
-        work, tensor = self.recv_handles.pop(message)
-        work.wait()
-        return tensor
+        return self.loss / self.args.tp                   # all ranks of tp have the same loss
 
     def compute(self, action):
-        received = schedules.receives(action, self.last)
-        sent = schedules.sends(action, self.last)
-        received = self.wait_for(received) if received else None
+        received, sent = schedules.receives(action, self.last), schedules.sends(action, self.last)
+        tensor = self.wait_for(received) if received else None
         run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
         with torch.profiler.record_function(f"{action} of stage {action.stage}"):  # for --profile's trace
-            out = run[action.kind](action.stage, action.micro_batch, received)
+            result = run[action.kind](action.stage, action.micro_batch, tensor)
         if sent:
-            self.ready[sent] = out
+            self.ready[sent] = result
+
+    def wait_for(self, message):
+        if message in self.ready:                         # from another stage of this rank
+            return self.ready.pop(message)
+        handle, tensor = self.recv_handles.pop(message)
+        handle.wait()
+        return tensor
 
     def forward(self, stage, i, x):
+        """F: run a stage on micro-batch i, and keep its input and output for backward."""
         inputs, positions, _ = self.micro_batches[i]
         x = inputs if x is None else x.requires_grad_()
         y = self.stages[stage](x, positions)
@@ -134,14 +157,24 @@ class Pipeline:
         return y.detach()
 
     def head_and_loss(self, i, y):
-        """Of the last stage, at the beginning of its I or B and not in its F: the head computes its gradients
-        with the loss (loss.py), and they would be kept for every micro-batch in flight."""
+        """Compute the head and the loss of micro-batch i, at the start of the last stage's backward.
+
+        The head computes its gradients together with the loss (loss.py). In forward that would be too early:
+        they would be kept for every micro-batch in flight.
+        """
         _, _, targets = self.micro_batches[i]
         loss = self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)
         self.loss += loss.detach()
         return loss
 
+    def backward(self, stage, i, grad):
+        """B: compute all gradients, I and then W. If the schedule does not split them, I computes both."""
+        grad = self.input_gradient(stage, i, grad)
+        self.weight_gradient(stage, i, None)
+        return grad
+
     def input_gradient(self, stage, i, grad):
+        """I: run autograd. It computes the weights' gradients too, unless split_backward defers them."""
         x, y = self.fwd_cache.pop((stage, i))
         if stage == self.last:
             y = self.head_and_loss(i, y)
@@ -152,110 +185,19 @@ class Pipeline:
 
     @torch.no_grad()
     def weight_gradient(self, stage, i, _):
+        """W: compute the weights' gradients that I has deferred."""
         queue = self.weight_grad_queues.pop((stage, i))
         while queue:
-            queue.pop(0)()                                # and what it took is freed
-
-    def backward(self, stage, i, grad):
-        """B is I and then W. Where a schedule has no W by itself nothing was split: autograd computes all
-        gradients in the first line, and the second finds an empty queue."""
-        grad = self.input_gradient(stage, i, grad)
-        self.weight_gradient(stage, i, None)
-        return grad
+            queue.pop(0)()                                # drops what it used before the next one runs
 
 
-# -------------------------------------------------------------------------------------- backward in two parts
-def linear_gradient(grad, x):
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)       # [outputs, inputs]
-
-
-def deferred_weight_gradients(x, grads, comm, gradient):
-    """W of linears with the same input, from the gradients of their outputs: {linear: gradient}."""
-    if comm:                                       # of a region of tp: gathered again, as EnterLinears does
-        gather, _, group = comm
-        x = gather(x, group)()
-    for linear, grad in grads.items():
-        linear.weight.backward(gradient(grad, x))                 # of a leaf: accumulates, and its hooks fire
-
-
-class QueueWeightGradient(torch.autograd.Function):
-    """The identity, before the linears. Its backward comes after theirs: then all that W takes is there, x
-    included, which autograd kept or recomputed."""
-
-    @staticmethod
-    def forward(ctx, x, grads, comm, gradient, queue):
-        ctx.save_for_backward(x)
-        ctx.how = grads, comm, gradient
-        ctx.queue = queue
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.queue.append(functools.partial(deferred_weight_gradients, *ctx.saved_tensors, *ctx.how))
-        return grad, None, None, None, None
-
-
-def split(linears, queue, comm=None):
-    """The linears' products; autograd knows nothing of the weights, whose gradients are left to W."""
-    def products(x):
-        grads = {}
-        x = QueueWeightGradient.apply(x, grads, comm, linear_gradient, queue)
-        if comm:
-            x = tensor_parallel.enter_region(x, comm)
-        outputs = [F.linear(x, linear.weight.detach()) for linear in linears]
-        for linear, y in zip(linears, outputs):
-            y.register_hook(functools.partial(grads.__setitem__, linear))
-        return outputs
-    return torch.compiler.disable(products)       # what a compiled backward takes cannot be seen from outside
-
-
-def split_last(linear, queue):
-    products = split([linear], queue)
-    if hasattr(linear, "comm"):                         # of tp: the products are partial sums
-        linear.forward = lambda x: tensor_parallel.leave_region(products(x)[0], linear.comm)
-    else:
-        linear.forward = lambda x: products(x)[0]
-
-
-def split_backward(layers, queue):
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        comm = getattr(attention.q_proj, "comm", None)                         # of tp
-        attention.project = split([attention.q_proj, attention.k_proj, attention.v_proj], queue, comm)
-        split_last(attention.o_proj, queue)
-        if isinstance(mlp, MoE):
-            for linear in mlp.experts.children():
-                linear.forward = split_grouped(linear, queue, QueueWeightGradient)
-            continue
-        mlp.project = split([mlp.gate_proj, mlp.up_proj], queue, comm)
-        split_last(mlp.down_proj, queue)
-
-
-# ----------------------------------------------------------------------------------- the seams to other files
-def gather_from_pipeline(model, name, shape, mesh, args):
-    """A parameter's value, for saving: its stage has it, and adds it to the zeros of the others."""
+# ---------------------------------------------------------------------------------------------------- saving
+def gather_from_pipeline(model, name, shape, mesh: DeviceMesh, args):
+    """Return the whole value of a parameter, which only its stage holds, on all ranks. All must call this."""
     param = dict(model.named_parameters()).get(name)
     if param is None:
         value = torch.zeros(shape, dtype=args.dtype, device=args.device)
     else:
         value = full_tensor(param).contiguous()
-    dist.all_reduce(value, group=mesh.get_group("pp"))
+    dist.all_reduce(value, group=mesh.get_group("pp"))    # the other stages add zeros
     return value
-
-
-def formula(model, mesh, args):
-    """What one training step sends, as (group, collective, payload bytes)."""
-    mine = local_stages(mesh, args)
-    stages = range(args.pp * args.stages_per_rank)
-    neighbours = [neighbour for stage in mine for neighbour in (stage - 1, stage + 1)]
-    borders = sum(neighbour in stages and neighbour not in mine for neighbour in neighbours)
-    if not borders:
-        return []
-    tokens = args.global_batch_size // args.dp * args.seq_len // args.cp
-    if args.sp == "on":
-        tokens //= args.tp
-    size = tokens * model.model.config.hidden_size * args.dtype.itemsize
-    return [(mesh.get_group("pp"), "send", borders * size)]
-
-
-formulas.append(formula)

@@ -1,4 +1,4 @@
-"""What is noted on every parameter, as param.placement, before it gets its memory."""
+"""What optimizer and checkpoint must know about a parameter that they see only a part of: param.placement."""
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -7,13 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass
 class Placement:
-    num_replicas: int                                    # on so many ranks are the numbers that it has here
-    decays: bool                                          # by --weight_decay: matrices do, norms do not
-    shards: list = field(default_factory=list)             # how it is cut: shards.py's Shard, one for each group
-    grad_reduce_group: dist.ProcessGroup = None                    # the ranks that each have a share of its gradient
-    expert_mesh: DeviceMesh = None                        # of an expert: the ranks that have it, too
+    num_replicas: int                                     # how many ranks hold these same elements
+    decays: bool                                          # whether --weight_decay applies: not to norms
+    shards: list = field(default_factory=list)            # how it is sharded: one Shard (shards.py) per group
+    grad_reduce_group: dist.ProcessGroup = None         # ranks whose gradients are partial and must be summed
+    expert_mesh: DeviceMesh = None                        # for an expert: the ranks that also hold it
 
 
 def init_placements(model):
+    """Write the record on every parameter, before any of them is sharded."""
     for param in model.parameters():
         param.placement = Placement(dist.get_world_size(), decays=param.dim() >= 2)

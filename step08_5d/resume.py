@@ -1,11 +1,15 @@
-"""--checkpoint DIR --save_every N --keep K --resume: a stopped or killed run goes on, even in another layout.
+"""Checkpoints: a run that was stopped or killed resumes from its last one, even under another layout.
 
-    DIR/step_00000200/rank_00003.safetensors     what rank 3 wrote: boxes (boxes.py) of weights in full
-                                                 precision, of Adam's averages, of the balance biases
-    DIR/step_00000200/index.json                 the step, digests of the files, which run it is
+With --checkpoint DIR, a checkpoint is a folder in DIR:
 
-There is no random state to keep: initial weights follow from seed and name, step t's data from t, and nothing
-else is drawn. A folder is written as step_00000200.tmp and renamed when all is in it: so it is whole.
+    DIR/step_00000200/rank_00003.safetensors   the boxes (boxes.py) that rank 3 wrote: of the master weights,
+                                               of Adam's averages, of the load balancer's biases
+    DIR/step_00000200/index.json               the number of steps, a digest of each file, the run's settings
+
+Nothing random needs saving: the seed and a parameter's name determine its initial value, the number of a step
+determines its batch, and a run draws no other random numbers. The ranks write into step_00000200.tmp, and
+rank 0 renames it when all files are complete. A rename happens as a whole or not at all, so a folder without
+.tmp is complete, whenever the run was killed.
 """
 import contextlib
 import fcntl
@@ -23,147 +27,172 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from boxes import boxes, fill, assign_writers
+from boxes import assign_writers, boxes, fill
 from config import NOT_ARCHITECTURE, ModelConfig
-from mesh import all_gather_object, dataset_digest, together
+from mesh import all_gather_object, dataset_digest, fail_together
 from messages import fail, print0
 
+# the values of settings that did not exist yet when an older version of this trainer saved a checkpoint
 DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(qk_norm=False)
 
 
 class Checkpoints:
+    """Save a run's checkpoints when they are due, and resume from one."""
+
     def __init__(self, model, optimizer, balance, tokens, args):
         self.model, self.optimizer, self.balance, self.args = model, optimizer, balance, args
         self.run = fingerprint(balance.config, tokens, args)
         self.signals = install_signal_handlers() if args.checkpoint else []
-        self.mine = None                                  # the keys of the boxes that this rank writes
+        self.local_keys = None                            # the keys of the boxes that this rank writes
 
     def state(self):
-        """{key: box} of all that this rank has to save, or to fill."""
-        names, state = {param: name for name, param in self.model.named_parameters()}, {}
-        for piece, master in zip(self.optimizer.params, self.optimizer.masters):
-            param, first = getattr(piece, "origin", (piece, 0))                   # ZeRO's slice, or all
-            adam = self.optimizer.adamw.state[master]
-            if not adam:                                  # no step has been taken
-                adam.update(step=torch.zeros((), device=master.device),
-                            exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
-            state |= boxes(names[param], param, first, master)
+        """Return {key: box}: everything this rank has to save or to fill, as views of its memory."""
+        param_names, state = {param: name for name, param in self.model.named_parameters()}, {}
+        for sharded_param, master in zip(self.optimizer.params, self.optimizer.masters):
+            # without ZeRO the optimizer updates the parameter itself, from its first element on
+            param, start = getattr(sharded_param, "origin", (sharded_param, 0))
+            adam_state = self.optimizer.adamw.state[master]
+            if not adam_state:                            # AdamW allocates it in the first step only
+                adam_state.update(step=torch.zeros((), device=master.device),
+                                  exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+            state |= boxes(param_names[param], param, start, master)
             for average in ("exp_avg", "exp_avg_sq"):
-                state |= boxes(f"{names[param]}.{average}", param, first, adam[average])
-        biases = zip(self.model.model.layers, self.balance.bias)                   # of a dense model none
+                state |= boxes(f"{param_names[param]}.{average}", param, start, adam_state[average])
+        biases = zip(self.model.model.layers, self.balance.bias)                   # a dense model has none
         return state | {f"balance.bias[{layer}, 0]": bias.unsqueeze(0) for layer, bias in biases}
 
     # ------------------------------------------------------------------------------------------- saving
     def save_if_due(self, step):
-        """After every step. True: the run ends here, as a signal said."""
+        """Save if a checkpoint is due after this step. Return True if a signal told the run to stop here.
+
+        All ranks must call this after every step.
+        """
         if not self.args.checkpoint:
             return False
         stop_signal = torch.tensor(max(self.signals, default=0), device=self.args.device)
-        dist.all_reduce(stop_signal, op=dist.ReduceOp.MAX)         # one rank may hear it before another
-        last = step + 1 == self.args.steps
-        if stop_signal or last or (step + 1) % self.args.save_every == 0:
+        dist.all_reduce(stop_signal, op=dist.ReduceOp.MAX)         # one rank may receive it before another
+        is_last = step + 1 == self.args.steps
+        if stop_signal or is_last or (step + 1) % self.args.save_every == 0:
             self.save(step + 1)
-        if not stop_signal or last:                       # after the last there is --save to do
+        if not stop_signal or is_last:                    # after the last step, train.py still has to --save
             return False
-        print0(f"told to end ({signal.Signals(int(stop_signal)).name}) after step {step + 1}; "
-            "--resume goes on from there")
+        print0(f"stopped by {signal.Signals(int(stop_signal)).name} after step {step + 1}; "
+               "use --resume to continue")
         return True
 
     def save(self, steps):
+        """Write the checkpoint of a run that has done this many steps. All ranks must call this."""
         folder, state = Path(self.args.checkpoint, f"step_{steps:08d}.tmp"), self.state()
-        self.mine = assign_writers(state) if self.mine is None else self.mine
-        digests = all_gather_object(together(self.write, folder, state))
-        together(self.finish, folder, dict(digests))
+        if self.local_keys is None:                       # the boxes stay the same, so one agreement will do
+            self.local_keys = assign_writers(state)
+        digests = all_gather_object(self.write(folder, state))
+        self.finish(folder, dict(digests))
 
+    @fail_together()
     def write(self, folder, state):
+        """Write this rank's boxes to a file. Return the file's name and its digest."""
         if not all(box.isfinite().all() for box in state.values()):
-            fail("some weights are not finite any more: stopped, nothing saved; checkpoints there: "
-                   f"{names(list_checkpoints(self.args))}", 3)
-        file = folder / f"rank_{dist.get_rank():05d}.safetensors"
+            fail(f"--checkpoint {self.args.checkpoint}: {folder.name} is not saved, because weights or "
+                 "optimizer states are not finite; available checkpoints: "
+                 f"{names(list_checkpoints(self.args))}", 3)
+        path = folder / f"rank_{dist.get_rank():05d}.safetensors"
         with fail_on_io_error(folder, self.args):
             folder.mkdir(exist_ok=True)
-            save_file({key: state[key].cpu() for key in self.mine}, file)
-            return file.name, digest(file)
+            save_file({key: state[key].cpu() for key in self.local_keys}, path)
+            return path.name, digest(path)
 
+    @fail_together()
     def finish(self, folder, digests):
-        """By rank 0, when all have written."""
+        """Complete the checkpoint on rank 0 when all ranks have written, then delete those beyond --keep."""
         if dist.get_rank() > 0:
             return
         with fail_on_io_error(folder, self.args):
             index = dict(steps=int(folder.stem[5:]), digests=digests, run=self.run)
             (folder / "index.json").write_text(json.dumps(index))
-            digest(folder / "index.json")
+            digest(folder / "index.json")                 # forces it to disk
             folder.rename(folder.with_suffix(""))
-            os.sync()                                     # of the folders, too, before older ones go
-        for old in list_checkpoints(self.args)[:-self.args.keep]:
-            # half deleted it must not look whole; what cannot be deleted is not worth a run
-            shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
+            os.sync()                                     # the rename, too, before older checkpoints go
+        for outdated in list_checkpoints(self.args)[:-self.args.keep]:
+            # A kill may leave a half-deleted folder: rename it first, so that it does not look complete.
+            # And a folder that cannot be deleted is no reason to end the run.
+            shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp")), ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------- going on
+    # ------------------------------------------------------------------------------------------- resuming
     def load(self):
-        """The number of steps that are done already; weights and optimizer are as they were then."""
+        """Restore weights and optimizer states from a checkpoint, if the run is to resume from one.
+
+        Return the number of steps that are already done. All ranks must call this.
+        """
         if not self.args.checkpoint:
             return 0
-        chosen = [together(self.choose)]
-        dist.broadcast_object_list(chosen, src=0)
-        if chosen[0] is None:
+        choice = [self.choose()]
+        dist.broadcast_object_list(choice, src=0)
+        if choice[0] is None:
             return 0
-        together(self.check, *chosen[0])
-        together(self.restore, *chosen[0])
-        folder, _ = chosen[0]
-        for newer in list_checkpoints(self.args) if dist.get_rank() == 0 else ():
-            if newer > folder:                            # it would be taken for this run's newest
-                newer.rename(f"{newer}.aside_{time.time_ns()}")
+        folder, index = choice[0]
+        self.check(folder, index)
+        self.restore(folder, index)
+        for path in list_checkpoints(self.args) if dist.get_rank() == 0 else ():
+            if path > folder:                             # --resume would take it for this run's newest
+                path.rename(f"{path}.aside_{time.time_ns()}")
         return int(folder.name[5:])
 
+    @fail_together()
     def choose(self):
-        """By rank 0: the checkpoint to go on from, with its index; None if there is none yet."""
+        """Choose, on rank 0, the checkpoint to resume from. Return (folder, index), or None to start anew."""
         if dist.get_rank() > 0:
             return None
-        self.lock = lock(self.args.checkpoint)
-        for left in list_checkpoints(self.args, ".tmp"):               # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        there, wanted, where = list_checkpoints(self.args), self.args.resume, self.args.checkpoint
-        if there and not wanted:
-            fail(f"--checkpoint {where}: {there[-1].name} is in there already; --resume goes on from it, "
-                   "a run of its own takes another directory")
+        directory, resume = self.args.checkpoint, self.args.resume
+        self.lock_file = lock(directory)                  # keep it open: closing it would release the lock
+        for unfinished in list_checkpoints(self.args, ".tmp"):     # a killed run left them
+            shutil.rmtree(unfinished, ignore_errors=True)
+        checkpoints = list_checkpoints(self.args)
+        if checkpoints and not resume:
+            fail(f"--checkpoint {directory}: already contains {checkpoints[-1].name}; "
+                 "add --resume to continue from it, or choose another directory")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            wanted = wanted and "newest"                  # what was done since the first start counts
-        found = [path for path in there if wanted in (path.name, "newest")]
-        if wanted not in (None, "newest") and not found:
-            fail(f"--resume {wanted}: not in {where}; there are {names(there)}")
-        if wanted:
-            print0(f"resuming from {found[-1]}" if found else
-                f"--resume: nothing in {where} yet, starting at the beginning")
-        return (found[-1], index_of(found[-1])) if found else None
+            # torchrun has restarted the run, which may have saved since: do not go back to the one named
+            resume = resume and "newest"
+        candidates = [path for path in checkpoints if resume in (path.name, "newest")]
+        if resume not in (None, "newest") and not candidates:
+            fail(f"--resume {resume}: not found in {directory}; available checkpoints: {names(checkpoints)}")
+        if resume:
+            print0(f"resuming from {candidates[-1]}" if candidates else
+                   f"--resume: {directory} contains no checkpoint yet; starting from the beginning")
+        return (candidates[-1], index_of(candidates[-1])) if candidates else None
 
+    @fail_together()
     def check(self, folder, index):
         """Fail unless the checkpoint is intact and belongs to this run."""
         problem = find_corruption(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
-            fail(f"--resume: {folder} is damaged: {problem}; {suggest_intact(folder, self.args)}")
-        for name in self.run | index["run"]:              # older checkpoints lack newer fields: the default
-            then, now = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
-            if then != now:
-                fail(f"--resume: {folder} was saved with {name} {then}, but this run has {now}")
+            fail(f"--resume {folder.name}: corrupt ({problem}); {suggest_intact(folder, self.args)}")
+        for name in self.run | index["run"]:
+            saved, current = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
+            if saved != current:
+                fail(f"--resume {folder.name}: saved with {name} {saved}, but this run has {current}; "
+                     "use the same value, or start a new run in another --checkpoint directory")
 
     @torch.no_grad()
+    @fail_together()
     def restore(self, folder, index):
-        unfilled = fill(self.state(), [folder / name for name in index["digests"]])
-        if unfilled:
-            fail(f"--resume: {folder} is damaged: it has not all of {unfilled}; {suggest_intact(folder, self.args)}")
+        """Fill weights and optimizer states from the files of the checkpoint."""
+        incomplete = fill(self.state(), [folder / name for name in index["digests"]])
+        if incomplete:
+            fail(f"--resume {folder.name}: corrupt (elements of {incomplete} are missing); "
+                 f"{suggest_intact(folder, self.args)}")
         steps = int(folder.name[5:])
         for param, master in zip(self.optimizer.params, self.optimizer.masters):
             self.optimizer.adamw.state[master]["step"].fill_(steps)
-            param.data.copy_(master)
+            param.data.copy_(master)                      # rounds; in float32 they are the same memory
         if steps >= self.args.steps:
-            print0(f"{steps} steps are done, of --steps {self.args.steps}: nothing is left to do")
+            print0(f"--steps {self.args.steps}: {steps} steps are already done; nothing is left to train")
 
 
 def fingerprint(config, tokens, args):
     """Return the settings that determine a run's losses and its place in the data: they must not change."""
     flags = ("seq_len", "global_batch_size", "weight_decay", "grad_clip", "warmup", "lr_schedule", "seed")
-    left_out = ("family", *NOT_ARCHITECTURE)              # sizes and qk_norm say all of a family
+    left_out = ("family", *NOT_ARCHITECTURE)              # the sizes and qk_norm describe the family
     model = {name: value for name, value in asdict(config).items() if name not in left_out}
     balance = args.balance if config.num_local_experts else None
     return {name: vars(args)[name] for name in flags} | model | dict(
@@ -172,89 +201,104 @@ def fingerprint(config, tokens, args):
 
 
 def install_signal_handlers():
-    """A list that notes what tells the run to end: Slurm (SIGTERM), a closed terminal, Ctrl-C (only once)."""
-    heard = []
+    """Handle the signals that tell the run to stop. Return the list to which the handler appends them.
 
-    def hear(number, frame):
-        heard.append(number)
+    Slurm sends SIGTERM, a terminal that closes sends SIGHUP, and Ctrl-C sends SIGINT. After any of them,
+    Ctrl-C kills the process at once.
+    """
+    signals = []
+
+    def handler(number, frame):
+        signals.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:              # nohup's
-            signal.signal(number, hear)
-    return heard
+        # nohup makes the process ignore SIGHUP, so leave that as it is. A script makes its background jobs
+        # ignore SIGINT: handle it even so.
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+    return signals
 
 
-# ------------------------------------------------------------------------------------------- on the disk
-def list_checkpoints(args, ending=""):
-    """This trainer's checkpoints, oldest first; or, with an ending, those that are not whole."""
-    return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + ending))
+# ------------------------------------------------------------------------------------------- on disk
+def list_checkpoints(args, suffix=""):
+    """Return the complete checkpoints, oldest first; with the suffix .tmp, the incomplete ones."""
+    return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + suffix))
 
 
 def names(folders):
+    """Return the names of folders, as a message lists them."""
     return ", ".join(folder.name for folder in folders) or "none"
 
 
 @contextlib.contextmanager
 def fail_on_io_error(folder, args):
+    """Fail with one line if the checkpoint cannot be written: a disk may be full."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        fail(f"--checkpoint: {folder} cannot be written ({error}); checkpoints there: {names(list_checkpoints(args))}")
+        fail(f"--checkpoint {args.checkpoint}: {folder.name} cannot be written ({error}); "
+             f"available checkpoints: {names(list_checkpoints(args))}")
 
 
-def lock(folder):
-    """Of two runs in a directory the second is refused. The system lets go when a run's process ends."""
-    file = open(Path(folder, ".lock"), "a")
+def lock(directory):
+    """Lock the directory, or fail if another run has locked it. Return the open file that holds the lock.
+
+    The system releases the lock when the process ends, even if it is killed.
+    """
+    file = open(Path(directory, ".lock"), "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"--checkpoint {folder}: another run is training there; take another directory")
+        fail(f"--checkpoint {directory}: another run is using it; choose another directory")
     except OSError as error:
-        print0(f"--checkpoint {folder}: this file system has no locks ({error}); let no other run use it")
+        print0(f"--checkpoint {directory}: this file system does not support locks ({error}); "
+               "make sure that no other run uses the directory")
     return file
 
 
 def digest(path):
-    """Of what is on the disk, not only on its way there."""
+    """Force a file to disk. Return its SHA-256."""
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())                           # writes out what the system still has in memory
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def index_of(folder):
-    """What index.json says; None if there is none, or if it is damaged."""
-    with contextlib.suppress(Exception):                  # a file may hold anything
-        index = json.loads((folder / "index.json").read_text()) if (folder / "index.json").is_file() else {}
-        kinds = [type(index[name]) for name in ("steps", "digests", "run")]
-        if kinds == [int, dict, dict] and index["steps"] == int(folder.name[5:]):
+    """Return the contents of index.json, or None if it is missing or corrupt."""
+    path = folder / "index.json"
+    with contextlib.suppress(Exception):                  # a corrupt file may raise anything
+        index = json.loads(path.read_text()) if path.is_file() else {}             # a pipe would block
+        types = [type(index[name]) for name in ("steps", "digests", "run")]
+        if types == [int, dict, dict] and index["steps"] == int(folder.name[5:]):
             return index
 
 
-def find_corruption(folder, index, rank=0, ranks=1):
-    """What is wrong with a checkpoint, of whose files each rank reads its share; None if nothing is."""
+def find_corruption(folder, index, rank=0, world_size=1):
+    """Return what is wrong with a checkpoint, or None if it is intact. Each rank reads some of the files."""
     if index is None or index != index_of(folder):
-        return "index.json is missing or damaged, or some ranks see another one"
-    there = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
-    for name in sorted(there ^ index["digests"].keys()):
-        return f"{name} is " + ("not in its index" if name in there else "missing")
-    for name in sorted(there)[rank::ranks]:
+        return "index.json is missing or corrupt, or differs between ranks"
+    present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
+    for name in sorted(present ^ index["digests"].keys()):
+        return f"{name} is " + ("not listed in index.json" if name in present else "missing")
+    for name in sorted(present)[rank::world_size]:
         if digest(folder / name) != index["digests"][name]:
-            return f"{name} is not as it was written"
+            return f"{name} has changed since it was written"
 
 
 def suggest_intact(folder, args):
-    """Which checkpoint is to be had in place of a damaged one."""
+    """Return what to do about a corrupt checkpoint: resume from the newest intact one before it, if any."""
     for path in reversed(list_checkpoints(args)):
         if path < folder and not find_corruption(path, index_of(path)):
-            return f"--resume {path.name} takes an older one, which is whole"
-    return "there is no older one that is whole"
+            return f"use --resume {path.name}, which is older and intact"
+    return "no older checkpoint is intact, so start a new run in another --checkpoint directory"
 
 
 def log_size_to_keep(name, args):
-    """How many bytes of a log stay when its run goes on: the lines of the steps that are done."""
+    """Return how many bytes of a log a resumed run keeps: the lines of the steps already done."""
     size = 0
     with open(name, "rb") as log:
         for line in log:
+            # a killed run may have left half a line
             if not line.endswith(b"\n") or json.loads(line)["step"] >= args.first_step:
                 break
             size += len(line)

@@ -1,4 +1,4 @@
-"""Train a Llama or a Mixtral on several devices, each with a part of all that can be cut.
+"""Train a Llama or a Mixtral on several devices, with every dimension of parallelism.
 
     torchrun --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2
     python train.py --help
@@ -12,8 +12,7 @@ from context_parallel import context_parallel
 from data import batches, load_tokens
 from expert_parallel import LoadBalancer, expert_parallel
 from ledger import ledger
-from mesh import check_same_on_all_ranks, init_distributed, build_mesh, together
-from messages import clean_exit
+from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distributed
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, learning_rate
@@ -27,6 +26,7 @@ from tensor_parallel import all_reduce_partial_grads, tensor_parallel
 from zero import Zero, make_units
 
 
+@fail_together()
 def prepare(argv):
     args = parse_args(argv)
     config = load_config(args)
@@ -35,6 +35,7 @@ def prepare(argv):
     return args, config, load_tokens(args, config.vocab_size)
 
 
+@fail_together()
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
@@ -42,34 +43,33 @@ def build_model(config, mesh, args):
     tensor_parallel(model, config, mesh, args)
     expert_parallel(model, config, mesh, args)
     keep_local_stages(model, config, mesh, args)
-    make_units(model, mesh, args)
+    model.zero_units = make_units(model, mesh, args)
     materialize(model, config, args)
     if args.attention == "flash":
         from flash_attn import flash_attn_func
         for layer in model.model.layers.values():
             layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    breaks = args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
-    breaks = breaks or config.num_local_experts > 0       # their sizes come out of the data
-    recompute_and_compile(model, args, breaks)
+    has_graph_breaks = args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
+    has_graph_breaks = has_graph_breaks or config.num_local_experts > 0         # the data decides their sizes
+    recompute_and_compile(model, args, has_graph_breaks)
     return model
 
 
-@clean_exit()
 @init_distributed()
 def main(argv=None):
-    args, config, tokens = together(prepare, argv)
-    together(check_same_on_all_ranks, args, config, tokens)
+    args, config, tokens = prepare(argv)
+    check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
-    model = together(build_model, config, mesh, args)
+    model = build_model(config, mesh, args)
     balance = LoadBalancer(model, config, mesh, args)
     pipeline = Pipeline(model, config, mesh, args)
     zero = Zero(model, mesh, args)
     optimizer = Optimizer(zero.params, args)
-    profiler = Profiler(model, optimizer, args)
+    profiler = Profiler(args)
     checkpoints = Checkpoints(model, optimizer, balance, tokens, args)
     args.first_step = checkpoints.load()
-    metrics = together(Metrics, model, config, args)
+    metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args):
