@@ -1,10 +1,10 @@
-"""What is checked in the READMEs and in docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
+"""Check the READMEs and docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
 
     python dev/readme.py                             # writes the files in the order of tools/steps.py into the tables
-    python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the present folder
+    python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
 
-A fenced block's language says what becomes of it: bash runs; python runs, in one process per README; diff must be in the
-diff to the step before; text, or none, is only read. A comment line right before a block changes that:
+A fenced block's language decides what happens to it: bash runs; python runs, in one process per README; diff must occur in
+the diff from the previous step; text, or no language, is only for reading. A comment line right before a block changes that:
 
     <!-- run: no, needs a GPU -->        (or: needs a hub, needs a cluster, installs torch, is the test suite itself)
     <!-- run: add --steps 3 -->          adds these flags to every command that runs a train.py, and to make run
@@ -28,7 +28,7 @@ Block = namedtuple("Block", "line language directive text")
 
 
 def blocks(text):
-    """All fenced blocks, with the line they start at."""
+    """Return all fenced blocks, each with the line that it starts at."""
     found, opened, directive, body = [], None, "", []
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
@@ -49,7 +49,7 @@ def blocks(text):
 
 
 def block_problems(text):
-    """Blocks that would be neither run nor compared."""
+    """List the blocks that would be neither run nor compared."""
     known = ("bash", "python", "diff", "text", "")
     return ([f"line {block.line}: a block of {block.language!r}; known are {known}"
              for block in blocks(text) if block.language not in known]
@@ -58,13 +58,13 @@ def block_problems(text):
 
 
 def with_flags(text, flags):
-    """The flags at the end of each command that runs a train.py, before any pipe, comment or next command."""
+    """Add flags to `make run` and at the end of each command that runs a train.py, before any pipe, comment or next command."""
     text = re.sub(r"\bmake run\b", f'make run FLAGS="{flags}"', text.replace("\\\n", " "))
     return re.sub(r"(train\.py[^|&;>#\n)]*?)(?=\s*([|&;>#\n)]|$))", rf"\1 {flags}", text)
 
 
 def to_run(block):
-    """A block's text as it runs; None if it is not to be run."""
+    """Return a block's text as it is to run, or None if it is not."""
     if block.language not in ("bash", "python") or block.directive in NOT_RUN:
         return None
     if block.directive.startswith("add "):
@@ -93,13 +93,13 @@ def real_diff(old, new):
 
 
 def hunks(text):
-    """The runs of lines of a diff block, cut at its headers and at '...'."""
+    """Return the pieces of a diff block, cut at its headers and at '...'."""
     cut = re.split(r"^(?:diff .*|--- .*|\+\+\+ .*|@@.*|\s*\.\.\.)\n", text, flags=re.MULTILINE)
     return [hunk.splitlines() for hunk in cut if hunk.strip()]
 
 
 def diff_problems(text, diffs):
-    """The hunks that are in none of the diffs, line after line."""
+    """List the hunks that are in none of the diffs, line for line."""
     joined = ["\n" + "\n".join(map(str.rstrip, lines)) + "\n" for lines in diffs]
     return [f"line {block.line}: not in the diff: {hunk[0]} ..."
             for block in blocks(text) if block.language == "diff" for hunk in hunks(block.text)
@@ -107,7 +107,7 @@ def diff_problems(text, diffs):
 
 
 def diffs_of(readme):
-    """A step's own diff to the step before; for the README at the top and for docs/ all of them."""
+    """Return the diff of the README's own step to the step before it; for the top README and for docs/, all such diffs."""
     return [real_diff(old, new) for old, new in pairs() if Path(readme).parts[0] in ("README.md", "docs", new.name)]
 
 
@@ -126,7 +126,7 @@ def broken_links(text, folder):
 
 
 def anchors(text):
-    """What may stand behind the # of a link to this page: its headings, as GitHub names them, and its <a id>s."""
+    """Return what may follow the # in a link to this page: its headings, as GitHub names them, and its <a id>s."""
     without_code = re.sub(r"^\s*```.*?^\s*```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ +(.*?)\s*$", without_code, re.MULTILINE)
     slugs = [re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).replace(" ", "-") for heading in headings]
@@ -134,7 +134,7 @@ def anchors(text):
 
 
 def broken_anchors(text, path):
-    """The links whose page is there, and whose place in it is not."""
+    """Return the links whose page exists but has no such anchor."""
     broken = []
     for link in links(text):
         name, _, place = link.partition("#")
@@ -149,8 +149,8 @@ TABLE = re.compile(r"^\| file \|.*\n\|[-|: ]*\n((?:\|.*\n)*)", re.MULTILINE)
 
 
 def with_files(text, lesson, support):
-    """The text with the rows of its table of files in the order to read them, BORDER before those that only support the lesson.
-    A file without a row gets one that says '?'; the row of a file that the step does not change goes."""
+    """Return the text with the rows of its table of files in reading order, with BORDER before those that only support the lesson.
+    A file without a row gets one that says '?'. The row of a file that the step does not change is dropped."""
     found = TABLE.search(text)
     if not found:
         return text
@@ -168,13 +168,13 @@ def with_tables(text, name):
 
 
 def planted_table(text):
-    """The planted mistakes named in the first column of the table under 'Break it'."""
+    """Return the planted mistakes named in the first column of the table under 'Break it'."""
     section = re.search(r"^## Break it\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return mistakes_named(section[1]) if section else []
 
 
 def mistakes_named(text):
-    """The patches that begin a row of a table."""
+    """Return the patches that begin a row of a table."""
     return re.findall(r"^\| *`(step0\d_\w+)` *\|", text, re.MULTILINE)
 
 

@@ -1,17 +1,19 @@
 """Exercises: a step with its technique taken out, for the reader to put back, rung by rung.
 
-    python exercises/exercise.py 4                 # copies step 4 to exercise/step04, its technique's functions without bodies
-    python exercises/exercise.py 4 FROM=3          # the same, with ours in the rungs before the third
-    python exercises/exercise.py 4 LEVEL=blank     # step 3 instead, and of what the rungs want the signatures and docstrings
-    python exercises/exercise.py 4 restart         # begins anew, with FROM or LEVEL if you like; the old folder becomes step04.1
-    python exercises/exercise.py 4 check           # which rungs are green, and what the first red one wants; RUNG=5: that one alone
-    python exercises/exercise.py 4 watch           # checks whenever you save a file
-    python exercises/exercise.py 4 hint            # the next hint for that rung; there are three
-    python exercises/exercise.py 4 solution        # how its functions differ from ours; when all are green, those of all rungs
+    python exercises/exercise.py 4                 # copy step 4 to exercise/step04, with its technique's functions left empty
+    python exercises/exercise.py 4 FROM=3          # the same, with our code in the rungs before the third
+    python exercises/exercise.py 4 LEVEL=blank     # copy step 3 instead, with signatures and docstrings of what the rungs ask for
+    python exercises/exercise.py 4 restart         # start again, with FROM or LEVEL if you like; the old folder becomes step04.1
+    python exercises/exercise.py 4 check           # show which rungs are green, and what the first red one wants; RUNG=5: only that
+    python exercises/exercise.py 4 watch           # check whenever you save a file
+    python exercises/exercise.py 4 hint            # show the next hint for that rung; there are three
+    python exercises/exercise.py 4 solution        # show how your functions differ from ours; if all are green, those of all rungs
 
-Ranks that wait for each other for ever are ended after half a minute: the rung is then not green (PATIENCE=SECONDS changes it).
+If ranks wait for each other for ever, they are stopped after half a minute, and the rung is not green (PATIENCE=SECONDS changes the
+limit).
 
-What is taken out, in which order, with which hints, is in exercises/ladder/test_ladder04.py: a test for each rung, marked `rung`.
+exercises/ladder/test_ladder04.py says what is taken out, in which order, and with which hints: it has a test for each rung, marked
+`rung`.
 """
 import ast
 import difflib
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from steps import NAMES, PYTHONPATH, ROOT, STEPS
 
 LADDER = ROOT / "exercises/ladder"
-RED = 3                                                   # the exit status when a rung is not green yet, which is no mistake
+RED = 3                                                   # the exit status when a rung is not green yet, which is not an error
 NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md", "by_hand*.py")
 NOTE = """# A note to coding assistants
 
@@ -50,7 +52,7 @@ check hint solution watch restart:
 
 
 def rung(write, hints):
-    """Marks a test of a ladder. write: {file: the functions that are to be written for it}; hints: three paragraphs."""
+    """Mark a test of a ladder. write: {file: the functions to be written in it}; hints: three paragraphs."""
     paragraphs = [" ".join(hint.split()) for hint in hints.strip().split("\n\n")]
 
     def mark(test):
@@ -60,7 +62,7 @@ def rung(write, hints):
 
 
 def rungs(number):
-    """The tests of a step's ladder, in order."""
+    """Return the tests of a step's ladder, in order."""
     sys.path += [path for path in PYTHONPATH if path not in sys.path]
     module = importlib.import_module(f"test_ladder{number:02d}")
     return [value for value in vars(module).values() if hasattr(value, "rung")]
@@ -68,7 +70,7 @@ def rungs(number):
 
 # ------------------------------------------------------------------------------------------------ taking out
 def find(tree, name):
-    """The function `name` or `Class.name` of a module."""
+    """Return the node of the function `name` or `Class.name` of a module."""
     node = tree
     for part in name.split("."):
         node = next(n for n in node.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part)
@@ -76,13 +78,13 @@ def find(tree, name):
 
 
 def take_out(source, names, rung_number):
-    """The source with other bodies: a function keeps its docstring and raises."""
+    """Replace the bodies of these functions: each keeps its docstring and raises NotImplementedError. Return the new source."""
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
     for node in sorted((find(tree, name) for name in names), key=lambda node: -node.lineno):
         body = node.body
         kept = ast.get_docstring(node) is not None
         start = body[0].end_lineno if kept else body[0].lineno - 1
-        if not kept:                                      # a comment before the first statement is a part of the answer
+        if not kept:                                      # a comment before the first statement is part of the answer
             start = max(n.end_lineno for n in ast.walk(node.args) if hasattr(n, "end_lineno")) if node.args.args else node.lineno
             while not lines[start - 1].split("#")[0].rstrip().endswith(":"):
                 start += 1
@@ -101,7 +103,7 @@ def source_of(path, name):
 
 
 def copy(number, folder, done=0):
-    """The step, without what is to be written for all rungs after the first `done`."""
+    """Copy the step, and take out what the rungs after the first `done` ask for."""
     shutil.copytree(ROOT / NAMES[number - 1], folder, ignore=NO_LESSON)
     for i, test in enumerate(rungs(number), 1):
         for file, names in test.rung["write"].items():
@@ -111,7 +113,8 @@ def copy(number, folder, done=0):
 
 # ------------------------------------------------------------------------------------------------ a blank level's signatures
 def copy_blank(number, folder):
-    """The step before, and of the files that the rungs want, and it has not, what skeleton leaves of ours. Returns their names."""
+    """Copy the step before, and add the skeletons of the files that the rungs ask for and that it lacks. Return the names of
+    these."""
     shutil.copytree(ROOT / NAMES[number - 2], folder, ignore=NO_LESSON)
     wanted = {}
     for i, test in enumerate(rungs(number), 1):
@@ -126,7 +129,8 @@ def copy_blank(number, folder):
 
 
 def skeleton(source, wanted):
-    """Of a file: the functions {name: rung} without their bodies, __init__ of their classes, and what these use of the rest."""
+    """Keep the functions {name: rung} of a file without their bodies, __init__ of their classes, and whatever these use from the
+    rest."""
     for name, i in wanted.items():
         source = take_out(source, [name], i)
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
@@ -151,14 +155,14 @@ def skeleton(source, wanted):
 
 
 def parts_of(node, left_out):
-    """A node, or a class without the methods that are left out."""
+    """Return a node in a list; or of a class its bases, its decorators and the body, without the methods that are left out."""
     if not isinstance(node, ast.ClassDef):
         return [node]
     return [*node.bases, *node.decorator_list, *(part for part in node.body if part not in left_out)]
 
 
 def bound(node):
-    """The names that a statement at the top level makes."""
+    """Return the names that a top-level statement binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {(alias.asname or alias.name).split(".")[0] for alias in node.names}
     if isinstance(node, ast.Assign):
@@ -167,7 +171,7 @@ def bound(node):
 
 
 def span(node, lines):
-    """The first of its lines, with decorators and the comments right above, and the line behind its last."""
+    """Return a node's first line, counting decorators and the comments right above it, and the line after its last."""
     start = min([node.lineno, *(n.lineno for n in getattr(node, "decorator_list", []))]) - 1
     while start and lines[start - 1].lstrip().startswith("#") and "-----" not in lines[start - 1]:
         start -= 1
@@ -175,7 +179,7 @@ def span(node, lines):
 
 
 def without_unknown_imports(source, folder):
-    """Without the imports of what other files of the folder do not have."""
+    """Remove the imports of names that other files of the folder do not have."""
     lines = source.splitlines(keepends=True)
     for node in reversed(ast.parse(source).body):
         if isinstance(node, ast.ImportFrom):
@@ -199,18 +203,18 @@ def number_of(text):
     if not text.isdecimal() or not 2 <= int(text) <= len(NAMES):
         refuse(f"which step? STEP=N, N from 2 to {len(NAMES)}; step 1 has no technique to take out")
     if int(text) > len(STEPS):
-        refuse(f"step {text} is not there; there are {len(STEPS)}")
+        refuse(f"step {text} does not exist; there are {len(STEPS)}")
     return int(text)
 
 
 def start(number, folder, blank, first):
     shown = folder.relative_to(ROOT)
     if folder.exists():
-        print(f"{shown} is there already and stays as it is; make restart STEP={number} puts it aside and begins anew")
+        print(f"{shown} already exists and stays as it is; make restart STEP={number} puts it aside and starts again")
     else:
         print(f"{shown} is {make(number, folder, blank, first)}")
-    print(f"Edit {shown}/*.py; then see how far it is, here or in {shown}:\n"
-          f"    make check STEP={number}       rung by rung; make watch STEP={number} does that whenever you save\n"
+    print(f"Edit {shown}/*.py; then check how far you are, here or in {shown}:\n"
+          f"    make check STEP={number}       go rung by rung; make watch STEP={number} does so whenever you save\n"
           f"    make hint STEP={number}        if you are stuck\n"
           f"    EXERCISE={number}={shown} make test STEP={number}        all tests of step {number}")
 
@@ -223,7 +227,7 @@ def restart(number, folder, blank, first):
 
 
 def make(number, folder, blank, first):
-    """The folder all at once, or none; says what it is."""
+    """Create the folder, completely or not at all. Return what it is, in words."""
     folder.parent.mkdir(exist_ok=True)
     before, step = NAMES[number - 2], NAMES[number - 1]
     with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as temporary:
@@ -267,7 +271,7 @@ def check(number, folder, only):
 
 
 def climb(number, folder, first, last):
-    """From one rung to another, to the first that is not green; whether all are."""
+    """Climb from one rung to the next, up to the first that is not green. Return whether all are."""
     ladder = rungs(number)
     import fixtures
     from patched import run_tests
@@ -296,7 +300,8 @@ def all_tests(number, folder):
 
 
 def watch(number, folder):
-    """Goes on from the present rung whenever a file was saved. The process that workers are forked from stays, with torch in it."""
+    """Check again from the present rung whenever a file is saved. The process that workers are forked from stays, with torch
+    loaded."""
     ladder, seen = rungs(number), None
     from harness import shared_pool
     print(f"Checks whenever you save a file in {folder.relative_to(ROOT)}; Ctrl-C ends it.", flush=True)
@@ -307,7 +312,7 @@ def watch(number, folder):
             continue
         seen = now
         first = min(memory(folder)["rung"], len(ladder))
-        shared_pool().stop()                              # these have imported what was there before
+        shared_pool().stop()                              # they have imported what was there before
         if climb(number, folder, first, len(ladder)):
             print(f"The last rung is green. From the first on: make check STEP={number}", flush=True)
 
@@ -317,11 +322,11 @@ def saved(folder):
 
 
 # ------------------------------------------------------------------------------------------------ what a red rung says
-MOST = 2000                                               # characters of a reason: its end is cut
+MOST = 2000                                               # characters of a reason: the rest is cut off
 
 
 def what_came(verdict, folder, mine):
-    """Why the rung is red, where each rank stood if one waited for another, and what the reader's functions printed."""
+    """Say why the rung is red, where each rank stood if one waited for another, and what the reader's functions printed."""
     from harness import shared_pool
     last, error = shared_pool().last, last_error(verdict.text)
     from_ranks = last and re.match(r"(harness\.)?(JobFailed|Refused)\b", error)
@@ -335,7 +340,7 @@ def what_came(verdict, folder, mine):
 
 
 def last_error(text):
-    """The last exception of a test, as pytest shows it, without what pytest adds on the values of an assert."""
+    """Return the last exception of a test, as pytest shows it, without what pytest adds about the values of an assert."""
     block = []
     for before, line in itertools.pairwise(["", *text.splitlines()]):
         if line.startswith("E  "):
@@ -345,7 +350,7 @@ def last_error(text):
 
 
 def of_ranks(last, folder, mine):
-    """The errors of ranks; those that others were to blame for, and waiting, count only where there is nothing else."""
+    """Return the ranks' errors. Those caused by another rank's failure, and waiting, count only if there are no others."""
     errors = {}
     for rank, (kind, result, printed) in sorted(last.answers.items()):
         if kind == "error":
@@ -374,12 +379,12 @@ def where_each_stood(last, folder, mine):
 
 
 def frames(text):
-    """[(file, line)] of a traceback, or of what faulthandler writes."""
+    """Return [(file, line)] from a traceback, or from faulthandler's output."""
     return [(file, int(line)) for file, line in re.findall(r'File "(.+)", line (\d+)', text)]
 
 
 def of_traceback(text, folder, mine):
-    """The last exception and its message, behind the place that it came from."""
+    """Return the last exception and its message, after the place where it was raised."""
     if text.startswith("the process died"):
         return died(text, folder, mine)
     text = re.split(r"^Traceback \(most recent call last\):\n", text, flags=re.M)[-1]
@@ -389,7 +394,7 @@ def of_traceback(text, folder, mine):
 
 
 def died(text, folder, mine):
-    """Of a process that ended without a word, or with an exit status."""
+    """Describe a process that died without an exception, or exited with a status."""
     first, _, stack = str(text).partition("\n")
     where = place(frames(stack)[::-1], folder, mine, code=True)
     why = " (abort: gloo does so where the tensors of two ranks differ in size)" if "exit code -6" in first else ""
@@ -397,7 +402,7 @@ def died(text, folder, mine):
 
 
 def place(calls, folder, mine, code=False):
-    """The innermost of calls that is in a function which the reader wrote, or else in the folder, or else in a test."""
+    """Return the innermost of the calls that is in a function the reader wrote, or else in the folder, or else in a test."""
     here = [(Path(file).name, line) for file, line in calls if Path(file).parent == folder]
     named = [(file, line, name) for file, line in here if (name := function_at(folder / file, line, mine.get(file, [])))]
     if named:
@@ -418,7 +423,7 @@ def place(calls, folder, mine, code=False):
 
 
 def function_at(path, line, names):
-    """Which of these functions of a file has this line in it."""
+    """Return which of these functions of a file contains this line."""
     try:
         tree = ast.parse(path.read_text())
     except SyntaxError:
@@ -433,7 +438,7 @@ def function_at(path, line, names):
 
 
 def what_was_printed(last):
-    """The last lines of each rank, but for what is a refusal."""
+    """Return the last lines that each rank printed, without refusals."""
     shown = {rank: [line for line in text.splitlines() if line.strip() and not line.startswith("error:")][-10:]
              for rank, text in (last.printed if last else {}).items()}
     return "\n".join(f"rank {rank}: {line}" for rank, lines in shown.items() for line in lines)
@@ -483,7 +488,7 @@ def hint(number, folder):
 
 
 def solution(number, folder):
-    """Of the present rung; of all when all are green."""
+    """Show how the functions of the present rung differ from ours; once all rungs are green, those of all rungs."""
     ladder, now = rungs(number), memory(folder)["rung"]
     tests = ladder if now > len(ladder) else [present(number, folder)[1]]
     for file, name in [(file, name) for test in tests for file, names in test.rung["write"].items() for name in names]:
@@ -492,10 +497,10 @@ def solution(number, folder):
 
 
 def main():
-    os.environ.setdefault("PATIENCE", "30")               # seconds after which ranks that wait for each other are ended
+    os.environ.setdefault("PATIENCE", "30")               # seconds after which ranks that wait for each other are stopped
     number = number_of(sys.argv[1] if sys.argv[1:] else "")
     given = dict(word.split("=", 1) for word in sys.argv[2:] if "=" in word)
-    given = {key: value for key, value in given.items() if value}              # as make gives what nobody has set
+    given = {key: value for key, value in given.items() if value}              # make passes empty values for what nobody has set
     what, *more = [word for word in sys.argv[2:] if "=" not in word] or ["exercise"]
     folder = ROOT / f"exercise/step{number:02d}"
     commands = dict(exercise=start, restart=restart, check=check, watch=watch, hint=hint, solution=solution)
@@ -516,12 +521,12 @@ def main():
         return commands[what](number, folder, "LEVEL" in given, rung_of(given, "FROM", number) or 1)
     if not has_ladder(number):
         refuse(f"step {number} has no ladder")
-    memory(folder)                                        # a broken one is refused before anything runs
+    memory(folder)                                        # refuse a broken file before anything runs
     commands[what](number, folder, *([rung_of(given, "RUNG", number)] if what == "check" else []))
 
 
 def rung_of(given, key, number):
-    """A rung's number that was given; None if none was."""
+    """Return the rung's number that was given, or None."""
     if key not in given:
         return None
     last = len(rungs(number)) if has_ladder(number) else 0

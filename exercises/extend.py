@@ -1,10 +1,10 @@
-"""Extensions: techniques that one step each could have as well, as a patch of a few lines on it.
+"""Extensions: techniques that a single step could have as well, each as a patch of a few lines.
 
-    python exercises/extend.py               # which there are, and their tests
-    python exercises/extend.py muon          # a copy of its step with the patch, in exercise/muon
+    python exercises/extend.py               # list them, and run their tests
+    python exercises/extend.py muon          # put a copy of its step with the patch in exercise/muon
 
-exercises/extensions/muon.patch begins with lines that say what it is, what to run, and what it was measured to do;
-exercises/extensions/muon.py has its tests. As with a planted mistake, EXERCISE puts the copy in the place of the step.
+The first lines of exercises/extensions/muon.patch say what it is, how to run it, and what was measured; its tests are in
+exercises/extensions/muon.py. As with a planted mistake, EXERCISE puts the copy in place of the step.
 """
 import os
 import shutil
@@ -27,18 +27,18 @@ def refuse(message):
 
 
 def patches():
-    """{name: patch}, by step"""
+    """Return {name: patch}, sorted by step."""
     found = sorted(FOLDER.glob("*.patch"), key=lambda patch: (read_header(patch)["step"], patch.stem))
     return {patch.stem: patch for patch in found}
 
 
 def lines(patch, sign="+"):
-    """How many the patch adds, or takes away; neither its head nor the names of files count."""
+    """Return how many lines the patch adds, or with "-" removes, without its header and the names of files."""
     return sum(line[:1] == sign and line[:3] != 3 * sign for line in patch.read_text().splitlines())
 
 
 def apply(patch, folder):
-    """Into a copy of its step in the folder."""
+    """Apply the patch to a copy of its step in the folder. Return the copy's path."""
     copy = copy_step(full_name(read_header(patch)["step"]), folder)
     command = ["git", "apply", "--unsafe-paths", f"--directory={folder}", patch]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -58,7 +58,7 @@ def start(patch):
     target, said = ROOT / "exercise" / patch.stem, read_header(patch)
     step, shown = full_name(said["step"]), target.relative_to(ROOT)
     if target.exists():
-        print(f"{shown} is there already and stays as it is")
+        print(f"{shown} already exists and stays as it is")
     else:
         with tempfile.TemporaryDirectory() as folder:
             copy = apply(patch, folder)

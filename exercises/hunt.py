@@ -1,13 +1,14 @@
-"""The hunt for a planted mistake, in a copy of a step that you do not see. Find file and line by asking for numbers.
+"""Hunt for a planted mistake in a copy of a step that you do not see. Find its file and line by asking for numbers.
 
-    make hunt SEED=today                                  # begins one: the loss, without and with it; LEVEL=any: of any step
-    make probe OF=grad_norm RANK=1 AT=3                   # one number of one rank in one training step, of both runs
-    make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT=1 if it is not said; without NAME of all that the rank has
-    make hunt ANSWER="zero.py:120"                        # a line of ours; LEVEL=any: ANSWER="step03_zero/zero.py:120"
+    make hunt SEED=today                                  # start a hunt: shows the loss, without and with the mistake
+    make probe OF=grad_norm RANK=1 AT=3                   # one number of one rank in one training step, from both runs
+    make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT is 1 by default; without NAME, over everything the rank has
+    make hunt ANSWER="zero.py:120"                        # a line of our code; after LEVEL=any: ANSWER="step03_zero/zero.py:120"
 
-OF= is loss, grad_norm, gradient (the norm of this rank's, before clipping), weight (norm and digest of the rank's own part after
-the update), bytes (payload that the rank sends) or operations (the first collective that differs). A line is near enough if it is
-at most three lines from one that the planted mistake changes. The fewest probes win.
+LEVEL=any beside SEED plants it in any step, and does not say which. OF= is loss, grad_norm, gradient (the norm of this rank's
+gradients, before clipping), weight (norm and digest of the rank's own part after the update), bytes (payload that the rank sends)
+or operations (the first collective that differs). A line is close enough if it is at most three lines from one that the planted
+mistake changes. The fewest probes win.
 """
 import datetime
 import difflib
@@ -29,9 +30,9 @@ from steps import PYTHONPATH, ROOT, full_name
 
 HUNT = ROOT / "exercise/hunt"
 HIDDEN = HUNT / ".planted"                                # the copy with the planted mistake, and the numbers of both runs
-NEAR, WRONG = 3, 3                                        # lines; the exit status of a wrong answer, which is no mistake
+NEAR, WRONG = 3, 3                                        # lines; the exit status of a wrong answer, which is not an error
 RUN = "--seq_len 16 --global_batch_size 8 --micro_batch_size 1 --steps 6 --lr 1e-2 --warmup 2"
-# ranks and flags: the first under which a planted mistake shows in a number is taken
+# ranks and flags: the first layout where a planted mistake changes a number is used
 LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            2: ["2 --dp_mode bucket", "2 --dp_mode overlap", "2 --dp_mode naive"],
            3: ["2 --zero 1", "2 --zero 3", "4 --zero 2 --zero_shard 2"],
@@ -40,8 +41,8 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            6: ["2 --pp 2", "2 --pp 2 --schedule zerobubble", "2 --pp 2 --schedule interleaved", "4 --pp 2 --schedule zerobubble",
                "4 --pp 2 --zero 3"],
            7: ["2 --ep 2", "4 --ep 2 --tp 2", "4 --ep 2 --cp 2 --balance aux", "4 --ep 2 --pp 2 --schedule zerobubble"],
-           8: []}                                         # its planted mistakes show only in runs that are saved, killed or resumed
-RACE = "whether a message has come in time is chance: its numbers differ from run to run, or are none"
+           8: []}                                         # its planted mistakes show only when runs are saved, killed or resumed
+RACE = "whether a message arrives in time is chance: the numbers differ from run to run, or are NaN"
 TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
 EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where a rank refuses",
             "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
@@ -54,7 +55,7 @@ EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02
 
 
 def probed_job(argv):
-    """Trains; returns what can be asked for, of each training step."""
+    """Train. Return for each training step everything that can be asked for."""
     import torch
     import torch.distributed as dist
     import train
@@ -84,7 +85,7 @@ def probed_job(argv):
                 yield step, micro_batches
 
     def named(tensors):
-        """A name for each parameter of the optimizer: that of the model's parameter in whose memory it lies."""
+        """Name each parameter of the optimizer after the model's parameter whose memory it lies in."""
         where = [(param.data_ptr(), param.data_ptr() + param.nbytes, name) for name, param in models[0].named_parameters()]
         return {next((name for begin, end, name in where if begin <= param.data_ptr() < end), f"part{i}"): tensor
                 for i, (param, tensor) in enumerate(tensors)}
@@ -106,25 +107,25 @@ def probed_job(argv):
 
     build_model, batches = train.build_model, train.batches
     with replaced.multiple(train, build_model=kept, batches=watched, Optimizer=Probed), replaced.object(train.Metrics, "log", log):
-        with unforgiving():                               # else a message that nobody waits for comes by chance, or does not
+        with unforgiving():                               # otherwise a message that nobody waits for arrives by chance, or does not
             train.main(argv)
     return steps
 
 
 def described(tensors):
-    """The norm, and a digest of every bit."""
+    """Return the norm, and a digest of every bit."""
     digest = zlib.crc32(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors))
     return f"{sum(float(tensor.norm()) ** 2 for tensor in tensors) ** 0.5:.6g}, digest {digest:08x}"
 
 
 def drawn(seed):
-    """All that can be drawn, in the order of this seed; the first that shows is taken."""
+    """Return all planted mistakes that can be drawn, in the order of this seed; the first that shows is used."""
     names = [patch.stem for patch in planted_mistakes() if patch.stem not in EXCLUDED and LAYOUTS[int(patch.stem[4:6])]]
     return random.Random(seed).sample(names, len(names))
 
 
 def run(pool, step, layout):
-    """What every rank has noted; None if the run does not come to its end."""
+    """Return what every rank has noted, or None if the run fails."""
     import cases
     from harness import JobFailed
     world, *flags = layout.split()
@@ -137,10 +138,10 @@ def run(pool, step, layout):
 
 
 def plant(pool, name, folder):
-    """The copy with this planted mistake, a layout under which it shows, and both runs; None if it does not."""
+    """Return the copy with this planted mistake, a layout where it shows, and both runs; or None if it never shows."""
     step = full_name(name[:6])
     copy = copy_step(step, folder)
-    alone = os.environ | dict(GIT_CEILING_DIRECTORIES=str(folder.resolve().parent))           # git leaves alone what it ignores
+    alone = os.environ | dict(GIT_CEILING_DIRECTORIES=str(folder.resolve().parent))           # git would skip files that it ignores
     subprocess.run(["git", "apply", MISTAKES / f"{name}.patch"], cwd=folder, env=alone, check=True)
     for layout in LAYOUTS[int(name[4:6])]:
         right = pool.once((step, layout), lambda: run(pool, step, layout))
@@ -182,7 +183,7 @@ def probe(of, rank="0", at="1", name=""):
     right, planted = (hunt[which][int(rank)][int(at) - 1][of] for which in ("right", "planted"))
     names = right if of in ("gradient", "weight") else {}
     if name and name not in names:
-        refuse(f"NAME={name}: of {of} rank {rank} has {', '.join(names) or 'no names'}")
+        refuse(f"NAME={name}: {of} of rank {rank} has {', '.join(names) or 'no names'}")
     if names:
         right, planted = right[name or "all"], planted.get(name or "all")
     if of == "operations":
@@ -195,7 +196,7 @@ def probe(of, rank="0", at="1", name=""):
 
 
 def changed_lines(step, copy):
-    """{file: the lines of ours that the planted mistake changes}"""
+    """Return {file: the lines of our code that the planted mistake changes}."""
     changed = {}
     for path in sorted((ROOT / step).glob("*.py")):
         ours, theirs = path.read_text().splitlines(), (copy / path.name).read_text().splitlines()
@@ -206,7 +207,7 @@ def changed_lines(step, copy):
 
 
 def judge(hunt, answer, copy):
-    """Whether it is right."""
+    """Return whether the answer is right."""
     found = re.fullmatch(r"(?:(step0[1-8]\w*)/)?(\w+\.py):([0-9]{1,6})", answer.strip())
     if not found or hunt["level"] == "any" and not found[1]:
         refuse(f'ANSWER="{answer}": an answer is "zero.py:120", and with LEVEL=any "step03_zero/zero.py:120"')
@@ -229,7 +230,7 @@ def answered(answer):
 
 def main():
     what, *words = sys.argv[1:] or ["hunt"]
-    given = dict(word.split("=", 1) for word in words if not word.endswith("="))   # as make gives what nobody has set
+    given = dict(word.split("=", 1) for word in words if not word.endswith("="))   # make passes FLAG= where nothing is set
     if what == "probe":
         return probe(given.get("OF", ""), given.get("RANK", "0"), given.get("AT", "1"), given.get("NAME", ""))
     if "ANSWER" in given:
@@ -245,7 +246,7 @@ def main():
 
 
 if __name__ == "__main__":
-    import hunt                                           # by this name the workers find what they are to run
+    import hunt                                           # workers find their functions under this name
     try:
         sys.exit(hunt.main())
     except OSError as error:                              # a folder that cannot be written

@@ -1,15 +1,15 @@
 """A puzzle of step 6: write a schedule by hand.
 
-    python exercises/puzzle06.py            # judges exercise/puzzle06.txt, which it makes if it is not there
+    python exercises/puzzle06.py            # judges exercise/puzzle06.txt, and creates it if it does not exist
 
-Three ranks have one stage each, and there are four micro-batches. F, I and W take one unit of time each, B is I and W. The file has
-a line for each rank: its actions in order, such as F0 F1 I0 W0 ... In the beginning it has 1F1B, where each rank idles 6 units and
-the ranks keep 3, 2 and 1 micro-batches, 6 in all. You can do better. For each column of this table there are lists:
+Three ranks have one stage each, and there are four micro-batches. F, I and W take one unit of time each; B is I and W. The file has
+a line for each rank: its actions in order, such as F0 F1 I0 W0 ... At first it has 1F1B, where each rank idles for 6 units and the
+ranks keep 3, 2 and 1 micro-batches, 6 in all. You can do better. For each column of this table such lists exist:
 
     kept, by all ranks together     3   4   5   6   7   9
     idle, each rank                16  10   5   4   3   2
 
-No list idles less and keeps no more: all possible ones have been tried, by `least_idle`.
+No list idles less without keeping more: `least_idle` has tried all of them.
 """
 import importlib.util
 import itertools
@@ -25,7 +25,7 @@ ONE_F_ONE_B = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 
 
 
 def ours():
-    """The schedules.py of step 6."""
+    """Load schedules.py of step 6."""
     spec = importlib.util.spec_from_file_location("schedules", ROOT / "step06_pp/schedules.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -37,7 +37,7 @@ def read(lists, schedules):
     for number, line in enumerate(lines):
         for word in line:
             if word[0] not in "FBIW" or not word[1:].isdigit() or int(word[1:]) >= M:
-                raise ValueError(f"{word!r} of rank {number}: an action is F, B, I or W and a micro-batch, 0 to {M - 1}")
+                raise ValueError(f"{word!r} on rank {number}: an action is F, B, I or W, then a micro-batch, 0 to {M - 1}")
         done = sorted(kind + word[1:] for word in line for kind in word[0].replace("B", "IW"))
         wanted = sorted(f"{kind}{i}" for kind in "FIW" for i in range(M))
         if done != wanted:
@@ -48,7 +48,7 @@ def read(lists, schedules):
 
 
 def judge(lists):
-    """The timeline, how long each rank idles, and how many micro-batches each keeps."""
+    """Return the timeline, how long each rank idles, and how many micro-batches each keeps."""
     schedules = ours()
     lists = read(lists, schedules)
     events = schedules.simulate(lists)
@@ -56,7 +56,8 @@ def judge(lists):
 
 
 def least_idle(kept):
-    """With so many micro-batches kept at most on each rank. A state says of each rank how many F, I and W it has done."""
+    """Return the least idle time with at most so many micro-batches kept on each rank. A state counts the F, I and W that each rank
+    has done."""
     for idle in itertools.count():
         states = {((0, 0, 0),) * RANKS}
         for time in range(1, 3 * M + idle + 1):
@@ -67,7 +68,7 @@ def least_idle(kept):
 
 
 def moves(state, rank, kept, time, idle):
-    """What a rank can have done after the next unit of time, of those that do not idle longer than this."""
+    """Yield what a rank can have done after the next unit of time, without idling longer than `idle`."""
     F, I, W = state[rank]
     if F < M and F - W < kept and (rank == 0 or F < state[rank - 1][0]):
         yield F + 1, I, W
@@ -86,7 +87,7 @@ def main():
     shown = FILE.relative_to(ROOT)
     try:
         timeline, idle, kept = judge(FILE.read_text())
-    except (ValueError, RuntimeError) as error:           # what is no schedule, and one that waits for itself
+    except (ValueError, RuntimeError) as error:           # not a schedule, or one that waits for itself
         sys.exit(f"{shown}: {error}")
     best = least_idle(kept)
     print(f"{timeline}\n\neach rank idles {idle} units; the ranks keep {kept}, {sum(kept)} micro-batches in all")

@@ -1,16 +1,18 @@
 """A puzzle of step 8: the fewest bytes on the wire.
 
-    python exercises/puzzle08.py            # judges exercise/puzzle08.txt, which it makes if it is not there
+    python exercises/puzzle08.py            # judges exercise/puzzle08.txt, and creates it if it does not exist
 
-An 8B is to be trained on 16 GPUs, 64 sequences of 8,192 tokens a step, in bfloat16, with no recomputation. The file has one line,
-a layout as the planner's --config takes it: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (what is left out is 1
-or 0; dp and acc follow). Of all layouts that fit, which one sends least, all ranks together? It depends on the memory of a GPU:
+Train an 8B model on 16 GPUs, with 64 sequences of 8,192 tokens per step, in bfloat16, without recomputation. The file has one line,
+a layout in the form of the planner's --config: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (a field that is left
+out is 1 or 0; dp and acc follow from the rest). Of all layouts that fit, which sends the fewest bytes, over all ranks? That depends
+on a GPU's memory:
 
     GiB of a GPU that may be used         70       40       24       15
     GiB on the wire in a step          100.9    484.9  1,748.9  6,209.8
 
-All layouts that the planner knows have been tried, by `least`. The best need not be fast: a pipeline sends little and waits much.
-What a layout holds and sends is what tools/simulate sees (its command is printed). ZeRO's hybrid and cp's other modes are left out.
+`least` has tried all layouts that the planner knows. The best need not be fast: a pipeline sends little and waits a lot.
+tools/simulate shows what a layout holds and sends (the command is printed). ZeRO's hybrid sharding and cp's other modes are left
+out.
 """
 import sys
 from pathlib import Path
@@ -34,7 +36,7 @@ FIRST = "dp=16,zero=3\n"
 
 
 def on_the_wire(l):
-    """{dimension: bytes of all ranks together}"""
+    """Return {dimension: bytes of all ranks together}."""
     ranks = dict(dp=l.dp * l.cp, tp=l.tp)
     wire = {}
     for rank in range(l.pp):
@@ -46,7 +48,7 @@ def on_the_wire(l):
 
 
 def held(l):
-    """GiB on the fullest rank."""
+    """Return the GiB on the fullest rank."""
     return sum(plan.memory(C, l).values())
 
 
@@ -62,7 +64,7 @@ def layouts():
 
 
 def least():
-    """For each limit, the layout that fits and sends least."""
+    """Return, for each limit, the layout that fits and sends least."""
     best = dict.fromkeys(LIMITS)
     for l in sorted(layouts(), key=lambda l: sum(on_the_wire(l).values())):
         open_ = [limit for limit in LIMITS if best[limit] is None]
@@ -85,7 +87,7 @@ def main():
     if l.recompute != "none":
         sys.exit(f"{shown}: no recomputation in this puzzle")
     if l.dp * l.micro_batch * l.accumulation != SEQUENCES:
-        sys.exit(f"{shown}: dp({l.dp}) x mbs({l.micro_batch}) x acc({l.accumulation}) are not {SEQUENCES} sequences")
+        sys.exit(f"{shown}: dp({l.dp}) x mbs({l.micro_batch}) x acc({l.accumulation}) does not give {SEQUENCES} sequences")
     wire, size = on_the_wire(l), held(l)
     total = sum(wire.values())
     print(f"{size:.1f} GiB on the fullest rank; on the wire {total / 2**30:,.1f} GiB a step: "

@@ -19,7 +19,7 @@ def scores(q, k, rows, columns):                          # a block; -inf where 
 
 
 def pass_on(tensor, rank):
-    """Starts a send to the next rank and a receive from the one before; returns a function that waits."""
+    """Start a send to the next rank and a receive from the one before; return a function that waits."""
     coming = torch.empty_like(tensor)
     under_way = [dist.isend(tensor, (rank + 1) % cp), dist.irecv(coming, (rank - 1) % cp)]
     def receive():

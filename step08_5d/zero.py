@@ -249,7 +249,7 @@ class Zero3Unit(Zero2Unit):
             self.start_all_gather()
 
     def post_forward(self, module, inputs, output):
-        """Hook the output: its gradient comes just before the unit's backward, which needs the weights."""
+        """Set a hook on the output: its gradient precedes the unit's backward, which needs the weights."""
         if self.weights_in_backward:
             output.register_hook(self.pre_backward)
         if self.reshard_after_forward:

@@ -1,8 +1,8 @@
-"""What step N changes, in the order to read it: python tools/diff.py 4 [zero.py]
+"""Print what step N changes, in the order to read it: python tools/diff.py 4 [zero.py]
 
-First the files, with how much of them changes: those of the lesson, and under a line those that only support it (steps.LESSON and
-steps.SUPPORT, as in the READMEs' tables). Then their diffs, in the same order and with the same line between them. README.md and
-figures/ are no part of it (steps.in_diff). On a terminal it is coloured.
+The files come first, with the size of each change: those of the lesson and, below a line, those that only support it
+(steps.LESSON and steps.SUPPORT, as in the READMEs' tables). Their diffs follow in the same order, with the same line between them.
+README.md and figures/ are left out (steps.in_diff). The output is coloured on a terminal.
 """
 import os
 import subprocess
@@ -21,7 +21,7 @@ def refuse(message):
 
 
 def steps_of(number):
-    """The names of a step and of the one before it."""
+    """Return the names of the previous step and of this one."""
     names = NAMES[int(number) - 2:int(number)] if number.isdecimal() and int(number) > 1 else []
     if len(names) < 2 or not set(names) <= set(STEPS):
         refuse(f"make diff STEP=N: needs steps N-1 and N; there are {' '.join(STEPS)}")
@@ -29,7 +29,7 @@ def steps_of(number):
 
 
 def changed_files(old, new):
-    """{name: lines of its diff} of the lesson and of the rest, each in the order to read them; what is in no list comes last."""
+    """Return {name: lines of its diff} for the lesson and for the rest, each in reading order; files in no list come last."""
     names = set(step_files(ROOT / old)) | set(step_files(ROOT / new))
     order = [*LESSON[new], *SUPPORT[new], *sorted(names - {*LESSON[new], *SUPPORT[new]})]
     diffs = {name: lines for name in order if name in names and (lines := file_diff(old, new, name))}
@@ -46,12 +46,12 @@ def file_diff(old, new, name):
 
 
 def changed(lines):
-    """How many lines are added and how many removed; the first two lines of a diff name the files."""
+    """Count the lines added and the lines removed. The first two lines of a diff only name the files."""
     return [sum(line[0] == sign for line in lines[2:]) for sign in "+-"]
 
 
 def head(old, new, lesson, support):
-    """How much there is to read, and a line for each file."""
+    """Return the heading: a line that says how much there is to read, and a line for each file."""
     def sizes(diffs):
         for name, (added, removed) in zip(diffs, map(changed, diffs.values())):
             yield f"  {name:<24}" + (f"+{added} -{removed}" if (ROOT / old / name).exists() else f"new, {added} lines")
@@ -61,7 +61,7 @@ def head(old, new, lesson, support):
 
 
 def coloured(lines):
-    """A file's diff as a terminal shows it."""
+    """Colour a file's diff if the output is a terminal."""
     if not sys.stdout.isatty():
         return lines
     return [f"{BOLD}{line}{PLAIN}" for line in lines[:2]] + [f"{COLOURS.get(line[0], '')}{line}{PLAIN}" for line in lines[2:]]
@@ -85,8 +85,8 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:                               # make diff STEP=3 | head has read enough, which is no error
+    except BrokenPipeError:                               # `make diff STEP=3 | head` stops reading early, which is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:                              # a full disk; what is not written yet is not tried again at the end
+    except OSError as error:                              # a full disk; devnull, so that exit does not try to flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         refuse(f"make diff: {error}")

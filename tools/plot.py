@@ -1,4 +1,4 @@
-"""Draws the --log_file of several runs in one picture, and says how far their losses are apart.
+"""Draw the --log_file of several runs in one picture, and print how far apart their losses are.
 
     python tools/plot.py one.jsonl tp2.jsonl cp2.jsonl --out curves.png
 """
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 PANELS = {"loss": "loss (striped where curves coincide)", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "peak_memory_gib": "peak memory (GiB, largest over ranks)"}
 FROM_ZERO = ("tokens_per_s", "peak_memory_gib")
-PICTURES = (b"\x89PNG", b"%PDF", b"%!PS", b"<?xml", b"<svg", b"\xff\xd8", b"RIFF")        # how files of pictures begin
+PICTURES = (b"\x89PNG", b"%PDF", b"%!PS", b"<?xml", b"<svg", b"\xff\xd8", b"RIFF")        # how image files begin
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442"]   # Okabe and Ito's
 
 
@@ -41,7 +41,7 @@ def is_number(value):
 
 
 def check_out(out, logs):
-    """What is there already has to be a picture: it is replaced."""
+    """Refuse an output path whose file is a log, or is not a picture: the file would be overwritten."""
     path = Path(out)
     if path.exists() and any(path.samefile(log) for log in logs):
         refuse(f"--out {out}: is one of the logs")
@@ -54,7 +54,7 @@ def check_out(out, logs):
 
 
 def largest_difference(lines, reference):
-    """The largest relative difference of the losses at the same step, and that step; None with no step in common."""
+    """Return the largest relative difference of the losses at the same step, and that step; None if they share no step."""
     losses = {line["step"]: line["loss"] for line in reference}
     differences = [(abs(line["loss"] / losses[line["step"]] - 1), line["step"]) for line in lines if line["step"] in losses]
     return max(differences, default=None)
@@ -91,7 +91,7 @@ def plain(axis, steps, values, index, count):
 
 
 def stripes(axis, steps, values, index, count):
-    """A thin line, and thick dashes where the other curves have gaps: curves that coincide are stripes of all colours."""
+    """Draw a thin line, with thick dashes in the gaps of the other curves: curves that coincide show stripes of all colours."""
     color, dash = COLORS[index % len(COLORS)], 2
     pattern = (-index * dash, (dash, dash * (count - 1))) if count > 1 else "-"
     axis.plot(steps, values, color=color, linewidth=1, zorder=2, marker="o" if len(steps) == 1 else None)
@@ -99,7 +99,7 @@ def stripes(axis, steps, values, index, count):
 
 
 def names(paths):
-    """File stems; whole paths where two have the same."""
+    """Return the files' stems, or the whole paths if two stems are the same."""
     stems = [Path(path).stem for path in paths]
     return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
 
@@ -115,7 +115,7 @@ def main():
     report(runs)
     try:
         draw(runs, args.out)
-    except (OSError, ValueError) as error:                # no place to write to, or no kind of picture
+    except (OSError, ValueError) as error:                # the path cannot be written, or its suffix is not an image format
         refuse(f"--out {args.out}: {error}")
     print(f"{args.out}: {len(runs)} run{'s' * (len(runs) > 1)}")
 

@@ -1,8 +1,8 @@
-"""Shows a pipeline schedule: a timeline, how long the ranks idle, what they keep, a picture.
+"""Show a pipeline schedule: a timeline, how long the ranks idle, what they keep, and a picture.
 
     python tools/schedule.py --schedule 1f1b --pp 4 --micro_batches 8
 
-`as_it_runs` notes what a step's Pipeline really does, to be looked at in the same ways.
+`as_it_runs` records what a step's Pipeline really does, as events that can be shown in the same ways.
 """
 import argparse
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def text(events):
-    """A row per rank, a column per unit of time; ' marks a rank's second stage, '' its third."""
+    """Return the timeline: a row per rank, five columns per unit of time; ' marks a rank's second stage, '' its third."""
     local = local_stages(events)
     rows = {rank: "" for rank in sorted(local)}
     for event in events:
@@ -43,7 +43,7 @@ def draw(events, path, title):
         alpha = 1 - 0.35 * nth / max(1, len(local[rank]) - 1)
         axes.barh(rank, finish - begin, left=begin - start, height=0.9, color=colours[action.kind],
                   alpha=alpha, edgecolor="white", linewidth=0.6)
-        if (finish - begin) / (end - start) > 0.012:      # room for a number
+        if (finish - begin) / (end - start) > 0.012:      # wide enough for a number
             axes.text((begin + finish) / 2 - start, rank, action.micro_batch, ha="center", va="center",
                       fontsize=7, color="white" if nth == 0 else "black")
     labels = [f"rank {rank}" for rank in range(ranks)]
@@ -57,8 +57,8 @@ def draw(events, path, title):
 
 
 def as_it_runs(pipeline):
-    """A list that gets an event whenever this Pipeline has done an action: when it had what it waits for, and
-    when it was done (on CUDA: when the host had launched it)."""
+    """Return a list to which this Pipeline adds an event after each action. An event starts when the awaited message
+    has arrived, and ends when the action is done (on CUDA: when the host has launched it)."""
     from schedules import Event
     events, compute, wait_for, rank = [], pipeline.compute, pipeline.wait_for, pipeline.group.rank()
     start = 0.0

@@ -1,4 +1,4 @@
-"""What the tests and the tools know about the steps and the repository. Plain data, and only the standard library."""
+"""Describe the steps and the repository for the tests and the tools: plain data, with only the standard library."""
 import os
 import shutil
 import signal
@@ -10,33 +10,33 @@ ROOT = Path(__file__).resolve().parent.parent
 
 NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
          "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
-# where the code of tests, tools and exercises is, for what imports it without tests/pytest.ini
+# the folders of the code of tests, tools and exercises, for programs that import it without tests/pytest.ini
 PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools", "dev", "dev/bench", "exercises",
                                                 "exercises/ladder", "exercises/extensions")]
-STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # those that exist
+STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # the steps that exist
 
-# The files that a step changes or adds, relative to the step before it, in the order to read them: the lesson, and what only
-# supports it, for a second reading. `make diff`, the READMEs' tables of files and the tests all read this list.
-BORDER = "support, for a second reading"                  # what stands between the two
+# The files that a step changes or adds, relative to the step before it, in reading order: first the lesson, then the files that
+# only support it, for a second reading. `make diff`, the READMEs' tables of files and the tests all read these lists.
+BORDER = "support, for a second reading"                  # the line between the two
 LESSON = {
     "step01_single_gpu": ["train.py", "model.py", "loss.py", "optimizer.py", "recompute.py"],
     "step02_dp": ["train.py", "data_parallel.py", "data.py"],
     "step03_zero": ["train.py", "zero.py", "placement.py", "optimizer.py"],
     "step04_tp_sp": ["train.py", "tensor_parallel.py", "placement.py", "shards.py", "recompute.py"],
     "step05_cp": ["train.py", "context_parallel.py", "data.py"],
-    "step06_pp": ["train.py", "pipeline_parallel.py", "schedules.py", "zero.py"],
-    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "zero.py", "pipeline_parallel.py"],
+    "step06_pp": ["train.py", "pipeline_parallel.py", "schedules.py", "zero_bubble.py", "zero.py"],
+    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "zero.py", "zero_bubble.py"],
     "step08_5d": ["train.py", "boxes.py", "resume.py"],
 }
 SUPPORT = {
     "step01_single_gpu": ["checkpoint.py", "data.py", "config.py", "metrics.py", "profiling.py", "messages.py"],
-    "step02_dp": ["mesh.py", "ledger.py", "config.py", "metrics.py"],
-    "step03_zero": ["checkpoint.py", "config.py", "data_parallel.py"],
-    "step04_tp_sp": ["checkpoint.py", "config.py", "mesh.py"],
-    "step05_cp": ["config.py", "mesh.py", "tensor_parallel.py"],
-    "step06_pp": ["checkpoint.py", "config.py", "mesh.py", "recompute.py"],
-    "step07_ep": ["placement.py", "data_parallel.py", "checkpoint.py", "config.py", "metrics.py"],
-    "step08_5d": ["zero.py", "config.py", "metrics.py", "slurm.sh"],
+    "step02_dp": ["mesh.py", "ledger.py", "traffic.py", "config.py", "metrics.py", "checkpoint.py"],
+    "step03_zero": ["checkpoint.py", "config.py", "traffic.py"],
+    "step04_tp_sp": ["checkpoint.py", "config.py", "mesh.py", "traffic.py"],
+    "step05_cp": ["config.py", "mesh.py", "traffic.py"],
+    "step06_pp": ["checkpoint.py", "config.py", "mesh.py", "recompute.py", "traffic.py"],
+    "step07_ep": ["placement.py", "mesh.py", "pipeline_parallel.py", "checkpoint.py", "config.py", "metrics.py", "traffic.py"],
+    "step08_5d": ["zero.py", "checkpoint.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
 }
 CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}
 
@@ -44,13 +44,13 @@ MADE_BY_RUNNING = {".git", ".venv", "__pycache__", ".pytest_cache", "exercise", 
 
 
 def full_name(step):
-    """'step04_tp_sp' from 4, '4', 'step04' or itself."""
+    """Return the full name of a step, such as 'step04_tp_sp', given 4, '4', 'step04' or the name itself."""
     prefix = f"step{int(step):02d}_" if str(step).isdecimal() else str(step)
     return next(name for name in NAMES if name.startswith(prefix))
 
 
 def step_dir(step):
-    """Where a step's code is. EXERCISE=4=folder puts the reader's own folder in the place of step 4."""
+    """Return the folder of a step's code. EXERCISE=4=folder replaces step 4 by the reader's own folder."""
     number, _, folder = os.environ.get("EXERCISE", "").partition("=")
     if folder and full_name(number) == full_name(step):
         return Path(folder).resolve()
@@ -58,23 +58,23 @@ def step_dir(step):
 
 
 def pairs():
-    """The folders of adjacent steps."""
+    """Return the folders of each step and the next, in pairs."""
     return [(ROOT / old, ROOT / new) for old, new in zip(STEPS, STEPS[1:])]
 
 
 def in_diff(name):
-    """Whether `make diff` shows a step's file."""
+    """Return whether `make diff` shows this file of a step."""
     return not {"__pycache__", "figures", "README.md"} & set(Path(name).parts) and not Path(name).name.startswith("by_hand")
 
 
 def step_files(folder):
-    """The files of a step that belong to its diff, relative to its folder."""
+    """List the files of a step that belong to its diff, relative to its folder."""
     names = (str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
     return sorted(filter(in_diff, names))
 
 
 def repository_files(root=ROOT):
-    """Tracked files and new ones that are not ignored; where there is no git, all but what running leaves behind."""
+    """List the tracked files and the new ones that git does not ignore; without git, all files but those left by running."""
     if (root / ".git").exists():
         command = ["git", "-C", root, "ls-files", "--cached", "--others", "--exclude-standard"]
         names = set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines())
@@ -90,7 +90,7 @@ def copy_repository(target, root=ROOT):
 
 
 def clean_environment():
-    """This interpreter's commands first, one thread, no hub, and nothing left over from the make that started us."""
+    """Return an environment with this interpreter's commands first, one thread, no hub, and no variables of the calling make."""
     left_out = ("EXERCISE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
     path = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
@@ -99,7 +99,7 @@ def clean_environment():
 
 
 def run(command, cwd, timeout):
-    """Exit status and everything that was printed. A hanging command is ended, with all that it has started."""
+    """Run a command; return its exit status and all its output. End one that hangs, with all the processes it started."""
     child = subprocess.Popen(command, cwd=cwd, env=clean_environment(), start_new_session=True, text=True,
                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -111,7 +111,7 @@ def run(command, cwd, timeout):
 
 
 def end(child):
-    """First politely, since torchrun's workers are in sessions of their own and only torchrun can end them."""
+    """End a process, politely first: torchrun's workers are in sessions of their own, and only torchrun can end them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)

@@ -1,12 +1,12 @@
-"""A sweep of the trainer over layouts, on any machine: which one is fastest, and what the others die of.
+"""Run the trainer in many layouts, on any machine: find the fastest, and why the others fail.
 
     python tools/sweep.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 \\
         --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
     python tools/plan --fit results.csv --constants mine.json       # the planner's, of this cluster
 
-Every combination of the lists is tried that the trainer takes; what follows -- goes to it as it is. A run has
-processes, a time limit and a row of the CSV file of its own. Whatever a run leaves behind is killed, also
-what is left of a sweep that was itself killed. A sweep that is started again skips the rows that are there.
+The sweep tries every combination of the lists that the trainer accepts, and passes the flags after -- through to it. Each run
+has its own processes, its own time limit and its own row in the CSV file. Processes that a run leaves behind are killed, and so
+are those of an earlier sweep that was killed itself. A sweep that is started again skips the rows that are already there.
 """
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ SWEPT = dict(gpus=[1], tp=[1], cp=[1], pp=[1], ep=[1], zero=[0], schedule=["1f1b
 COLUMNS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib", "reason")
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|Cannot allocate memory|MemoryError|exitcode: -9")
-MARK = "TRAINER_SWEEP"                                    # in the environment of all that a sweep starts
+MARK = "TRAINER_SWEEP"                                    # in the environment of every process that a sweep starts
 
 
 def refuse(message):
@@ -43,7 +43,7 @@ def refuse(message):
 
 # ----------------------------------------------------------------------------------------- what is to be run
 def combinations(args):
-    """(row, flags) of every combination that the trainer would take."""
+    """Yield (row, flags) for every combination that the trainer would accept."""
     for values in itertools.product(*(getattr(args, name) for name in SWEPT)):
         given = dict(zip(SWEPT, values))
         gpus = given.pop("gpus")
@@ -59,7 +59,7 @@ def combinations(args):
 
 
 def as_trainer(flags, gpus):
-    """The trainer's view of its flags on so many ranks; None if it would refuse them."""
+    """Return the flags as the trainer parses them on that many ranks, or None if it would refuse them."""
     before, os.environ["WORLD_SIZE"] = os.environ.get("WORLD_SIZE"), str(gpus)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -75,7 +75,7 @@ def as_trainer(flags, gpus):
 
 # ------------------------------------------------------------------------------------------- one run
 def run(flags, gpus, args):
-    """status, tokens per second and GPU, GiB, and what it died of"""
+    """Run the trainer once; return its status, tokens per second and GPU, memory in GiB, and the reason if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         log, output = os.path.join(folder, "log.jsonl"), os.path.join(folder, "output")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -95,7 +95,7 @@ def run(flags, gpus, args):
 
 def judge(code, output, lines, args):
     if code == 0 and len(lines) > 2:
-        speed = statistics.median(line["tokens_per_s_per_device"] for line in lines[2:])  # the first warm up
+        speed = statistics.median(line["tokens_per_s_per_device"] for line in lines[2:])  # the first two warm up
         memory = max(line["peak_memory_gib"] for line in lines)
         return dict(status="ok", tok_s_gpu=round(speed, 2), mem_gib=round(memory, 3), reason="")
     if code is None:
@@ -114,7 +114,7 @@ def read_log(path):
 
 
 def kill_all(out):
-    """Every process that carries this sweep's mark, in whatever session it has hidden."""
+    """Kill every process whose environment has this sweep's mark, whatever session it is in."""
     mark = f"{MARK}={os.path.abspath(out)}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
         with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ def read_rows(path):
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or COLUMNS) != COLUMNS:
             refuse(f"--out {path}: is there already and not of a sweep with these columns; it stays as it is")
-        return [row for row in reader if None not in row.values()]                 # torn lines are run again
+        return [row for row in reader if None not in row.values()]                 # a torn line's run is repeated
 
 
 def write_rows(path, rows):
@@ -148,7 +148,7 @@ def write_rows(path, rows):
 
 def sweep(args):
     from tqdm import tqdm
-    kill_all(args.out)                                    # left by one that was killed
+    kill_all(args.out)                                    # processes left by a sweep that was killed
     rows, wanted = read_rows(args.out), list(combinations(args))
     if not wanted:
         refuse("the trainer takes none of these combinations")
@@ -171,7 +171,7 @@ def short(row):
 
 
 def best_of(rows):
-    """{(model, GPUs): the fastest row}"""
+    """Return {(model, GPUs): its fastest row}."""
     best = {}
     for row in (row for row in rows if row["status"] == "ok"):
         what = row["model"], int(row["gpus"])
@@ -190,7 +190,7 @@ def print_best(rows):
 
 
 def draw(rows, path):
-    """A heat map per number of GPUs: of tp and pp the fastest of all else."""
+    """Draw a heat map for each number of GPUs: each cell, one tp and one pp, has the fastest of their layouts."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -247,7 +247,7 @@ def main(argv=None):
         rows = sweep(args)
         print_best(rows)
         draw(rows, heat_map(args.out))
-    except OSError as error:                              # a folder that cannot be written, a full disk
+    except OSError as error:                              # the folder cannot be written, or the disk is full
         refuse(error)
 
 
@@ -256,7 +256,7 @@ def heat_map(out):
 
 
 def check_places(args):
-    """Refuses what would end in the middle, or take the place of something else."""
+    """Refuse paths with which the sweep would fail midway, or overwrite something else."""
     folder = os.path.dirname(args.out) or "."
     if not os.path.isdir(folder) or os.path.isdir(args.out):
         refuse(f"--out {args.out}: " + ("is a folder" if os.path.isdir(args.out) else f"there is no folder {folder}"))

@@ -1,10 +1,10 @@
-"""Bus bandwidth of the collectives, by message size; gloo on the CPU, nccl where every rank has a GPU.
+"""Measure the bus bandwidth of the collectives, by message size: gloo on the CPU, NCCL where every rank has a GPU.
 
     torchrun --standalone --nproc_per_node 4 dev/bench/bench_collectives.py [--out bandwidth.png]
 
-Bus bandwidth is what a ring puts on each link: the bytes that each rank sends by the formula (ledger.py of step 2),
-divided by the time. If it differs between collectives or group sizes, that is not for the amount of data. Without
-torchrun it starts two ranks.
+Bus bandwidth is the rate at which a ring loads each link: the bytes that each rank sends by the formula (ledger.py of
+step 2), divided by the time. So if it differs between collectives or group sizes, the amount of data is not the reason.
+Without torchrun it starts two ranks.
 """
 import argparse
 import os
@@ -21,8 +21,8 @@ SIZES = [2**k for k in range(12, 27, 2)]                  # payload in bytes, 4 
 
 
 def collectives(n, rank):
-    """Name: (what to call with the whole and one rank's part of it, bytes sent per byte of payload)."""
-    def send_recv(whole, part):                           # to the next in the ring, from the one before
+    """Return {name: (function of the whole tensor and one rank's part of it, bytes sent per byte of payload)}."""
+    def send_recv(whole, part):                           # to the next rank in the ring, from the previous one
         sends = [dist.P2POp(dist.isend, whole, (rank + 1) % n),
                  dist.P2POp(dist.irecv, send_recv.buffer[:len(whole)], (rank - 1) % n)]
         for work in dist.batch_isend_irecv(sends):
@@ -36,7 +36,7 @@ def collectives(n, rank):
 
 
 def seconds(call, whole, part):
-    """The median over rounds of the slowest rank's time."""
+    """Return the slowest rank's time, the median over rounds."""
     rounds = []
     for _ in range(max(5, min(40, 2**24 // whole.nbytes)) + 2):
         dist.barrier()
@@ -45,7 +45,7 @@ def seconds(call, whole, part):
         if DEVICE != "cpu":
             torch.cuda.synchronize()
         rounds.append(time.perf_counter() - start)
-    slowest = torch.tensor(rounds[2:], device=DEVICE)     # two to warm up
+    slowest = torch.tensor(rounds[2:], device=DEVICE)     # the first two warm up
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return statistics.median(slowest.tolist())
 

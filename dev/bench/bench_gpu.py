@@ -1,10 +1,10 @@
-"""One GPU: step 1 and step 8 beside transformers' LlamaForCausalLM in step 1's own loop: python dev/bench/bench_gpu.py
+"""Compare steps 1 and 8 on one GPU with transformers' LlamaForCausalLM in step 1's own loop: python dev/bench/bench_gpu.py
 
-Each row is a process of its own, the same batches, AdamW and precision in all: of the steps after the third, the median.
-"simulated" is what tools/simulate says of the memory, where the process itself looked at its allocator. MFU counts 6N + 12 L h s
-FLOPs per token. 8B does not fit, its states alone are 135 GiB: 12 of its 32 layers do, with recomputation.
+Each row is a process of its own, with the same batches, AdamW and precision in all. Speeds are medians after the third step.
+"simulated" is the memory that tools/simulate predicts; the process's own number is from its allocator. MFU counts 6N + 12 L h s
+FLOPs per token. 8B does not fit, since its states alone are 135 GiB; 12 of its 32 layers fit, with recomputation.
 
-    python dev/bench/bench_gpu.py --models llama-1b --contestants step01_single_gpu --compile yes         # pieces of ten minutes
+    python dev/bench/bench_gpu.py --models llama-1b --contestants step01_single_gpu --compile yes         # in pieces of ten minutes
     python dev/bench/bench_gpu.py --kernels                              # the kernels that take longest in a step of step 1
     python dev/bench/bench_gpu.py --rank_of "8 --tp 8" --models llama-8b # one rank of eight, whose collectives are over at once
     python dev/bench/bench_gpu.py --device cpu --models tiny --seq_len 128 --batch 8      # to see that it works
@@ -26,16 +26,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from steps import ROOT, clean_environment, step_dir
 
 KINDS = {"attention": "flash|fmha|attention", "fused": "triton_", "products": "gemm|cutlass|cublas|nvjet|_mm_", "nccl": "nccl",
-         "copies": "mem(cpy|set)"}                        # the first that a name matches: some flash kernels have cutlass in theirs
+         "copies": "mem(cpy|set)"}                        # the first match counts: some flash kernels have cutlass in their names
 
-#         model, layers (None: all), micro-batch in sequences, recomputation
+#         model, layers (None: all of them), sequences per micro-batch, recomputation
 RUNS = [("llama-1b", None, 4, "none"), ("llama-1b", None, 4, "selective"), ("llama-3b", None, 1, "none"),
         ("llama-3b", None, 2, "selective"), ("llama-8b", 12, 1, "selective"), ("llama-8b", 12, 2, "full")]
 WARM_UP = 3
 
 
 def theirs(argv):
-    """Step 1's train.py, but for the model."""
+    """Run step 1's train.py with transformers' model."""
     sys.path.insert(0, str(step_dir("step01_single_gpu")))
     import train
     from checkpoint import initial_weight
@@ -43,7 +43,7 @@ def theirs(argv):
     from transformers import LlamaForCausalLM
 
     class Theirs(torch.nn.Module):
-        model = property(lambda self: self.llama.model)   # whose layers are counted
+        model = property(lambda self: self.llama.model)   # its layers are counted
 
         def __init__(self, config, args):
             super().__init__()
@@ -71,9 +71,11 @@ def theirs(argv):
 
 
 def one_of_many(world, argv):
-    """Step 8's rank 0 of so many, on this device: real kernels, and a process group whose collectives are over at once. What it
-    measures is what a rank computes, and whether the host keeps up; its losses mean nothing. What would come from others is this
-    rank's own or zero: before torch 2.13 such a group leaves what memory held before."""
+    """Run step 8's rank 0 of many alone on this device: with real kernels, but a process group whose collectives are over at once.
+
+    This measures what a rank computes, and whether the host keeps up; the losses mean nothing. Data from other ranks is replaced by
+    this rank's own or by zeros, because before torch 2.13 such a group leaves in the output whatever memory held before.
+    """
     from unittest.mock import patch
 
     import torch.distributed as dist
@@ -114,7 +116,7 @@ def one_of_many(world, argv):
 
 
 def ceiling(size=8192):
-    """TFLOP/s of a large product in bfloat16: what MFU could at most come to."""
+    """Return the TFLOP/s of a large product in bfloat16, which bounds the MFU from above."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(20):
@@ -128,7 +130,7 @@ def ceiling(size=8192):
 
 
 def start(command):
-    """Its output, or the line that says why there is none."""
+    """Run a command and return its output; raise with the line that says why there is none."""
     done = subprocess.run([sys.executable, *map(str, command)], env=clean_environment(), capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines()
@@ -147,7 +149,7 @@ def measure(command, folder):
 
 
 def simulated(flags, folder):
-    """GiB at the peak."""
+    """Return the peak GiB that tools/simulate predicts."""
     seen = os.path.join(folder, "seen.json")
     start([ROOT / "tools/simulate", 8, 1, "--json", seen, *flags])
     with open(seen) as file:
@@ -155,7 +157,7 @@ def simulated(flags, folder):
 
 
 def model_folder(model, layers, folder):
-    """A preset, or one with fewer layers."""
+    """Return a preset, or the folder of one with fewer layers."""
     if not layers:
         return model
     sys.path.insert(0, str(step_dir("step01_single_gpu")))

@@ -1,23 +1,24 @@
-"""Steps 2 to 7 against torch's own parallelism, on two ranks with one thread each: python dev/bench/bench_parallel.py
+"""Compare steps 2 to 7 with torch's own parallelism, on two ranks with one thread each: python dev/bench/bench_parallel.py
 
-The same model, weights, batches and fused AdamW in all, float32 on gloo; no clipping and no reading of the loss. Torch's
-parallelism is put around the same model.Llama. Each table is a launch of its own, with the code of one step:
+All use the same model, weights, batches and fused AdamW, in float32 on gloo, and nobody clips or reads the loss. Torch's
+parallelism wraps the same model.Llama. Each table is a launch of its own, with the code of one step:
 
-data     Step 3, whose data_parallel.py is step 2's; DDP and FSDP2 have the model's own loss, so that only the parallelism
+data     Step 3, whose data_parallel.py is step 2's. DDP and FSDP2 use the model's own loss, so that only the parallelism
          differs; "..., logits" are the same two with F.cross_entropy on whole logits, as most would write it. FSDP2 shards
-         every block and the root, drops weights after forward, and sums gradients over ranks on the last micro-batch only
-         ("..., every": on each, as stage 3 does; for its memory).
-tensor   Step 4 and parallelize_module, with SequenceParallel or without, and loss_parallel on logits cut by vocabulary.
+         every block and the root, reshards after forward, and reduces gradients over ranks on the last micro-batch only
+         ("..., every": on each micro-batch, as stage 3 does; for its memory).
+tensor   Step 4 and parallelize_module, with SequenceParallel or without, and loss_parallel on logits sharded by vocabulary.
 context  Step 5 and all-gathered keys and values with a mask, in DDP: torch's context_parallel does not run on the CPU.
 pipeline Step 6 and torch.distributed.pipelining, with the same stages and the loss of model.LMHead. "torch, zerobubble" is its
-         interleaved one with one stage per rank. "at most": what the bubble allows if stages are alike (the last has the head too).
-expert   Step 7 on a mixture of 8 experts, 2 for a token, with half the intermediate size. Torch has no such thing to compare with.
-sleep    Not of "all": step 6 on four ranks that sleep instead of computing, but really send, beside what the simulator says.
+         interleaved schedule with one stage per rank. "at most" is what the bubble allows if stages are equal (the last also has
+         the head).
+expert   Step 7 on a mixture of 8 experts, 2 per token, with half the intermediate size. Torch has no counterpart.
+sleep    Not part of "all": step 6 on four ranks that sleep instead of computing, but really send, beside the simulator's times.
 
 "one rank" does the whole batch by itself, with no collective, while the other rank waits in a barrier.
-Rounds of all contestants alternate in order; the numbers to read are the medians of the ratios within a round. A
-contestant's turn is some training steps in a row, from a barrier to a barrier, with all that it started finished.
-Then, in the table "data", the peak of live storages of one rank over two steps, of new models, is taken.
+The order of the contestants alternates from round to round; the numbers to read are the medians of the ratios within a round. A
+contestant's turn is some training steps in a row, from barrier to barrier, with everything finished that it started.
+For the table "data", a last pass with new models measures one rank's peak of live storages over two steps.
 """
 import argparse
 import contextlib
@@ -49,12 +50,12 @@ from torch.utils._pytree import tree_leaves
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from steps import step_dir
 
-warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor")      # renamed in torch 2.13
-RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4                # micro-batches of all ranks
+warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor")      # which torch 2.13 renamed
+RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4                # MICRO_BATCHES of all ranks together
 SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=8,
              num_key_value_heads=4, head_dim=32)
 MOE = dict(intermediate_size=344, num_local_experts=8, num_experts_per_tok=2)
-SHORT = dict(vocab_size=256, hidden_size=32, intermediate_size=64, head_dim=4)     # shows that it works, and no speed
+SHORT = dict(vocab_size=256, hidden_size=32, intermediate_size=64, head_dim=4)     # shows that it works; measures no speed
 
 
 def build_model(args, shape, mesh):
@@ -67,12 +68,12 @@ def whole_model():
 
 
 def no_parts():
-    """A mesh in which every rank has the whole model."""
+    """Return a mesh in which every rank has the whole model."""
     return init_device_mesh("cpu", (1, RANKS, 1, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
 
 
 def forward_and_backward(model, shape, mesh, args):
-    """What a step begins with: train.py's loop over the micro-batches, or that of the pipeline."""
+    """Return the function that a step begins with: train.py's loop over the micro-batches, or the pipeline's."""
     import train
     if hasattr(train, "Pipeline"):
         return train.Pipeline(model, shape, mesh, args).forward_backward
@@ -133,7 +134,7 @@ def theirs(parallel, loss_of, args, shape, mesh):
             for i, micro_batch in enumerate(parts, start=1):
                 with before_micro_batch(i == len(parts)):
                     loss = loss_of(model, *micro_batch) / (args.global_batch_size * args.seq_len)
-                    (loss * (RANKS // args.tp)).backward()                         # torch's own divide the sum by the ranks
+                    (loss * (RANKS // args.tp)).backward()                         # torch's wrappers divide the sum by the ranks
                 total += loss.detach()
             adamw.step()
             adamw.zero_grad()
@@ -171,7 +172,7 @@ def fsdp2(model, mesh, every=False):
 
 
 def parallelized(model, mesh, sp):
-    rest = Shard(1) if sp else Replicate()                # how activations lie outside the matrices
+    rest = Shard(1) if sp else Replicate()                # the placement of activations outside the matrices
     ends = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=rest),
             "lm_head": ColwiseParallel(input_layouts=rest, use_local_output=False)}
     block = {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
@@ -210,7 +211,7 @@ def pipelined(schedule, args, shape, mesh):
         layers = {name: model.model.layers[name] for name in map(str, range(first[stage], first[stage + 1]))}
         part = Pipeline.part(types.SimpleNamespace(model=model, last=last), stage, layers)
         part.forward = functools.partial(part.forward, positions=positions)
-        part.lm_head = model.lm_head if stage == last else None                    # called by the loss; here for its weights
+        part.lm_head = model.lm_head if stage == last else None                    # the loss calls it; it is here for its weights
         stages.append(pipelining.PipelineStage(part, stage, last + 1, torch.device("cpu"), group=mesh.get_group("pp")))
 
     def loss_of(hidden, targets):
@@ -237,7 +238,7 @@ def pipelined(schedule, args, shape, mesh):
 
 
 def gone_through_twice():
-    """The trainer's loss scales its gradients where they are. Torch goes backward through it for I, and again for W."""
+    """Return a loss that allows two backwards: torch runs one for I and one for W, but the trainer's scales gradients in place."""
     import loss
 
     class Twice(loss.ChunkedLoss):
@@ -249,7 +250,7 @@ def gone_through_twice():
 
 
 def asleep(args, shape, mesh):
-    """The executor, with nothing to compute."""
+    """Make a contestant of step 6's executor that sleeps instead of computing."""
     pipeline = forward_and_backward(build_model(args, shape, mesh), shape, mesh, args).__self__
     output = torch.zeros(pipeline.shape)
 
@@ -266,7 +267,7 @@ def asleep(args, shape, mesh):
     return turn
 
 
-# In the order of the turns: those that are compared are neighbours.
+# In the order of their turns: contestants that are compared are neighbours.
 DATA = {
     "naive": ("--dp_mode naive", ours),
     "overlap": ("--dp_mode overlap", ours),
@@ -311,7 +312,7 @@ PIPELINE = {
     "dualpipe": ("--pp 2 --schedule dualpipe", ours),
 }
 SCHEDULES = [name for name in PIPELINE if PIPELINE[name][1] is ours]
-SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # of F, of I and of W on a rank
+SLEEP, SECONDS = f"--pp 4 --global_batch_size {8 * MICRO_BATCH}", 0.03             # seconds of F, of I and of W on a rank
 ASLEEP = {f"{name}, asleep": (f"{SLEEP} --schedule {name}", asleep) for name in SCHEDULES}
 EXPERT = {
     "ep 1": ("", ours),
@@ -322,7 +323,7 @@ CONTESTANTS = DATA | TENSOR | CONTEXT | PIPELINE | EXPERT | ASLEEP
 
 
 def simulated(name, message=0):
-    """A step's seconds, and the seconds of work in it, if F, I and W take SECONDS on a rank"""
+    """Simulate a step in which F, I and W take SECONDS on a rank; return its seconds, and the seconds of work in it."""
     import schedules
     args = parse(CONTESTANTS[name][0])[0]
     lists = schedules.make(args.schedule, args.pp, args.global_batch_size // args.micro_batch_size, args.stages_per_rank)
@@ -332,10 +333,10 @@ def simulated(name, message=0):
 
 def bubble_allows(name):
     seconds, work = simulated(name)
-    return f"at most {work / seconds:.2f}"                # of the speed of one rank
+    return f"at most {work / seconds:.2f}"                # relative to the speed of one rank
 
 
-# the step, the flags of its mesh, who takes part, and what is divided by what, with the ratio that is aimed at
+# the step, the flags of its mesh, the contestants, and the ratios: who, divided by whom, and the aim
 TABLES = {
     "data": ("step03_zero", "", DATA, [
         ("bucket", "DDP", 0.97), ("zero 1", "bucket", 0.93), ("zero 2", "bucket", 0.85), ("zero 3", "FSDP2", 1.1),
@@ -368,12 +369,12 @@ def parse(flags):
     shape = config.ModelConfig(**SHAPE)
     config.check(args, shape)
     for name in ("tp", "cp"):
-        vars(args).setdefault(name, 1)                    # of the steps that do not know it
+        vars(args).setdefault(name, 1)                    # for steps that do not have it yet
     return args, shape
 
 
 def random_batches(generator, steps):
-    """Of each training step, all ranks' micro-batches."""
+    """Return all ranks' micro-batches for each training step."""
     return torch.randint(0, SHAPE["vocab_size"], (steps, MICRO_BATCHES, MICRO_BATCH, SEQ_LEN + 1), generator=generator)
 
 
@@ -382,7 +383,7 @@ def micro_batches(rows, positions):
 
 
 def mine(rows, mesh, args):
-    """This rank's part of a step's micro-batches."""
+    """Return this rank's part of a step's micro-batches."""
     positions = torch.arange(SEQ_LEN)
     if args.cp > 1:
         from context_parallel import local_positions
@@ -409,7 +410,7 @@ def measure_speed(names, mesh, rounds, steps):
 
 
 def ratios(seconds, rows):
-    """(name, the ratio of the speeds in each round, the aim) for the rows whose contestants were there"""
+    """Return (name, the ratio of the speeds in each round, the aim) for each row whose contestants took part."""
     return [(f"{a} / {b}", [theirs / ours for ours, theirs in zip(seconds[a], seconds[b])],
              target(a) if callable(target) else target) for a, b, target in rows if a in seconds and b in seconds]
 
@@ -438,7 +439,7 @@ def write(name, lines, path):
 
 
 def seconds_of_message(times=50):
-    """Half of there and back, between ranks 0 and 1, of what travels between stages."""
+    """Return the seconds of a message between stages: half a round trip between ranks 0 and 1."""
     seconds, rank, tensor = [], dist.get_rank(), torch.zeros(MICRO_BATCH, SEQ_LEN, SHAPE["hidden_size"])
     for _ in range(times if rank < 2 else 0):
         start = time.perf_counter()
@@ -460,7 +461,7 @@ def sleep_lines(seconds, rounds, steps, message):
 
 
 def measure_memory(names, mesh, steps):
-    """{name: the most bytes alive at a time on this rank}"""
+    """Return {name: the most bytes alive at a time on this rank}."""
     batches, peaks = random_batches(torch.Generator().manual_seed(0), steps), {}
     for name in names:
         turn = make(name, mesh)
@@ -476,7 +477,7 @@ def resizable_storages():
     from live_storages import LiveStorages
 
     class ResizableStorages(LiveStorages):
-        """Storages that shrink to nothing and grow again count as large as they are; what is only used counts too."""
+        """LiveStorages that follows storages which shrink to nothing and grow again, and counts those that are only used, too."""
 
         def __init__(self):
             super().__init__()
@@ -497,7 +498,7 @@ def resizable_storages():
 
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented                     # what it does to the local tensors is seen instead
+                return NotImplemented                     # its operations on local tensors are seen instead
             for storage, number in list(self.numbers.items()):
                 self.resize(number, storage.nbytes())
             for tensor in tree_leaves((args, kwargs)):

@@ -1,7 +1,7 @@
-"""Step 1 against the same training loop around transformers' LlamaForCausalLM: python dev/bench/bench_step01.py
+"""Compare step 1 with the same training loop around transformers' LlamaForCausalLM: python dev/bench/bench_step01.py
 
-One process, one thread, float32, SDPA in both, the same work; rounds of the two alternate, and the number to read is
-the median of the ratios of neighbouring rounds.
+Both do the same work, in one process and one thread, in float32 with SDPA. Their rounds alternate, and the number to
+read is the median of the ratios of neighbouring rounds.
 """
 import argparse
 import json

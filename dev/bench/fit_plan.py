@@ -1,10 +1,11 @@
-"""Fits the constants of tools/plan/nanotron.py to real runs: python dev/bench/fit_plan.py [--out FILE | --tables]
+"""Fit the constants of tools/plan/nanotron.py to real runs: python dev/bench/fit_plan.py [--out FILE | --tables]
 
-The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). Prints the constants, ready to be copied; then,
-for each number of nodes, how well runs on it are predicted by constants that were fitted without any of them.
+The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). The program prints the constants, ready to be
+copied; then, for each number of nodes, how well constants that were fitted without its runs predict them.
 
-Every constant has a value that one would give it before any fit, and how far one would believe it to be off (PRIORS). A fit weighs
-both: what the runs do not determine stays where it was. The loss is robust (Cauchy's), for some runs are not what they seem.
+Every constant has a prior: the value that one would give it before any fit, and by how much one would believe it to be off. A fit
+weighs both, so a constant that the runs do not determine stays where it was. The loss is robust (Cauchy's), because some runs are
+not what they seem.
 """
 import argparse
 import csv
@@ -35,10 +36,10 @@ PUBLISHED = ROOT / "tests/data/published_speeds.csv"
 SIMULATED = ROOT / "tests/data/published_runs.csv"
 NODES = (1, 2, 8, 32)
 
-# name: (value, factor that it may well be off by). [P] physics: a known number is near it. [F] fudge: nobody knows why it is so
+# name: (value, factor by which it may well be off). [P] physics: it is near a known number. [F] fudge: nobody knows why it is so
 # large, or it stands for many small things
-TIME_PRIORS = dict(                                       # factors on the simulator's physics, and what is nanotron's own
-    product=(1, 1.2), head=(0.9, 1.1),                    # [F] a layer's products take longer than the simulator's, the head's less
+TIME_PRIORS = dict(                                       # factors on the simulator's physics, and nanotron's own constants
+    product=(1, 1.2), head=(0.9, 1.1),                    # [F] a layer's products take longer than simulated, the head's less
     shape=(1, 1.5), memory=(1, 2), loss=(1, 1.6),         # [F] memory: some of its kernels are fused
     launch=(4.4e-3, 1.35),                                # [P] s per layer with tp: Python and launches
     fill_launch=(1 / 3, 1.5),                             # [F] share of it that is left while a pipeline fills
@@ -46,39 +47,39 @@ TIME_PRIORS = dict(                                       # factors on the simul
     pair=(0.65, 1.35),                                    # [P] NCCL has the switch help groups of more than two
     network=(1.1, 1.2), congestion=(0.2, 1.35), hop=(6e-5, 1.6), gather_hop=(6e-6, 1.5),              # [P]
     overlap=(0.4, 1.35), optimizer=(1.6, 1.2), step=(0.04, 1.6),                                      # [F]
-    stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2),          # [F] s, a step of a tp ring when pp crosses nodes; that leaves a node
+    stall_hop=(3e-4, 1.6), stall_node=(6e-5, 2),          # [F] s per step of a tp ring when pp crosses nodes; if it leaves a node
     stage=(3e-3, 2),                                      # [F] s per micro-batch when pp crosses nodes
-    gather_efficiency=(0.25, 1.5),                        # [F] of the network: ZeRO-1 gathers weights tensor by tensor
-    unhidden_efficiency=(0.08, 1.5),                      # [F] of the network: what it sums after the step without ZeRO and with pp
+    gather_efficiency=(0.25, 1.5),                        # [F] of the network's speed: ZeRO-1 gathers weights tensor by tensor
+    unhidden_efficiency=(0.08, 1.5),                      # [F] of the network's speed: for sums after the step, with pp but no ZeRO
     jitter=(0.02, 1.5))                                   # [F] a stall takes so much longer with each doubling of the nodes
 MEMORY_PRIORS = dict(
-    parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6),      # [P] weights 2, float32 gradients 4; with dp a bfloat16 copy of these
+    parameter_bytes=(6, 1.2), bucket_bytes=(2, 1.6),      # [P] weights 2, float32 gradients 4; with dp a bfloat16 copy of those
     optimizer_bytes=(12, 1.1),                            # [P] float32 master and two moments
     hidden_bytes=(34, 1.5),                               # [F] kept per token, layer and hidden: inputs of norms and products
     mlp_bytes=(5, 1.5),                                   # [P] per token, layer and intermediate: gate, up and product
     embedding_bytes=(4, 2.7),                             # [P] per token and hidden on the first stage of several
-    logit_bytes=(10, 1.35), old_logit_bytes=(2, 2),       # [P] per token and word; with accumulation the micro-batch's before, too
-    gathered=(0.8, 1.5),                                  # [P] of a layer's two inputs that tp gathers, kept whole without pp
-    gathered_pp=(0.6, 1.5),                               # [F] the same in a pipeline, of all micro-batches in flight but two
+    logit_bytes=(10, 1.35), old_logit_bytes=(2, 2),       # [P] per token and word; with accumulation also the last micro-batch's
+    gathered=(0.8, 1.5),                                  # [P] share of a layer's two gathered inputs that is kept, without pp
+    gathered_pp=(0.6, 1.5),                               # [F] the same with pp, for all micro-batches in flight but two
     base=(0.3, 1.6))                                      # [F] GiB
-NOISE = 0.07                                              # of a run, against which a prior's factor is weighed
+NOISE = 0.07                                              # of a run; a prior's factor is weighed against it
 
 
 def load(path=DATA):
-    """Rows with numbers in them; runs of another batch or another shape are left out."""
+    """Load the runs, without those of another batch or another shape."""
     with open(path) as file:
         rows = list(csv.DictReader(file))
     return [row for row in rows if row["gbs_seqs"] == "256" and "variant" not in row["note"]]
 
 
 def judged(rows):
-    """What constants are fitted to: it ran, and its step is not one of the older trainer's, whose pipeline stood still between
-    micro-batches."""
+    """Return the runs that constants are fitted to: those that succeeded, without the older trainer's, whose pipeline stood still
+    between micro-batches."""
     return [row for row in rows if row["status"] == "ok" and row["code"] == "new"]
 
 
 def fit(rows, priors, predict, observed, start=None, scale=0.08):
-    """Levenberg and Marquardt's method on the logarithms of the constants."""
+    """Fit the logarithms of the constants, with the Levenberg-Marquardt method."""
     names = list(priors)
     middle, width = np.log([priors[name][0] for name in names]), np.log([priors[name][1] for name in names])
     x, seen = np.log([start[name] for name in names]) if start else middle.copy(), np.log([observed(row) for row in rows])
@@ -86,7 +87,7 @@ def fit(rows, priors, predict, observed, start=None, scale=0.08):
     def errors(x):
         constants = dict(zip(names, np.exp(x)))
         return np.log([predict(row, constants) for row in rows]) - seen
-    for scale in [scale] if start else [0.3, scale]:      # from afar first with a loss that minds all rows
+    for scale in [scale] if start else [0.3, scale]:      # from afar, start with a loss that all rows affect
         def loss(e, x):
             return scale**2 * np.log1p((e / scale) ** 2).sum() + NOISE**2 * (((x - middle) / width) ** 2).sum()
         damping, e = 1e-3, errors(x)
@@ -111,7 +112,7 @@ def fit(rows, priors, predict, observed, start=None, scale=0.08):
 
 
 def fit_all(rows, start=None):
-    """(constants of time, constants of memory, GiB that can be used)"""
+    """Return the constants of time, the constants of memory, and the GiB that can be used."""
     runs = judged(rows)
     prepared = {id(row): nanotron.benchmark_run(row) for row in rows}
     seconds = fit(runs, TIME_PRIORS, lambda row, k: nanotron.benchmark_seconds(prepared[id(row)], k),
@@ -123,7 +124,7 @@ def fit_all(rows, start=None):
 
 
 def usable(rows, prepared, memory):
-    """The limit that tells best which runs fail: the middle of those that are equally good."""
+    """Return the limit that best tells which runs fail: the median of those that are equally good."""
     failed = {}
     for row in rows:
         failed.setdefault(nanotron.key(row), [row, True])[1] &= row["status"] != "ok"
@@ -142,7 +143,7 @@ def rounded(constants):
 
 
 def leave_out(rows, start):
-    """{number of nodes: constants fitted to the others}"""
+    """Return {number of nodes: constants fitted to the runs on other numbers}."""
     return {nodes: fit_all([row for row in rows if int(row["nodes"]) != nodes], start) for nodes in NODES}
 
 
@@ -175,7 +176,7 @@ FENCED = "```text\n{}\n```"
 
 
 def readme_tables(rows, which=("query", "published", "held out", "plans")):
-    """{name of a marked place: what belongs there}"""
+    """Return {name of a marked place: the text that belongs there}."""
     found = {}
     if "query" in which:
         words = re.search(r"^python tools/plan (.*)$", README.read_text(), re.M)[1]
@@ -226,15 +227,15 @@ def held_out_table(rows, whole, held_out):
 
 
 def undisturbed(rows):
-    """Without one run, half as fast as the same with ZeRO-1: of 104 such pairs the next worst is at 0.78. It takes part in the fit,
-    and in all other rows of the table."""
+    """Leave out one run that is half as fast as the same with ZeRO-1; the next worst of 104 such pairs is at 0.78. It takes part in
+    the fit, and in all other rows of the table."""
     return [row for row in rows if nanotron.key(row) != ("1B", 8, 64, 1, 1, 0, 2, 2)]
 
 
 def planned():
-    """Of every published run what was measured, what the planner says, and its interval."""
+    """Yield every published run with its measured speed, the planner's prediction and its interval."""
     simulated = [of_a_simulated_run(row) for row in csv.DictReader(open(SIMULATED))]
-    others = [row for row in load_published() if "table 1" not in row["source"]]   # those are among the simulated
+    others = [row for row in load_published() if "table 1" not in row["source"]]   # table 1 is among the simulated
     for row in simulated + others:
         said = published.predict(row)
         yield dict(row, published=measured_speed(row), planned=said["pred_tok_s_gpu"], low=said["pred_low"],
@@ -242,7 +243,7 @@ def planned():
 
 
 def of_a_simulated_run(run):
-    """A row of published_runs.csv, all of them ZeRO-3 alone, as one of published_speeds.csv."""
+    """Turn a row of published_runs.csv, all of which are ZeRO-3 alone, into one of published_speeds.csv."""
     batch = int(run["gpus"]) * int(run["micro_batch"]) * int(run["accumulation"])
     return dict(run, dp=run["gpus"], tp="", cp="", pp="", fsdp_stage="3", schedule="", sequences_per_step=str(batch),
                 power_w=run["watts"], precision="bfloat16", head_dim=str(int(run["hidden"]) // int(run["heads"])),
@@ -250,7 +251,7 @@ def of_a_simulated_run(run):
 
 
 def measured_speed(row):
-    """Tokens per second and GPU, as published or out of its FLOPs, which count half of attention."""
+    """Return the tokens per second and GPU, as published or computed from the FLOPs, which count half of attention."""
     if row["tokens_per_s_per_gpu"]:
         return float(row["tokens_per_s_per_gpu"])
     flops = costs.flops_per_token(published.model_of(row), int(row["seq_len"]), causal=True)
@@ -285,7 +286,7 @@ def published_table():
 
 
 def plans():
-    """What the planner recommends, on H100, for a batch of 1,024 sequences of 4,096."""
+    """Yield a table of the planner's recommendations on H100, for a batch of 1,024 sequences of 4,096 tokens."""
     sizes = (8, 64, 512, 2048)
     yield "| model | " + " | ".join(f"{gpus:,} GPUs" for gpus in sizes) + " |"
     yield "|---|" + "---|" * len(sizes)
@@ -310,14 +311,14 @@ def load_published():
 
 
 # ------------------------------------------------------------------------------------------- what the runs say themselves
-KINDS = {                                                 # of layouts: (tp, pp) -> whether it is one
+KINDS = {                                                 # kinds of layouts: (tp, pp) -> whether a layout is one
     "dp alone": lambda tp, pp: tp == pp == 1, "tp to 8": lambda tp, pp: 1 < tp <= 8 and pp == 1, "pp": lambda tp, pp: tp == 1 < pp,
     "tp to 8, pp": lambda tp, pp: 1 < tp <= 8 and pp > 1, "tp 16, 32": lambda tp, pp: tp > 8}
 
 
 def best_runs(rows):
-    """A table, in Markdown: of each model and number of nodes the best run, and the best of each kind of layout as a share of
-    that."""
+    """Yield a Markdown table: for each model and number of nodes, the best run, and the best of each kind of layout as a share of
+    it."""
     cells = {}
     for row in rows:
         if row["status"] == "ok" and row["code"] != "legacy":
@@ -341,8 +342,8 @@ def tokens_per_s(row):
 
 
 def paired(rows, before, after):
-    """(runs, median ratio of speed, median ratio of memory): runs that `before` takes, and the same with what `after` changes in
-    them."""
+    """Compare the runs that `before` selects with the same runs changed as `after` says. Return the number of such pairs, and the
+    median ratios of their speed and memory."""
     rows = {nanotron.key(row): row for row in rows if row["status"] == "ok" and row["code"] == "new"}
     pairs = [(row, rows[nanotron.key({**row, **after(row)})]) for row in rows.values()
              if before(row) and nanotron.key({**row, **after(row)}) in rows]
@@ -350,7 +351,7 @@ def paired(rows, before, after):
 
 
 def changes(rows):
-    """A table of what one change does, everything else alike."""
+    """Yield a table of what one change does, all else being equal."""
     number = lambda row, name: int(row[name])
     single = lambda row: number(row, "tp") == number(row, "pp") == 1
     cut = lambda row: 1 < number(row, "tp") <= 8
@@ -375,8 +376,8 @@ COLUMNS = ("mem median", "mem mean", "oom", "tok median", "tok mean", "rank corr
 
 
 def score(rows):
-    """Errors of what ran; failures told apart; inside each (model, nodes) the order, and what the best-looking run loses on the
-    best."""
+    """Score predictions: the errors of runs that succeeded; how many failures are told; and for each (model, nodes), the order, and
+    how much the best-looking run loses to the best."""
     configurations = {}
     for row in rows:
         configurations.setdefault(nanotron.key(row), []).append(row)
@@ -398,7 +399,7 @@ def score(rows):
 
 
 def correlation(a, b):
-    """Spearman's: of the ranks, ties sharing theirs."""
+    """Return Spearman's correlation, which is that of the ranks; ties share theirs."""
     ranks = [[statistics.fmean([i for i, other in enumerate(sorted(values)) if other == value]) for value in values]
              for values in (a, b)]
     return statistics.correlation(*ranks)

@@ -1,9 +1,9 @@
-"""Runs that others published, beside the same ones as tools/simulate sees them.
+"""Compare runs that others published with the same runs in tools/simulate.
 
     python dev/bench/published.py                      # the table that docs/proof.md sums up
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
 
-The runs are in tests/data/published_runs.csv. Of more than four micro-batches four are simulated.
+The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated.
 """
 import argparse
 import csv
@@ -42,7 +42,7 @@ def flags_of(run, folder):
 
 
 def every_second():
-    """torchtitan's selective recomputation: of all products every second one is made again."""
+    """Return torchtitan's policy of selective recomputation, which makes every second product again."""
     made = Counter()
 
     def keep(hidden, ctx, op, *args, **kwargs):
@@ -55,7 +55,7 @@ def every_second():
 
 
 def notes_of(run, kept):
-    """What its ranks note; kept in a folder, since that takes longest."""
+    """Return what a run's ranks note. Keep it in a folder, since recording takes longest."""
     told = "model", "gpus", "seq_len", "micro_batch", "accumulation", "recompute", "compile"
     file = kept / ("-".join(run[name] for name in told) + ".pickle")
     if not file.exists():
@@ -68,7 +68,7 @@ def notes_of(run, kept):
 
 
 def simulated(run, kept):
-    """Tokens per second and GPU."""
+    """Return a run's tokens per second and GPU, as simulated."""
     recordings, ranks, batch = notes_of(run, kept)
     gpu = gpus.GPUS[run["gpu"]]
     if run["watts"]:
@@ -79,7 +79,7 @@ def simulated(run, kept):
 
 
 def fit(runs, kept):
-    """One constant after the other, until none gets better."""
+    """Fit one constant after another, until none improves."""
     def error(values):
         gpus.MEMORY, gpus.TAKEN = values["MEMORY"], values["TAKEN"]
         for name in ("h100", "a100"):

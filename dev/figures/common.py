@@ -1,4 +1,4 @@
-"""What the makers of figures share: where a step's code and pictures are, runs under torchrun, and tables that go into a page."""
+"""Helpers that all makers of figures share: find a step's code and pictures, run under torchrun, put tables into a page."""
 import json
 import os
 import re
@@ -13,21 +13,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from steps import PYTHONPATH, ROOT, full_name
 
 sys.path += PYTHONPATH
-from jobs import storage_bytes as bytes_of                # noqa: F401  every storage once
+from jobs import storage_bytes as bytes_of                # noqa: F401  counts every storage once
 
 matplotlib.use("Agg")
-PICTURES = ROOT / "docs/figures"                          # of the front page and of docs/
+PICTURES = ROOT / "docs/figures"                          # for the front page and docs/
 
 
 def paths_of(number):
-    """A step's folder, whose modules can be imported from now on, and the one of its pictures."""
+    """Return a step's folder and that of its pictures. Make the step's modules importable."""
     step = ROOT / full_name(number)
     sys.path.insert(0, str(step))
     return step, step / "figures"
 
 
 def put_into_page(page, tables):
-    """Each table between its marks."""
+    """Write each table into the page, between its marks."""
     text = page.read_text()
     for name, rows in tables.items():
         text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
@@ -37,13 +37,13 @@ def put_into_page(page, tables):
 
 
 def torchrun(world, *words, **how):
-    """A program on so many ranks with one thread each."""
+    """Run a program on so many ranks, with one thread each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), *words]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
 
 
 def seen_by_ranks(file, word, world, jobs, timeout):
-    """What the ranks of a torchrun of `file word OUT JOBS` write into OUT, of each job."""
+    """Run `file word OUT JOBS` under torchrun; return what its ranks write into OUT, for each job."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "seen.json")
         torchrun(world, file, word, out, json.dumps(jobs), timeout=timeout)
@@ -51,15 +51,15 @@ def seen_by_ranks(file, word, world, jobs, timeout):
 
 
 def seen_in_runs(file, word, world, runs, timeout):
-    """The same of runs of the trainer; do_runs does them."""
+    """Do the same with runs of the trainer, which do_runs executes."""
     from torch.distributed import TCPStore
-    # a store for every run: in one that another run has used, ranks find the addresses of that run
+    # Each run needs a store of its own: in a used one, ranks would find the addresses of the earlier run.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     return seen_by_ranks(file, word, world, [(*run, store.port) for run, store in zip(runs, stores)], timeout)
 
 
 def do_runs(do, out, runs):
-    """On every rank: do(*run) for each; rank 0 writes what it returned."""
+    """Call do(*run) for each run, on every rank. Rank 0 writes what its calls returned."""
     seen = []
     for *run, port in json.loads(runs):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

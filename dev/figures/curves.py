@@ -1,4 +1,4 @@
-"""Draws curves.png of the README: one training run, in the layouts of all steps.    python dev/figures/curves.py"""
+"""Draw the README's curves.png: one training run, in the layouts of all steps.    python dev/figures/curves.py"""
 import os
 import tempfile
 
@@ -47,7 +47,7 @@ def draw(runs, out):
 
 
 def difference(line, one):
-    """Relative, and not below what can be told."""
+    """Return the largest relative difference between two lines, but at least float64's precision."""
     return max(torch.finfo(torch.float64).eps, *(abs(line[key] / one[key] - 1) for key in ("loss", "grad_norm")))
 
 

@@ -1,6 +1,6 @@
-"""How far the layouts of one run drift apart: the table of docs/rounding.md, and drift.png.    python dev/figures/drift.py
+"""Measure how far the layouts of one run drift apart: the table of docs/rounding.md, and drift.png.    python dev/figures/drift.py
 
-    python dev/figures/drift.py --logs FOLDER        # keeps the runs' logs there, and takes those that are there already
+    python dev/figures/drift.py --logs FOLDER        # keeps the runs' logs there, and reuses those already there
 """
 import argparse
 import json
@@ -16,7 +16,7 @@ from patched import MISTAKES, copy_step
 from plot import COLORS, plt
 
 PAGE = ROOT / "docs/rounding.md"
-DTYPES = {"float64": "o", "float32": "s", "bfloat16": "D"}                       # and how they are marked
+DTYPES = {"float64": "o", "float32": "s", "bfloat16": "D"}                       # and their markers
 BROKEN = "tp 4, norms not summed"
 LAYOUTS = {"one process, micro-batch of 4": (1, "--micro_batch_size 4"), "ZeRO-3 over 4": (4, "--zero 3"), "tp 4": (4, "--tp 4"),
            "cp 4": (4, "--cp 4"), "pp 4": (4, "--pp 4"), BROKEN: (4, "--tp 4")}
@@ -39,7 +39,7 @@ def broken(folder):
 
 
 def measure(logs, folder):
-    """{dtype: {layout: {number: how far from one process, relative, at most up to each step}}}"""
+    """Return {dtype: {layout: {number: its largest relative difference from one process, up to each step}}}."""
     trainers = dict.fromkeys(LAYOUTS, ROOT / "step08_5d") | {BROKEN: broken(folder)}
     apart = {}
     for dtype in DTYPES:
@@ -69,7 +69,7 @@ def draw(apart, out):
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for dtype, marker in DTYPES.items():
         for layout, color, line in (("tp 4", COLORS[0], "-"), (BROKEN, COLORS[5], "--")):
-            values = [value or float("nan") for value in apart[dtype][layout]["grad_norm"]]        # no place for zero
+            values = [value or float("nan") for value in apart[dtype][layout]["grad_norm"]]        # a log scale has no zero
             axis.plot(values, color=color, linestyle=line, marker=marker, markersize=4.5, linewidth=1.4)
             if layout == "tp 4":
                 axis.annotate(dtype, (len(values) - 1, values[-1]), (8, 0), textcoords="offset points", va="center", fontsize=10)

@@ -1,6 +1,6 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python dev/figures/step01.py                    all of it (about three minutes on two cores)
+    python dev/figures/step01.py                    everything (about three minutes on two cores)
     python dev/figures/step01.py attention fits     only these pictures, and no table
 """
 import os
@@ -30,7 +30,7 @@ MODES = ["none", "selective", "full"]
 
 
 def run(flags, keep):
-    """Runs the trainer; returns the rows of its memory picture, and what `keep` says of its model and optimizer."""
+    """Run the trainer; return the rows of its memory picture, and what `keep` returns for its model and optimizer."""
     kept = {}
     class Keeping(train.Profiler):
         def __init__(self, model, optimizer, args):
@@ -47,12 +47,12 @@ def run(flags, keep):
 
 
 def alive(memory, *kinds):
-    """Bytes of those kinds that a LiveMemory has seen made, and that are still alive."""
+    """Return the bytes of the storages of these kinds that a LiveMemory has seen made and that are still alive."""
     return sum(storage.nbytes() for storage, kind in memory.kinds.items() if kind in kinds)
 
 
 def persistent(model, optimizer):
-    """Bytes of live storages between two steps, each counted once."""
+    """Return the bytes that persist between two steps, by kind, each storage counted once."""
     params = list(model.parameters())
     own = [master for master in optimizer.masters if master.dtype != params[0].dtype]
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
@@ -72,7 +72,7 @@ def persistent_table():
 
 
 def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
-    """Bytes that one layer more keeps from forward to backward."""
+    """Return the bytes per token that one more layer keeps from forward to backward."""
     shape, kept = replace(config.PRESETS["tiny"], hidden_size=128, head_dim=16), []
     for layers in (2, 4):
         args = config.parse_args(["--dtype", dtype, "--recompute", mode])
@@ -122,7 +122,7 @@ def accumulation_table():
 
 
 def memory_picture():
-    """The memory profile of each recomputation mode, two steps of it, on one scale."""
+    """Draw two steps of each recomputation mode's memory profile, all on one scale."""
     figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.6), sharey=True)
     for mode, axes in zip(MODES, panels):
         rows = run(f"--steps 4 --seq_len 256 --global_batch_size 6 --recompute {mode}", lambda **_: None)[0]
@@ -156,13 +156,13 @@ def preset_table():
 
 
 def activation_bytes(c):
-    """Of one token in one layer, in bfloat16 with fused norms: none, selective, full."""
+    """Return the activation bytes per token and layer, in bfloat16 with fused norms, for --recompute none, selective, full."""
     h, kv, i = c.hidden_size, c.num_key_value_heads * c.head_dim, c.intermediate_size
     return 12 * h + 4 * kv + 8 * i, 10 * h + 4 * kv + 4 * i, 2 * h
 
 
 class FusedNorm(torch.autograd.Function):
-    """What a fused kernel keeps: the input, and one float32 a token. (torch's own is for CUDA only.)"""
+    """An RMSNorm that keeps what a fused kernel keeps: the input, and one float32 per token. (Torch's own is for CUDA only.)"""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -172,7 +172,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def with_probabilities(q, k, v):
-    """Attention without a flash kernel: [seq, seq] probabilities per head, which backward needs."""
+    """Compute attention without a flash kernel: each head makes [seq, seq] probabilities, which backward needs."""
     seq, kv_heads, head_dim = k.shape[1:]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = q.reshape(q.shape[0], kv_heads, -1, head_dim) @ k.mT
@@ -183,7 +183,7 @@ def with_probabilities(q, k, v):
 
 
 def kept_at_full_size(c, seq_len, core=None):
-    """Bytes that a layer of a real model keeps of one sequence: live storages of fake tensors."""
+    """Return the bytes that a layer of a real model keeps for one sequence: count the live storages of fake tensors."""
     with FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
         block = llama.Block(c)
@@ -198,12 +198,12 @@ def kept_at_full_size(c, seq_len, core=None):
         live.kinds[x.untyped_storage()] = "activations"
         with live:
             out = block(x.requires_grad_(), *tables)
-        # what a Function's forward makes is "rest"
+        # tensors made in a Function's forward count as "rest"
         return alive(live, "activations", "rest") - out.untyped_storage().nbytes()
 
 
 def attention_picture():
-    """Activations of one sequence over its length, with and without a flash kernel."""
+    """Plot one sequence's activations against its length, with and without a flash kernel."""
     c = config.PRESETS["llama-8b"]
     layers, flash = c.num_hidden_layers, activation_bytes(c)[0]
     curves = {"with": (None, lambda s: flash * s, "#4878a8", "-", [2048, 4096, 8192, 12288, 16384]),
@@ -239,7 +239,7 @@ def attention_picture():
 
 
 def fits_picture():
-    """What training keeps, as bars against one GPU's memory."""
+    """Draw what training keeps in memory as bars, beside one GPU's memory."""
     kinds = ["weights", "gradients", "optimizer states", "activations of one\n4,096-token sequence"]
     colors = [COLORS[name] for name in ("parameters", "gradients", "optimizer states", "activations")]
     names = ["llama-1b", "llama-3b", "llama-8b", "llama-70b"]
@@ -272,7 +272,7 @@ def fits_picture():
 
 
 def noise_table():
-    """How much the gradient of a batch varies, against the gradient itself; from sequences not trained on."""
+    """Measure how much a batch's gradient varies, relative to the gradient itself, on sequences that were not trained on."""
     args, sequences = config.parse_args(["--steps", "121"]), 256
     shape = config.load_config(args)
     tokens = train.load_tokens(args, shape.vocab_size)

@@ -1,6 +1,6 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python dev/figures/step02.py                 all of it (about three minutes on two cores)
+    python dev/figures/step02.py                 everything (about three minutes on two cores)
     python dev/figures/step02.py idea ring       only these pictures, and no table
 """
 import json
@@ -39,8 +39,8 @@ SEQ_LEN = 64
 
 
 # --------------------------------------------------------------------------------------- pictures of the idea
-RANKS = ["#9ecae8", "#f2b880", "#a8d5a2", "#d9b3d9"]      # one colour a rank
-SUM, NOTHING = "#3d5a80", "#eeeeee"                       # of a sum over all ranks; where nothing is
+RANKS = ["#9ecae8", "#f2b880", "#a8d5a2", "#d9b3d9"]      # one colour per rank
+SUM, NOTHING = "#3d5a80", "#eeeeee"                       # for a sum over all ranks; for an empty place
 
 
 def box(axes, x, y, width, height, text="", color="white", **how):
@@ -68,7 +68,7 @@ def save(figure, name):
 
 
 def shares_of(ranks):
-    """Each rank's part of the loss in the first step of the default run, and one number of its gradient."""
+    """Return each rank's part of the loss in the first step of the default run, and one number of its gradient."""
     args = config.parse_args([])
     args.dp = ranks
     shape = config.load_config(args)
@@ -111,7 +111,7 @@ def idea_picture():
 
 # -------------------------------------------------------------------------------------------- the collectives
 def collective_worker(rank, folder, results):
-    """Every collective once, on four gloo ranks: (name, what this rank has before, what after)."""
+    """Call every collective once, on four gloo ranks; put into results (name, what this rank has before, what after)."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     four, one = torch.tensor([1, 2, 3, 4]) + 10 * rank, torch.tensor([rank + 5])
@@ -124,7 +124,7 @@ def collective_worker(rank, folder, results):
     x = one.clone() if rank == 2 else torch.zeros_like(one)
     note("broadcast, from rank 2", lambda: dist.broadcast(x, src=2), one if rank == 2 else none, x)
     y = four.clone()
-    dist.reduce(y, dst=0)                                 # what it leaves on the other ranks means nothing
+    dist.reduce(y, dst=0)                                 # on the other ranks the result is undefined
     seen.append(("reduce, to rank 0", four.tolist(), y.tolist() if rank == 0 else []))
     z = four.clone()
     note("all-reduce", lambda: dist.all_reduce(z), four, z)
@@ -183,9 +183,9 @@ def collectives_picture():
 
 # ------------------------------------------------------------------------------------------------ the ring
 def ring_moves(n=4):
-    """The messages of a ring all-reduce, worked through on a table.
+    """Work through the messages of a ring all-reduce on a table.
 
-    They are [(phase, table before, [(from, to, part, value)], table after)]."""
+    Return [(phase, table before, [(from, to, part, value)], table after)]."""
     table, moves = [[(part + 1) * 10**rank for part in range(n)] for rank in range(n)], []
     for i in range(2 * (n - 1)):
         summing = i < n - 1
@@ -213,7 +213,7 @@ def ring_gif():
     axes = blank(figure, 8, 4.7)
 
     def at(rank, part, sideways):
-        """The middle of a message beside a cell: those that go sideways fly outside the rows, the others between them."""
+        """Return the middle of a message beside a cell. Messages that go sideways fly outside the rows, the others between."""
         above = (rank < 2) == sideways
         return corners[rank][0] + width * (part + 0.5), corners[rank][1] + (height + 0.25 if above else -0.25)
 
@@ -251,9 +251,9 @@ def ring_gif():
 
 # ------------------------------------------------------------------------------------------ buckets that fill
 def buckets_worker(rank, port, folder, results):
-    """One training step after another with --bucket_mb 4, watched.
+    """Watch one training step after another with --bucket_mb 4.
 
-    Of the fastest backward: when each gradient came, and when each all-reduce began and ended."""
+    Put into results, from the step with the fastest backward, when each gradient came and when each all-reduce began and ended."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -278,7 +278,7 @@ def buckets_worker(rank, port, folder, results):
         reduces.append((len(came), times))
         return work
     dist.all_reduce, rows, fastest = watched, torch.randint(0, 4096, (4, SEQ_LEN + 1)), None
-    for _ in range(100):                                  # one of them has both cores for itself, let us hope
+    for _ in range(100):                                  # let us hope that one of them has both cores to itself
         came.clear()
         reduces.clear()
         dist.barrier()
@@ -287,7 +287,7 @@ def buckets_worker(rank, port, folder, results):
         loss.backward()
         end = time.perf_counter()
         sum_gradients()
-        time.sleep(0.05)                                  # all callbacks have come
+        time.sleep(0.05)                                  # until all callbacks have run
         step = dict(end=1e3 * (end - start), came=[(name, size, 1e3 * (t - start)) for name, size, t in came],
                     reduces=[(last, 1e3 * (a - start), 1e3 * (b - start)) for last, (a, b) in reduces])
         fastest = min(fastest or step, step, key=lambda s: max(s["end"], s["reduces"][-1][2]))
@@ -299,7 +299,7 @@ def buckets_worker(rank, port, folder, results):
 
 
 def where(name):
-    """The place of a parameter in the model, in few letters."""
+    """Return the place of a parameter in the model, in few letters."""
     others = {"lm_head.weight": "head", "model.embed_tokens.weight": "embedding", "model.norm.weight": "norm"}
     return others.get(name) or f"layer {name.split('.')[2]}"
 
@@ -346,11 +346,11 @@ def buckets_picture(folder):
 
 # -------------------------------------------------------------------------------------------- overlap, traced
 def spans_of(trace):
-    """(start, end) in ms of backward, all-reduces (by thread) and optimizer, from the start of backward."""
+    """Return (start, end) of backward, all-reduces (with their thread) and optimizer, in ms from the start of backward."""
     with open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     reduces = [e for e in events if e["name"] == "gloo:all_reduce"]
-    loss = max(reduces, key=lambda e: e["ts"])            # the last is the loss's
+    loss = max(reduces, key=lambda e: e["ts"])            # the last one reduces the loss
     backward = [e for e in events if e["name"].startswith("autograd::engine")]
     adamw = next(e for e in events if e["name"].startswith("Optimizer.step"))
     start = min(e["ts"] for e in backward)
@@ -362,7 +362,7 @@ def spans_of(trace):
 
 
 def overlap_picture(folder):
-    """A training step of each mode, rank 0 of 2, from the start of backward: of three traces the shortest."""
+    """Draw a training step of each mode on rank 0 of 2, from the start of backward: the shortest of three traces."""
     traces = {}
     for mode, flags in MODES.items():
         for _ in range(3):
@@ -395,7 +395,7 @@ def overlap_picture(folder):
 
 # ------------------------------------------------------------------------------------------- the other tables
 def bfloat16_table():
-    """Real gradients of single sequences, added one after the other as a ring does."""
+    """Add real gradients of single sequences one after another, as a ring does; make a table of the errors."""
     args = config.parse_args("--global_batch_size 64 --micro_batch_size 1".split())
     args.dp = 1
     shape = config.load_config(args)

@@ -1,9 +1,9 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step03.py                 (about three minutes on two cores)
     python dev/figures/step03.py timeline        (the timeline alone)
 
-The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what it saw of each.
+The runs come first, in one torchrun of this file per number of ranks; rank 0 writes what it saw in each.
 """
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ DP = 4
 
 
 def flags(stage, dtype="float32", micro_batches=1, more=""):
-    """Four sequences on each rank."""
+    """Return the flags of a run with four sequences on each rank."""
     batch = f"--global_batch_size {4 * DP} --micro_batch_size {4 // micro_batches}"
     return f"--zero {stage} --dtype {dtype} --seq_len 32 {batch} {more}"
 
@@ -48,13 +48,13 @@ RUNS += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1,
 RUNS += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
 RUNS += [(flags(3), group) for group, _, _ in UNITS if group != "1"]
 SEEN = {}                                                 # by (flags, units)
-# bytes per parameter in float32 and bfloat16, and from which stage on they are divided by dp
+# bytes per parameter in float32 and in bfloat16, and the stage from which on they are divided by dp
 BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
 class Watch(live_storages.LiveStorages):
-    """Sees storages resized as well, which no operation does."""
+    """LiveStorages that also sees storages resized, which no operation does."""
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_
         def resize_(storage, size):
@@ -69,7 +69,7 @@ class Watch(live_storages.LiveStorages):
 
 
 def tensors_of(model, optimizer):
-    """What persists, by kind."""
+    """Return the tensors that persist, by kind."""
     params, units = list(model.parameters()), zero.zero_units(model)
     masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
     grads = [t for unit in units for t in (unit.flat_grad, unit.grad_shard) if t is not None]
@@ -80,7 +80,7 @@ def tensors_of(model, optimizer):
 
 
 def cut_into_units(group, model, mesh, args):
-    """zero.make_units with other units, for stage 3: half a block, so many blocks, or the whole model."""
+    """Replace zero.make_units with other units, for stage 3: half a block, several blocks, or the whole model."""
     shards = zero.data_mesh(mesh)._unflatten(0, (1, args.dp), ("replicate", "shard"))
     decoder = model.model
     layers = list(decoder.layers.values())
@@ -98,7 +98,7 @@ def cut_into_units(group, model, mesh, args):
 
 
 def watch(argv, group):
-    """Runs the trainer; returns bytes that persist, what the ledger saw, and memory over the last step."""
+    """Run the trainer; return the bytes that persist, what the ledger saw, and memory over the last step."""
     seen, live, kept, buffers = {}, Watch(), {}, set()
 
     class Keeping(profiling.Profiler):
@@ -139,7 +139,7 @@ def watch(argv, group):
     zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = add, gather
     train.make_units, train.Profiler = cut, profiler
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
-    seen["grads"] = max(alive)                            # those under way among them
+    seen["grads"] = max(alive)                            # including those that are being reduced
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
     seen["peak"] = max(map(sum, seen["rows"]))
     return seen
@@ -154,9 +154,9 @@ TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4
 
 
 def trace(out, argv):
-    """Runs the trainer; writes for every step what happened, and when.
+    """Run the trainer; write for every step what happened, and when.
 
-    By the clock of this thread, which stands while it waits."""
+    The times are by this thread's clock, which stands still while it waits."""
     steps, number = [], {}
 
     class Traced(profiling.Profiler):
@@ -166,7 +166,7 @@ def trace(out, argv):
             yield
 
     def note(what, unit):
-        if steps:                                         # not while the model is built
+        if steps:                                         # skip what happens while the model is built
             steps[-1].append((what, number[unit], time.thread_time()))
 
     def noted(what, function):
@@ -210,7 +210,7 @@ def trace(out, argv):
 
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
-    """Fills SEEN with what rank 0 saw of the third training step of each run."""
+    """Fill SEEN with what rank 0 saw in the third training step of each run."""
     SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "watch", DP, RUNS, timeout=600)))
     for key, seen in SEEN.items():
         assert seen["payload"] == seen["formula"], (key, seen["payload"], seen["formula"])
@@ -221,7 +221,7 @@ def run(argv, group="1"):
 
 
 def share(what, stage, dp, dtype="float32"):
-    """Bytes per parameter, from the formula."""
+    """Return the bytes per parameter, by the formula."""
     float32, bfloat16, first = BYTES[what]
     return (float32 if dtype == "float32" else bfloat16) / (dp if stage >= first else 1)
 
@@ -245,7 +245,7 @@ def wire_of(seen, *collectives):
 
 
 def wire_table():
-    """P counts elements here; one, and four micro-batches a step; the loss and the norm left out."""
+    """Make the table for one and for four micro-batches per step. P counts elements here; the loss and the norm are left out."""
     again = P - 2 * 16384 - 64 - (P - 2 * 16384 - 64) // 8                         # all blocks but the last
     assert again == P - 16384 - 16448 - 49280
     rows = ["| stage | micro-batches | reduced, elements: formula | measured | gathered: formula "
@@ -297,7 +297,7 @@ def hybrid_table():
 
 # ----------------------------------------------------------------------------------------------- the pictures
 def holds_picture():
-    """Who holds what: a row per rank, a column of four quarters per kind."""
+    """Draw who holds what: a row per rank, and a column of four quarters per kind."""
     figure, panels = plt.subplots(1, 4, figsize=(10, 3.7))
     titles = ["--zero 0", "--zero 1", "--zero 2", "--zero 3"]
     for stage, axes in enumerate(panels):
@@ -324,7 +324,7 @@ def holds_picture():
 
 
 def step_picture():
-    """Memory on rank 0 over one training step of two micro-batches."""
+    """Draw the memory on rank 0 over one training step of two micro-batches."""
     figure, panels = plt.subplots(2, 2, figsize=(9.5, 6.4), sharey=True)
     panels = list(panels.flat)
     for stage, axes in enumerate(panels):
@@ -351,9 +351,9 @@ def step_picture():
 
 
 def traced_step():
-    """Rank 0's events of a step, as (what, unit, ms).
+    """Return rank 0's events of a step, as (what, unit, ms).
 
-    All steps have the same; the time between two is the median of them."""
+    All steps have the same events. The time between two of them is the median over the steps."""
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "config.json"), "w") as file:
             json.dump(TRACED, file)
@@ -369,9 +369,9 @@ def traced_step():
 
 
 def timeline_picture():
-    """Rank 0 of 2: what it computes, and the time that a gather and a sum have to hide in.
+    """Draw what rank 0 of 2 computes, and the time that an all-gather and a reduce-scatter have to hide in.
 
-    Below: whose weights are whole."""
+    Below it, draw which units' weights are whole."""
     events, blocks = traced_step(), TRACED["num_hidden_layers"]
     names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
     short = ["", *map(str, range(1, blocks + 1)), "head"]
@@ -387,7 +387,7 @@ def timeline_picture():
             axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=9)
 
     def window(axes, row, start, stop, color, label=""):
-        """Not how long a transfer takes, but how long it may take."""
+        """Draw how long a transfer may take, not how long it does take."""
         axes.plot([start, stop], [row, row], color=color, lw=1.4, ls=(0, (4, 2)), solid_capstyle="butt")
         axes.plot([start], [row], "o", color=color, ms=4.5)
         axes.plot([stop, stop], [row - 0.13, row + 0.13], color=color, lw=2)
@@ -395,7 +395,7 @@ def timeline_picture():
             axes.text((start + stop) / 2, row + 0.08, label, ha="center", va="bottom", fontsize=9)
     turn = max(when("forward done", blocks + 1))
     for unit, label in enumerate(short):
-        lane = 0.42 * (unit % 2)                          # one begins where another ends
+        lane = 0.42 * (unit % 2)                          # two lanes, as one begins where another ends
         for start, stop in zip(when("forward", unit), when("forward done", unit)):
             bar(above, 3, start, stop, "#d9ead9", label)
         for start, stop in zip(when("ask", unit), when("there", unit)):

@@ -1,9 +1,9 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step04.py             (about a minute on two cores)
     python dev/figures/step04.py published   (only the picture of runs that others measured)
 
-The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what was seen of each.
+The runs come first, in one torchrun of this file per number of ranks; rank 0 writes what was seen in each.
 """
 import csv
 import dataclasses
@@ -66,7 +66,7 @@ def do_all(out, jobs):
 
 
 def set_up(flags, layers=TINY.num_hidden_layers):
-    """What train.main does before its loop, on this process group; and the first micro-batch."""
+    """Do what train.main does before its loop, on this process group. Return its objects, and the first micro-batches."""
     shape = dataclasses.replace(TINY, num_hidden_layers=layers)
     args = config.parse_args(f"{flags} {BATCH} --dtype float32 --device cpu".split())
     args.global_batch_size = MICRO_BATCH * (dist.get_world_size() // args.tp)
@@ -79,7 +79,7 @@ def set_up(flags, layers=TINY.num_hidden_layers):
 
 
 def per_layer(measure, flags, keep):
-    """What a model with one layer more has more."""
+    """Return how much more a model with one more layer has."""
     save_matmuls_policy = recompute.save_matmuls_policy
     if keep == "every product":
         recompute.save_matmuls_policy = lambda hidden, *call, **named: save_matmuls_policy(0, *call, **named)
@@ -99,7 +99,7 @@ def sent_by_a_layer(flags, keep):
 
 
 def kept_by_a_layer(flags, keep):
-    """Bytes that are alive between forward and backward, parameters aside; and the number of parameters."""
+    """Return the bytes per layer that are alive between forward and backward, parameters aside; and its parameters."""
     def measure(args, mesh, model, zero, micro_batches):
         live = live_storages.LiveStorages()
         for param in model.parameters():
@@ -107,7 +107,7 @@ def kept_by_a_layer(flags, keep):
         with live:
             hidden = model.model(*micro_batches[0][:2])
         gc.collect()
-        time.sleep(0.3)                                   # gloo's threads let go of what they sent a bit late
+        time.sleep(0.3)                                   # gloo's threads release what they have sent a bit late
         kept = sum(size for _, number, size in live.events if live.kinds[number] != "parameters")
         model.lm_head(hidden, micro_batches[0][2]).backward()
         return {"bytes": kept, "parameters": sum(param.numel() for param in model.parameters())}
@@ -131,11 +131,11 @@ def gather_objects(mine):
     return everybody
 
 
-PARTIAL_SUMS = ("embedding's rows", "o_proj's product", "down_proj's product")     # what leaves a region
+PARTIAL_SUMS = ("embedding's rows", "o_proj's product", "down_proj's product")     # the outputs of the regions and of the embedding
 
 
 class Events(ledger.Ledger):
-    """The places that the walk comes by, and the collectives over tp between them, in order."""
+    """A ledger that lists the places that the walk passes, and the collectives over tp between them, in order."""
     def __init__(self, mesh):
         super().__init__(mesh)
         self.list = []
@@ -154,7 +154,7 @@ class Events(ledger.Ledger):
 
 
 def walk(flags):
-    """One forward and backward: the places and the collectives between them, in order."""
+    """Run one forward and backward; return the places and the collectives between them, in order."""
     args, mesh, model, _, micro_batches = set_up(flags, 1)
     events, decoder, head = Events(mesh), model.model, model.lm_head
     layer = decoder.layers["0"]
@@ -178,7 +178,7 @@ def walk(flags):
         events.note(next(partial_sums), x)
         return leave(x, border)
 
-    def noted_enter(x, border):                           # of the head; the regions enter in `project`
+    def noted_enter(x, border):                           # only the head's; the regions enter in `project`
         events.note("head's input", gathered := enter(x, border))
         return gathered
     enter, leave, partial_sums = tensor_parallel.enter_region, tensor_parallel.leave_region, iter(PARTIAL_SUMS)
@@ -224,7 +224,7 @@ def run_all():
 
 # ------------------------------------------------------------------------------------------------ the tables
 def between(events, first, last):
-    """The collectives between two events."""
+    """Return the collectives between two events."""
     return [event[1:] for event in events[events.index(first) + 1:events.index(last)] if event[0] == "wire"]
 
 
@@ -265,7 +265,7 @@ def kept_per_token(tp, sp, keep="as it is"):
 
 
 def kept_formula(tp, shape=TINY, of_norms=6):
-    """Numbers per token inside the regions, and outside with and without sp."""
+    """Return the numbers kept per token inside the regions, and outside with and without sp."""
     kv_heads = max(shape.num_key_value_heads / tp, 1)
     projected = (2 * shape.num_attention_heads / tp + 2 * kv_heads) * shape.head_dim
     inside = projected + (shape.num_attention_heads + 4 * shape.intermediate_size) / tp
@@ -312,8 +312,8 @@ def heads_table():
 
 # ----------------------------------------------------------------------------------------------- the pictures
 BLUE, ORANGE = profiling.KINDS["parameters"], profiling.KINDS["gradients"]
-#          title, what a rank has: of the stream (as --sp says), a half of the columns, or a partial sum;
-#          or a border: its name, and the places of the walk before and behind it
+#          a tensor: its title, and whether a rank has part of the stream (as --sp says), half of the columns, or a
+#          partial sum; or a border: its name, and the walk's places before and behind it
 BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
          ("f", "norm", "q"), ("q, k, v", "columns"), ("softmax\nper head", "columns"),
          ("o_proj", "partial"), ("g", "o_proj's product", "attention's output"),
@@ -321,13 +321,13 @@ BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
          ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"),
          ("down_\nproj", "partial"), ("g", "down_proj's product", "MLP's output"),
          ("residual\nstream", "stream")]
-# what the README's four letters say of a border: of the tensors, left to right; of their gradients, right to left
+# the README's four letters at a border: for the tensors, left to right; for their gradients, right to left
 LETTERS = {("off", "f"): ("I → R", "I ← P"), ("off", "g"): ("P → I", "R ← I"),
            ("on", "f"): ("V → R", "V ← P"), ("on", "g"): ("P → V", "R ← V")}
 
 
 def border_words(before, after, sp):
-    """What is sent at a border forward and backward, as the walk has seen it."""
+    """Return what is sent at a border in forward and in backward, as the walk has seen it."""
     events = [tuple(event) for event in SEEN["walk", f"--tp 2 --sp {sp}"]]
     ways = (between(events, ("forward", before), ("forward", after)),
             between(events, ("backward", after), ("backward", before)))
@@ -351,7 +351,7 @@ def block_picture():
                 there, back = LETTERS[sp, stop[0]]
                 axes.text(x, -2.4, f"forward: {there}\n{forward[0]}", **small)
                 axes.text(x, -3.15, f"backward: {back}\n{backward[-1]}", **small)
-                if len(backward) > 1:                     # what the idea does not need
+                if len(backward) > 1:                     # the idea does not need this one
                     axes.text(x, -3.85, f"({backward[0]} again,\nto save memory)", color="#a0a0a0", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
@@ -372,7 +372,7 @@ def block_picture():
 
 
 def matrix(axes, left, middle, values, color_of, hatch=None):
-    """A matrix with its numbers, the middle of its left edge at (left, middle); color_of(row, column)."""
+    """Draw a matrix with its numbers, the middle of its left edge at (left, middle). Return its right edge."""
     for row, numbers in enumerate(values):
         for column, number in enumerate(numbers):
             x, y = left + CELL * column, middle + CELL * (len(values) / 2 - 1 - row)
@@ -384,11 +384,11 @@ def matrix(axes, left, middle, values, color_of, hatch=None):
 
 
 CELL = 0.42
-OF_RANK = ["#7fa8d1", "#f3d9a4"]                          # apart in grey too
+OF_RANK = ["#7fa8d1", "#f3d9a4"]                          # distinct in grey too
 
 
 def weights_picture():
-    """The two weights of the README's example, cut, and what each rank makes of its parts."""
+    """Draw the two weights of the README's example, sharded, and what each rank computes with its shards."""
     x = torch.tensor([[1., 2.]])
     first = torch.tensor([[1., 0.], [0., 1.], [1., 1.], [1., -1.]]).T             # on paper, y = x W: 2 x 4
     second = torch.tensor([[1., 1., 1., 1.], [0., 1., 0., 1.]]).T                 # 4 x 2
@@ -429,7 +429,7 @@ def weights_picture():
         axes.annotate("", xy=(10.15, 2.35 + 0.32 * side), xytext=(outputs[0] + 0.08, middle),
                       arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8))
     say(10.3, 2.35, "+", fontsize=17, color="#c8605a")
-    for side in (1, -1):                                  # the input's gradients come back
+    for side in (1, -1):                                  # the input's gradients, in backward
         axes.annotate("", xy=(3.97, 2.35 + 0.5 * side), xytext=(3.97, 2.35 + 0.9 * side),
                       arrowprops=dict(arrowstyle="->", color="#c8605a", lw=1.8, ls="--"))
     say(3.35, 2.6, "f", fontsize=17, style="italic", color="#c8605a")
@@ -444,7 +444,7 @@ def weights_picture():
 
 
 def tensor(axes, x, y, rank, kind, sp):
-    """A tensor as a grid of sequence (down) by hidden (across), with what this rank has of it filled."""
+    """Draw a tensor as a grid of sequence (down) by hidden (across), and fill the part that this rank has."""
     for row in range(2):
         for column in range(2):
             held = {"partial": True, "columns": column == rank, "stream": sp == "off" or row == rank}[kind]
@@ -457,7 +457,7 @@ def tensor(axes, x, y, rank, kind, sp):
 
 
 def kept_picture():
-    """What a layer keeps per token against tp: measured, with the formula; the formula for a large model."""
+    """Plot what a layer keeps per token against tp: measured, beside the formula; and for a large model, the formula alone."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
     off_color, on_color = profiling.KINDS["activations"], BLUE
     places = range(len(TPS))
@@ -494,11 +494,11 @@ def kept_picture():
 
 
 def published_picture():
-    """Of runs that others measured, the fastest for each tp, over ZeRO, dp and the micro-batch."""
+    """Plot the fastest of the runs that others measured, for each tp, over ZeRO, dp and the micro-batch."""
     with open(ROOT / "tests/data/ultrascale_benchmarks.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "ok" and row["code"] != "legacy"
                 and (row["nodes"], row["pp"], row["gbs_seqs"]) == ("8", "1", "256") and "variant" not in row["note"]
-                and (row["model"], row["tp"]) != ("8B", "32")]           # run with micro-batches of 1 only, so not alike
+                and (row["model"], row["tp"]) != ("8B", "32")]           # run only with micro-batches of 1, so not comparable
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
     for name, color, mark in (("1B", "#222222", "o"), ("3B", "#b5651d", "s"), ("8B", BLUE, "^")):
         best = {}

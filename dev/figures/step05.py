@@ -1,9 +1,9 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step05.py             (about three minutes on two cores)
-    python dev/figures/step05.py pictures    (only those pictures that take no run)
+    python dev/figures/step05.py pictures    (only the pictures that need no run)
 
-The ranks are the workers of tests/support/harness.py; some of what they measure, they measure as the tests do.
+The ranks are the workers of tests/support/harness.py, and they measure some things just as the tests do.
 """
 import os
 import sys
@@ -26,8 +26,8 @@ from harness import Pool
 from jobs import kept_job, ledger_rows
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
-RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]      # of rank 0 to 3, from dark to light
-INKS = ["white", "white", "black", "black"]               # what can be read on them
+RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]      # of ranks 0 to 3, from dark to light
+INKS = ["white", "white", "black", "black"]               # for text that is legible on them
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8, 64, 8, 4, 8, 192                   # tiny
 SEQ_LEN, BATCH = 128, 4                                                              # one micro-batch
 FLAGS = f"--seq_len {SEQ_LEN} --global_batch_size {BATCH} --micro_batch_size {BATCH}"
@@ -41,7 +41,7 @@ def alive_bytes(live):
 
 
 def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
-    """The most bytes that one attention has alive at a time beside its inputs, in forward and in backward."""
+    """Return the most bytes that one attention has alive at a time, besides its inputs, in forward and in backward."""
     from types import SimpleNamespace
 
     import context_parallel
@@ -77,7 +77,7 @@ def call(job, world, argv=None, **more):
 
 
 def sent(mode, cp):
-    """Bytes on the wire over cp, of one layer and one micro-batch in bfloat16."""
+    """Return the bytes on the wire over cp for one layer and one micro-batch in bfloat16."""
     flags = f"{FLAGS} --steps 2 --ledger --dtype bfloat16 --cp {cp} --cp_mode {mode}"
     run = POOL.train("step05_cp", flags, world=cp, weights=False)
     return sum(numbers[3] for (dimension, collective), numbers in ledger_rows(run.output).items()
@@ -85,7 +85,7 @@ def sent(mode, cp):
 
 
 def kept(more, world):
-    """Of a layer, on the rank with the most: a model of three less one of two."""
+    """Return the bytes that a layer keeps on the rank with the most: a model of three layers less one of two."""
     seen = []
     for layers in (2, 3):
         with tempfile.TemporaryDirectory() as folder:
@@ -98,9 +98,9 @@ def kept(more, world):
 
 
 def kept_formula(cp=1, mode="zigzag"):
-    """Bytes in float32."""
+    """Return the bytes that a layer keeps in float32, by the formula."""
     tokens = BATCH * SEQ_LEN // cp
-    # of kv heads that are fewer than the ranks; for powers of two
+    # kv heads are repeated if they are fewer than the ranks; this is for powers of two
     repeats = max(1, cp / KV_HEADS) if mode == "ulysses" else 1
     inside = 2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM * repeats + HEADS + 4 * MLP
     inside += HEADS * HEAD_DIM if mode == "ulysses" and cp > 1 else 0
@@ -133,7 +133,7 @@ def alive_table():
 
 # ----------------------------------------------------------------------------------------------- the pictures
 def placed(rank, mode, length):
-    """context_parallel.local_positions for a rank that is not there."""
+    """Return context_parallel.local_positions for any rank, without running it."""
     from types import SimpleNamespace
 
     import context_parallel
@@ -143,7 +143,7 @@ def placed(rank, mode, length):
 
 
 def computed(mode, length):
-    """Who computes the score of each query and key, and at which hop; -1: nobody. From visible() itself."""
+    """Return who computes the score of each query and key, and at which hop; -1 for nobody. Ask visible() itself."""
     import context_parallel
     who, when = np.full((length, length), -1), np.full((length, length), -1)
     for rank in range(CP):
@@ -164,13 +164,13 @@ def computed(mode, length):
 
 
 def one_sequence(shape, recompute, tp=1):
-    """Bytes per token that one sequence keeps in bfloat16, as step 1 counts them, with fused norms.
+    """Return the bytes per token that one sequence keeps in bfloat16, as step 1 counts them, with fused norms.
 
-    In parts over tp, with --sp on."""
+    They are divided over tp, with --sp on."""
     kv = shape.num_key_value_heads * shape.head_dim
     layer = 2 * (6 * shape.hidden_size + 2 * kv + 4 * shape.intermediate_size)
     if recompute == "full":
-        # of every layer its input; and one layer whole, while backward is in it
+        # the input of every layer, and one whole layer, while backward is in it
         return (2 * shape.hidden_size * shape.num_hidden_layers + layer) / tp
     return layer * shape.num_hidden_layers / tp
 
@@ -209,7 +209,7 @@ def too_long_picture():
 
 
 def local_block(mode, rank, source, length):
-    """[queries of rank, keys of source]: whether rank computes the score. From visible() itself."""
+    """Return [queries of rank, keys of source]: whether rank computes the score. Ask visible() itself."""
     import context_parallel
     seen = np.zeros((length // CP, length // CP), dtype=bool)
     block = context_parallel.visible(rank, source, mode, length // CP)
@@ -238,7 +238,7 @@ def goes_round_picture():
                             extent=(x, x + side, y + side, y), interpolation="nearest", zorder=2)
                 axes.add_patch(Rectangle((x, y), side, side, facecolor="none", edgecolor="#444444", lw=1,
                                          zorder=3))
-                if mode == "zigzag":                      # between the early chunk and the late one
+                if mode == "zigzag":                      # a line between the early chunk and the late one
                     axes.plot([x + side / 2] * 2, [y, y + side], color="#444444", lw=0.5, zorder=3)
                     axes.plot([x, x + side], [y + side / 2] * 2, color="#444444", lw=0.5, zorder=3)
                 axes.text(x + side / 2, y - 0.06, f"K, V of {source}", ha="center", va="bottom", fontsize=8)
@@ -278,7 +278,7 @@ def goes_round_picture():
 
 
 def zigzag_gif():
-    """Attention's matrix is computed while keys and values go round; a hop's transfer and work at once."""
+    """Animate how attention's matrix is computed while keys and values go round. A hop's transfer and work are shown at once."""
     length, cells, moves, holds = 256, 2 * CP, 6, 5
     who, when = computed("zigzag", length)
     chunks = [sorted(set(placed(rank, "zigzag", cells))) for rank in range(CP)]
@@ -289,7 +289,7 @@ def zigzag_gif():
     writer = PillowWriter(fps=5)
 
     def frame(hop, part):
-        """Of a hop the part that is done."""
+        """Draw the state in which `part` of a hop is done."""
         left.clear()
         shown = np.ones((length, length, 3))
         shown[np.tri(length, dtype=bool)] = 0.92
@@ -323,7 +323,7 @@ def zigzag_gif():
             right.text(x, y + 0.25, f"rank {rank}", ha="center", va="center", fontsize=10, fontweight="bold")
             source = (rank - hop) % CP
             chip(*(places[rank] * 1.35 + [0, -0.1]), source)
-            if hop < CP - 1 and 0 < part < 1:             # a copy travels, the original is in use
+            if hop < CP - 1 and 0 < part < 1:             # a copy travels while the original is in use
                 angle = np.pi / 2 - (rank + part) * np.pi / 2
                 chip(1.35 * np.cos(angle), 1.35 * np.sin(angle) - 0.1, source, small=True)
             if hop < CP - 1:

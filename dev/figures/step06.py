@@ -1,9 +1,9 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step06.py          (about two minutes on two cores)
-    python dev/figures/step06.py drawn    (only what needs no run: the pictures of the lists)
+    python dev/figures/step06.py drawn    (only the pictures and the table that need no run)
 
-The runs are done first, by a torchrun of this file; rank 0 writes what all saw of each.
+The runs come first, in one torchrun of this file; rank 0 writes what all ranks saw in each.
 """
 import contextlib
 import gc
@@ -34,7 +34,7 @@ import zero
 PP, M = 4, 8
 SCHEDULES = list(schedules.SCHEDULES)
 COLORS = dict(zip(SCHEDULES, itertools.cycle(["#444444", "#7b4ea3", "#2a9d8f", "#c8605a", "#d4569d", "#8a6d3b", "#4878a8"])))
-UNIT = 0.04                                               # seconds of sleep in place of a unit of time
+UNIT = 0.04                                               # seconds of sleep that stand for a unit of time
 
 
 def flags(name):
@@ -47,12 +47,12 @@ SEEN = {}                                                 # by (kind of run, fla
 
 # ---------------------------------------------------------------------------------------------- inside a rank
 def one_run(kind, argv):
-    """Runs the trainer; returns what every rank saw, in a list by rank."""
+    """Run the trainer; return a list with what each rank saw."""
     seen, ranks = {}, []
     kept = {name: getattr(train, name) for name in ("Pipeline", "Profiler", "Zero")}
 
     class Finishing(zero.Zero):
-        def wait(self):                                   # the last thing before the processes part
+        def wait(self):                                   # the last call before the processes part
             super().wait()
             ranks.extend([None] * dist.get_world_size())
             dist.all_gather_object(ranks, seen)
@@ -69,7 +69,7 @@ def one_run(kind, argv):
 
 
 def watch(seen):
-    """Sees of the second training step the bytes alive between actions."""
+    """Replace train's Pipeline and Profiler by ones that note the bytes alive between the second step's actions."""
     live, marks = live_storages.LiveStorages(), []
 
     class Watched(pipeline_parallel.Pipeline):
@@ -88,7 +88,7 @@ def watch(seen):
             live_storages.tag_state(live, self.model, self.optimizer)
             with live:
                 yield
-            live_storages.tag_state(live, self.model, self.optimizer)                 # AdamW's come in step 0
+            live_storages.tag_state(live, self.model, self.optimizer)                 # AdamW makes its states in step 0
             alive = [0]
             for _, _, size in live.events:
                 alive.append(alive[-1] + size)
@@ -98,7 +98,7 @@ def watch(seen):
 
 
 def sleeping(seen):
-    """A pipeline whose stages only take time: messages of the right size go where they should, unread."""
+    """Return a Pipeline whose stages only take time. Messages of the right size go where they should, and nobody reads them."""
     class Sleeping(pipeline_parallel.Pipeline):
         def __init__(self, model, config, mesh, args):
             super().__init__(model, config, mesh, args)
@@ -128,12 +128,12 @@ def sleeping(seen):
 
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
-    """Fills SEEN with what the ranks saw of each run."""
+    """Fill SEEN with what the ranks saw in each run."""
     SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "rank", PP, RUNS, timeout=900)))
 
 
 def share(name):
-    """Stages of a rank: with them, times are those of a rank's whole share."""
+    """Return a rank's number of stages. Dividing by it makes times those of a rank's whole share."""
     return schedules.SCHEDULES[name].stages_per_rank
 
 
@@ -147,7 +147,7 @@ def length(events):
 
 
 def ran(name):
-    """The events of a sleeping run, of all ranks, in units of time: of its steps the shortest."""
+    """Return the events of all ranks in a sleeping run's shortest step, in units of time."""
     steps = zip(*(seen["steps"] for seen in SEEN["sleep", flags(name)]))
     events = [[schedules.Event(rank, schedules.Action(*action), start / UNIT, end / UNIT)
                for of_rank in step for rank, action, start, end in of_rank] for step in steps]
@@ -199,14 +199,14 @@ def memory_table():
 
 # ----------------------------------------------------------------------------------------------- the pictures
 def phases(events, rank):
-    """Where a rank's warm-up ends, with its first backward, and its steady phase, with its last forward."""
+    """Return when a rank's warm-up ends, with its first backward, and its steady phase, with its last forward."""
     mine = [event for event in events if event.rank == rank]
     warm = min(event.start for event in mine if event.action.kind != "F")
     return warm, max(warm, *(event.end for event in mine if event.action.kind == "F"))
 
 
 def mark_phases(axes, events):
-    """Two staircases over the rows, from the lists: warm-up | steady | cool-down."""
+    """Draw two staircases over the rows, from the lists, that divide warm-up, steady phase and cool-down."""
     start, ranks = min(event.start for event in events), 1 + max(event.rank for event in events)
     ends = [[time - start for time in phases(events, rank)] for rank in range(ranks)]
     for which in (0, 1):
@@ -223,7 +223,7 @@ def mark_phases(axes, events):
 
 
 def mark_idle(axes, events, rank):
-    """How long the rank idles, and for what, under each of its gaps."""
+    """Write at each gap of a rank how long it idles there, as a formula."""
     mine = [event for event in events if event.rank == rank]
     times = [0, *(time for event in mine for time in (event.start, event.end)), length(events)]
     gaps = [(start, end) for start, end in zip(times[::2], times[1::2]) if end > start]
@@ -238,14 +238,14 @@ def mark_idle(axes, events, rank):
 
 @contextlib.contextmanager
 def on_one_scale(units):
-    """tools/schedule.py's draw, with a time axis that does not end where the schedule does, and with the phases.
+    """Yield tools/schedule.py's draw, with a time axis that does not end where the schedule does, and with the phases.
 
-    To be read 800 pixels wide."""
+    The picture is made to be read 800 pixels wide."""
     close = plt.close
 
     def restyled(figure):
         axes = figure.axes[0]
-        for label in axes.texts:                          # a number in a box: black where the box is light
+        for label in axes.texts:                          # numbers are black in light boxes
             at = axes.transData.transform(label.get_position())
             box = next(bar for bar in axes.patches if bar.contains_point(at))
             dark = box.get_facecolor() == matplotlib.colors.to_rgba("#4878a8")
@@ -294,12 +294,12 @@ def list_pictures():
         for name in SCHEDULES:
             events = simulated(name)
             kept = ", ".join(map(str, counted(name))) + (" halves" if share(name) == 2 else " micro-batches")
-            if not schedules.SCHEDULES[name].v_shaped:        # it has a picture of its own
+            if not schedules.SCHEDULES[name].v_shaped:        # dualpipe has a picture of its own
                 draw(events, name, f"{name}: {idle_words(events)}, keep at most {kept}", 1 if name == "afab" else None)
 
 
 def dualpipe_picture(traced=(0, 6)):
-    """Of DualPipeV the first and the last rank, a lane for each stage; two micro-batches on their way there and back."""
+    """Draw the first and the last rank of DualPipeV, a lane for each stage; trace two micro-batches there and back."""
     events, colours = simulated("dualpipe"), {"F": "#4878a8", "B": "#d9a441", "I": "#d9a441", "W": "#6aa56e"}
     last = 2 * PP - 1
     lanes = {stage: lane for lane, stage in enumerate((0, last, PP - 1, PP))}
@@ -337,7 +337,7 @@ def dualpipe_picture(traced=(0, 6)):
 
 
 def simulated_picture():
-    """1F1B of the same size with a real model, as tools/simulate plays and draws it."""
+    """Draw 1F1B of the same size with a real model, as tools/simulate plays it."""
     words = ("6 4 --pp 4 --schedule 1f1b --model llama-8b --dtype bfloat16 --seq_len 4096 --global_batch_size 8 "
              "--micro_batch_size 1 --plot").split()
     subprocess.run([sys.executable, ROOT / "tools/simulate", *words, os.path.join(FIGURES, "simulated.png")],
@@ -345,7 +345,7 @@ def simulated_picture():
 
 
 def in_flight_picture():
-    """How long rank 0 keeps what it needs of a micro-batch, from its F to its B, and how many at a time."""
+    """Draw how long rank 0 keeps each micro-batch's activations, from its F to its B, and how many at a time."""
     figure, columns = plt.subplots(2, 2, figsize=(8.4, 4.4), sharex=True, sharey="row", height_ratios=(2, 1))
     for name, (above, below) in zip(("afab", "1f1b"), columns.T):
         mine = [event for event in simulated(name) if event.rank == 0]
@@ -382,7 +382,7 @@ def in_flight_picture():
 
 
 def bubble_picture():
-    """Idle share against micro-batches; memory per rank."""
+    """Plot the idle share against the micro-batches, and the memory per rank."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2))
     many = range(PP, 33)
     for name in SCHEDULES:

@@ -1,9 +1,9 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step07.py          (about ten minutes on two cores, most of it three trainings)
-    python dev/figures/step07.py drawn    (only what needs no run)
+    python dev/figures/step07.py drawn    (only the pictures that need no run)
 
-The runs are done first, by a torchrun of this file per number of ranks; rank 0 writes what all saw of each.
+The runs come first, in one torchrun of this file per number of ranks; rank 0 writes what all ranks saw in each.
 """
 import contextlib
 import os
@@ -30,7 +30,7 @@ import profiling
 import train
 
 RANKS, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, SEQ = 4, 8, 8, 2, 64, 96, 32
-STEPS = 200                                               # of a training whose balance is looked at
+STEPS = 200                                               # of a training run that shows the balance
 BALANCES = ["none", "bias", "aux"]
 OF_EXPERTS = LAYERS * EXPERTS * 3 * HIDDEN * INTERMEDIATE                          # parameters
 with torch.device("meta"):
@@ -47,7 +47,7 @@ def long_flags(balance):
     return f"--model tiny-moe --steps {STEPS} --balance {balance}"
 
 
-#        flags, sequences in the global batch, in a micro-batch
+#        flags, sequences in the global batch, sequences in a micro-batch
 WIRE = [("--ep 1", 16, 4), ("--ep 2", 16, 4), ("--ep 4", 16, 4), ("--ep 4", 64, 4), ("--zero 3", 64, 4)]
 MEMORY = ["--ep 1", "--ep 4", "--ep 2 --zero 3"]
 OVER_TP = ["--ep 4", "--tp 2 --ep 2", "--tp 4"]
@@ -62,7 +62,7 @@ SEEN = {}                                                 # by (kind of run, fla
 
 # ---------------------------------------------------------------------------------------------- inside a rank
 def one_run(kind, argv):
-    """Runs the trainer; returns what every rank saw, in a list by rank."""
+    """Run the trainer; return a list with what each rank saw."""
     seen, ranks, balances, batches = {}, [], [], []
     kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero,
                 Metrics=train.Metrics, LoadBalancer=train.LoadBalancer)
@@ -73,7 +73,7 @@ def one_run(kind, argv):
             super().__init__(of, mesh, args)
             self.of = of
 
-        def wait(self):                                   # the last thing before the processes part
+        def wait(self):                                   # the last call before the processes part
             super().wait()
             if kind == "balance":
                 seen["without_bias"] = without_bias(self.of, balances[0], batches[-10:])
@@ -90,7 +90,7 @@ def one_run(kind, argv):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             balances.append(self)
-            if kind == "forced":                          # whatever the router says, to the experts 0 and 1
+            if kind == "forced":                          # all tokens go to experts 0 and 1, whatever the router says
                 self.bias += torch.tensor([9.0, 5.0] + [0.0] * (EXPERTS - 2))
 
         def update(self):
@@ -116,8 +116,9 @@ def one_run(kind, argv):
 
 @torch.no_grad()
 def without_bias(of, balance, batches):
-    """Of the last batches, after the training: the loss as it was trained, and with experts chosen by the
-    scores alone; the share of choices that change."""
+    """Run the last batches again after the training: with the bias as trained, and with experts chosen by the scores alone.
+
+    Return both losses, the share of choices that change, and the range of the bias."""
     losses, choices, bias = [], [], balance.bias.clone()
     for biased in (True, False):
         chosen, loss, tokens = [], torch.zeros(()), 0
@@ -138,12 +139,12 @@ def without_bias(of, balance, batches):
 
 
 def persistent(of, optimizer):
-    """Bytes that stay from step to step: of experts by kind, and of the rest."""
+    """Return the bytes that stay from step to step: the experts' by kind, and all others."""
     experts = [param for name, param in of.named_parameters() if ".experts." in name]
     rest = [param for name, param in of.named_parameters() if ".experts." not in name]
 
     def gradients(params):
-        if not hasattr(params[0], "unit"):                # in a flat buffer, perhaps with others': one by one
+        if not hasattr(params[0], "unit"):                # gradients may share a flat buffer with others: count one by one
             size = lambda grads: sum(grad.nbytes for grad in grads)
             return [param.main_grad for param in params], lambda grad: grad.data_ptr(), size
         units = list(dict.fromkeys(param.unit for param in params))
@@ -163,7 +164,7 @@ def persistent(of, optimizer):
 
 
 class Ledger(ledger.Ledger):
-    counts = 0                                            # bytes of all-to-alls that say how many rows come
+    counts = 0                                            # bytes of the all-to-alls that tell how many rows will come
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op._opname == "alltoall_base_" and not args[4]:
@@ -172,7 +173,7 @@ class Ledger(ledger.Ledger):
 
 
 def watch(seen):
-    """Sees of the last training step bytes sent, bytes alive, and rows that the experts of this rank had."""
+    """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had."""
     live, compute, rows = live_storages.LiveStorages(), moe.Experts.forward, []
 
     def counted(experts, x, counts):
@@ -216,13 +217,13 @@ def watch(seen):
 
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
-    """Fills SEEN with what the ranks saw."""
+    """Fill SEEN with what the ranks saw in each run."""
     for world, runs in RUNS.items():
         SEEN.update(zip(runs, seen_in_runs(os.path.abspath(__file__), "rank", world, runs, timeout=2400)))
     for (kind, argv), ranks in SEEN.items():
         if kind not in ("watch", "forced"):
             continue
-        for key in ranks[0]["formula"]:                   # of an all-to-all only the sum over ranks is known
+        for key in ranks[0]["formula"]:                   # for an all-to-all, only the sum over ranks is known
             of = lambda what: [seen[what].get(key, 0) for seen in ranks]
             measured, expected = of("payload"), of("formula")
             assert sum(measured) == sum(expected), (argv, key, measured, expected)
@@ -263,7 +264,7 @@ def wire_table():
         assert sent == formula and all(seen["counts_sent"] == counts for seen in ranks)
         parameters = mean(ranks, lambda seen: wire(seen, "all_reduce", "all_gather", "reduce_scatter"))
         there = mean(ranks, lambda seen: wire(seen, "all_to_all"))
-        if "zero" not in more:                            # and a few numbers: norm, loss, load
+        if "zero" not in more:                            # besides, a few numbers are sent: norm, loss, load
             by_hand = 2 * 4 * (OTHERS * 3 / 4 + OF_EXPERTS / ep * (1 - ep / RANKS))
             assert by_hand <= parameters < by_hand + 2000, (more, by_hand, parameters)
         product = f"4 x {LAYERS} x {TOP_K} x {tokens} x {ROW} = " if ep > 1 else ""
@@ -279,7 +280,7 @@ def load_table():
             "|---|---|---|---|---|---|"]
     for name, (kind, more) in zip(names, LOAD):
         ranks = watched(more, kind=kind)
-        even = TOP_K * 16 * SEQ / RANKS                   # of a layer
+        even = TOP_K * 16 * SEQ / RANKS                   # a rank's rows in a layer, if evenly spread
         layers = list(zip(*(seen["rows"] for seen in ranks)))
         assert len(layers) == LAYERS and all(sum(layer) == even * RANKS for layer in layers)
         sent = [dispatched(seen) for seen in ranks]
@@ -352,7 +353,7 @@ EXPERT_COLORS = ["#4878a8", "#9cc3e4", "#d9a441", "#f0d9a8"]
 
 
 def layer_picture():
-    """One token through moe.MoE on one device: four experts, each one matrix, top_k 2.
+    """Draw one token's way through moe.MoE on one device: four experts, each one matrix, top_k 2.
 
     The tensors are those of the README's first block."""
     torch.manual_seed(17348)
@@ -433,7 +434,7 @@ def layer_picture():
 
 
 def dispatch_picture():
-    """Two ranks with two experts each, three tokens each, top_k 2; by_hand.py has the same choices."""
+    """Draw two ranks with two experts each, three tokens each, top_k 2. The choices are by_hand.py's."""
     chosen = [[(0, 2), (3, 0), (2, 1)], [(1, 2), (2, 3), (2, 0)]]
     rows = [[(f"{'abc' if rank == 0 else 'xyz'}"[t], e) for t, pair in enumerate(tokens) for e in pair]
             for rank, tokens in enumerate(chosen)]
@@ -473,7 +474,7 @@ def dispatch_picture():
                           color="#444444" if wire else "#bbbbbb", lw=1.4 if wire else 0.9, zorder=0)
     for column in (1, 4):
         axes.text(column * 2 + 1.4, -12.3, "all-to-all", ha="center", va="center", fontsize=15, weight="bold")
-    style = dict(arrowstyle="-|>", color="#c8605a", lw=1.6)         # the counts, before the first of them
+    style = dict(arrowstyle="-|>", color="#c8605a", lw=1.6)         # the counts are sent before the first rows
     axes.annotate("", (2.55, -6.3), (2.55, -4.0), arrowprops=style)
     axes.annotate("", (2.25, -4.0), (2.25, -6.3), arrowprops=style)
     axes.text(2.1, -5.0, "3  counts", ha="right", va="center", fontsize=14, color="#c8605a")
@@ -490,7 +491,7 @@ def dispatch_picture():
 
 
 def experts_picture():
-    """Tokens of each expert of each layer over the mean, at the start and over the last 20 steps."""
+    """Draw each expert's tokens in each layer, relative to the mean, at the start and over the last 20 steps."""
     runs = {balance: torch.tensor(SEEN["balance", long_flags(balance)][0]["counts"]).double()
             for balance in BALANCES}
     share = lambda counts: counts / counts.mean(-1, keepdim=True)

@@ -1,10 +1,10 @@
-"""Makes, from runs, this README's pictures and the tables between its `<!-- measured: ... -->` marks.
+"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step08.py                 (about a quarter of an hour on two cores)
     python dev/figures/step08.py drawn           (only the pictures)
     python dev/figures/step08.py choose cases    (only these, of PICTURES and TABLES)
 
-The picture of memory comes out of sixty runs of tools/simulate; the ledger out of a real, small run.
+The picture of memory comes from sixty runs of tools/simulate, the ledger from a small real run.
 """
 import os
 import re
@@ -22,7 +22,7 @@ from profiling import KINDS
 
 
 def at_the_peak(flags, ranks, batch, seq):
-    """{kind: GiB} of rank 0, as tools/simulate prints it."""
+    """Return {kind: GiB} for rank 0 at the peak, as tools/simulate prints it."""
     words = f"8 {ranks} --model llama-8b --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}".split()
     said = subprocess.run([sys.executable, ROOT / "tools/simulate", *words], check=True, capture_output=True, text=True).stdout
     cells = [re.split(r"  +", line.strip()) for line in said.splitlines()]
@@ -34,11 +34,11 @@ LENGTHS = [1024, 4096, 16384, 65536, 131072]
 WAYS = [("one GPU", "", 1, 1), ("ZeRO-3 on 8", "--zero 3", 8, 8), ("TP 8 (with SP)", "--tp 8", 8, 1),
         ("CP 8, ZeRO-3", "--cp 8 --zero 3", 8, 1), ("TP 2 x CP 4, ZeRO-3", "--tp 2 --cp 4 --zero 3", 8, 1),
         ("TP 4 x PP 2", "--tp 4 --pp 2", 8, 2)]
-MOST = 160                                                # GiB that a panel shows
+MOST = 160                                                # GiB at the top of a panel
 
 
 def memory_picture():
-    figure, axes = plt.subplots(2, len(WAYS), figsize=(11, 6.4), sharey=True)          # read 900 pixels wide
+    figure, axes = plt.subplots(2, len(WAYS), figsize=(11, 6.4), sharey=True)          # to be read 900 pixels wide
     for row, recompute in enumerate(("none", "full")):
         for panel, (title, flags, ranks, batch) in zip(axes[row], WAYS):
             for i, seq in enumerate(LENGTHS):
@@ -82,7 +82,7 @@ def ledger_table():
 
 # ------------------------------------------------------------------------------------------ choosing a layout
 def choice_tables():
-    """What measured runs say."""
+    """Return the tables of what measured runs show."""
     runs = subprocess.run([sys.executable, ROOT / "dev/bench/fit_plan.py", "--tables"],
                           check=True, capture_output=True, text=True).stdout
     best, changes, *_ = runs.strip().split("\n\n")
@@ -93,7 +93,7 @@ CASES = {"case 8b": "--model llama-8b --gpus 64 --seq_len 4k --global_batch_toke
 
 
 def case_tables():
-    """The best three that the planner shows. Columns are pushed together."""
+    """Return the planner's best three layouts as tables, with their columns pushed together."""
     tables = {}
     for name, words in CASES.items():
         lines = subprocess.run([sys.executable, ROOT / "tools/plan", *words.split()],
@@ -105,7 +105,7 @@ def case_tables():
 
 
 def pushed_together(rows):
-    """The columns of a table with two spaces between them."""
+    """Narrow the gaps between a table's columns to two spaces."""
     width = max(map(len, rows))
     rows = [row.ljust(width) for row in rows]
     blank = [all(row[i] == " " for row in rows) for i in range(width)] + [False, False]
@@ -114,15 +114,14 @@ def pushed_together(rows):
 
 
 # --------------------------------------------------------------------------------------------- published runs
-LINES = {"1B": ("#222222", "o"), "3B": ("#b5651d", "s"), "8B": ("#4878a8", "^")}       # of a model
+LINES = {"1B": ("#222222", "o"), "3B": ("#b5651d", "s"), "8B": ("#4878a8", "^")}       # each model's colour and marker
 
 
-ONLY_MICRO_BATCH_1 = "8B", "32"                            # of this model and tp; and a larger one is much faster
+ONLY_MICRO_BATCH_1 = "8B", "32"                            # this model and tp ran only so; larger ones are much faster
 
 
 def throughput_picture():
-    """Read from the runs that others measured: the best of each degree, over ZeRO and the micro-batch, as a share of
-    the best of its line."""
+    """Plot runs that others measured: each degree's best over ZeRO and the micro-batch, as a share of its line's best."""
     figure, (over_dp, over_tp) = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True)
 
     def line(panel, degree, label, look, **wanted):
@@ -160,7 +159,7 @@ def throughput_picture():
 
 
 def fastest(degree, **wanted):
-    """Degrees, and tokens per second and GPU of the best run of each. The runs are those of `best runs`."""
+    """Return the degrees, and the tokens per second and GPU of each one's best run. The runs are those of `best runs`."""
     found = {}
     for row in fit_plan.load():
         if row["status"] == "ok" and row["code"] != "legacy" and (row["model"], row["tp"]) != ONLY_MICRO_BATCH_1 \
@@ -175,17 +174,17 @@ QUESTION, ANSWER, BANDS = "#f6e6c8", "#ffffff", ["#eef3f8", "#f4f4f0", "#eef5ee"
 
 
 def choose_picture():
-    """What fits, and what is fast; between the two the batch."""
+    """Draw the two decision trees, for what fits and for what is fast, with the batch between them."""
     figure, axes = plt.subplots(figsize=(9.4, 10.6))
 
     def box(x, y, width, height, text, color=ANSWER):
-        """By its middle."""
+        """Draw a box around its middle."""
         axes.add_patch(plt.Rectangle((x - width / 2, y - height / 2), width, height,
                                      facecolor=color, edgecolor="#444444", lw=1, zorder=2))
         axes.text(x, y, text, ha="center", va="center", fontsize=9.6, linespacing=1.35, zorder=3)
 
     def arrow(start, end, text="", dx=0.0, dy=0.0):
-        """dx, dy: the words beside it, from its middle."""
+        """Draw an arrow, and its words at (dx, dy) from its middle."""
         axes.annotate("", end, start, arrowprops=dict(arrowstyle="->", color="#444444", lw=1.3), zorder=1)
         middle = (start[0] + end[0]) / 2 + dx, (start[1] + end[1]) / 2 + dy
         axes.text(*middle, text, fontsize=9.6, style="italic", ha="center", va="center", zorder=4)

@@ -1,6 +1,6 @@
-"""Draws ways.png of the README: six ways to cut one training run over two ranks.    python dev/figures/ways.py
+"""Draw the README's ways.png: six ways to divide one training run between two ranks.    python dev/figures/ways.py
 
-Nothing in it is made up: each rank of each layout, of step 8, is simulated and asked which tokens, weights and states it has.
+Nothing in it is made up: each rank of each layout is simulated, with step 8, and asked which tokens, weights and states it has.
 """
 import json
 import os
@@ -23,7 +23,7 @@ DENSE = dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_siz
              num_attention_heads=4, num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-5, max_position_embeddings=TOKENS,
              rope_theta=1e4, tie_word_embeddings=False)
 MODELS = {1: DENSE, EXPERTS: {**DENSE, "model_type": "mixtral", "num_local_experts": EXPERTS, "num_experts_per_tok": 2}}
-#       what is cut, what it is called and where, its flags, what is sent, MLPs in a layer
+#       what is divided, its name and step, its flags, what is sent, MLPs in a layer
 WAYS = [("the batch", "data parallelism, step 2", "--dp 2", "gradients, once a step", 1),
         ("the optimizer states", "ZeRO, step 3", "--zero 1", "gradients and new weights, once a step", 1),
         ("the matrices", "tensor parallelism, step 4", "--tp 2", "activations, in every layer", 1),
@@ -31,12 +31,12 @@ WAYS = [("the batch", "data parallelism, step 2", "--dp 2", "gradients, once a s
         ("the stack of layers", "pipeline parallelism, step 6", "--pp 2", "activations, between two stages", 1),
         ("the experts", "expert parallelism, step 7", "--ep 2", "tokens, to their experts and back; gradients", EXPERTS)]
 COLORS = {(True, False): "#0072b2", (False, True): "#f0b040", (True, True): "#e4e4e4"}
-FINE = 64                                                 # so many columns of a layer are told apart
+FINE = 64                                                 # number of a layer's columns that are told apart
 
 
 # ------------------------------------------------------------------------------------------------ what a rank has
 def ask(model, flags, mlps, rank):
-    """One rank's tokens [sequence, token], weights and optimizer states [layer, column], as arrays of booleans."""
+    """Return a rank's tokens [sequence, token], weights and optimizer states [layer, column], as arrays of booleans."""
     has = SimpleNamespace(tokens=np.zeros((SEQUENCES, TOKENS), bool), weights=np.zeros((LAYERS, FINE), bool),
                           states=np.zeros((LAYERS, FINE), bool))
 
@@ -51,7 +51,7 @@ def ask(model, flags, mlps, rank):
             has.flat_param[int(index)] = has.states[int(index)] = own
             if seen.args.zero:
                 unit, at = q.unit, np.arange(FINE) / FINE
-                assert unit is mlp.unit                   # a block is one unit: the slice is one of its weights in a row
+                assert unit is mlp.unit                   # a block is one unit, and a shard is a slice of its weights laid in a row
                 first, last = (place / len(unit.flat_param) for place in (unit.shard_slice.start, unit.shard_slice.stop))
                 has.states[int(index)] = (at >= first) & (at < last)
     flags = f"--device cpu --model {model} --seq_len {TOKENS} --global_batch_size {SEQUENCES} --micro_batch_size 1 {flags}"
@@ -60,7 +60,7 @@ def ask(model, flags, mlps, rank):
 
 
 def columns(param, width):
-    """Which of the whole parameter's outputs a rank has; of experts one after the other, `width` in all."""
+    """Return which outputs of the whole parameter a rank has, as `width` booleans; experts come one after another."""
     mine = np.zeros(global_shape(param), bool)
     mine[local_slices(param)] = True
     outputs = mine[..., 0]                                                         # [out] or [experts, out]
@@ -71,7 +71,7 @@ def columns(param, width):
 
 # ------------------------------------------------------------------------------------------------ the picture
 def fill(axis, ranks, x, y, width, height, line=0.0):
-    """A row of cells, coloured by who has them; neighbours of one colour are one box."""
+    """Draw a row of cells, coloured by who has them. Without lines, neighbours of one colour become one box."""
     have = list(zip(*ranks))
     start = 0
     for end in range(1, len(have) + 1):

@@ -1,7 +1,7 @@
-"""Builds the site: python dev/site/build.py PYTHON, with Sphinx at hand; PYTHON has torch, and runs what is shown as it ran.
+"""Build the site: python dev/site/build.py PYTHON, with Sphinx installed; PYTHON has torch, and runs the programs that are shown.
 
-The texts are the READMEs and docs as they are. They are laid out in out/site-src with their links turned to pages, each hunk of a
-README as a card (diffs.py), and beside them the pages that are made from the code. Sphinx makes out/site of that.
+The texts are the READMEs and docs as they are. This program lays them out in out/site-src, with their links turned to pages and
+each hunk of a README as a card (diffs.py), and beside them the pages that it makes from the code. Sphinx turns these into out/site.
 """
 import hashlib
 import html
@@ -30,7 +30,7 @@ from steps import BORDER, LESSON, SUPPORT
 HERE, SOURCE, OUT, RAN = Path(__file__).resolve().parent, ROOT / "out/site-src", ROOT / "out/site", ROOT / "out/site-ran"
 TEXTS = [*PAGES, "CONTRIBUTING.md", "exercises/kernels/README.md", "tests/data/README.md"]
 EIGHT_B = "--model llama-8b --dtype bfloat16 --seq_len 4096 --micro_batch_size 1"
-SIMULATED = {                                             # a step of few micro-batches each, so that one sees all of it
+SIMULATED = {                                             # steps of few micro-batches, so that one can see all of it
     1: f"1 {EIGHT_B.replace('8b', '1b')} --global_batch_size 2",
     2: f"8 {EIGHT_B.replace('8b', '1b')} --global_batch_size 16",
     3: f"8 {EIGHT_B} --global_batch_size 8 --zero 3",
@@ -46,14 +46,14 @@ PLANNED = "--model llama-8b --gpus 64 --seq_len 8k --global_batch_tokens 4M"    
 # ------------------------------------------------------------------------------------------------ code as HTML
 @cache
 def coloured(name):
-    """The lines of a file of the repository, as HTML."""
+    """Return the lines of a file of the repository, as HTML."""
     text = (ROOT / name).read_text()
     try:
         lexer = get_lexer_for_filename(name, stripnl=False, ensurenl=False)
     except ClassNotFound:
         lexer = TextLexer(stripnl=False, ensurenl=False)
     coloured = highlight(text, lexer, HtmlFormatter(nowrap=True))
-    coloured = re.sub(r'(<span class="p">[^<]*[(\[{]</span>)', r"\1<wbr>", coloured)            # where a long line may go on below
+    coloured = re.sub(r'(<span class="p">[^<]*[(\[{]</span>)', r"\1<wbr>", coloured)            # a long line may break here
     return coloured.split("\n")[:len(text.splitlines())]
 
 
@@ -65,17 +65,17 @@ def margin(marks):
 
 
 def line(step, name, row, extra=""):
-    """One row; its number is no text, so that what is shown can be copied, and compared."""
+    """Render one row. Its number is not text, so that the code can be copied and compared."""
     old = diffs.before(step)
     of, number = (f"{old}/{name}", row.old) if row.kind == "-" else (f"{step}/{name}", row.new)
     return f'<span class="l {KINDS[row.kind]}" data-n="{number}"{extra}>{coloured(of)[number - 1]}\n</span>'
 
 
 def code(step, name, opened, said=range(0), marked=None, ids=False, side=False):
-    """A whole file with its changes, each function that is not in `opened` (by line of its def) folded to that line."""
+    """Render a whole file with its changes. Fold each function to the line of its def, unless `opened` has that line."""
     rows, parts, now, at = diffs.rows(diffs.before(step), step, name), [], None, 0
     ends = {start: end for _, start, end in diffs.functions(step, name)}
-    pieces = []                                           # (function it is in, row's index); a def's own line stands before it
+    pieces = []                                           # (function that the row is in, row's index); the def's line comes first
     for index, row in enumerate(rows):
         at = row.new or at
         function = diffs.function_at(step, name, at)
@@ -100,7 +100,7 @@ def code(step, name, opened, said=range(0), marked=None, ids=False, side=False):
 
 
 def part(lines, opened, kinds, side):
-    """A function, which folds to the line of its def; the marks of that line stand before it, since a summary holds no links."""
+    """Render a function that folds to the line of its def. That line's marks stand before it: a summary may hold no links."""
     if len(lines) == 1:
         return body(lines, side)
     changed = len(kinds) - kinds.count(" ")
@@ -110,7 +110,7 @@ def part(lines, opened, kinds, side):
 
 
 def body(lines, side):
-    """The rows; with `side`, what is removed stands beside what is put in its place."""
+    """Render the rows. With `side`, removed lines stand beside those that replace them."""
     if not side:
         return "".join(marks + text for text, _, marks in lines)
     found, old, new = [], [], []
@@ -167,7 +167,7 @@ def write(name, text):
 
 
 def page_of(path):
-    """The page that a file or folder of the repository has in the site, made if it has none; as a source of Sphinx."""
+    """Return the Sphinx source of the page that a file or folder of the repository has in the site. Make it if necessary."""
     name = str(path.relative_to(ROOT))
     if path.is_dir() and not (path / "README.md").exists():
         entries = sorted(one for one in path.iterdir() if one.is_file() and one.suffix in (".py", ".patch", ".csv", ".md"))
@@ -186,7 +186,7 @@ def page_of(path):
 
 
 def with_links(text, name):
-    """A text whose links lead to pages of the site. Those to an <a id>, which Sphinx does not know, become HTML."""
+    """Return the text with its links leading to pages of the site. Links to an <a id>, unknown to Sphinx, become HTML."""
     folder, here = (ROOT / name).parent, page_of(ROOT / name)
 
     def turned(match):
@@ -206,7 +206,7 @@ def with_links(text, name):
 
 
 def with_cards(text, step):
-    """A README with its hunks as cards."""
+    """Return a README with its hunks as cards."""
     lines, found = text.split("\n"), diffs.cards(step)
     for block in reversed([block for block in blocks(text) if block.language == "diff"]):
         own = [card(step, one) for one in found if one.line == block.line]
@@ -242,7 +242,7 @@ def sizes(rows):
 
 
 def diff_page(step):
-    """All that a step changes, in the order of `make diff`."""
+    """Write the page with everything that a step changes, in the order of `make diff`."""
     lesson, support = diffs.changed(step)
     number = int(step[4:6])
     said = {name: sum(c.last - c.first + 1 for c in diffs.cards(step) if c.file == name) for name in lesson | support}
@@ -275,7 +275,7 @@ def diff_page(step):
 
 
 def matrix():
-    """Files by steps: lines, changes, and the way to both."""
+    """Write the page of files by steps: their lines, their changes, and links to both."""
     names = list(dict.fromkeys(name for step in STEPS for name in [*LESSON[step], *SUPPORT[step]]))
     rows = []
     for name in names:
@@ -331,7 +331,7 @@ def timeline(step, output, events):
 
 # ------------------------------------------------------------------------------------------------ what runs
 def ran(python, kind, step):
-    """What a program printed, and its trace. It runs again only where its code has changed."""
+    """Return what a program printed, and its trace. Run it again only if its code has changed."""
     number = int(step[4:6])
     digest = hashlib.sha256(SIMULATED[number].encode())
     files = [*(ROOT / step).glob("*.py"), *(ROOT / "tools/simulate").glob("*.py"), *(ROOT / "tools/plan").glob("*.py")]
@@ -355,7 +355,7 @@ def ran(python, kind, step):
 
 
 def planner_page(python):
-    """The planner's own page for one question; its links lead to pages of the site."""
+    """Return the planner's own page for one question, its links leading to pages of the site."""
     digest = hashlib.sha256(PLANNED.encode())
     for path in sorted(one for one in [*(ROOT / "tools/plan").iterdir(), ROOT / "tools/simulate/gpus.py"] if one.is_file()):
         digest.update(path.read_bytes())
@@ -369,7 +369,7 @@ def planner_page(python):
     return page.replace("docs/glossary.md", "docs/glossary.html")         # both lie two folders deep, so root stays
 
 
-MENDED = {                                                # what Sphinx and Furo leave out for who has no mouse, or cannot see
+MENDED = {                                                # what Sphinx and Furo leave out for readers without a mouse or sight
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="all pages">',
     '<aside class="toc-drawer': '<aside aria-label="on this page" class="toc-drawer',

@@ -1,4 +1,4 @@
-"""Sphinx's settings. The sources are what build.py has laid out in out/site-src."""
+"""Sphinx's settings. build.py has laid out the sources in out/site-src."""
 from pathlib import Path
 
 project = "LLM training over many GPUs"
@@ -11,7 +11,7 @@ html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 myst_heading_anchors = 4
 exclude_patterns = ["**/*.txt"]
-suppress_warnings = ["misc.highlighting_failure"]         # a block of a README is no complete program
+suppress_warnings = ["misc.highlighting_failure"]         # a README's code blocks are not complete programs
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = dict(top_of_page_buttons=[])

@@ -1,5 +1,5 @@
-"""What the site's pages know of the code: each changed file of a step as rows, where README shows a piece of it, and what else
-touches a row: a rung of the ladder, a planted mistake. Only the standard library."""
+"""Tell the site's pages about the code: each changed file of a step as rows, where the README shows a piece of it, and what else
+touches a row: a rung of the ladder, a planted mistake. Only the standard library is used."""
 import ast
 import re
 import subprocess
@@ -15,8 +15,8 @@ import diff
 from readme import blocks, hunks
 from steps import LESSON, STEPS
 
-Row = namedtuple("Row", "kind text old new")              # kind: ' ', '-' or '+'; the numbers of its line before and after
-Card = namedtuple("Card", "number line file first last")  # README's hunk: its block's line, and which rows it shows
+Row = namedtuple("Row", "kind text old new")              # kind: ' ', '-' or '+'; its line number before and after
+Card = namedtuple("Card", "number line file first last")  # a README's hunk: its block's line, and the rows that it shows
 Mark = namedtuple("Mark", "kind label title where")
 
 
@@ -27,7 +27,7 @@ def before(step):
 
 @cache
 def changed(step):
-    """{file: its rows} of the lesson, and of what supports it, in the order of `make diff`. Of step 1 all is new."""
+    """Return {file: its rows} for the lesson, and for what supports it, in the order of `make diff`. In step 1 all is new."""
     if not before(step):
         names = [path.name for path in (ROOT / step).glob("*.py") if not path.name.startswith("by_hand")]
         lesson = [name for name in LESSON[step] if name in names]
@@ -37,7 +37,7 @@ def changed(step):
 
 @cache
 def rows(old, new, name):
-    """A file as its whole diff. The lines without '-' are the file, those without '+' the file of the step before."""
+    """Return a file as its whole diff. The rows without '-' are the file; those without '+' are the file of the step before."""
     if not old or not (ROOT / old / name).exists():
         return [Row("+", line, None, number) for number, line in enumerate((ROOT / new / name).read_text().splitlines(), 1)]
     command = ["diff", "-U1000000", str(ROOT / old / name), str(ROOT / new / name)]
@@ -53,7 +53,7 @@ def rows(old, new, name):
 
 @cache
 def functions(step, name):
-    """(name, line of def, last line) of the functions and methods of a step's file; one inside of another comes after it."""
+    """Return (name, line of def, last line) for each function and method of a step's file; a nested one comes after its outer."""
     if not name.endswith(".py"):
         return []
     found = []
@@ -71,13 +71,13 @@ def functions(step, name):
 
 @cache
 def function_at(step, name, new):
-    """The function that the row after line `new` of the new file still belongs to, by the line of its def."""
+    """Return the line of the def of the function that contains line `new` of the new file, or None."""
     return next((start for _, start, end in functions(step, name) if start <= new <= end), None)
 
 
 @cache
 def cards(step):
-    """A card for each hunk of a step's README. A hunk that is twice in the diff is taken where it comes next."""
+    """Return a card for each hunk of a step's README. If a hunk is twice in the diff, take the next place after the last card."""
     found, last = [], ("", -1)
     for block in blocks((ROOT / step / "README.md").read_text()):
         for hunk in hunks(block.text) if block.language == "diff" else []:
@@ -102,7 +102,7 @@ def occurrences(step, hunk):
 
 @cache
 def rungs(step):
-    """[(number, name of the test, {file: functions})] of a step's ladder, read and not imported: that would need torch."""
+    """Return [(number, name of the test, {file: functions})] for a step's ladder. Parse it, since importing would need torch."""
     path = ROOT / f"exercises/ladder/test_ladder{step[4:6]}.py"
     body = ast.parse(path.read_text()).body if path.exists() else []
     named = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign) and hasattr(node.targets[0], "id")}
@@ -120,7 +120,7 @@ def rungs(step):
 
 @cache
 def mistakes(step):
-    """[(name, file, the lines of the step's file that it changes)] of the planted mistakes."""
+    """Return (name, file, line) for each line of the step's files that a planted mistake changes."""
     found = []
     for path in sorted((ROOT / "exercises/mistakes").glob(f"{step[:6]}_*.patch")):
         file = line = None
@@ -141,7 +141,7 @@ def mistakes(step):
 
 @cache
 def marks(step, name):
-    """{index of a row: marks}: where README speaks of it, where a rung wants the function, where a planted mistake touches it."""
+    """Return {index of a row: marks}: the README shows it, a rung wants its function, a planted mistake touches it."""
     found, lines = {}, next(part[name] for part in changed(step) if name in part)
     index_of = {row.new: index for index, row in enumerate(lines) if row.new}
 

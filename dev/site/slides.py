@@ -1,7 +1,7 @@
-"""The workshop as pages for a beamer: python dev/site/slides.py writes out/site/slides.html, one file that needs no server.
+"""Make the workshop's slides: python dev/site/slides.py writes out/site/slides.html, one file that needs no server.
 
-The words are docs/workshop's. What is for the room stands large, one idea a page: what is said, what is guessed, the commands, the
-exit question; pictures and hunks are those of the block's step. What only the speaker needs is folded below it, the answer too.
+The words are docs/workshop's. Text for the room is large, with one idea per page: what to say, what to guess, the commands, the
+exit question. Pictures and hunks are from the block's step. Notes for the speaker are folded below, and so is the answer.
 """
 import html
 import os
@@ -17,12 +17,12 @@ from pygments.formatters import HtmlFormatter
 
 FOLDER = ROOT / "docs/workshop"
 BLOCKS = ("morning.md", "afternoon.md", "layouts.md", "debrief.md")
-ROOM = ("Say", "Guess", "Type", "Whiteboard", "The task", "Exit")                # each a page; all else are the speaker's notes
+ROOM = ("Say", "Guess", "Type", "Whiteboard", "The task", "Exit")                # each is a page; the rest is the speaker's notes
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 def parts(text):
-    """[(its bold first word, text)] of a block: a paragraph that begins in bold, with what follows it."""
+    """Split a block into [(bold first words, text)]: each paragraph that begins in bold, with all that follows it."""
     found = []
     for piece in re.split(r"\n\n(?=\*\*|<!--|Then |```|\|)", text.strip()):
         name = re.match(r"\*\*([\w ]+?)[.*]", piece)
@@ -43,13 +43,13 @@ def shown(text):
 
 
 def sentences(text):
-    """What is said, a sentence a line."""
+    """Return the words to say, one sentence per line."""
     words = re.sub(r"^\*\*Say(\.\*\*|\*\*[^.]*?\.)\s*", "", " ".join(without_links(text).split()))
     return "".join(f"<p>{MARKDOWN.renderInline(one)}</p>" for one in re.split(r"(?<=[.?:]) (?=[A-Z])", words))
 
 
 def guesses(text):
-    """The rows of the sheet that a block's guess names."""
+    """Return the rows of the sheet that a block's guess names."""
     rows = dict(re.findall(r"^\| (\d\.\d|\d) \| (.*?) \|", (FOLDER / "sheet.md").read_text(), re.MULTILINE))
     named = [one for first, last in re.findall(r"(\d\.\d)(?: to (\d\.\d))?", text) for one in rows
              if first <= one <= (last or first) and one[0] == first[0]]
@@ -58,7 +58,7 @@ def guesses(text):
 
 
 def exit_question(text):
-    """The question without the emphasis that gives it away, and the answer for the speaker."""
+    """Return the question, without the emphasis that gives the answer away; and the answer, for the speaker."""
     question = re.sub(r"(?<!\*)\*(?!\*)([^*]+)\*(?!\*)", r"\1", text)
     question = question.partition("\n(")[0]
     return shown(re.sub(r" (?=[ABC]: )", "\n\n", question)), shown(text)
@@ -81,7 +81,7 @@ def pictures(step):
 
 
 def hunk(step, card):
-    """A hunk below the def that it stands in."""
+    """Render a hunk below the def that contains it."""
     every = diffs.rows(diffs.before(step), step, card.file)
     rows = every[card.first:card.last + 1]
     inside = diffs.function_at(step, card.file, next((row.new for row in rows if row.new), 0))
@@ -93,7 +93,7 @@ def hunk(step, card):
 
 
 def pages(text):
-    """What is for the room, a page for each table and for each command, with the words before it."""
+    """Yield the pages for the room: one for each table and each command, with the words before it."""
     page = []
     for piece in re.split(r"\n\n(?!\n)", text.strip()):
         page.append(piece)

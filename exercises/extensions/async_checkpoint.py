@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: what is written is what was to be saved, though training went on; killed at any moment nothing is lost.
+"""Asynchronous checkpoints: the files have the state at the save, though training goes on; a kill at any moment loses nothing.
 
     python exercises/extend.py async_checkpoint
     EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tools:tests/support:tests \\
@@ -53,7 +53,7 @@ def assert_whole(folder):
 
 
 def states(folder):
-    """{name: the whole tensor}, weights and both of Adam's averages, from all boxes."""
+    """Return {name: whole tensor} of the weights and both of Adam's averages, from all boxes."""
     boxes, ends, tensors = [], {}, {}
     for file in folder.glob("*.safetensors"):
         for key, box in load_file(file).items():
@@ -70,8 +70,8 @@ def states(folder):
 # ------------------------------------------------------------------------------------- jobs
 @contextlib.contextmanager
 def late(more=0):
-    """A file is begun only when the weights are others already (so many updates later, and one), or when the main thread waits.
-    Yields how many updates late."""
+    """Delay the start of each file until the weights have changed (by one update and `more`), or until the main thread waits. Yield
+    the list of how many updates late each file was."""
     from async_save import Snapshot
     from optimizer import Optimizer
     from resume import Checkpoints
@@ -111,7 +111,7 @@ def late_job(argv, job=main_job, forget=False, uneven=False, **more):
 
 
 def silent_job(argv):
-    """What collectives the thread calls: it has none to call."""
+    """Return the collectives that the thread calls. There should be none."""
     import async_save
     import train
     from operations import Recorder
@@ -127,7 +127,7 @@ def silent_job(argv):
     def watched(self, file):
         threads.append(threading.current_thread() is not threading.main_thread())
         with Seen():
-            torch.zeros(1)                                # which is seen
+            torch.zeros(1)                                # an operation that Seen must notice
             return write_file(self, file)
     with patch.object(async_save.Snapshot, "write_file", watched):
         train.main(argv)
@@ -145,8 +145,8 @@ train.main(sys.argv[1:])
 
 
 def memory_job(argv):
-    """Of each save: bytes of the copy, whether it lies where the one before lay, the most that saving took besides, what is saved;
-    and the checkpoints that are there after it."""
+    """Return for each save: the bytes of the copy, whether it reuses the memory of the one before, the peak of what saving takes
+    besides, the bytes of the state; and the checkpoints that exist afterwards."""
     import train
     from live_storages import LiveStorages
     from resume import Checkpoints
@@ -175,11 +175,11 @@ def memory_job(argv):
     return seen
 
 
-MOMENTS = {"train": 8, "copy": 100, "write": 4, "flush": 4, "meet": 40, "rename": 3, "delete": 2, "make": 4}       # and up to which
+MOMENTS = {"train": 8, "copy": 100, "write": 4, "flush": 4, "meet": 40, "rename": 3, "delete": 2, "make": 4}       # up to which
 
 
 def killed_job(argv, rank, moment, number, after, noted):
-    """One rank is killed right before or after so many of the things that it does, in whichever thread."""
+    """Kill one rank right before or after the given call of the kind `moment`, in whichever thread makes it."""
     import async_save
     import train
     calls, write = itertools.count(1), async_save.Snapshot.write
@@ -195,7 +195,7 @@ def killed_job(argv, rank, moment, number, after, noted):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             return function(*arguments, **named)
-        finally:                                          # also where another rank has made the folder first
+        finally:                                          # also when another rank has made the folder first
             if die:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -210,7 +210,7 @@ def killed_job(argv, rank, moment, number, after, noted):
 # ------------------------------------------------------------------------------------- nothing else changes
 @pytest.mark.parametrize("world, shape, more", LAYOUTS[1:], ids=IDS[1:])
 def test_trains_as_one_process_while_it_saves(pool, tmp_path, world, shape, more):
-    """Losses, norms, weights; what every rank sends; and all ranks' operations meet."""
+    """Check losses, norms and weights; what every rank sends; and that all ranks' operations meet."""
     saving = f"--checkpoint {tmp_path / 'c'} --save_every 1 --async_save"
     more += " --sp on" if shape.startswith("dense") else " --balance bias"
     check(pool, Layout(STEP, world, shape, "adamw", f"--dtype float64 --recompute none --micro_batch_size 3 {more} {saving}"))
@@ -232,7 +232,8 @@ def test_ranks_whose_threads_end_in_different_steps_publish_in_the_same(pool, tm
 # ------------------------------------------------------------------------------------- what is written
 @pytest.fixture(scope="module")
 def at_once(pool):
-    """The checkpoints after each of four steps as the step without the patch saves them, made when first asked for."""
+    """Return a function that makes the checkpoints after each of four steps, as the step without the patch saves them, on first
+    use."""
     def make(world, shape, more):
         folder = pool.folder() / f"async at once {world} {shape} {more}"
         if not folder.exists():
@@ -283,8 +284,8 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(pool, at_once, tmp_path, 
 
 
 def test_killed_at_random_moments_nothing_is_lost_but_the_save_under_way(pool, tmp_path):
-    """One run is killed by SIGKILL twelve times, and goes on under another layout each time: at its end it is the run that nobody
-    killed."""
+    """Kill one run with SIGKILL twelve times, and resume it under another layout each time: at its end it must equal the run that
+    nobody killed."""
     draw, log, newest = random.Random(8), tmp_path / "log", 0
     layouts = itertools.cycle([(1, ""), (2, "--zero 3"), (2, "--tp 2"), (1, ""), (2, "--pp 2")])
     base = flags(pool, "dense-2", f"--steps 80 --lr_schedule constant --checkpoint {tmp_path / 'c'} --save_every 2 --async_save")
@@ -315,7 +316,7 @@ def test_killed_at_random_moments_nothing_is_lost_but_the_save_under_way(pool, t
 
 
 # ------------------------------------------------------------------------------------- the end of a run
-# Jobs of other tests are imported where they are run: a worker that was killed is replaced by one that imports all above.
+# Import jobs of other tests where they are run: a worker that replaces a killed one imports everything above.
 def test_told_to_end_it_waits_for_what_it_writes(pool, tmp_path):
     from test_step08 import told_to_end_job
     argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 1 --async_save").split()
@@ -346,14 +347,14 @@ def test_a_full_disk_ends_the_run_in_a_line(pool, tmp_path, world):
 
 
 def test_a_folder_that_is_gone_on_one_rank_ends_all_in_a_line(pool, tmp_path):
-    """In processes of their own: those of the pool live on, and whoever waits for one of them does."""
+    """Use separate processes: the pool's live on after a failure, and so does whoever waits for one of them."""
     (tmp_path / "gone.py").write_text(GONE)
     argv = flags(pool, "dense-2", f"--checkpoint {tmp_path / 'c'} --async_save --save_every 2").split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "gone.py"]
     status, output = run(["env", f"PYTHONPATH={step_dir(STEP)}", *torchrun, *argv], tmp_path, timeout=120)
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 1 and len(said) == 1 and "failed in" not in output, output
-    assert output.count("Traceback (most recent call last)") == 1, output          # torchrun's own, which it always has
+    assert output.count("Traceback (most recent call last)") == 1, output          # torchrun's own, which is always there
     assert said[0].startswith("error: rank 1: --checkpoint: ") and "cannot be written (" in said[0] and "No such file" in said[0]
     assert folders(tmp_path / "c") == []
 
@@ -366,7 +367,7 @@ def test_in_the_hosts_memory_is_one_copy_of_what_a_rank_writes(pool, tmp_path):
         tensors = len(file) - 8 - int.from_bytes(file[:8], "little")
         assert [copy for copy, *_ in saves] == 4 * [tensors]
         assert [again for _, again, *_ in saves] == [False, True, True, True]
-        # as in the synchronous save: a box is looked through at a time, and keys are exchanged
+        # as in the synchronous save: it checks one box at a time, and exchanges keys
         assert all(0 < most < state / 8 for *_, most, state, _ in saves), saves
         assert all(len(kept) <= 1 for *_, kept in saves)
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000004"]
@@ -383,7 +384,7 @@ WAYS, EVERY, ROUNDS = ("none", "synchronous", "asynchronous"), 6, 7
 
 
 def bench_job(argv):
-    """After six steps each the next way of saving: {way: [(seconds that the loop waits for checkpoints, seconds of six steps)]}"""
+    """Change the way of saving every six steps. Return {way: [(seconds the loop waits for checkpoints, seconds of six steps)]}."""
     import train
     from resume import Checkpoints
     save_if_due, seconds, begun = Checkpoints.save_if_due, {way: [] for way in WAYS}, []

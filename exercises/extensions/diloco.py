@@ -1,16 +1,17 @@
-"""diloco.patch: islands that train apart are what they are by hand, send 1/H between them, and wait for nobody before they meet.
+"""diloco.patch: islands train apart as they do by hand, send 1/H of the bytes between them, and wait for nobody until they meet.
 
-Between two machines of eight GPUs is a slow line. Data parallelism sums gradients over all sixteen in every step, and all wait
-until the line has carried them. DiLoCo lets each machine, an island, train by itself for H steps, with AdamW as always. Then
-where they last met minus the mean of where they are now is treated as if it were a gradient, and a second optimizer, descent with
-Nesterov's momentum, makes a step of it, from which all go on.
+The line between two machines of eight GPUs is slow. Data parallelism sums gradients over all sixteen in every step, and every rank
+waits until the line has carried them. DiLoCo lets each machine, an island, train by itself for H steps, with AdamW as always. Then
+it takes the weights at the last meeting minus the mean of the weights now, and treats the difference as if it were a gradient: a
+second optimizer, gradient descent with Nesterov momentum, takes a step with it, and every island goes on from there.
 
-By hand: they met at 10; one is at 8 now, the other at 7: the "gradient" is 2.5. If H is 1 and the walk is one step of gradient
-descent, this is data parallelism itself (a test holds it to 1e-9); with AdamW it is not, as AdamW divides by a root.
+By hand: the islands met at 10; now one is at 8 and the other at 7, so the "gradient" is 2.5. If H is 1 and the inner optimizer
+takes one step of gradient descent, this is data parallelism itself (a test checks it to 1e-9); with AdamW it is not, as AdamW
+divides by a root.
 
-Between islands travels one float32 per weight in H steps, a slice from each GPU: of llama-1b on 2 x 8 GPUs 749,241,344 bytes per
-rank each time they meet, where plain all-reduce has 5,993,930,752 in every step. A rank keeps two more slices. Simulated on
-H100s, a line for each GPU, seconds a step of 128 x 4,096 tokens:
+Between islands, one float32 per weight travels every H steps, and each GPU sends a shard of it: for llama-1b on 2 x 8 GPUs,
+749,241,344 bytes per rank at each meeting, where a plain all-reduce takes 5,993,930,752 in every step. A rank keeps two more
+shards. Simulated on H100s, with a line for each GPU, in seconds per step of 128 x 4,096 tokens:
 
     python tools/simulate exercise/diloco 16 --model llama-1b --dtype bfloat16 --seq_len 4096 --global_batch_size 128
         --micro_batch_size 4 --recompute selective --network 0.125 --islands 2      # GB/s: 1 Gbit/s
@@ -20,13 +21,13 @@ H100s, a line for each GPU, seconds a step of 128 x 4,096 tokens:
 | 10 Gbit/s | 1.95 | 1.52 | 0.85 | 0.79 |
 | 1 Gbit/s | 14.6 | 8.27 | 1.52 | 0.92 |
 
-(A step that ends in a meeting is simulated; for H steps its wait for the other island is divided by H.)
+(A step that ends in a meeting is simulated; for H steps, its wait for the other island is divided by H.)
 
-Loss on 256 sequences after 100 steps of tiny, 64 tokens, two islands of one rank: data parallelism 2.68; islands that go to their
+Loss on 256 sequences after 100 steps of tiny, 64 tokens, two islands of one rank: data parallelism 2.68; islands that move to their
 mean 2.68 (H = 1), 2.74 (50); with the default outer step 2.94 (1), 2.96 (10), 2.79 (50).
 
-If one machine stops for a while, the other goes on until they are to meet, and waits there: pauses at different times within a
-round cost the longer one, not their sum. If it never comes back, the other ends after ten minutes, as in any all-reduce.
+If one machine stops for a while, the other goes on until the next meeting, and waits there: pauses at different times within a
+round cost only the longer one, not their sum. If it never comes back, the other ends after ten minutes, as in any all-reduce.
 """
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ from harness import assert_same_tensors, distance
 from jobs import assert_refused, trained_parts
 
 STEP, ONE, EXACT = "step02_dp", "step01_single_gpu", "--dtype float64"
-MEAN = "--outer_lr 1 --outer_momentum 0"                  # the outer step goes to where the islands are on average
+MEAN = "--outer_lr 1 --outer_momentum 0"                  # the outer step moves to the mean of the islands
 
 
 def parameters(layers):
@@ -50,7 +51,8 @@ def parameters(layers):
 # ------------------------------------------------------------------------------------- what it must be equal to
 @pytest.mark.parametrize("world, islands", [(2, 2), (4, 2), (3, 3)])
 def test_meeting_after_every_step_of_gradient_descent_is_data_parallelism(pool, world, islands):
-    """The mean of places one gradient away is one mean gradient away. With AdamW it would not be: it divides by a root."""
+    """Check with SGD, where the mean of weights one gradient away is one mean gradient away. With AdamW it is not: it divides by a
+    root."""
     flags = f"{observe.case(pool, 'dense-2')} {EXACT} --micro_batch_size 2 --grad_clip 0"
     one = pool.reference(ONE, flags, "sgd")
     apart = f"{flags} --islands {islands} --inner_steps 1 {MEAN}"
@@ -61,7 +63,7 @@ def test_meeting_after_every_step_of_gradient_descent_is_data_parallelism(pool, 
 
 
 def by_hand_job(argv, islands, inner_steps, lr, momentum):
-    """One process with a model for each island, which takes turns, and torch's own Nesterov. The weights in the end."""
+    """Train one process with a model for each island, in turns, and with torch's own Nesterov. Return the final weights."""
     import train
     with train.processes():
         args, config, tokens = train.prepare(argv)
@@ -91,7 +93,7 @@ def by_hand_job(argv, islands, inner_steps, lr, momentum):
 
 
 @pytest.mark.parametrize("world, islands, inner_steps, lr, momentum, more", [
-    (2, 2, 2, 0.7, 0.9, ""), (4, 2, 3, 0.7, 0.9, "--dp_mode overlap"),             # after four steps a round is not over
+    (2, 2, 2, 0.7, 0.9, ""), (4, 2, 3, 0.7, 0.9, "--dp_mode overlap"),             # after four steps the round is not over
     (4, 4, 1, 0.5, 0.8, "--dp_mode naive"), (3, 3, 2, 1, 0, ""), (6, 2, 2, 0.7, 0.9, "")])
 def test_equals_islands_that_take_turns(pool, world, islands, inner_steps, lr, momentum, more):
     flags = f"{observe.case(pool, 'dense-2')} {EXACT} --micro_batch_size 2"
@@ -113,7 +115,7 @@ def weights_job(argv):
 
 
 def test_ends_alike_in_bfloat16(pool):
-    """To the bit, on all ranks; and what is computed with are the averaged weights, rounded."""
+    """Check that all ranks end with the same bits, and that the weights that compute are the averaged ones, rounded."""
     argv = f"{observe.case(pool, 'dense-2')} --dtype bfloat16 --micro_batch_size 2 --islands 2 --inner_steps 3".split()
     ranks = pool.call(weights_job, STEP, world=4, argv=argv)
     for params, masters in ranks:
@@ -123,7 +125,7 @@ def test_ends_alike_in_bfloat16(pool):
 
 # ------------------------------------------------------------------------------------- bytes
 def every_step_job(argv):
-    """Of every step, what this rank sends: {(dimension, collective): bytes}."""
+    """Return for every step what this rank sends: {(dimension, collective): bytes}."""
     import contextlib
     from unittest.mock import patch
 
@@ -145,14 +147,14 @@ def every_step_job(argv):
 def test_between_islands_travels_one_slice_in_h_steps(pool, inner_steps):
     flags = f"{observe.case(pool, 'dense-2')} {EXACT} --micro_batch_size 2 --steps 6".split()
     steps = pool.call(every_step_job, STEP, world=4, argv=[*flags, "--islands", "2", "--inner_steps", str(inner_steps)])
-    every = 8 * parameters(2)                             # divides by two
+    every = 8 * parameters(2)                             # divisible by two
     for of_rank in steps:
         between = [sum(size for (where, _), size in step.items() if where == "between") for step in of_rank]
         meets = [(i + 1) % inner_steps == 0 for i in range(6)]
         assert between == [every // 2 if meet else 0 for meet in meets]
         assert [step["within", "all_reduce"] for step in of_rank] == [every + 8] * 6
         assert not any(where in ("dp", "world") for step in of_rank for where, _ in step)
-    # of a data-parallel step all of it would have had to pass, every time
+    # with data parallelism, all of it would have to pass in every step
     assert 6 // inner_steps * every // 2 == sum(between)
 
 
@@ -164,13 +166,14 @@ def test_the_ledger_has_its_formula(pool, world, dtype):
     assert observe.assert_all_meet(operations) > 0
     assert all(seen == formula for sent in per_rank for seen, formula in sent.values()), per_rank
     number = 8 if dtype == "float64" else 4
-    between = "dp" if world == 2 else "between"              # islands of one rank: the group of all
+    between = "dp" if world == 2 else "between"              # islands of one rank: the group is that of all ranks
     assert all(sent[between, "all_reduce"][0] == number * -(-parameters(2) // (world // 2)) for sent in per_rank)
 
 
 # ------------------------------------------------------------------------------------- one of the two stops for a while
 def stopping_job(argv, folder):
-    """The second island begins its second step when the first is through with its third. How long that took; None: in vain."""
+    """Make the second island wait, before its second step, for the first to finish its third. Return whether it did so within 5
+    seconds."""
     import os
     from unittest.mock import patch
 

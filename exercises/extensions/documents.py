@@ -1,8 +1,8 @@
-"""Packed documents under context parallelism: each token sees its own document alone, and all layouts train as step 1 does with
-an explicit mask; what is sent stays as it was; which rank computes how much.
+"""Packed documents under context parallelism: each token attends only to its own document, and all layouts train as step 1 does
+with an explicit mask; the communication stays as it was; how much each rank computes.
 
     EXERCISE=5=exercise/documents PYTHONPATH=tools:tests/support \\
-        python exercises/extensions/documents.py                                  # the README's table, on 8 ranks
+        python exercises/extensions/documents.py                                  # prints the README's table, on 8 ranks
 """
 from pathlib import Path
 from unittest.mock import patch
@@ -20,7 +20,7 @@ DOCUMENTS = f"--documents {END}"
 
 
 def write_tokens(folder, length, mean, vocab=61):
-    """Documents whose lengths are those of a memoryless source: each token is the last one with probability 1 / mean."""
+    """Write documents whose lengths come from a memoryless source: each token ends its document with probability 1 / mean."""
     draw = np.random.default_rng(1)
     tokens = draw.integers(0, vocab, length).astype(np.uint16)
     tokens[tokens == END] = END + 1
@@ -32,7 +32,7 @@ def write_tokens(folder, length, mean, vocab=61):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Sequences of 32 tokens, with documents of 1 to 30 tokens in them."""
+    """Make sequences of 32 tokens that contain documents of 1 to 30 tokens."""
     folder = tmp_path_factory.mktemp("documents")
     return (f"{cases.make(folder, **cases.shape('dense-2'))} {write_tokens(folder, 32 * 64 + 1, 7)} --seq_len 32 "
             "--global_batch_size 8 --dtype float64")
@@ -40,7 +40,7 @@ def flags(tmp_path_factory):
 
 # ------------------------------------------------------------------------------------- what it is compared with
 def masked_job(argv, optimizer):
-    """Step 1, whose attention is a softmax under a mask of [batch, seq, seq]: same document, and not later."""
+    """Train step 1 with a softmax under a mask of [batch, seq, seq]: a token sees earlier tokens of its document, and itself."""
     import model
     import torch
     seen, forward = [None], model.Decoder.forward
@@ -83,7 +83,7 @@ def test_the_mask_matters(pool, flags, one):
     (4, "--micro_batch_size 4 --cp 4 --cp_mode ulysses --zero 2"),
     (8, "--micro_batch_size 8 --cp 8 --cp_mode zigzag"), (8, "--micro_batch_size 8 --cp 8 --cp_mode striped")])
 def test_documents_are_a_mask(pool, flags, one, world, more):
-    """And what each rank sends is what the formula says, which has not heard of documents."""
+    """Also check that each rank sends what the formula says, which knows nothing of documents."""
     run = pool.train(STEP, f"{flags} {DOCUMENTS} {more}", world, job=observed_job)
     assert_same_run(run, one, 1e-9, more)
     operations, sent = zip(*run.answers)
@@ -120,7 +120,7 @@ def test_striped_takes_lengths_that_zigzag_does_not(pool, flags):
 
 # ------------------------------------------------------------------------------------- the blocks
 def blocks_job(sequences, length):
-    """{(mode, cp): how many blocks have each pair of a query and a key, of all sequences laid end to end}"""
+    """Return {(mode, cp): how many blocks contain each pair of a query and a key, with all sequences laid end to end}."""
     from types import SimpleNamespace
 
     import context_parallel
@@ -137,7 +137,7 @@ def blocks_job(sequences, length):
                 for source in range(cp):
                     for rows, columns, causal in context_parallel.visible(rank, source, mode, length // cp):
                         block = torch.ones(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.int64)
-                        assert not causal or block.shape[0] == block.shape[1]      # where kernels agree what the diagonal is
+                        assert not causal or block.shape[0] == block.shape[1]    # only then do kernels agree where the diagonal is
                         seen[parts[rank][rows].unsqueeze(1), parts[source][columns]] += block.tril() if causal else block
             found[mode, cp] = seen.tolist()
     context_parallel.documents.clear()
@@ -146,7 +146,7 @@ def blocks_job(sequences, length):
 
 @pytest.mark.parametrize("mean", [1.5, 5, 20, 1000])
 def test_blocks_have_what_the_mask_shows(pool, mean):
-    """Each pair once, and no other."""
+    """Check that the blocks contain each visible pair once, and no other pair."""
     draw = np.random.default_rng(int(mean))
     sequences = np.where(draw.random((3, 49)) < 1 / mean, END, 0)
     document = np.pad(sequences[:, :-2] == END, ((0, 0), (1, 0))).cumsum(1) + 100 * np.arange(3).reshape(3, 1)
@@ -158,8 +158,8 @@ def test_blocks_have_what_the_mask_shows(pool, mean):
 
 # ------------------------------------------------------------------------------------- who computes how much
 def counted_job(argv):
-    """Of each step the pairs of a query and a key that this rank scores in forward, by the rank whose keys they are: counted as
-    the kernel is called."""
+    """Count, for each step, the pairs of a query and a key that this rank scores in forward, by the rank that owns the keys. Count
+    them where the kernel is called."""
     import context_parallel
     import train
     steps, source_now = [], [None]
@@ -183,8 +183,8 @@ def counted_job(argv):
 
 
 def balance(per_rank):
-    """[step][source] of each rank -> all pairs of a step on average; the slowest rank over the mean; the same if at each hop all
-    wait for the slowest; and the share of all (rank, other rank's keys) in which there is something to see."""
+    """Take [step][source] of each rank. Return the mean number of all pairs in a step; the slowest rank over the mean; the same if
+    all ranks wait for the slowest at each hop; and the share of pairs (rank, another rank's keys) with anything to see."""
     pairs = np.array(per_rank).swapaxes(0, 1).astype(float)                        # [step, rank, source]
     cp = pairs.shape[1]
     by_hop = np.stack([pairs[:, np.arange(cp), (np.arange(cp) - hop) % cp] for hop in range(cp)])  # [hop, step, rank]
@@ -194,7 +194,7 @@ def balance(per_rank):
 
 
 def count(pool, folder, seq_len, cp, mode, mean, steps):
-    """One sequence a step; of one document without a mean length."""
+    """Train on one sequence per step, which is a single document if mean is 0. Return the balance of the ranks."""
     small = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=2, hidden_size=4, intermediate_size=8)
     base = f"{cases.make(folder / 'model', **small)} {write_tokens(folder / str(mean), seq_len * steps + 1, mean or 1)}"
     argv = (f"{base} --seq_len {seq_len} --global_batch_size 1 --micro_batch_size 1 --steps {steps} --cp {cp} --cp_mode {mode} "
@@ -204,7 +204,7 @@ def count(pool, folder, seq_len, cp, mode, mean, steps):
 
 @pytest.mark.parametrize("mode, at_least, at_most", [("ring", 1.5, 4), ("zigzag", 1.2, 4), ("striped", 1, 1.02)])
 def test_documents_unbalance_zigzag_and_not_striped(pool, tmp_path, mode, at_least, at_most):
-    """The table of the README, in small: 1,024 tokens on 4 ranks, documents of 64."""
+    """Check the README's table on a small scale: 1,024 tokens on 4 ranks, documents of 64."""
     pairs, slowest, by_hop, _ = count(pool, tmp_path, 1024, 4, mode, 64, 6)
     ends = np.load(tmp_path / "64/tokens.npy")[:-1].reshape(6, 1024) == END
     lengths = np.concatenate([np.diff(np.flatnonzero([1, *row[:-1], 1])) for row in ends])
@@ -219,7 +219,7 @@ def test_without_documents_zigzag_is_balanced(pool, tmp_path):
 def print_table(folder):
     from harness import shared_pool
     for mean in (0, 1024, 128):
-        for mode in ("ring", "zigzag", "striped"):        # allgather has zigzag's pairs
+        for mode in ("ring", "zigzag", "striped"):        # allgather scores the same pairs as zigzag
             pairs, slowest, by_hop, needed = count(shared_pool(), folder, 8192, 8, mode, mean, 8)
             length = f"{mean:,}" if mean else "no documents"
             print(f"| {length} | {pairs:,.0f} | {mode} | {slowest:.2f} | {by_hop:.2f} | {needed:.0%} |", flush=True)
@@ -228,6 +228,6 @@ def print_table(folder):
 if __name__ == "__main__":
     import tempfile
 
-    import documents                                      # the workers know no __main__
+    import documents                                      # workers cannot import functions from __main__
     with tempfile.TemporaryDirectory() as name:
         documents.print_table(Path(name))

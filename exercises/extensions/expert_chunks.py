@@ -1,4 +1,4 @@
-"""The tests of expert_chunks.patch: with the rows for experts in chunks a run equals one process, waits and meets as it has to."""
+"""Tests of expert_chunks.patch: with the rows for experts in chunks, a run equals one process, and waits and meets as it must."""
 import json
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ LAYOUTS += [(4, f"top2-{layers}", f"--micro_batch_size 3 --pp 2 --schedule {sche
 
 @pytest.mark.parametrize("world, shape, flags", LAYOUTS, ids=[flags for *_, flags in LAYOUTS])
 def test_trains_as_one_process(pool, world, shape, flags):
-    """Weights, bytes by the formula, operations that meet, and nothing read before it was waited for."""
+    """Check the weights, the bytes against the formula, that operations meet, and that nothing is read before it was waited for."""
     check(pool, Layout(STEP, world, shape, "adamw", f"{EXACT} {flags}"))
 
 
@@ -63,7 +63,7 @@ def test_experts_ranks_and_chunks_without_rows(pool, tmp_path, world, bias, flag
 
 @pytest.mark.parametrize("flags", ["--ep 2 --tp 2", "--ep 2 --pp 2 --schedule zerobubble --recompute full"])
 def test_what_travels_behind_work_is_not_waited_for(pool, flags):
-    """Played back: all that is left is the first chunk's way there and the last one's back."""
+    """Play the run back: only the first chunk's way out and the last one's way back may be exposed."""
     exposed = {}
     for chunks in (1, 2, 4):
         more = f"{flags} --expert_chunks {chunks} --lr 0 --seq_len 64 --global_batch_size 4 --micro_batch_size 1"
@@ -73,7 +73,7 @@ def test_what_travels_behind_work_is_not_waited_for(pool, flags):
 
 
 def test_one_chunk_is_the_step_itself(pool, tmp_path):
-    """To the last bit."""
+    """Compare to the last bit."""
     flags = f"{cases.make(tmp_path, **cases.shape('top2-2'))} --micro_batch_size 6 --ep 2 --steps 2"
     here, there = (pool.train(step, flags, world=2) for step in (STEP, ROOT / STEP))
     assert here.losses == there.losses and here.grad_norms == there.grad_norms

@@ -1,21 +1,21 @@
-"""fp8.patch: quantised bits are those of one process, for the scales and the groups that the theory names; bytes; and it trains.
+"""fp8.patch: quantized bits equal those of one process, for every scale and the groups that must agree on it; bytes; training.
 
-Tensor cores multiply 8-bit floats twice as fast as bfloat16. But these have two or three bits of fraction and a small range, so
-numbers are divided by a scale. --fp8 says how many share one: a tensor, a row along the dimension that the product sums over, or a
-block of 128 of it. The scale is their largest magnitude, the amax, divided by the largest 8-bit number: 448 in e4m3, for
-weights and activations, 57,344 in e5m2, for gradients.
+Tensor cores multiply 8-bit floats twice as fast as bfloat16. But an 8-bit float has only two or three bits of fraction and a small
+range, so numbers are divided by a scale first. --fp8 says how many numbers share a scale: a tensor, a row along the dimension that
+the product sums over, or a block of 128 numbers of such a row. The scale is their largest magnitude, the amax, divided by the
+largest 8-bit number: 448 in e4m3, for weights and activations, and 57,344 in e5m2, for gradients.
 
-By hand: a row 1 2 3 | 4, cut over two ranks. One process finds the amax 4. Alone, the first rank would find 3 and get other bits,
-without error. So whoever shares a scale agrees on the amax. With a scale per tensor every cut separates numbers that share one,
-and one number is all-reduced over tp. With rows only a cut along the sum does (o_proj and down_proj going forward, the others
-going backward): a number for each row. Blocks that a cut would cross are refused. A tensor is quantised along both dimensions,
-for backward sums over the other.
+By hand: cut a row 1 2 3 | 4 over two ranks. One process finds the amax 4. By itself, the first rank would find 3 and get different
+bits, without any error. So all ranks that share a scale must agree on the amax. With a scale per tensor, every cut separates
+numbers that share one, and one number is all-reduced over tp. With a scale per row, only a cut along the sum does so (o_proj and
+down_proj in forward, the others in backward), and one number per row is all-reduced. Blocks that a cut would cross are refused. A
+tensor is quantized along both dimensions, because backward sums over the other one.
 
-Not in 8 bits: masters and sums of gradients (an update would round to nothing), norms, softmax, embedding, head, and what is sent.
-A product with blocks is a sum of products.
+These stay out of 8 bits: masters and sums of gradients (an update would round to nothing), norms, softmax, embedding, head, and
+whatever is sent. A product with blocks is a sum of products.
 
-Agreeing takes per layer and micro-batch, bytes of payload on a rank of tp: tensor 4 x 28, row 4 x 7 x (tokens + hidden), block 0.
-Simulated seconds of a step on H100s:
+To agree, each rank of tp sends this payload per layer and micro-batch, in bytes: tensor 4 x 28, row 4 x 7 x (tokens + hidden),
+block 0. Simulated seconds per step on H100s:
 
 | | plain | --compile |
 |---|---|---|
@@ -27,11 +27,11 @@ Simulated seconds of a step on H100s:
     python tools/simulate exercise/fp8 8 --model llama-8b --dtype bfloat16 --zero 3 --tp 2 --seq_len 8192 --global_batch_size 8
         --micro_batch_size 1 --fp8 row
 
-With rows the layers' products take 0.27 (before 0.54), quantising takes 0.36, and adding and casting float32 results 0.21. Fused,
-both take 0.17: --compile simulates it, torch does not compile these functions. In all it is 1.56 times bfloat16's products,
-fused 0.81; planner's FLOAT8 assumes 0.6.
+With rows, the layers' products take 0.27 s (0.54 s before), quantizing takes 0.36 s, and adding and casting float32 results 0.21 s.
+If these two were fused, together they would take 0.17 s: --compile simulates that, but torch does not compile these functions. In
+total this is 1.56 times the time of bfloat16's products, or 0.81 times when fused; the planner's FLOAT8 assumes 0.6.
 
-Loss of tiny, mean of the last 20 of 300 steps of 512 tokens: bfloat16 2.380, tensor 2.364, row 2.383, blocks of 16 2.365.
+Loss of tiny, the mean of the last 20 of 300 steps with 512 tokens: bfloat16 2.380, tensor 2.364, row 2.383, blocks of 16 2.365.
 """
 import cases
 import observe
@@ -43,7 +43,7 @@ from jobs import assert_refused
 from steps import ROOT, clean_environment, run, step_dir
 
 STEP = "step04_tp_sp"
-SHAPE = cases.SHAPE | dict(head_dim=8, hidden_size=64, intermediate_size=64, num_hidden_layers=2)       # blocks of 8 fit into them
+SHAPE = cases.SHAPE | dict(head_dim=8, hidden_size=64, intermediate_size=64, num_hidden_layers=2)       # so that blocks of 8 fit
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def base(tmp_path_factory):
 
 # ------------------------------------------------------------------------------------- who must agree, on a matrix
 def same_bits_job(scaling, cut, agree):
-    """Whether this rank's part of a matrix has the bits that it has in the whole one, and the same scales."""
+    """Return whether this rank's part of a matrix has the same bits and the same scales as in the whole matrix."""
     import eight_bits
     import torch.distributed as dist
     import train
@@ -74,8 +74,8 @@ def same_bits_job(scaling, cut, agree):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("scaling, cut, alone", [
-    ("tensor", 0, False), ("tensor", 1, False),           # any cut crosses a tensor
-    ("row", 0, True), ("row", 1, False),                  # a cut between rows crosses none
+    ("tensor", 0, False), ("tensor", 1, False),           # any cut divides the tensor
+    ("row", 0, True), ("row", 1, False),                  # a cut between rows divides none of them
     ("block", 0, True), ("block", 1, True)])
 def test_whoever_shares_a_scale_must_agree(pool, world, scaling, cut, alone):
     assert all(pool.call(same_bits_job, STEP, world=world, scaling=scaling, cut=cut, agree=True))
@@ -83,7 +83,8 @@ def test_whoever_shares_a_scale_must_agree(pool, world, scaling, cut, alone):
 
 
 def product_job(scaling):
-    """The product, and a plain one of what the 8-bit numbers stand for. And how far both are from the exact one."""
+    """Return the relative error of the product against a plain one of the dequantized numbers, and of that one against the exact
+    product."""
     import eight_bits
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=draw) for rows in (32, 40))
@@ -98,12 +99,12 @@ def product_job(scaling):
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_a_product_is_that_of_what_the_numbers_stand_for(pool, scaling):
     off, rounded = pool.call(product_job, STEP, scaling=scaling)[0]
-    assert off < 1e-6 and 0.01 < rounded < 0.1            # two and three bits of fraction: some percent of each term
+    assert off < 1e-6 and 0.01 < rounded < 0.1            # with two and three bits of fraction, each term is off by a few per cent
 
 
 # ------------------------------------------------------------------------------------- in the trainer
 def first_bits_job(argv):
-    """What the first attention quantizes in the first forward pass: x, x.T, three weights; the same of o_proj."""
+    """Return what the first attention quantizes in the first forward pass: x, x.T, three weights, then the same for o_proj."""
     from unittest.mock import patch
 
     import eight_bits
@@ -121,7 +122,8 @@ def first_bits_job(argv):
 
 
 def parts_of(tp, rank):
-    """Of each of the eight: the dimension that is cut, if one is."""
+    """Return, for each of the eight tensors, a function that cuts out this rank's part, along the dimension that is sharded, if
+    any."""
     cut = [None, None, 0, 0, 0, 1, 0, 1]
     return [lambda x, dim=dim: x if dim is None else x.chunk(tp, dim)[rank % tp] for dim in cut]
 
@@ -132,7 +134,7 @@ def test_bits_of_a_layer_are_those_of_one_process(pool, base, scaling, world, tp
     flags = f"{base} --steps 1 --micro_batch_size 6 --fp8 {scaling} --fp8_block 8"
     one = pool.once((base, scaling), lambda: pool.call(first_bits_job, STEP, argv=flags.split())[0])
     ranks = pool.call(first_bits_job, STEP, world=world, argv=f"{flags} --tp {tp} {more}".split())
-    for rank in range(tp):                                # of the first dp rank: the others have other tokens
+    for rank in range(tp):                                # only of the first dp rank: the others have other tokens
         for i, (part, bits) in enumerate(zip(parts_of(tp, rank), ranks[rank], strict=True)):
             assert torch.equal(bits, part(one[i])), (rank, i)
 
@@ -149,7 +151,8 @@ def without_agreement_job(argv, optimizer):
 @pytest.mark.parametrize("scaling, numbers", [("tensor", 28), ("row", 7 * (6 * 16 + 64)), ("block", 0)])
 @pytest.mark.parametrize("world, tp, more", [(2, 2, ""), (4, 2, "--sp off --zero 2"), (4, 4, "")])
 def test_trains_as_one_process_and_sends_what_it_says(pool, base, scaling, numbers, world, tp, more):
-    """Sums in other orders flip a bit here and there: losses to 1e-3, the first to 1e-5. Of what agreeing takes, to the byte."""
+    """Check losses to 1e-3, the first to 1e-5, since sums in another order flip a bit here and there; check the bytes of agreeing
+    exactly."""
     flags = f"{base} --micro_batch_size 6 --fp8 {scaling} --fp8_block 8"
     one = pool.reference(STEP, flags)
     run = pool.train(STEP, f"{flags} --tp {tp} {more}", world, job=observe.observed_job)
@@ -157,7 +160,7 @@ def test_trains_as_one_process_and_sends_what_it_says(pool, base, scaling, numbe
     operations, per_rank = zip(*run.answers)
     assert observe.assert_all_meet(operations) > 0
     assert all(seen == formula for sent in per_rank for seen, formula in sent.values()), per_rank
-    if "--sp" not in more:                                # of 24 sequences in fours of 6; the head's three, and norms and the loss
+    if "--sp" not in more:                                # 24 sequences in micro-batches of 6; all other sums cancel
         dp = world // tp
         sent = per_rank[0].get(("tp", "all_reduce"), (0, 0))[0]
         bare = pool.train(STEP, f"{flags} --tp {tp} {more}", world, job=without_agreement_job)
@@ -190,7 +193,7 @@ def test_a_block_that_a_cut_crosses_is_refused(pool, base):
 # ------------------------------------------------------------------------------------- simulated
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_the_layers_products_are_simulated_in_8_bits(pool, scaling):
-    """As many FLOPs as without, and of those the layers' in 8 bits: six for each weight and token."""
+    """Check that fp8 keeps the number of FLOPs, and that the layers' FLOPs, six for each weight and token, are in 8 bits."""
     flags = "--dtype bfloat16 --tp 2 --fp8_block 32 --fp8"
     plain, eight = (toy.run(pool, STEP, 2, f"{flags} {how}", num_hidden_layers=1) for how in ("off", scaling))
     weights = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384

@@ -1,4 +1,5 @@
-"""Held-out loss, in one process: of which tokens, the same number as transformers' logits give, and nothing else changes."""
+"""Held-out loss, in one process: it covers the right tokens, equals the loss from transformers' logits, and changes nothing
+else."""
 import json
 
 import cases
@@ -10,8 +11,8 @@ from harness import assert_same_run, relative
 from jobs import assert_refused, compiled_job
 
 STEP = "step01_single_gpu"
-S, WHOLE, TAIL = 16, 70, 5                                # tokens of a sequence, sequences of the file, tokens that are left over
-EXACT = "--dtype float64 --micro_batch_size 6"            # 4 steps of 24 sequences: training goes round in what is left
+S, WHOLE, TAIL = 16, 70, 5                                # tokens of a sequence, sequences of the file, tokens left over
+EXACT = "--dtype float64 --micro_batch_size 6"            # 4 steps of 24 sequences: training repeats what is not held out
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def held_out_losses(run):
 
 
 def by_full_logits(folder, tokens, sequences):
-    """The mean cross-entropy of the file's last whole sequences, from transformers' logits of all of them."""
+    """Return the mean cross-entropy of the file's last whole sequences, from transformers' full logits."""
     model = huggingface.load(folder, torch.float64)
     rows = torch.from_numpy(np.stack([tokens[i * S:i * S + S + 1] for i in range(WHOLE - sequences, WHOLE)]).astype(np.int64))
     with torch.no_grad():
@@ -46,13 +47,14 @@ def by_full_logits(folder, tokens, sequences):
 def test_it_is_the_loss_of_full_logits(pool, flags, tmp_path, sequences, more):
     run = pool.train(STEP, f"{flags} {EXACT} --eval_every 3 {more} --save {tmp_path}", weights=False)
     seen = held_out_losses(run)
-    assert [loss is not None for loss in seen] == [False, False, True, True]       # every third step, and the last
+    assert [loss is not None for loss in seen] == [False, False, True, True]       # every third step, and the last one
     assert relative(seen[-1], by_full_logits(tmp_path, tokens_of(flags), sequences)) < 1e-9
 
 
 @pytest.mark.parametrize("sequences", [1, 24, 69])
 def test_training_is_that_of_a_file_that_ends_there(pool, flags, tmp_path, sequences):
-    """To the last bit: with the token at the border, the last target; and the same if nothing is ever evaluated."""
+    """Train on a file that ends with the token at the border, the last target. The run must be the same to the last bit, evaluated
+    or not."""
     short = with_tokens(flags, tmp_path / "short.npy", tokens_of(flags)[:(WHOLE - sequences) * S + 1])
     reference = pool.train(STEP, f"{short} {EXACT}")
     for every in (0, 1, 4):
@@ -62,7 +64,7 @@ def test_training_is_that_of_a_file_that_ends_there(pool, flags, tmp_path, seque
 
 
 def test_what_is_held_out_is_not_trained_on_and_the_reverse(pool, flags, tmp_path):
-    """Without a step of training in between, each loss sees its own targets, the token at the border is training's."""
+    """Change tokens, with lr 0: each loss must see only its own targets. The token at the border is a target of training."""
     comm = (WHOLE - 24) * S
     base, flags = flags, f"--dtype float64 --eval_every 1 --lr 0 --steps 1 --global_batch_size {WHOLE - 24} --micro_batch_size 23"
     flags += " --eval_sequences 24"
@@ -81,7 +83,8 @@ def test_what_is_held_out_is_not_trained_on_and_the_reverse(pool, flags, tmp_pat
 
 
 def head_job(vocab, tokens, chunk):
-    """The loss alone in chunks, with the gradients, and what torch makes of all logits; the storages it takes, in numbers."""
+    """Return the loss without gradients, with gradients, and from torch on full logits; and the size in numbers of each storage it
+    takes."""
     import loss
     import torch.nn.functional as F
     from live_storages import LiveStorages
@@ -100,11 +103,11 @@ def head_job(vocab, tokens, chunk):
 def test_the_head_takes_a_chunk_at_a_time_and_no_gradients(pool):
     (alone, with_gradients, whole, sizes), = pool.call(head_job, STEP, vocab=640, tokens=300, chunk=640 * 20)
     assert relative(alone, whole) < 1e-12 and relative(alone, with_gradients) < 1e-12
-    assert max(sizes) == 640 * 20 and sizes.count(640 * 8) == 1                     # the weight alone, and no gradient of it
+    assert max(sizes) == 640 * 20 and sizes.count(640 * 8) == 1                     # only the weight, and no gradient of it
 
 
 def traced_job(argv, optimizer):
-    """Compiled, but for the code that is made of the graphs in the end, which takes a minute."""
+    """Compile with a backend that skips the code generation at the end, which takes a minute."""
     import functools
     from unittest.mock import patch
 
@@ -137,7 +140,7 @@ def test_speed_is_that_of_training(pool, flags, tmp_path):
 
 
 def clock_job(argv):
-    """On a clock that moves by one for a step, and by a hundred for an evaluation."""
+    """Train on a clock that moves by one for each step, and by a hundred for each evaluation."""
     from unittest.mock import patch
 
     import metrics

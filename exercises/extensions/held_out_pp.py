@@ -1,4 +1,5 @@
-"""Held-out loss in a pipeline: every layout gives one process's; lists of forwards; what is sent, and what stays in memory."""
+"""Held-out loss in a pipeline: every layout gives that of one process; lists of forwards; what is sent, and what stays in
+memory."""
 import cases
 import huggingface
 import numpy as np
@@ -12,7 +13,7 @@ from operations import assert_all_meet
 from rendezvous import rendezvous
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
-S, WHOLE, HELD_OUT = 16, 70, 48                           # 4 steps of 24 sequences: training goes round in the other 22
+S, WHOLE, HELD_OUT = 16, 70, 48                           # 4 steps of 24 sequences: training repeats the other 22
 EVAL = f"--eval_every 1 --eval_sequences {HELD_OUT}"
 
 
@@ -34,7 +35,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """By layers: of a file with sequences to hold out, and of one that ends before them."""
+    """Make, for each number of layers, a file with sequences to hold out, and one that ends before them."""
     made = {}
     for layers in (2, 3, 5):
         for name, sequences in ("all", WHOLE), ("training", WHOLE - HELD_OUT):
@@ -55,8 +56,8 @@ def layers_of(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(pool, flags, layout):
-    """Held-out losses are those of one process; training is step 1's on a file that ends where they begin; in the step that the
-    ledger sees, between two evaluations, is sent what the formula says, on every rank."""
+    """Check that held-out losses are those of one process; that training is step 1's on a file that ends where they begin; and that
+    in the step that the ledger sees, between two evaluations, every rank sends what the formula says."""
     layers = layers_of(layout)
     trained = pool.reference(BASELINE, f"{flags['training', layers]} --dtype float64 --micro_batch_size 6")
     one = pool.reference(STEP, f"{flags['all', layers]} --dtype float64 --micro_batch_size 6 {EVAL}")
@@ -72,8 +73,8 @@ def test_layout(pool, flags, layout):
 
 
 def test_one_process_gives_the_loss_of_full_logits(pool, tmp_path):
-    """By transformers, from all logits of the file's last whole sequences."""
-    flags = cases.make(tmp_path / "case", tokens=S * WHOLE)                         # of sizes that transformers takes
+    """Compare with transformers, from full logits of the file's last whole sequences."""
+    flags = cases.make(tmp_path / "case", tokens=S * WHOLE)                         # in sizes that transformers accepts
     run = pool.train(STEP, f"{flags} --dtype float64 --micro_batch_size 6 {EVAL} --save {tmp_path / 'saved'}", weights=False)
     tokens = np.load(tmp_path / "case/tokens.npy").astype(np.int64)
     rows = torch.from_numpy(np.stack([tokens[i * S:i * S + S + 1] for i in range(WHOLE - HELD_OUT, WHOLE)]))
@@ -85,7 +86,7 @@ def test_one_process_gives_the_loss_of_full_logits(pool, tmp_path):
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[5]])
 def test_training_does_not_notice(pool, flags, layout):
-    """To the last bit: evaluated after every step, after the last alone, never."""
+    """Evaluate after every step, after the last alone, or never: training must be the same to the last bit."""
     base = f"{flags['all', layers_of(layout)]} {layout.flags} --eval_sequences {HELD_OUT}"
     often, once, never = (pool.train(STEP, f"{base} --eval_every {every}", layout.world) for every in (1, 100, 0))
     assert [[loss is not None for loss in held_out_losses(run)] for run in (often, once, never)] == [
@@ -97,8 +98,8 @@ def test_training_does_not_notice(pool, flags, layout):
 
 # ------------------------------------------------------------------------------------- an evaluation, seen from inside
 def evaluations_job(argv, optimizer):
-    """Trains; of every evaluation what this rank sends, how many bytes of gathered weights are there before and after it, what is
-    left of all that it makes, and the most of it at a time."""
+    """Train. Return for every evaluation what this rank sends, how many bytes of gathered weights there are before and after it,
+    how much of what it allocates is left, and the peak."""
     import gc
     import time
     from unittest.mock import patch
@@ -119,7 +120,7 @@ def evaluations_job(argv, optimizer):
                 live.note(tensor, "parameters")           # whatever was there before
             with ledger.Ledger(mesh) as sent, live:
                 loss = evaluate(step)
-            time.sleep(0.3)                               # gloo's threads let go of what they sent a little after the wait
+            time.sleep(0.3)                               # gloo's threads free what they sent a little after the wait
             for _, number, size in live.events:
                 held.append(held[-1] + size * (live.kinds[number] != "parameters"))
             seen.append((dict(sent.payload), before, whole(), held[-1], max(held)))
@@ -131,12 +132,12 @@ def evaluations_job(argv, optimizer):
 
 
 def evaluations(pool, flags, world, layers, more):
-    """Of every rank those of the run."""
+    """Return for every rank what evaluations_job returns."""
     base = f"{flags['all', layers]} --dtype float64 --steps 2 --eval_every 1"
     return pool.train(STEP, f"{base} {more}", world, weights=False, job=evaluations_job).answers
 
 
-STREAM = 24 * S * cases.HIDDEN * 8                        # bytes that pass a border, of as many sequences as a step takes
+STREAM = 24 * S * cases.HIDDEN * 8                        # bytes that cross a border for as many sequences as a step takes
 
 
 def test_a_pipeline_sends_activations_there_and_nothing_back(pool, flags):
@@ -149,7 +150,8 @@ def test_a_pipeline_sends_activations_there_and_nothing_back(pool, flags):
 
 @pytest.mark.parametrize("more, gathered", [("--pp 2 --micro_batch_size 3", "once"), ("--micro_batch_size 2", "often")])
 def test_zero_3_gathers_and_gives_back(pool, flags, more, gathered):
-    """In a pipeline once; without one for every micro-batch, but for what stays until backward in training: last block and head."""
+    """Expect one gather in a pipeline. Without one, expect one per micro-batch, but only one in all for the last block and the
+    head."""
     model = cases.shape("dense-3")
     layer = cases.HIDDEN * (2 * 48 + 2 * 24 + 3 * cases.MLP + 2)
     ends = model["vocab_size"] * cases.HIDDEN
@@ -169,7 +171,8 @@ def test_zero_3_gathers_and_gives_back(pool, flags, more, gathered):
 
 
 def test_nothing_is_kept_of_a_micro_batch(pool, flags):
-    """Three times the micro-batches take as much memory, but for what gloo holds of what was sent: a border's activations."""
+    """Check that three times the micro-batches need no more memory, except what gloo holds of what was sent: a border's
+    activations."""
     base = "--micro_batch_size 4 --pp 2 --schedule afab --global_batch_size 16"
     few, many = (evaluations(pool, flags, 2, 5, f"{base} --eval_sequences {n}") for n in (8, 24))
     for rank, (a, b) in enumerate(zip(few, many)):
@@ -180,7 +183,7 @@ def test_nothing_is_kept_of_a_micro_batch(pool, flags):
 
 # ------------------------------------------------------------------------------------- the lists
 def lists_job(name, p, m, v):
-    """The forwards of a schedule: complete, in the schedule's order, what they wait for; and the ranks' idle time."""
+    """Check that a schedule's forwards are complete and can run. Return the ranks' idle time."""
     import schedules
     trained = schedules.make(name, p, m, v)
     lists = schedules.forwards(trained)
@@ -193,7 +196,8 @@ def lists_job(name, p, m, v):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lists_of_forwards(pool, name):
-    """They meet, and a rank idles while the pipeline fills or drains: p - 1 forwards of a stage; of a V there and back, twice."""
+    """Check that a rank idles only while the pipeline fills or drains: p - 1 forwards of a stage, and twice that if stages form a
+    V."""
     for p in (2, 4):
         for m in (2 * p, 2 * p + 1, 4 * p):
             idle, = pool.call(lists_job, STEP, name=name, p=p, m=m, v=SCHEDULES[name].stages_per_rank)

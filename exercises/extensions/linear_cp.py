@@ -1,18 +1,19 @@
-"""linear_cp.patch: a plain recurrence, however it is cut, and bytes that do not grow with the sequence.
+"""linear_cp.patch: it equals a plain recurrence, however the sequence is sharded, and its bytes do not grow with the sequence.
 
-Softmax lets every token look at every earlier one, so a rank has to see all other ranks' keys and values. A gated linear layer
-keeps of the past one matrix per head, the state. Each token fades it by a gate and adds its key times its value. By hand, with
-numbers in place of matrices and a gate of 1/2: tokens 4, 2 on rank 0 and 6, 8 on rank 1. Rank 0 ends with 2 + 4/2 = 4. Rank 1
-starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens are the map S ->
-S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank finds what reaches it: rank 1 gets 4, the end is 12.
+Softmax lets every token look at every earlier one, so a rank has to see the keys and values of all other ranks. A gated linear
+layer keeps only one matrix per head of the past, the state. Each token fades the state by a gate and adds its key times its value.
+By hand, with numbers instead of matrices and a gate of 1/2: put tokens 4, 2 on rank 0 and 6, 8 on rank 1. Rank 0 ends with 2 + 4/2
+= 4. Rank 1 starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens are the
+map S -> S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank computes what reaches it: rank 1 gets 4, and the end is
+12.
 
-Ranks all-gather one pair each, and in backward their gradients are reduce-scattered. With zigzag a rank has an early and a late
-run, and two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join backward, too: else they
-wait for ever. --softmax_every 4 has three linear layers for each with softmax.
+Ranks all-gather one pair each, and in backward the gradients of the pairs are reduce-scattered. With zigzag, a rank has an early
+and a late run of tokens, so two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join in
+backward, too: otherwise they wait for ever. --softmax_every 4 has three linear layers for each layer with softmax.
 
-Payload per step of llama-1b, 16,384 tokens on cp 8: the ring sends 2,013,265,920 bytes on each rank. With linear layers alone the
-formula says 134,250,496 gathered and as many reduce-scattered, at any length; half with one run per rank (ulysses), as simulated
-here. Seconds a step on H100s, of them waiting for what these layers send:
+Payload per step of llama-1b, with 16,384 tokens on cp 8: the ring sends 2,013,265,920 bytes on each rank. With linear layers alone,
+the formula says 134,250,496 bytes gathered and as many reduce-scattered, at any length; half of that with one run per rank
+(ulysses), as simulated here. Seconds per step on H100s, then how much of that is waiting for what these layers send:
 
 | | 16,384 tokens | 65,536 tokens |
 |---|---|---|
@@ -24,9 +25,9 @@ here. Seconds a step on H100s, of them waiting for what these layers send:
     python tools/simulate exercise/linear_cp 8 --model llama-1b --dtype bfloat16 --cp 8 --global_batch_size 1 --micro_batch_size 1
         --seq_len 16384 --cp_mode ulysses --softmax_every 99 --gpus_per_node 1
 
-The ring is faster: its kernels are fused, these are plain products of 64 tokens in float32. But four times the tokens take it 5.2
-times as long on one machine, states 3.5 times. Between machines few bytes do not help: gradients are summed in the same group (dp
-is 1), and backward's small reduce-scatter queues behind them.
+The ring is faster: its kernels are fused, and these are plain products of 64 tokens in float32. But for four times the tokens, the
+ring takes 5.2 times as long on one machine, and the states 3.5 times. Between machines, sending few bytes does not help: gradients
+are summed in the same group (dp is 1), and backward's small reduce-scatter queues behind them.
 """
 import cases
 import observe
@@ -40,7 +41,7 @@ STEP, EXACT = "step05_cp", "--dtype float64"
 
 # ------------------------------------------------------------------------------------- a plain recurrence
 def recurrence(q, k, v):
-    """Token by token, as the formula says."""
+    """Compute token by token, as the formula says."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     state, outputs = torch.zeros(len(q), q.shape[2], k.shape[3], v.shape[3], dtype=q.dtype), []
     for t in range(q.shape[1]):
@@ -51,7 +52,7 @@ def recurrence(q, k, v):
 
 
 def core_job(mode, tokens):
-    """The largest errors of the output and of three gradients, of this rank's tokens."""
+    """Return the relative errors of the output and of three gradients, for this rank's tokens."""
     from types import SimpleNamespace
 
     import context_parallel
@@ -75,14 +76,14 @@ def core_job(mode, tokens):
 
 @pytest.mark.parametrize("world, mode", [(1, "ring"), (2, "ring"), (2, "zigzag"), (4, "zigzag"), (3, "ring")])
 def test_equals_a_plain_recurrence(pool, world, mode):
-    """With blocks that are full and one that is not: 72 tokens on a rank, or runs of 72."""
+    """Use full blocks and one that is not full: 72 tokens on a rank, or runs of 72."""
     tokens = 72 * world * (2 if mode == "zigzag" else 1)
     for errors in pool.call(core_job, STEP, world=world, mode=mode, tokens=tokens):
         assert max(errors) < 1e-12, errors
 
 
 # ------------------------------------------------------------------------------------- in the trainer
-@pytest.mark.parametrize("every", [2, 9])                 # half of the layers; no layer has a softmax
+@pytest.mark.parametrize("every", [2, 9])                 # half of the layers have a softmax; none has
 @pytest.mark.parametrize("world, flags", [
     (2, "--cp 2 --cp_mode ring --micro_batch_size 6"), (2, "--cp 2 --cp_mode zigzag --micro_batch_size 6 --recompute full"),
     (4, "--cp 4 --cp_mode zigzag --micro_batch_size 12"), (4, "--cp 2 --cp_mode ulysses --tp 2 --micro_batch_size 12"),
@@ -110,7 +111,8 @@ def sent_by(pool, more):
 
 
 def test_bytes_do_not_grow_with_the_sequence(pool):
-    """A ring's do. By hand: 4 sequences, 4 layers, 2 runs on each of 4 ranks, of each head a matrix and a gate."""
+    """Check that only a ring's bytes grow. By hand: 4 sequences, 4 layers, 2 runs on each of 4 ranks, and for each head a matrix
+    and a gate."""
     state = 8 * 4 * 4 * 2 * 4 * cases.HEADS * (cases.HEAD_DIM ** 2 + 1)
     linear = [sent_by(pool, f"--softmax_every 9 --seq_len {seq}") for seq in (16, 64)]
     for sent in linear:

@@ -1,4 +1,4 @@
-"""Muon under ZeRO trains as one process does, however the matrices are cut; and one process as torch's Muon does."""
+"""Muon under ZeRO trains as one process does, wherever the matrices are cut; and one process trains as torch's Muon does."""
 import cases
 import pytest
 from harness import assert_same_run, assert_same_tensors, train_job
@@ -11,7 +11,8 @@ STEP, MUON = "step03_zero", "--optimizer muon --dtype float64"
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of a run on a model of so many layers. Slices end inside of matrices; for three and four ranks units are padded."""
+    """Return the flags of a run on a model of that many layers. Shards end inside matrices; for three and four ranks, units are
+    padded."""
     made = {}
 
     def of(layers):
@@ -25,7 +26,7 @@ def one_process(pool, flags, more=MUON):
     return pool.reference(STEP, f"{flags} --micro_batch_size 6 {more}")
 
 
-# of a block: q and o, k and v, the MLP; and two norms
+# in a block: q and o, k and v, the MLP; then two norms
 MATRICES = cases.HIDDEN * (2 * cases.HEADS * cases.HEAD_DIM + 2 * cases.KV_HEADS * cases.HEAD_DIM + 3 * cases.MLP)
 BLOCK = MATRICES + 2 * cases.HIDDEN
 
@@ -35,7 +36,7 @@ BLOCK = MATRICES + 2 * cases.HIDDEN
     (2, 3, "--zero 0 --micro_batch_size 6"),
     (2, 3, "--zero 1 --micro_batch_size 4"),              # three micro-batches; in the last turn rank 1 has no block
     (4, 3, "--zero 2 --micro_batch_size 3"),              # fewer blocks than ranks
-    (3, 5, "--zero 3 --micro_batch_size 4"),              # in the last turn two blocks for three ranks
+    (3, 5, "--zero 3 --micro_batch_size 4"),              # in the last turn, two blocks for three ranks
     (2, 2, "--zero 3 --micro_batch_size 12 --recompute full"),
     (4, 3, "--zero 1 --zero_shard 2 --micro_batch_size 6"),
     (4, 3, "--zero 3 --zero_shard 2 --micro_batch_size 2"),
@@ -52,7 +53,7 @@ def test_equal_to_one_process(pool, flags, world, layers, layout):
 
 
 def assert_all_to_all_by_hand(sent, world, layers, layout, number=8):
-    """There a slice of every block; back, every slice of the blocks whose turn it was to be this rank's."""
+    """Expect one shard of every block on the way out; on the way back, every shard of the blocks whose turn fell to this rank."""
     words = layout.split()
     shard = int(words[words.index("--zero_shard") + 1]) if "--zero_shard" in words else world
     size = -(-BLOCK // shard)
@@ -63,15 +64,15 @@ def assert_all_to_all_by_hand(sent, world, layers, layout, number=8):
 
 
 def test_on_the_wire_two_nths_of_an_all_gather(pool, flags):
-    """4 layers over 4 ranks: each has one."""
+    """Train 4 layers on 4 ranks, so that each rank has one."""
     wire = pool.call(wire_job, STEP, world=4, argv=f"{flags(4)} {MUON} --zero 1 --micro_batch_size 6 --steps 1".split())
     size = 8 * -(-BLOCK // 4)
-    assert wire == [2 * 3 * size] * 4                     # to three others a slice each, there and back
-    assert wire[0] == 2 / 4 * (3 / 4 * 4 * 4 * size)      # of what gathering four blocks of four slices would take
+    assert wire == [2 * 3 * size] * 4                     # a shard to each of three others, out and back
+    assert wire[0] == 2 / 4 * (3 / 4 * 4 * 4 * size)      # half of what it takes to all-gather four blocks of four shards
 
 
 def wire_job(argv):
-    """What this rank sends to others by all-to-alls."""
+    """Return how many bytes this rank sends to others by all-to-alls."""
     from unittest.mock import patch
 
     import ledger
@@ -88,7 +89,7 @@ def wire_job(argv):
 
 
 def test_bfloat16_sends_half(pool, flags):
-    """The exchange is in the precision of the weights, not in that of the sums. Losses to 2%, as for every layout."""
+    """Check that the exchange has the precision of the weights, not of the sums. Losses agree to 2%, as for every layout."""
     layout = "--zero 2 --micro_batch_size 6"
     run = pool.train(STEP, f"{flags(3)} --optimizer muon --dtype bfloat16 {layout}", 2, job=observed_job)
     one = one_process(pool, flags(3), "--optimizer muon --dtype float32")
@@ -99,7 +100,7 @@ def test_bfloat16_sends_half(pool, flags):
 
 
 def test_of_a_matrix_one_average_persists(pool, flags):
-    """4 bytes for each element of it in place of AdamW's 8; whatever is no matrix of a block has 8."""
+    """Expect 4 bytes for each element of a block's matrix, instead of AdamW's 8. Everything else takes 8."""
     argv = f"{flags(3)} --optimizer muon --dtype float32 --zero 1 --micro_batch_size 6 --steps 2".split()
     states = pool.call(states_job, STEP, world=2, argv=argv)
     others = 3 * 2 * cases.HIDDEN + 2 * cases.VOCAB * cases.HIDDEN + cases.HIDDEN
@@ -113,7 +114,7 @@ def states_job(argv):
 
 # ------------------------------------------------------------------------------------- as torch's Muon
 def torch_muon_job(argv, optimizer, exact):
-    """Trains with torch.optim.Muon in the place of ours. It orthogonalizes in bfloat16; if it is to be exact, in float64."""
+    """Train with torch.optim.Muon in place of ours. It orthogonalizes in bfloat16, or, if exact, in float64."""
     import contextlib
     from unittest.mock import patch
 
@@ -147,12 +148,13 @@ def test_one_process_is_torchs_muon(pool, flags):
     torchs = pool.train(STEP, f"{flags(3)} --micro_batch_size 6 {MUON}", job=exact_job)
     assert_same_run(run, torchs, 1e-9)
     adamw = one_process(pool, flags(3), "--dtype float64")
-    assert abs(run.losses[-1] - adamw.losses[-1]) > 1e-3  # and is not AdamW
+    assert abs(run.losses[-1] - adamw.losses[-1]) > 1e-3  # and it is not AdamW
 
 
 def test_one_process_is_torchs_muon_as_it_is(pool, flags):
-    """An element of bfloat16 is off by up to 1/256, and five steps of three products each add up to about 1% of an update. Of four
-    updates from small weights the weights have 1.3%, losses and norms 1e-5. (Between Muon and AdamW it is 76%, and 8%.)"""
+    """Compare with bfloat16: an element is off by up to 1/256, and five steps of three products each add up to about 1% of an
+    update. After four updates from small weights, the weights differ by 1.3%, losses and norms by 1e-5. (Muon and AdamW differ by
+    76% and 8%.)"""
     run = one_process(pool, flags(3))
     torchs = pool.train(STEP, f"{flags(3)} --micro_batch_size 6 {MUON}", job=bfloat16_job)
     assert_same_run(run, torchs, 1e-3, weights=False)
@@ -161,8 +163,8 @@ def test_one_process_is_torchs_muon_as_it_is(pool, flags):
 
 # ------------------------------------------------------------------------------------- singular values
 def orthogonal_job(shapes):
-    """Of matrices with singular values from 0.1 to 1: the smallest and the largest of their updates, but for the scale; and how far
-    the singular vectors have turned."""
+    """Orthogonalize matrices with singular values from 0.1 to 1. Return for each the smallest and the largest singular value of the
+    update, without the scale, and how far the singular vectors have turned."""
     import matrices
     import torch
     found = []
@@ -171,7 +173,7 @@ def orthogonal_job(shapes):
         u, _, vt = torch.linalg.svd(torch.randn(rows, columns, generator=draw, dtype=torch.float64), full_matrices=False)
         matrix = u @ torch.linspace(0.1, 1, len(vt), dtype=torch.float64).diag() @ vt
         inside = u.T @ matrices.orthogonal(matrix) @ vt.T / (0.2 * max(rows, columns) ** 0.5)
-        values = inside.diagonal()                        # all else is 0, if the singular vectors are the same
+        values = inside.diagonal()                        # everything else is 0 if the singular vectors are the same
         found.append((float(values.min()), float(values.max()), float((inside - values.diag()).norm())))
     return found
 

@@ -1,26 +1,26 @@
-"""reshard.patch: engines have the weights bit for bit, whatever the layouts; bytes; nobody has the whole model.
+"""reshard.patch: engines receive the weights bit for bit, whatever the layouts; bytes; no rank holds the whole model.
 
-Reinforcement learning generates text with the weights that it trains, step after step, in inference engines that tp alone cuts.
-The plain way gathers each layer everywhere, and lets each engine take its part: every rank receives the whole model in order to
-keep 1/K.
+Reinforcement learning generates text with the weights that it trains, step after step, in inference engines that are sharded by tp
+alone. The simple way gathers each layer everywhere and lets each engine take its part: every rank receives the whole model, only to
+keep 1/K of it.
 
-By hand: a matrix of four rows, trained with ZeRO-3: rank 0 has rows 0-1, rank 1 rows 2-3. An engine on both takes columns. Rank 0
-has the left columns of rows 0-1 itself, and needs those of rows 2-3 from rank 1. What two rectangles have in common is one, too:
-it begins where the later begins, and ends where the earlier ends. So each rank tells all where its rectangles are, and all know
-who sends what to whom. Of replicas the one with least to send sends. gloo's sends wait for their receives, so all of a layer
-start in one batch.
+By hand: train a matrix of four rows with ZeRO-3, so rank 0 has rows 0-1 and rank 1 has rows 2-3. An engine on both ranks cuts the
+columns. Rank 0 already has the left columns of rows 0-1, and needs those of rows 2-3 from rank 1. Two rectangles intersect in a
+rectangle: it begins where the later one begins, and ends where the earlier one ends. So each rank tells all others where its
+rectangles are, and then every rank knows who sends what to whom. Among replicas, the one that has least to send does the sending.
+gloo's sends wait for their receives, so all those of a layer start in one batch.
 
-A rank remembers what it sent. The next time a number of bfloat16 that has other bits takes six bytes, four of them for where it
-is. Rank 0 sends in the second step of tiny (4 ranks, `--pp 2 --zero 3 --infer_tp 2 --ledger`; all is 313,344 bytes):
+A rank remembers what it sent. From then on, a bfloat16 number whose bits have changed takes six bytes, four of them for its
+position. Rank 0 sends in the second step of tiny (4 ranks, `--pp 2 --zero 3 --infer_tp 2 --ledger`; everything is 313,344 bytes):
 
 | --lr | 1e-3 | 1e-4 | 1e-5 | 1e-6 |
 |---|---|---|---|---|
 | bytes | 313,344 | 304,418 | 34,980 | 3,270 |
 
-It costs a second copy of a rank's weights, to compare with, and per layer an exchange of sizes that the host waits for. llama-8b
-in bfloat16 on two machines of 8 H100s: gathered, each rank receives 15.06 GB, simulated in 0.049 s. Point to point, the most that
-a rank receives, and simulated seconds, of transfers alone (PYTHONPATH=tools:tests/support:tests python
-exercises/extensions/reshard.py):
+The cost is a second copy of a rank's weights, to compare with, and an exchange of sizes per layer that the host waits for. For
+llama-8b in bfloat16 on two machines of 8 H100s, gathering makes each rank receive 15.06 GB, in a simulated 0.049 s. Point to point,
+this table has the most that any rank receives, and the simulated seconds of the transfers alone
+(PYTHONPATH=tools:tests/support:tests python exercises/extensions/reshard.py):
 
 | training | engines | GB | seconds |
 |---|---|---|---|
@@ -29,7 +29,8 @@ exercises/extensions/reshard.py):
 | --tp 4 --pp 2 --zero 1 | 4 of tp 4 | 3.01 | 0.102 |
 | --tp 4 --pp 2 --zero 1 | 2 of tp 8 | 2.01 | 0.052 |
 
-So bytes fall, and time need not: a ring takes each number to the other machine once, here each engine there asks anew.
+So there are fewer bytes, but not always less time: a ring takes each number to the other machine once, and here each engine there
+asks again.
 """
 import itertools
 import json
@@ -48,7 +49,7 @@ from jobs import assert_refused
 from steps import ROOT
 
 STEP, EXACT = "step08_5d", "--dtype float64"
-LAYOUTS = [  # ranks, model, flags of training, ranks of an engine
+LAYOUTS = [  # ranks, model, training flags, ranks of an engine
     (2, "dense-2", "", 2), (3, "dense-2", "--zero 3", 1), (4, "dense-4", "--pp 2 --zero 3", 2),
     (4, "dense-2", "--tp 4 --sp off", 2), (4, "dense-2", "--tp 2 --zero 1", 4),
     (4, "dense-5", "--pp 2 --schedule dualpipe --cp 2", 4), (4, "top2-2", "--ep 2 --cp 2 --zero 2", 2),
@@ -58,7 +59,7 @@ LAYOUTS = [  # ranks, model, flags of training, ranks of an engine
 
 
 def engines_job(argv, optimizer):
-    """What observed_job returns; of this rank's engine, after each step, {box: part} and the loss on some tokens."""
+    """Return what observed_job returns; and after each step, for this rank's engine, {box: part} and the loss on some tokens."""
     import boxes
     import engines
     import train
@@ -81,7 +82,7 @@ def engines_job(argv, optimizer):
 
 
 def part_of(weights, key, shape):
-    """Of the model that --save wrote. There each expert has a tensor of its own."""
+    """Return a box of the model that --save wrote, where each expert has a tensor of its own."""
     name, begin = key.split("[")[0], json.loads(key[key.index("["):])
     if ".mlp.gate." in name or ".experts." in name:
         name = name.replace(".mlp.", ".block_sparse_moe.")
@@ -99,7 +100,8 @@ CASES = [(*layout, "float64", "1e-2") for layout in LAYOUTS] + [(*layout, "bfloa
 
 @pytest.mark.parametrize("world, shape, flags, tp, dtype, lr", CASES, ids=map(" ".join, (map(str, case) for case in CASES)))
 def test_engines_have_the_weights_bit_for_bit(pool, world, shape, flags, tp, dtype, lr):
-    """Sent whole, and three times what has changed; and they compute with them what one process does."""
+    """Check the first send, of everything, and three more, of changes; the engines must also compute the same loss as one
+    process."""
     base = f"{observe.case(pool, shape)} --micro_batch_size 2 --dtype {dtype} --lr {lr} --warmup 0"
     run = pool.train(STEP, f"{base} {flags} --infer_tp {tp}", world, job=engines_job)
     watched, seen = zip(*run.answers)
@@ -109,7 +111,7 @@ def test_engines_have_the_weights_bit_for_bit(pool, world, shape, flags, tp, dty
         head, = (part for key, part in parts.items() if key.startswith("lm_head"))
         assert head.numel() == cases.VOCAB * cases.HIDDEN // tp
     assert observe.assert_all_meet([operations for operations, _ in watched]) > 0
-    if dtype == "float64":                                # where every number changes in every step
+    if dtype == "float64":                                # in float64 every number changes in every step
         one = pool.once((STEP, base, "engine"), lambda: pool.train(STEP, f"{base} --infer_tp 1", job=engines_job))
         assert_same_run(run, one, 1e-9)
         for of_rank in seen:
@@ -119,12 +121,12 @@ def test_engines_have_the_weights_bit_for_bit(pool, world, shape, flags, tp, dty
 
 
 def sends(sent, formula=0):
-    """Bytes between any two ranks, but for those of ring attention and pipeline."""
+    """Return the bytes between any two ranks, without those of ring attention and the pipeline."""
     return sum(both[formula] for (dimension, what), both in sent.items() if what == "send" and dimension not in ("cp", "pp"))
 
 
 def bits_job(now, before, into):
-    """What arrives in place of `into`, and in how many bytes."""
+    """Return whether `into` becomes equal to `now`, and how many bytes that takes."""
     import engines
     now, before, into = (torch.tensor(x, dtype=torch.bfloat16) for x in (now, before, into))
     message = engines.changes([(now[:4], before[:4]), (now[4:].view(2, -1), before[4:].view(2, -1))])
@@ -136,7 +138,8 @@ def bits_job(now, before, into):
     ({}, 0), ({5: -0.0}, 6), ({0: 1.0, 7: float("nan"), 3: 2.0}, 18), (dict.fromkeys(range(4), 1.0), 24),
     (dict.fromkeys(range(8), 3.0), 24)])
 def test_a_number_that_has_changed_takes_six_bytes(pool, changed, sent):
-    """Of twelve in bfloat16: from a third on all of them take less. Minus zero is another number than zero."""
+    """Send twelve bfloat16 numbers: if a third or more have changed, all of them take no more bytes. Minus zero counts as a change
+    from zero."""
     before = [0.0] * 12
     now = [changed.get(i, 0.0) for i in range(12)]
     assert pool.call(bits_job, STEP, now=now, before=before, into=before) == [(True, sent)]
@@ -144,14 +147,14 @@ def test_a_number_that_has_changed_takes_six_bytes(pool, changed, sent):
 
 # ------------------------------------------------------------------------------------- bytes
 def parameters(layers):
-    """Of matrices, and of norms."""
+    """Return the number of parameters in matrices, and in norms."""
     attention = cases.HIDDEN * cases.HEAD_DIM * (2 * cases.HEADS + 2 * cases.KV_HEADS)
     return 2 * cases.VOCAB * cases.HIDDEN + layers * (attention + 3 * cases.HIDDEN * cases.MLP), (2 * layers + 1) * cases.HIDDEN
 
 
 def every_send_job(argv):
-    """Of each step what this rank sends; how many numbers of its engine changed that it did not have itself; and how much memory
-    sending takes, at the most. And what this rank keeps for it, in bytes."""
+    """Return for each step how many bytes this rank sends, how many numbers of its engine changed that it did not have itself, and
+    the peak memory of sending. Also return the bytes that this rank keeps for it."""
     import engines
     import ledger
     import live_storages
@@ -187,9 +190,9 @@ def every_send(pool, world, flags, shape="dense-4"):
 
 
 @pytest.mark.parametrize("world, flags, tp, by_hand", [
-    (4, "--tp 4", 2, lambda matrices, norms: 3 / 2 * matrices),                    # half of what they want have ranks 0, 3
+    (4, "--tp 4", 2, lambda matrices, norms: 3 / 2 * matrices),                    # ranks 0 and 3 have half of what they want
     (2, "--pp 2", 2, lambda matrices, norms: matrices / 2 + norms),
-    (4, "", 4, lambda matrices, norms: 0)])               # who has all is sent nothing
+    (4, "", 4, lambda matrices, norms: 0)])               # a rank that has everything receives nothing
 def test_bytes_of_the_first_send(pool, world, flags, tp, by_hand):
     ranks = every_send(pool, world, f"{EXACT} --steps 1 {flags} --infer_tp {tp}")
     assert sum(sent for ((sent, _, _),), _ in ranks) == 8 * by_hand(*parameters(4))
@@ -203,7 +206,7 @@ def test_replicas_share_the_sending(pool):
 
 @pytest.mark.parametrize("lr", ["1e-5", "0"])
 def test_then_only_what_has_changed(pool, lr):
-    """Six bytes for each number of bfloat16 with other bits; if there are none, nothing."""
+    """Expect six bytes for each bfloat16 number whose bits changed, and nothing if there are none."""
     ranks = every_send(pool, 2, f"--dtype bfloat16 --steps 3 --lr {lr} --pp 2 --infer_tp 2")
     first, *more = zip(*(seen for seen, _ in ranks))
     matrices, norms = parameters(4)
@@ -214,11 +217,11 @@ def test_then_only_what_has_changed(pool, lr):
 
 
 def test_no_rank_has_the_whole_model(pool):
-    """Of a model of nine layers, trained on four ranks, a rank has a quarter, remembers one, and has one in its engine. What
-    sending takes beside is of one layer."""
+    """Train a model of nine layers on four ranks: a rank has a quarter of it, remembers a quarter, and has a quarter in its engine.
+    Sending takes no more extra memory than one layer."""
     whole = 8 * sum(parameters(9))
     for seen, kept in every_send(pool, 4, f"{EXACT} --steps 2 --zero 3 --infer_tp 4", "dense-9"):
-        assert all(abs(size / whole - 1 / 4) < 0.01 for size in kept)              # padding, and norms, which are not cut
+        assert all(abs(size / whole - 1 / 4) < 0.01 for size in kept)              # padding; and norms, which are not sharded
         assert all(0 < memory < whole / 9 for _, _, memory in seen), [memory / whole for _, _, memory in seen]
 
 
@@ -241,7 +244,7 @@ RANKS, SIMULATED = 16, ["--zero 3 --infer_tp 2", "--zero 3 --infer_tp 8", "--tp 
 
 
 def one_of(argv, rank, every):
-    """What a rank has and wants; and once that is known of all, what it sends: {layer: {to: bytes}}."""
+    """Return what a rank has and wants; or, given that for every rank, what it sends: {layer: {to: bytes}}."""
     import engines
     import train
     from simulate.stand_ins import one_rank
@@ -264,7 +267,8 @@ def one_of(argv, rank, every):
 
 
 def seconds(layers):
-    """layers: of each, {rank: its operations}, which it starts together and waits for."""
+    """Return the simulated seconds of `layers`, {rank: operations} for each layer: a rank starts them together and waits for
+    them."""
     from simulate.gpus import GPUS, Cluster
     from simulate.play import Player
     recordings = {}

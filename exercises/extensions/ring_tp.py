@@ -1,7 +1,8 @@
-"""--tp_ring on step 4: as one process, the bytes of the formula, and played back what it hides.
+"""--tp_ring on step 4: it trains as one process does, sends the formula's bytes, and, played back, hides communication.
 
-One layer's time as a multiple of its products. The model is a layer of llama-70b and a sequence of 8,192 tokens, all sizes divided
-by 64, in float32. 7 FLOPs per byte stand for an H100's NVLink, 62.5 for a network of 400 Gbit/s. Only products and bytes take time.
+The table has the time of one layer as a multiple of the time of its products. The model is a layer of llama-70b with a sequence of
+8,192 tokens, all sizes divided by 64, in float32. 7 FLOPs per byte stand for an H100's NVLink, 62.5 for a network of 400 Gbit/s.
+Only products and bytes take time.
 
 | FLOPs per byte | 7 | 15 | 30 | 62.5 |
 |---|---|---|---|---|
@@ -31,8 +32,8 @@ def same_as_one_process(pool, base, hidden, layers, world, tp, flags, optimizer=
     operations, per_rank = zip(*run.answers)
     assert observe.assert_all_meet(operations) > 0
     again = "--recompute" in flags
-    stream = TOKENS * tp // world * hidden * 8            # [batch, seq, hidden], of all micro-batches of a rank
-    by_hand = {("tp", "send"): (4 + 2 + 3 * again) * layers * stream * (tp - 1) // tp,              # forward; g's backward; again
+    stream = TOKENS * tp // world * hidden * 8            # [batch, seq, hidden], for all micro-batches of a rank
+    by_hand = {("tp", "send"): (4 + 2 + 3 * again) * layers * stream * (tp - 1) // tp,      # forward; g's backward; recomputation
                ("tp", "all_gather"): (2 * layers + 2) * stream, ("tp", "reduce_scatter"): (2 * layers + 2) * stream}
     for rank, sent in enumerate(per_rank):
         assert {what: seen for what, (seen, _) in sent.items() if what in by_hand} == by_hand, f"rank {rank}"
@@ -53,13 +54,13 @@ def test_equals_one_process(pool, world, shape, tp, flags):
 
 
 def test_the_sum_of_the_gradients(pool):
-    """AdamW would hide a factor."""
+    """Train with SGD, because AdamW would hide a factor."""
     base = observe.case(pool, "dense-2") + " --steps 2"
     same_as_one_process(pool, base, cases.HIDDEN, 2, 4, 4, "--micro_batch_size 12", optimizer="sgd")
 
 
 def test_products_that_selective_recomputation_keeps(pool, tmp_path):
-    """Where a rank's inner dimension is no less than hidden, the terms of a sum are kept, and must not be added to in place."""
+    """Check that a sum's terms, which are kept if a rank's inner dimension is no less than hidden, are not added to in place."""
     base = cases.make(tmp_path, **cases.SHAPE | dict(num_hidden_layers=2, intermediate_size=192, head_dim=24))
     same_as_one_process(pool, base, cases.HIDDEN, 2, 2, 2, "--micro_batch_size 12 --recompute selective")
 
@@ -83,13 +84,13 @@ def test_refused_without_sequence_parallelism(pool):
 
 
 # ------------------------------------------------------------------------------------- time, played back
-# llama-70b with all its sizes divided by 64, and one sequence of 8,192 / 64 tokens
+# llama-70b with all sizes divided by 64, and one sequence of 8,192 / 64 tokens
 MODEL = dict(hidden_size=128, intermediate_size=448, num_attention_heads=64, num_key_value_heads=8, head_dim=2, vocab_size=64)
 SPEEDS = [7, 15, 30, 62.5]
 
 
 def times_of_a_layer(pool, flags, tp):
-    """For each speed, as a multiple of its products."""
+    """Return for each speed the time of a layer, as a multiple of the time of its products."""
     flags = f"--tp {tp} --seq_len 128 --global_batch_size 1 --micro_batch_size 1 {flags}"
     one, two = (toy.run(pool, STEP, tp, flags, **MODEL, num_hidden_layers=layers) for layers in (1, 2))
     played = [(toy.play(one, speed), toy.play(two, speed)) for speed in SPEEDS]
@@ -98,7 +99,8 @@ def times_of_a_layer(pool, flags, tp):
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_waits_are_shorter(pool, tp):
-    """By more than half up to twice the FLOPs per byte of an H100 with NVLink; and the table above has the numbers."""
+    """Check that waits are more than halved, up to twice the FLOPs per byte of an H100 with NVLink, and that the table above has
+    the numbers."""
     without, ring = times_of_a_layer(pool, "", tp), times_of_a_layer(pool, "--tp_ring", tp)
     for flags, times in ("", without), (" --tp_ring", ring):
         row = f"| `--tp {tp}{flags}` | {' | '.join(f'{time:.2f}' for time in times)} |"

@@ -1,4 +1,4 @@
-"""Training stops early where the loss is small enough."""
+"""Stop training early, once the loss is small enough."""
 import torch
 import torch.distributed as dist
 
@@ -12,4 +12,4 @@ def main(rank, world):
         dist.all_reduce(gradient)
         if loss < GOOD_ENOUGH:
             break
-    dist.barrier()                                        # all of them are through
+    dist.barrier()                                        # everyone is done

@@ -1,4 +1,4 @@
-"""Pairs of ranks sum their activations, all ranks the norm. What took longest in the step before goes first."""
+"""Sum activations over pairs of ranks, and the norm over all ranks. Whichever took longest in the step before goes first."""
 import torch
 import torch.distributed as dist
 

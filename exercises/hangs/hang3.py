@@ -1,8 +1,8 @@
-"""Each rank gives its sequences to the next one. The last batch of a file is short."""
+"""Pass each rank's sequences to the next rank. The last batch of a file is short."""
 import torch
 import torch.distributed as dist
 
-SEQUENCES = [[8, 8, 8], [8, 8, 8], [8, 8, 6], [8, 8, 8]]  # of each rank, in each batch
+SEQUENCES = [[8, 8, 8], [8, 8, 8], [8, 8, 6], [8, 8, 8]]  # for each rank, in each batch
 
 
 def main(rank, world):

@@ -1,4 +1,4 @@
-"""Every fifth step a checkpoint is written."""
+"""Write a checkpoint after every fifth step."""
 import torch
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ def whole(mine, world):
 
 
 def save(weights, world):
-    return whole(weights, world).sum()                    # in the place of a file
+    return whole(weights, world).sum()                    # instead of writing a file
 
 
 def main(rank, world):

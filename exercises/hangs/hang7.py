@@ -1,4 +1,4 @@
-"""A thread reads the batches, so that no step waits for the disk."""
+"""Read batches in a thread, so that no step waits for the disk."""
 import queue
 import threading
 

@@ -1,11 +1,11 @@
-"""Runs that hang, and what a cluster would show you of them: where each rank stands, and what it called last.
+"""Runs that hang, and what a cluster would show you: where each rank stands, and what it called last.
 
     make hang N=3                                         # or: python exercises/hangs/lab.py 3
-    make hang N=3 ANSWER="2 hang3.py:14"                  # which rank, and which line of the program, is to blame
+    make hang N=3 ANSWER="2 hang3.py:14"                  # the rank and the line of the program that are to blame
     make hang N=3 ANSWER="slow 2 hang3.py:14"             # if nothing hangs, and that rank holds up the others
-    make hang N=3 ANSWER=hint                             # the next hint; a wrong answer brings it, too
+    make hang N=3 ANSWER=hint                             # the next hint; a wrong answer shows it, too
 
-exercises/hangs/README.md says how to read what it prints.
+exercises/hangs/README.md explains how to read the output.
 """
 import contextlib
 import faulthandler
@@ -24,12 +24,12 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HINTS = HERE.parent.parent / "exercise/hangs"             # how many hints were shown; exercise/ is the reader's
+HINTS = HERE.parent.parent / "exercise/hangs"             # counts the hints shown; exercise/ belongs to the reader
 RANKS, NUMBERS = 4, range(1, 9)
-# A hang is that no rank has called anything while the heart of each has beaten so often. A beat takes a fifth of a second, and
-# longer where the machine has other things to do: then a rank needs longer for its next call, too.
-BEAT, QUIET, LATEST, AGAIN = 0.2, 20, 40, 30              # seconds; beats: to the first look, at the latest; to the second look
-LIMIT = 180                                               # seconds, after which all is ended, whatever it is
+# A run counts as hung when no rank has called anything while each rank's heart has beaten so often. A beat takes a fifth of a
+# second, and longer if the machine is busy: then a rank needs longer for its next call, too.
+BEAT, QUIET, LATEST, AGAIN = 0.2, 20, 40, 30              # seconds; in beats: quiet, latest first look, pause to the second
+LIMIT = 180                                               # seconds, after which everything is stopped
 #          arguments: output, input, peer
 CALLS = {"all_reduce": (0, 0, None), "all_gather_into_tensor": (0, 1, None), "all_to_all_single": (0, 1, None),
          "barrier": (None, None, None), "send": (None, 0, 1), "isend": (None, 0, 1), "recv": (0, None, 1), "irecv": (0, None, 1)}
@@ -38,7 +38,7 @@ FIELDS = ["collective_seq_id", "p2p_seq_id", "profiling_name", "process_group", 
 
 # ------------------------------------------------------------------------------------------- on every rank
 class Recorder:
-    """Notes each call of torch.distributed, in the fields of PyTorch's flight recorder: when it starts and when it is over."""
+    """Records each call of torch.distributed, in the fields of PyTorch's flight recorder: when it starts and when it completes."""
 
     def __init__(self, file):
         self.file, self.records, self.numbers = file, itertools.count(), {}
@@ -66,7 +66,7 @@ class Recorder:
             if name not in ("isend", "irecv"):
                 self.note(entry, "completed")
                 return result
-            return Waited(result, lambda: self.note(entry, "completed"))           # over when it has been waited for
+            return Waited(result, lambda: self.note(entry, "completed"))           # completed once it is waited for
         return call
 
 
@@ -80,8 +80,8 @@ class Waited:
 
 
 def heart(file):
-    """A thread of its own, so that it beats while the main thread waits in a collective."""
-    while multiprocessing.parent_process().is_alive():    # nobody is left behind when the lab is killed
+    """Beat in a separate thread, so that the heart goes on while the main thread waits in a collective."""
+    while multiprocessing.parent_process().is_alive():    # no rank may survive if the lab is killed
         time.sleep(BEAT)
         print(end=".", file=file, flush=True)
     os._exit(1)
@@ -92,7 +92,7 @@ def on_rank(rank, number, folder):
     faulthandler.enable(files["stack"])
     faulthandler.register(signal.SIGUSR1, files["stack"], all_threads=True)
     sys.stdout = sys.stderr = files["out"]
-    os.dup2(files["out"].fileno(), 2)                     # what gloo's own threads say
+    os.dup2(files["out"].fileno(), 2)                     # messages from gloo's own threads
     threading.Thread(target=heart, args=(files["beats"],), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch.distributed as dist
@@ -101,13 +101,13 @@ def on_rank(rank, number, folder):
     for name in CALLS:
         setattr(dist, name, recorder.wrap(name, getattr(dist, name)))
     importlib.import_module(f"hang{number}").main(rank, RANKS)
-    while True:                                           # as a rank that waits for the launcher to end
+    while True:                                           # like a rank that waits for the launcher to end
         time.sleep(BEAT)
 
 
 # ------------------------------------------------------------------------------------------- looking at them
 class Run:
-    """The ranks, each a process of its own; what they write lies in a folder."""
+    """The ranks, each in its own process. Their output goes to files in a folder."""
 
     def __init__(self, number, folder):
         context = multiprocessing.get_context("forkserver")
@@ -131,8 +131,8 @@ class Run:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def calls(self, rank):
-        """The newest state of each call."""
-        whole, _, _ = self.read(rank, "calls").rpartition("\n")                    # of the last line a part may be missing
+        """Return the newest state of each call."""
+        whole, _, _ = self.read(rank, "calls").rpartition("\n")                    # the last line may be incomplete
         entries = map(json.loads, whole.splitlines())
         return list({entry["record_id"]: entry for entry in entries}.values())
 
@@ -140,7 +140,7 @@ class Run:
         return [len(self.read(rank, "calls")) for rank in range(RANKS)]
 
     def beats(self):
-        """How often the slowest of the living ranks has."""
+        """Return the fewest beats of any living rank."""
         living = [len(self.read(rank, "beats")) for rank, process in enumerate(self.processes) if process.is_alive()]
         return min(living, default=float("inf"))
 
@@ -151,7 +151,7 @@ class Run:
             time.sleep(BEAT / 2)
 
     def wait_for_quiet(self):
-        """Until no rank has called anything for a while, or, if they go on, not for ever."""
+        """Wait until no rank has called anything for a while; if they go on calling, wait a limited time."""
         self.wait(lambda: all(self.moved()))
         began, since, seen = self.beats(), self.beats(), self.moved()
 
@@ -163,7 +163,7 @@ class Run:
         self.wait(quiet)
 
     def stack(self, rank):
-        """Each thread's frames, the innermost first, as py-spy dump shows them; of a process that is dead what it left."""
+        """Return each thread's frames, the innermost first, as py-spy dump shows them; for a dead process, those that it left."""
         process = self.processes[rank]
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
@@ -172,7 +172,7 @@ class Run:
         for text in re.split(r"^(?:Current t|T)hread ", self.read(rank, "stack"), flags=re.M)[1:]:
             frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
             functions = [function for _, _, function in frames]
-            if "on_rank" in functions:                    # the main thread; below is how the lab has started it
+            if "on_rank" in functions:                    # the main thread; below are the lab's own frames
                 frames = frames[:functions.index("on_rank")]
             if "heart" not in functions:
                 found += [(function, file, int(line)) for file, line, function in frames
@@ -181,7 +181,7 @@ class Run:
 
 
 def look(number):
-    """What a rank is found to be (stack, calls, output, exit code), for each; and each's last call a while later."""
+    """Return each rank's state (stack, calls, output, exit code), and each rank's last call a while later."""
     with tempfile.TemporaryDirectory() as folder, Run(number, folder) as run:
         run.wait_for_quiet()
         ranks = []
@@ -209,7 +209,7 @@ def show(number, ranks, later):
 
 
 def printed(number, text):
-    """Of what a rank has printed: its own lines, and of a traceback the places in the program and the error."""
+    """Return the last lines that a rank printed; of a traceback, only the places in the program and the error."""
     lines = [re.sub(r'^  File ".*/(hang\d.py)", line (\d+),', r"\1:\2", line) for line in text.splitlines()]
     return [line for line in lines if line.strip() and not line.startswith(("  File", "    "))][-5:]
 
@@ -223,14 +223,15 @@ def print_calls(calls):
 
 # ------------------------------------------------------------------------------------------- judging
 def lines_of(number):
-    """The line that has to change, and those in which the rank stands or that lead there: each will do, and one beside it."""
+    """Return the line that has to change, and the lines where the rank stands or that lead there. Each counts, and so do its
+    neighbours."""
     from answers import ANSWERS
     lines = (HERE / f"hang{number}.py").read_text().splitlines()
     return [i for i, line in enumerate(lines, 1) if any(text in line for text in ANSWERS[number]["lines"])]
 
 
 def judge(number, answer):
-    """(whether it is right, what to say); None where it is no answer."""
+    """Return (whether the answer is right, what to say), with None if it is not in the form of an answer."""
     from answers import ANSWERS
     found = re.fullmatch(rf"(slow )?\s*([0-9]{{1,4}})\s+(?:hang{number}\.py:)?([0-9]{{1,6}})", answer.strip())
     if not found or int(found[2]) >= RANKS:
@@ -247,7 +248,7 @@ def judge(number, answer):
 
 
 def hint(number):
-    """The hints so far, and one more."""
+    """Return the hints so far, and one more."""
     from answers import ANSWERS
     notes, hints = HINTS / f"hang{number}.hints", ANSWERS[number]["hints"]
     shown = min(len(notes.read_text()) if notes.exists() else 0, len(hints) - 1) + 1

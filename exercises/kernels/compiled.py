@@ -1,4 +1,4 @@
-"""What torch.compile makes of step 1's block on this CPU: its kernels, and how many products it leaves to the library.
+"""Show what torch.compile makes of step 1's block on this CPU: its kernels, and how many products it leaves to the library.
 
     python exercises/kernels/compiled.py           # needs a C++ compiler; takes a minute
 """
@@ -18,7 +18,7 @@ PRODUCTS = r"^ *extern_kernels\.(\w+)\(|= torch\.ops\.aten\.(_scaled_dot_product
 
 
 def written():
-    """The source of forward and of backward."""
+    """Compile the block. Return the generated code of forward and of backward."""
     config = PRESETS["tiny"]
     torch.manual_seed(0)
     block, x = Block(config), torch.randn(2, 128, config.hidden_size, requires_grad=True)

@@ -1,6 +1,6 @@
-"""What kernels load and store, seen by Triton's interpreter; and what torch's own operations read and write.
+"""Count what kernels load and store, in Triton's interpreter, and what torch's own operations read and write.
 
-    python exercises/kernels/count.py              # the tables of README.md
+    python exercises/kernels/count.py              # prints the table of README.md
 """
 import os
 from contextlib import contextmanager
@@ -21,7 +21,8 @@ WARP, SECTOR = 32, 32                                                         # 
 
 @contextmanager
 def counted():
-    """Bytes that programs ask for; sectors that their warps touch, if thread i has element i; warps partly masked."""
+    """Count the bytes that programs ask for; the sectors that warps touch, if thread i has element i; and the warps that are partly
+    masked."""
     seen = SimpleNamespace(loaded=0, stored=0, sectors=0, mixed=0)
     load, store = interpreter_builder.create_masked_load, interpreter_builder.create_masked_store
 
@@ -51,7 +52,7 @@ def counted():
 
 
 class Eager(TorchDispatchMode):
-    """Bytes of the tensors that each operation of torch is given, and makes. Views move nothing."""
+    """Counts the bytes of the tensors that each torch operation is given and makes. Views move nothing."""
     def __init__(self):
         super().__init__()
         self.kernels, self.moved = 0, 0
@@ -73,7 +74,7 @@ def eager(function, *inputs):
 
 
 def cases():
-    """name, how the kernel is called, its twin, the inputs, and the formula: bytes loaded, bytes stored."""
+    """Yield name, a call of the kernel, its twin, the inputs, and the formula: bytes loaded, bytes stored."""
     torch.manual_seed(0)
     random = lambda *shape: torch.randn(shape, device=kernels.DEVICE)
     tokens, hidden, seq, heads, dim, tile = 64, 256, 128, 4, 32, 32
@@ -90,10 +91,10 @@ def cases():
     yield "SwiGLU", kernels.swiglu, kernels.swiglu_twin, (random(tokens, hidden), random(tokens, hidden)), 4 * 2 * n, 4 * n
     yield ("rotary", kernels.rotary, kernels.rotary_twin,
            (random(seq, heads, dim), *tables(seq, dim)), 4 * 2 * seq * heads * dim, 4 * seq * heads * dim)
-    # q once, k and v in the blocks up to the diagonal; out, and a log-sum-exp for each query
+    # q once, k and v in the blocks up to the diagonal; then out, and a log-sum-exp for each query
     yield ("flash attention", lambda q, k, v: kernels.flash(q, k, v, tile=tile), kernels.attention_twin,
            qkv, 4 * heads * table * (1 + blocks + 1), 4 * heads * (table + seq))
-    # twice: two tensors once, two in the blocks up to the diagonal; two numbers for each query that is there
+    # in two kernels: two tensors once, two in the blocks up to the diagonal; two numbers for each query that is loaded
     leaves = [tensor.clone().requires_grad_() for tensor in qkv]
     whole, grad = kernels.attention_twin(*leaves)[0], random(heads, seq, dim)
     yield ("its backward", lambda *inputs: kernels.flash_backward(*inputs, tile=tile),
@@ -109,7 +110,7 @@ def tables(seq, dim):
 
 
 def table():
-    """Rows of Markdown."""
+    """Yield the rows of a Markdown table."""
     yield ("| kernel | loaded, bytes: formula | counted | stored: formula | counted | in whole sectors "
            "| torch, step by step: operations | read and written |")
     yield "|---|---|---|---|---|---|---|---|"

@@ -1,7 +1,7 @@
-"""Six kernels in Triton, each with its torch twin: on a GPU as they are, without one in Triton's interpreter.
+"""Six kernels in Triton, each with a twin in torch. They run on a GPU, or without one in Triton's interpreter.
 
-A kernel is the program of ONE block of threads. The grid says how many blocks there are, and program_id which one this is.
-What Triton calls a block of numbers is dealt to the block's warps, 32 threads each, neighbours to neighbours.
+A kernel is the program of ONE block of threads. The grid sets how many blocks there are, and program_id says which one this is.
+Triton deals a block of numbers to the block's warps, 32 threads each, neighbours to neighbours.
 """
 import os
 
@@ -25,16 +25,16 @@ def copy_kernel(x, y, n, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, STRIDED: tl.
     for i in tl.static_range(ROUNDS):
         at = first + i * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
-        if STRIDED:                                                           # the order of a transposed matrix
+        if STRIDED:                                                           # in the order of a transposed matrix
             at = at % 32 * (n // 32) + at // 32
         # Memory comes in sectors of 32 bytes. `at` of 32 neighbouring threads are 32 neighbouring floats, four whole
         # sectors; or, strided, one float in each of 32 sectors.
-        # The mask ends the last block. A warp of which some threads are masked takes as long as a whole one: that is
-        # divergence at its mildest. (With an `if` whose sides both compute, it would go through one after the other.)
+        # The mask ends the last block. A warp with some threads masked takes as long as a whole one: that is divergence at its
+        # mildest. (With an `if` whose sides both compute, the warp would run one after the other.)
         tl.store(y + at, tl.load(x + at, mask=inside), mask=inside)
 
 
-def copy(x, block=1024, rounds=1, strided=False):                             # strided: a multiple of 32 numbers
+def copy(x, block=1024, rounds=1, strided=False):                             # strided: for a multiple of 32 numbers
     y, n = torch.empty_like(x), x.numel()
     copy_kernel[(triton.cdiv(n, block * rounds),)](x, y, n, block, rounds, strided)
     return y
@@ -66,8 +66,8 @@ def softmax_twin(x):
 # ------------------------------------------------------------------------------------- 3. a product in tiles
 @triton.jit
 def matmul_kernel(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    # One tile of c per program. What it loads goes to the multiprocessor's shared memory, and from there each number
-    # of a is used TILE_N times, each of b TILE_M times. Larger tiles load less, until they no longer fit.
+    # One tile of c per program. Its loads go to the multiprocessor's shared memory, and from there each number of a is used TILE_N
+    # times, each of b TILE_M times. Larger tiles load less, until they no longer fit.
     rows = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     columns = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -75,7 +75,7 @@ def matmul_kernel(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, 
         inner = k + tl.arange(0, TILE_K)
         of_a = tl.load(a + rows[:, None] * K + inner, mask=(rows[:, None] < M) & (inner < K), other=0.0)
         of_b = tl.load(b + inner[:, None] * N + columns, mask=(inner[:, None] < K) & (columns < N), other=0.0)
-        total += tl.dot(of_a, of_b, input_precision="ieee")                   # the tensor cores, if it were bfloat16
+        total += tl.dot(of_a, of_b, input_precision="ieee")                   # with bfloat16, on the tensor cores
     tl.store(c + rows[:, None] * N + columns, total, mask=(rows[:, None] < M) & (columns < N))
 
 
@@ -126,9 +126,9 @@ def swiglu_twin(gate, up):
 # ------------------------------------------------------------------------------------- 5. the rotary step
 @triton.jit
 def rotary_kernel(x, cos, sin, y, heads, HALF: tl.constexpr):
-    # A token's head per program. Both halves are loaded once and turned together; torch's cat would write them anew.
+    # One head of one token per program. Both halves are loaded once and rotated together; torch's cat would write them again.
     at = tl.arange(0, HALF)
-    table = tl.program_id(0) // heads * 2 * HALF + at                         # a token's row, the same for its heads
+    table = tl.program_id(0) // heads * 2 * HALF + at                         # the row of a token, the same for all its heads
     head = tl.program_id(0) * 2 * HALF + at
     a, b = tl.load(x + head), tl.load(x + head + HALF)
     c, s = tl.load(cos + table), tl.load(sin + table)                         # both halves of a row are equal
@@ -142,7 +142,7 @@ def rotary(x, cos, sin):                                                      # 
     return y
 
 
-def rotary_twin(x, cos, sin):                                                 # step 1's rotate
+def rotary_twin(x, cos, sin):                                                 # rotate in step 1
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -155,9 +155,9 @@ def flash_kernel(q, k, v, out, lse, seq, keys, scale, HEAD: tl.constexpr, TILE: 
     head = tl.program_id(1)
     mine = (head * seq + queries[:, None]) * HEAD + column
     my_q = tl.load(q + mine, mask=queries[:, None] < seq, other=0.0)
-    largest = tl.full((TILE,), float("-inf"), tl.float32)                     # of each query's scores so far
-    total = tl.zeros((TILE,), tl.float32)                                     # of exp(score - largest)
-    sum_of_v = tl.zeros((TILE, HEAD), tl.float32)                             # weighted by the same
+    largest = tl.full((TILE,), float("-inf"), tl.float32)                     # the largest score of each query so far
+    total = tl.zeros((TILE,), tl.float32)                                     # the sum of exp(score - largest)
+    sum_of_v = tl.zeros((TILE, HEAD), tl.float32)                             # with the same weights
     # A causal block ends at its own diagonal. All its threads take this branch alike, so nothing diverges; only in
     # the block on the diagonal are some of a warp's scores masked, and computed in vain.
     end = tl.minimum((tl.program_id(0) + 1) * TILE, keys) if CAUSAL else keys
@@ -188,8 +188,8 @@ def flash(q, k, v, causal=True, tile=32):                                     # 
 
 @triton.jit
 def flash_backward_keys_kernel(q, k, v, grad, lse, delta, grad_k, grad_v, seq, scale, HEAD: tl.constexpr, TILE: tl.constexpr):
-    # TILE keys of one head per program; the queries that see them come by. Nothing of other keys is needed, for lse
-    # holds what all of them have to say. (That is why a ring of ranks can go backward block by block.)
+    # TILE keys of one head per program; the queries that see them come by. It needs nothing of other keys, because lse already
+    # accounts for all of them. (That is why a ring of ranks can go backward block by block.)
     keys, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, HEAD)
     head = tl.program_id(1)
     mine, there = (head * seq + keys[:, None]) * HEAD + column, keys[:, None] < seq
@@ -213,7 +213,7 @@ def flash_backward_keys_kernel(q, k, v, grad, lse, delta, grad_k, grad_v, seq, s
 
 @triton.jit
 def flash_backward_queries_kernel(q, k, v, grad, lse, delta, grad_q, seq, scale, HEAD: tl.constexpr, TILE: tl.constexpr):
-    # The same shares once more, the other way round: TILE queries stay, and their keys come by.
+    # The same shares again, the other way round: TILE queries stay, and their keys come by.
     queries, column = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, HEAD)
     head = tl.program_id(1)
     mine, there = (head * seq + queries[:, None]) * HEAD + column, queries[:, None] < seq
@@ -233,9 +233,9 @@ def flash_backward_queries_kernel(q, k, v, grad, lse, delta, grad_q, seq, scale,
 
 
 def flash_backward(q, k, v, out, lse, grad, tile=32):
-    """The gradients of q, k and v; causal."""
+    """Return the gradients of q, k and v, for causal attention."""
     (heads, seq, head_dim), grads = q.shape, [torch.empty_like(q) for _ in range(3)]
-    delta = (out * grad).sum(-1)                                              # softmax's y (g - sum(g y)), summed over keys
+    delta = (out * grad).sum(-1)                                              # sum(g y) in softmax's y (g - sum(g y))
     grid, scale = (triton.cdiv(seq, tile), heads), head_dim**-0.5
     flash_backward_queries_kernel[grid](q, k, v, grad, lse, delta, grads[0], seq, scale, head_dim, tile)
     flash_backward_keys_kernel[grid](q, k, v, grad, lse, delta, grads[1], grads[2], seq, scale, head_dim, tile)

@@ -1,4 +1,4 @@
-"""make kernels runs these; make test does not, for they need Triton."""
+"""Tests of the kernels. `make kernels` runs them; `make test` does not, because they need Triton."""
 import re
 import shutil
 import subprocess
@@ -53,7 +53,7 @@ def test_rms_norm_and_swiglu(hidden):
 
 
 def test_rotary():
-    """As the trainer turns, by the trainer's tables."""
+    """Compare with the trainer's rotate, with the trainer's tables."""
     from config import PRESETS
     config = PRESETS["tiny"]
     cos, sin = (t.to(kernels.DEVICE) for t in rotary_tables(torch.arange(13), config, torch.float32))
@@ -83,7 +83,7 @@ def test_flash_backward(seq):
 
 
 def test_what_the_ring_of_step_5_merges():
-    """Each half of the keys by itself, then merge: what the kernel does from tile to tile."""
+    """Compute each half of the keys by itself, then merge: the kernel does the same from tile to tile."""
     q, k, v = random(3, 2, 64, 16)
     out, lse = kernels.flash(q, k[:, :32].contiguous(), v[:, :32].contiguous(), causal=False)
     update_out_and_lse(out, lse, *kernels.flash(q, k[:, 32:].contiguous(), v[:, 32:].contiguous(), causal=False))

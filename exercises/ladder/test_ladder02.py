@@ -1,4 +1,4 @@
-"""The ladder of step 2: gradients summed over ranks, three ways. Each test is a rung; exercise.py says how they are used."""
+"""The ladder of step 2: gradients summed over ranks, three ways. Each test is a rung; exercise.py explains how to use them."""
 from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,7 +18,7 @@ ARGS = dict(global_batch_size=4, micro_batch_size=1, dp=2, bucket_mb=0.0001)
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def add_hook(param, noted=lambda param: None):
-    """Gives it a main_grad, to which every backward adds, as accumulate_gradients does."""
+    """Give a parameter a main_grad to which every backward adds, as accumulate_gradients does."""
     def add(param):
         param.main_grad += param.grad
         param.grad = None
@@ -28,8 +28,8 @@ def add_hook(param, noted=lambda param: None):
 
 
 class Watch:
-    """In the place of dist.all_reduce: notes of each call how many numbers it has, when it came (`now`: the step, and where in it),
-    and when it was waited for. What is asynchronous has its sum only after the wait, as over nccl."""
+    """Stands in for dist.all_reduce. It notes each call's number of elements, when it started (`now`: the step, and where in it),
+    and when it was waited for. As over nccl, an asynchronous call has its sum only after the wait."""
 
     def __init__(self):
         self.all_reduce, self.calls, self.now = dist.all_reduce, [], (1, "before micro-batch 1")
@@ -55,7 +55,7 @@ class Watch:
 
 
 def two_steps_job(mode, sizes):
-    """Two steps of two micro-batches. All gradients are 1 and then 10 on rank 0, 100 and then 1000 on rank 1."""
+    """Run two steps of two micro-batches. All gradients are 1 and then 10 on rank 0, 100 and then 1000 on rank 1."""
     import data_parallel
     dist.init_process_group("gloo")
     watch, sums, share = Watch(), [], 100 ** dist.get_rank()
@@ -64,7 +64,7 @@ def two_steps_job(mode, sizes):
         add_hook(param, watch.gradient)
     with patch.object(dist, "all_reduce", watch):
         sum_gradients = data_parallel.make_reducer(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
-        assert callable(sum_gradients), f"with dp_mode {mode} a function has to be returned, not {sum_gradients!r}"
+        assert callable(sum_gradients), f"with dp_mode {mode} it must return a function, not {sum_gradients!r}"
         for step in (1, 2):
             for micro_batch in (1, 2):
                 watch.now = step, f"in micro-batch {micro_batch}"
@@ -87,7 +87,7 @@ def after(numbers):
 
 
 def assert_two_steps(pool, mode, sizes, begin, one):
-    """begin: {numbers of an all-reduce: where it has to begin}; one: for what there is one."""
+    """Check two steps. begin: {elements of an all-reduce: where it must start}; one: each of these has one all-reduce."""
     for rank, (sums, calls) in enumerate(pool.call(two_steps_job, STEP, world=2, mode=mode, sizes=sizes)):
         for step in (1, 2):
             of_step = [call for call in calls if call.step == step]
@@ -96,8 +96,8 @@ def assert_two_steps(pool, mode, sizes, begin, one):
                 assert_asynchronous(step, of_step)
             assert_waited(step, of_step)
             again = [call.numbers for call in calls if call.step < step and any(wait[0] == step for wait in call.waits)]
-            assert not again, (f"in step {step} the all-reduces of {again} numbers were waited for that were started in the step "
-                               "before: the list has to be emptied after the waits")
+            assert not again, (f"step {step} waited for all-reduces of {again} numbers that were started in the step "
+                               "before: empty the list after the waits")
             expected = [1111] * len(sizes)
             assert sums[step - 1] == expected, (
                 f"after the sum of step {step} the main_grads on rank {rank} are {sums[step - 1]}, not {expected}: 1 + 10 are the "
@@ -113,23 +113,23 @@ def assert_begun(step, calls, begin, one):
     for call in calls:
         assert call.where == begin[call.numbers], (
             f"in step {step} the all-reduce of {call.numbers} numbers began {call.where}, not {begin[call.numbers]}: too early, "
-            "and gradients are missing in it; too late, and less of backward is left to hide it")
+            "and it misses some gradients; too late, and less of backward is left to hide it")
 
 
 def assert_asynchronous(step, calls):
     numbers = [call.numbers for call in calls if not call.asynchronous]
-    assert not numbers, (f"in step {step} the all-reduces of {numbers} numbers were called without async_op=True: backward stands "
-                         "still until they are done")
+    assert not numbers, (f"in step {step} the all-reduces of {numbers} numbers were called without async_op=True: backward stops "
+                         "until they are done")
 
 
 def assert_waited(step, calls):
     for call in calls:
         where = call.waits[0][1] if call.waits and call.waits[0][0] == step else FUNCTION
         assert where == FUNCTION, (f"in step {step} the all-reduce of {call.numbers} numbers was waited for {where}: backward "
-                                   "stands still; the wait belongs in the returned function")
+                                   "stops meanwhile; the wait belongs in the returned function")
     missed = [call.numbers for call in calls if call.asynchronous and (step, FUNCTION) not in call.waits]
-    assert not missed, (f"in step {step} the all-reduces of {missed} numbers, of {len(calls)} that were started, were not waited "
-                        "for: the returned function waits for all of them")
+    assert not missed, (f"in step {step} nobody waited for the all-reduces of {missed} numbers, out of {len(calls)} "
+                        "started: the returned function must wait for all of them")
 
 
 @rung({"make_reducer.py": ["naive"]}, hints="""
@@ -141,14 +141,14 @@ def assert_waited(step, calls):
     Define a function without arguments that loops over `params` and calls `dist.all_reduce(param.main_grad, group=group)`.
     Return the function, not its result.""")
 def test_a_sum_after_backward(pool):
-    """`naive` returns a function that, when it is called after backward, leaves in every parameter's main_grad the sum over
-    all ranks."""
+    """Write `naive`. It returns a function that is called after backward, and leaves the sum over all ranks in every parameter's
+    main_grad."""
     assert_two_steps(pool, "naive", SIZES, dict.fromkeys(SIZES, FUNCTION), "parameter")
 
 
 def counted_job():
-    """How often start had been called after each of six backwards, for which parameters, main_grad then, and whose gradient was
-    the last to come."""
+    """Return how often start had been called after each of six backwards, for which parameters, and main_grad at each call. Check
+    whose gradient was the last to arrive."""
     import data_parallel
     params, seen, called, shares = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)], [], [], []
     came, number = [], {param: i for i, param in enumerate(params)}
@@ -158,8 +158,8 @@ def counted_job():
     def start(param):
         called.append([number[param]])
         shares.append(int(param.main_grad[0]))
-        assert came[-1:] == called[-1], ("start was called for a parameter when the gradient of another had come after its own: it "
-                                         "is called as soon as its own is final, while backward computes the others")
+        assert came[-1:] == called[-1], ("start was called for a parameter only after the gradient of another had come: it "
+                                         "must be called as soon as its own is final, while backward computes the others")
     data_parallel.on_grad(params, 3, start)
     for backward in range(6):
         (params[0].sum() + params[1].sum()).backward()
@@ -180,12 +180,13 @@ def counted_job():
     In the hook: add one to the parameter's count; if the count can be divided by `micro_batches` without a rest, call
     `start(param)`. Do not reset at the end of a step: the rest of the division does that.""")
 def test_knowing_when_a_gradient_is_final(pool):
-    """With 3 micro-batches `start` is called for each parameter in the 3rd backward, when main_grad has its share already,
-    and before backward goes on to the next; and in the 6th again; in no other."""
+    """Call `start` once for each parameter when its gradient is final. With 3 micro-batches that is in the 3rd backward, when
+    main_grad has its share already, and before backward goes on to the next parameter; then again in the 6th, and in no other."""
     (seen, called, shares), = pool.call(counted_job, STEP)
     expected = [0, 0, 2, 2, 2, 4]
     assert seen == expected, f"calls of start so far (2 parameters), after each of six backwards: {seen}, not {expected}"
-    assert sorted(called[:2]) == sorted(called[2:]) == [[0], [1]], "once for each parameter, with the parameter as its argument"
+    assert sorted(called[:2]) == sorted(called[2:]) == [[0], [1]], (
+        "start must be called once for each parameter, with the parameter as its argument")
     held = min(shares)
     assert held == 3, f"when start was called, main_grad held {held} of 3 shares: the hook runs before the gradient is added"
 
@@ -201,9 +202,9 @@ def test_knowing_when_a_gradient_is_final(pool):
     `functools.partial(wait_for_all, under_way)`. `wait_for_all` waits for each of the list, and empties it for the next
     step.""")
 def test_sending_while_backward_goes_on(pool):
-    """`overlap` starts a parameter's all-reduce as soon as its gradient is final, without waiting for it, and returns a
-    function that waits for all that were started in this step; wait_for_all waits for every work in the list, and empties it
-    for the next step."""
+    """Write `overlap`. It starts a parameter's all-reduce as soon as its gradient is final, without waiting for it, and returns a
+    function that waits for all that were started in this step. `wait_for_all` waits for every work in the list, and empties it for
+    the next step."""
     assert_two_steps(pool, "overlap", SIZES, {size: after(size) for size in SIZES}, "parameter")
 
 
@@ -214,7 +215,7 @@ def bucket_job():
         param.main_grad = torch.full_like(param, 100.0 + 10 * i, dtype=torch.float64).detach()
     bucket = data_parallel.Bucket(params)
     kinds = bucket.flat_grad.dtype, *(param.main_grad.dtype for param in params)
-    assert set(kinds) == {torch.float64}, f"of main_grads in float64 flat and they are then in {', '.join(map(str, kinds))}"
+    assert set(kinds) == {torch.float64}, f"main_grads are in float64, but then flat and they are in {', '.join(map(str, kinds))}"
     kept = len(bucket.params) == 2 and all(a is b for a, b in zip(bucket.params, params))
     before = bucket.flat_grad.tolist()
     bucket.flat_grad += 1
@@ -223,8 +224,8 @@ def bucket_job():
 
 
 @rung({"make_reducer.py": ["Bucket.__init__"]}, hints="""
-    One large message is faster than many small ones. To send several main_grads at once they have to lie side by side in
-    one flat tensor. Copying them there every step would cost time: how can they lie there always?
+    One large message is faster than many small ones. To send several main_grads at once, they must lie side by side in
+    one flat tensor. Copying them there in every step would take time: how can they always lie there?
 
     Make one flat tensor of all main_grads (torch.cat of the flattened ones), then let each parameter's main_grad be a view
     of its part: split and view_as.
@@ -232,8 +233,8 @@ def bucket_job():
     `self.params`, `self.missing` (how many gradients have not come yet: all), `self.flat = torch.cat([... .flatten()
     ...])`; then `for param, view in zip(params, self.flat.split(sizes)): param.main_grad = view.view_as(param)`.""")
 def test_gradients_side_by_side(pool):
-    """A Bucket has `params`, the list it was given; `flat`, one tensor with the values of all their main_grads, of which every
-    main_grad becomes a view; and `missing`, how many parameters' gradients have not come yet: at first len(params)."""
+    """Give a Bucket `params`, the list that it gets; `flat`, one tensor with the values of all their main_grads, and make every
+    main_grad a view of it; and `missing`, the number of parameters whose gradients have not come yet: at first len(params)."""
     (kept, before, shapes, main_grads, num_pending), = pool.call(bucket_job, STEP)
     assert kept, "`params` is not the list of parameters that Bucket was given"
     expected = [100, 100, 110, 110, 110]
@@ -253,7 +254,7 @@ def runs_job(bucket_bytes):
     buckets = data_parallel.make_buckets(params, bucket_bytes)
     assert isinstance(buckets, list), f"make_buckets returned a {type(buckets).__name__}, not a list"
     others = {type(bucket).__name__ for bucket in buckets if not isinstance(bucket, data_parallel.Bucket)}
-    assert not others, f"make_buckets returned a list of {' and '.join(others)}, not of Bucket: make a Bucket of each"
+    assert not others, f"make_buckets returned a list of {' and '.join(others)}, not of Bucket: make a Bucket from each list"
     return [[len(param) for param in bucket.params] for bucket in buckets]
 
 
@@ -267,8 +268,8 @@ def runs_job(bucket_bytes):
     Keep `runs = [[]]` and `size = 0`. For each parameter: if size >= bucket_bytes, append a new list and set size to 0;
     then append the parameter and add its bytes. Make a Bucket of each list.""")
 def test_which_gradients_share_a_bucket(pool):
-    """Returns a list of Bucket. Parameters go in, the last first; a bucket is closed when its main_grads have at least
-    `bucket_bytes`. The rest make a last, smaller one."""
+    """Return a list of Bucket. Put parameters in, the last first, and close a bucket when its main_grads have at least
+    `bucket_bytes`. The rest make a last, smaller bucket."""
     expected_by_size = {1: [[40], [30], [20], [10]], 81: [[40], [30], [20, 10]], 200: [[40, 30], [20, 10]],
                         280: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]],
                         10**6: [[40, 30, 20, 10]]}
@@ -279,22 +280,22 @@ def test_which_gradients_share_a_bucket(pool):
 
 
 @rung({"make_reducer.py": ["bucketed"]}, hints="""
-    It is `overlap` with one change: what is sent is not a parameter's main_grad, but a bucket's flat tensor. When may it be
+    It is `overlap` with one change: it sends a bucket's flat tensor, not a parameter's main_grad. When may it be
     sent?
 
-    Give each bucket a count of gradients that are missing. A dictionary says which bucket a parameter is in.
+    Let each bucket count the gradients that are still missing. A dictionary says which bucket a parameter is in.
 
     start_when_full(param): take one from bucket.missing; when it is 0, start the all-reduce of bucket.flat, keep the work,
     and set missing to len(bucket.params) again for the next step.""")
 def test_a_bucket_is_sent_when_it_is_full(pool):
-    """`bucketed` starts one all-reduce per bucket, when the last gradient of the bucket is final, without waiting for it, and
-    returns a function that waits for all that were started in this step. So it is in every step."""
+    """Write `bucketed`. It starts one all-reduce per bucket when the last gradient of the bucket is final, without waiting for it,
+    and returns a function that waits for all that were started in this step. It does so in every step."""
     # buckets of at least 105 bytes: 20 + 30 numbers, 10 + 25, and the rest
     assert_two_steps(pool, "bucket", [3, 2, 25, 10, 30, 20], {50: after(30), 35: after(25), 5: after(3)}, "bucket")
 
 
 def formula_job():
-    """What formula says for gradients of 180 bytes on four ranks."""
+    """Return what formula says for gradients of 180 bytes on four ranks."""
     import data_parallel
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -305,7 +306,7 @@ def formula_job():
     entries = data_parallel.formula(model, mesh, args)
     assert isinstance(entries, list), f"formula returned a {type(entries).__name__}, not a list of (group, collective, bytes)"
     for entry in entries:
-        assert isinstance(entry, tuple) and len(entry) == 3, f"{entry} in formula's list is no (group, collective, bytes)"
+        assert isinstance(entry, tuple) and len(entry) == 3, f"{entry} in formula's list is not a (group, collective, bytes)"
     group, sent = mesh.get_group("dp"), Counter()
     for of, collective, size in entries:
         sent["dp" if of == group else str(of), collective] += size
@@ -315,8 +316,8 @@ def formula_job():
 def assert_formula(pool):
     found = pool.call(formula_job, STEP, world=4)[0]
     expected = {("dp", "all_reduce"): 180}
-    assert found == expected, (f"for main_grads of 180 bytes in all, on four ranks, formula says {found}, not {expected}: wanted "
-                               "is the payload, what an all-reduce is given, not what a ring moves of it")
+    assert found == expected, (f"for main_grads of 180 bytes in all, on four ranks, formula says {found}, not {expected}: count "
+                               "the payload that the all-reduce is given, not the bytes that a ring moves for it")
 
 
 WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
@@ -324,16 +325,16 @@ WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
 
 @pytest.mark.slow
 @rung({"make_reducer.py": ["formula"]}, hints="""
-    The ledger compares what was sent with what a technique says that it sends. How many bytes of gradients does a rank sum
+    The ledger compares the bytes sent with a technique's own formula. How many bytes of gradients does a rank sum
     in a step?
 
-    A list of (group, collective, bytes). The group of the data-parallel ranks is `data_mesh(mesh).get_group()`.
+    Return a list of (group, collective, bytes). The group of the data-parallel ranks is `data_mesh(mesh).get_group()`.
 
-    One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. The buckets have the same bytes in all.""")
+    One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. The buckets have the same bytes in total.""")
 @pytest.mark.parametrize("mode", ["naive", "overlap", "bucket"])
 def test_a_training_run(pool, mode):
-    """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the
-    formula's: a list of (group, collective, payload bytes)."""
+    """Write `formula`. It returns a list of (group, collective, payload bytes), which must equal the ledger's bytes. Four steps on
+    two ranks must give the losses, gradient norms and weights of one process."""
     assert_formula(pool)
     flags = f"--dtype float64 --recompute none --micro_batch_size 6 --dp_mode {mode}"
     try:

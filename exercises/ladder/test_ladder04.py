@@ -1,5 +1,5 @@
-"""The ladder of step 4: matrices cut over ranks, and what is sent at the borders. Each test is a rung; exercise.py says how they
-are used."""
+"""The ladder of step 4: matrices sharded over ranks, and what is sent where regions begin and end. Each test is a rung; exercise.py
+explains how to use them."""
 import contextlib
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,7 +23,8 @@ DOWN = [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]]
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def start():
-    """This rank's number in its group, and the group. Of four ranks 0 and 1 are one, 2 and 3 another that does the same."""
+    """Return this rank's number in its group, and the group. Of four ranks, 0 and 1 are one group; 2 and 3 are another, which does
+    the same."""
     dist.init_process_group("gloo")
     group, _ = dist.new_subgroups(2)
     dist.barrier()                                        # no group may end while the other still connects
@@ -31,7 +32,7 @@ def start():
 
 
 def answers(pool, job, **arguments):
-    """What the job returns on each rank, with the rank's number in its group."""
+    """Return the job's answer from each rank, with the rank's number in its group."""
     return [(i % 2, answer) for i, answer in enumerate(pool.call(job, STEP, world=4, **arguments))]
 
 
@@ -42,7 +43,7 @@ def border_without_sp(group):
 
 @contextlib.contextmanager
 def watched():
-    """A list of the collectives that are started, each with the number of elements of its output, and of the waits."""
+    """Yield a list of the collectives that are started, each with the number of elements of its output, and of the waits."""
     calls = []
 
     def wait(work):
@@ -54,7 +55,7 @@ def watched():
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             calls.append((name, tensors[0].numel()))
             assert all(tensor.is_contiguous() for tensor in tensors), (
-                f"dist.{name} was called with a tensor that is not contiguous: on GPUs it refuses that; use x.contiguous() (in "
+                f"dist.{name} was called with a tensor that is not contiguous, which GPUs refuse; use x.contiguous() (in "
                 "all_reduce, see clone's memory_format)")
             work = collective(*args, **kwargs)            # None: it has been waited for
             return SimpleNamespace(wait=lambda: wait(work)) if work else wait(work)
@@ -74,13 +75,13 @@ def parts_job():
         param = nn.Parameter(torch.zeros(shape))
         param.placement = SimpleNamespace(parts=[shards.Shard(None, *cut) for cut in cuts])
         index = shards.local_slices(param)
-        assert type(index) is tuple and len(index) == 2, f"of a matrix my_part must return a tuple of two slices; came {index}"
+        assert type(index) is tuple and len(index) == 2, f"for a matrix, my_part must return a tuple of two slices; got {index}"
         found.append((cuts, whole[index].tolist(), shards.global_shape(param)))
     norm = nn.Parameter(torch.zeros(4))
     norm.placement = SimpleNamespace(parts=[])
     index = shards.local_slices(norm)
     assert index in ((slice(None),), (slice(0, 4),)), \
-        f"of a norm, which has one dimension, my_part must return a tuple of one slice; came {index}"
+        f"for a norm, which has one dimension, my_part must return a tuple of one slice; got {index}"
     products = []
     for rank in (0, 1):
         rows, columns = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
@@ -96,25 +97,26 @@ def parts_job():
     `param` is the part that this rank has, and `param.placement.parts` says how it was cut: a list of Parts, which may be empty. To
     cut a matrix in two along dimension 0 means that each rank has half of the rows.
 
-    An index for all dimensions is a tuple with a slice for each: `whole[slice(0, 2), slice(None)]` is the first two rows;
-    `slice(None)` takes all of a dimension. The length of a slice is the part's own: `param.shape[part.dim]`.
+    An index over all dimensions is a tuple with one slice for each: `whole[slice(0, 2), slice(None)]` is the first two rows;
+    `slice(None)` takes all of a dimension. The slice is as long as the part: `param.shape[part.dim]`.
 
     my_part: begin with `index = [slice(None)] * param.dim()`. For each part: `size = param.shape[part.dim]`, and
     `index[part.dim] = slice(part.index * size, (part.index + 1) * size)`. Return tuple(index). whole_shape: begin with
     `list(param.shape)`, and multiply the entry of each `part.dim` by `part.parts`.""")
 def test_which_part_of_a_matrix_a_rank_has(pool):
-    """`my_part(param)` returns the index of this rank's part: whole[my_part(param)] is what the rank has. `whole_shape(param)`
-    returns the shape of the whole parameter, a list. Both go by the Parts in param.placement.parts."""
+    """Write `my_part(param)`, which returns the index of this rank's part: whole[my_part(param)] is the part that the rank has.
+    Write `whole_shape(param)`, which returns the shape of the whole parameter, a list. Both follow the Parts in
+    param.placement.parts."""
     (found, products), = pool.call(parts_job, STEP)
     expected = [[[9, 10, 11, 12], [13, 14, 15, 16]], [[1, 2], [5, 6], [9, 10], [13, 14]], [[3], [7], [11], [15]],
                 [[9, 10], [13, 14]], [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]]
     for (cuts, part, shape), want in zip(found, expected):
         cut = " and ".join(f"part {index} of {count} along dimension {dim}" for dim, count, index in cuts) or "all"
-        assert part == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {cut}: expected is {want}, came {part}"
+        assert part == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {cut}: expected {want}, got {part}"
         assert shape == [4, 4], f"a rank has {cut} of a matrix of the shape [4, 4]: whole_shape returns {shape}, not this list"
-    # what the two cuts are for: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
+    # the purpose of the two cuts: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
     assert products == [([1, 2], [3, 2]), ([3, -1], [2, -1])], (
-        f"outputs of the first matrix, terms of the second: expected are [1, 2], [3, 2] and [3, -1], [2, -1], came {products}")
+        f"outputs of the first matrix, terms of the second: expected [1, 2], [3, 2] and [3, -1], [2, -1], got {products}")
 
 
 def all_reduce_job():
@@ -127,14 +129,14 @@ def all_reduce_job():
         with watched() as calls:
             result = all_reduce(x, group)
             started = [name for name, _ in calls]
-            assert callable(result), f"all_reduce has returned {type(result)}, not a function without arguments"
+            assert callable(result), f"all_reduce returned {type(result)}, not a function without arguments"
             found.append((started, result().tolist(), x.tolist() == before))
     return found
 
 
 @rung({"tensor_parallel.py": ["all_reduce"]}, hints="""
-    `identity`, above it, shows the form: it does its work and returns a function that gives the result. Here the function has to
-    wait first. Between the two calls whoever has called can compute something else.
+    `identity`, above it, shows the form: it does its work and returns a function that gives the result. Here that function has to
+    wait first. Between the two calls, the caller can compute something else.
 
     `dist.all_reduce(tensor, group=group, async_op=True)` returns a work at once; after `work.wait()` the tensor has the sums. It
     changes the tensor in place, so make a copy first: `x.clone(memory_format=torch.contiguous_format)`. The elements of this copy
@@ -143,15 +145,15 @@ def all_reduce_job():
     `x = x.clone(memory_format=torch.contiguous_format)`; `work = dist.all_reduce(x, group=group, async_op=True)`; then define a
     function `result()` that calls `work.wait()` and returns x; return the function, not its result.""")
 def test_a_sum_that_is_waited_for_later(pool):
-    """`all_reduce(x, group)` starts to sum x over the ranks of the group, and returns a function. This function waits, and returns
-    the sum. x itself stays as it is. x may also be a transposed tensor."""
+    """Write `all_reduce(x, group)`. It starts to sum x over the ranks of the group, and returns a function. That function waits,
+    and returns the sum. x itself must not change. x may also be a transposed tensor."""
     for _, answer in answers(pool, all_reduce_job):
         for (started, found, unchanged), expected in zip(answer, ([11, 22], [[11, 44], [22, 55], [33, 66]])):
             assert started == ["all_reduce"], (
-                f"before it returns, all_reduce must start one collective and not wait for it (async_op=True); it does {started}")
+                f"before it returns, all_reduce must start one collective and not wait for it (async_op=True); it did {started}")
             assert found == expected, (
-                f"of four ranks two are a group; with x ten times as large on rank 1 of it the sum is {found}, "
-                f"expected is {expected}")
+                f"two of four ranks are a group; with x ten times as large on its rank 1, the sum is {found}, "
+                f"expected {expected}")
             assert unchanged, "all_reduce has changed x: others still need it, so the sum must be made in a copy"
 
 
@@ -162,7 +164,7 @@ def f_and_g_job():
     found, saved = {}, []
     for name, kind, mine, gradient in [("EnterRegion", EnterRegion, [1.0, 2.0], [[1.0, 1.0], [2.0, 0.0]][rank]),
                                        ("LeaveRegion", LeaveRegion, [[3.0, 2.0], [2.0, -1.0]][rank], [1.0, 0.0])]:
-        # with the two functions in each other's place, what was summed is not, and what was not is
+        # with gather and reduce exchanged, a sum must appear where there was none, and the other way round
         for how, a_border in (("", comm), (", with gather and reduce exchanged", (reduce, gather, group))):
             x = torch.tensor([[mine]], requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(name) or tensor, lambda tensor: tensor):
@@ -174,27 +176,27 @@ def f_and_g_job():
 
 
 @rung({"tensor_parallel.py": ["EnterRegion.forward", "EnterRegion.backward", "LeaveRegion.forward", "LeaveRegion.backward"]}, hints="""
-    When a region is entered, all ranks have the input already, so forward there is nothing to do with --sp off. But each rank finds
-    only its own share of the input's gradient: backward has to add them up. When a region is left it is the other way round. Both
-    classes are told by their arguments which functions do that: `gather` and `reduce`.
+    When a region is entered, all ranks already have the input, so forward has nothing to do with --sp off. But each rank finds
+    only its own share of the input's gradient: backward has to add them up. When a region is left, it is the other way round. Both
+    classes get the functions that do that as arguments: `gather` and `reduce`.
 
     Each of the two functions starts something and returns a function that waits: `gather(x, group)()` does both. What backward
     needs, forward keeps on ctx: `ctx.reduce, ctx.group = reduce, group`. backward returns a gradient for every argument of forward
-    but ctx: x, gather, reduce, group. For what is no tensor it is None.
+    but ctx: x, gather, reduce, group. For an argument that is not a tensor it is None.
 
     Enter.forward: keep reduce and group on ctx, return `gather(x, group)()`. Enter.backward: return
     `ctx.reduce(grad, ctx.group)(), None, None, None`. Leave is the same, with gather and reduce exchanged.""")
 def test_f_and_g(pool):
-    """Enter is f: forward it returns what `gather` makes of x, and backward what `reduce` makes of the gradient. Leave is g:
-    forward `reduce`, backward `gather`. Use the functions that come as arguments: with --sp off they are identity and
-    all_reduce, later others."""
+    """Write f and g. Enter is f: forward returns `gather` of x, and backward returns `reduce` of the gradient. Leave is g: forward
+    does `reduce`, backward does `gather`. Use the functions that come as arguments: with --sp off they are identity and all_reduce,
+    later others."""
     for rank, found in answers(pool, f_and_g_job):
         expected = {"EnterRegion": ([1, 2], [3, 1]), "Enter, with gather and reduce exchanged": ([2, 4], [[1, 1], [2, 0]][rank]),
                     "LeaveRegion": ([5, 1], [1, 0]), "Leave, with gather and reduce exchanged": ([[3, 2], [2, -1]][rank], [2, 0])}
         for name, (forward, backward) in found.items():
             want, want_backward = expected[name]
-            assert forward == want, f"{name}: forward returns {forward} on rank {rank}, expected is {want}"
-            assert backward == want_backward, f"{name}: the gradient of x is {backward} on rank {rank}, expected is {want_backward}"
+            assert forward == want, f"{name}: forward returns {forward} on rank {rank}, expected {want}"
+            assert backward == want_backward, f"{name}: the gradient of x is {backward} on rank {rank}, expected {want_backward}"
 
 
 def region_job():
@@ -214,7 +216,7 @@ def region_job():
 
 
 @rung({"tensor_parallel.py": ["ColumnParallelLinear.forward", "RowParallelLinear.forward"]}, hints="""
-    Two linears make a region: the first one makes some of the inner numbers on each rank, the second one makes of them a term of
+    Two linears make a region: the first one computes some of the inner numbers on each rank, the second turns them into a term of
     every output. Where does f belong, and where does g? One of the two is called before the product, the other after it.
 
     `F.linear(x, self.weight)` is the product with the part that this rank has. `enter(x, self.border)` is f and `leave(x,
@@ -223,18 +225,18 @@ def region_job():
     ColumnParallelLinear: return `F.linear(enter(x, self.border), self.weight)`. RowParallelLinear: return
     `leave(F.linear(x, self.weight), self.border)`.""")
 def test_a_region_of_two_linears(pool):
-    """ColumnParallelLinear makes some of the outputs; it stands where a region is entered. RowParallelLinear has some of the
-    inputs; it stands where the region is left. Together they return on all ranks what two whole linears return, and their
-    gradients are those of two whole linears."""
-    # 1 2 | 3 -1 in between; relu makes 0 of -1
+    """Write both forwards. ColumnParallelLinear computes some of the outputs; it stands where a region is entered.
+    RowParallelLinear has some of the inputs; it stands where the region is left. Together they must return on all ranks what two
+    whole linears return, with the gradients of two whole linears."""
+    # 1 2 | 3 -1 in between; relu turns -1 into 0
     expected = [("between the two linears are", [[1, 2], [3, -1]]), ("the outputs are", [[6, 2], [6, 2]]),
                 ("the gradient of x is", [[2, 2], [2, 2]]),
                 ("the gradient of the first weight is", [[[1, 2], [1, 2]], [[1, 2], [0, 0]]]),
                 ("the gradient of the last weight is", [[[1, 2], [0, 0]], [[3, 0], [0, 0]]]),
-                ("of self.border there were called", [["gather", "reduce", "gather", "reduce"]] * 2)]
+                ("the functions called from self.border are", [["gather", "reduce", "gather", "reduce"]] * 2)]
     for rank, found in answers(pool, region_job):
         for (what, want), came in zip(expected, found):
-            assert came == want[rank], f"{what} {came} on rank {rank}, expected is {want[rank]}"
+            assert came == want[rank], f"{what} {came} on rank {rank}, expected {want[rank]}"
 
 
 def sequence_job():
@@ -244,10 +246,10 @@ def sequence_job():
     whole = torch.stack((whole, -whole)).permute(1, 2, 0)                          # [batch, seq, 2], not in order in memory
     found = []
     for collective, x in ((all_gather, whole[:, 2 * rank:2 * rank + 2]), (reduce_scatter, whole * 100**rank)):
-        with unforgiving(), watched() as calls:           # until it is waited for the result is NaN
+        with unforgiving(), watched() as calls:           # until it is waited for, the result is NaN
             result = collective(x, group)
             started = list(calls)
-            assert callable(result), f"{collective.__name__} has returned {type(result)}, not a function without arguments"
+            assert callable(result), f"{collective.__name__} returned {type(result)}, not a function without arguments"
             y = result()
         found.append((started, list(y.shape), y[..., 0].tolist(), y[..., -1].tolist()))
     return found
@@ -255,21 +257,22 @@ def sequence_job():
 
 @rung({"tensor_parallel.py": ["all_gather", "reduce_scatter"]}, hints="""
     The two collectives work along the first dimension: a gathered tensor has all of rank 0, then all of rank 1. But the sequence is
-    the second dimension, after batch. So the ranks' parts have to be put in front before a reduce-scatter, and back in their places
+    the second dimension, after batch. So move the ranks' parts to the front before a reduce-scatter, and back into place
     after an all-gather. As in `all_reduce`, start the collective and return a function that waits.
 
     `dist.all_gather_into_tensor(output, input, group=group, async_op=True)` and `dist.reduce_scatter_tensor(output, input, ...)`
     want contiguous tensors. `t.unflatten(dim, (group.size(), -1))` splits a dimension into ranks and the rest, `transpose(0, 1)`
-    exchanges it with another one, and `flatten(i, i + 1)` makes one dimension of two.
+    swaps it with another one, and `flatten(i, i + 1)` merges two dimensions into one.
 
     all_gather: the output is `parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])`, the input `x.contiguous()`; when it is
     there return `parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)`. reduce_scatter: `parts = x.unflatten(1,
     (group.size(), -1)).transpose(0, 1).flatten(0, 1)`; the output is `mine = torch.empty_like(parts[:len(x)])`, the input
     `parts.contiguous()`; when it is there return mine.""")
 def test_parts_of_a_sequence(pool):
-    """For --sp on. `all_gather(x, group)`: x is this rank's part of the sequence, [batch, seq/tp, hidden]; the result is the whole,
-    [batch, seq, hidden]. `reduce_scatter(x, group)`: x is the whole sequence on each rank; the result is the sum over the ranks,
-    but only this rank's part of the sequence. Both start one collective and return a function that waits for the result."""
+    """Write the collectives for --sp on. In `all_gather(x, group)`, x is this rank's part of the sequence, [batch, seq/tp,
+    hidden], and the result is the whole, [batch, seq, hidden]. In `reduce_scatter(x, group)`, x is the whole sequence on each
+    rank, and the result is this rank's part of the sum over the ranks. Both start one collective and return a function that
+    waits for the result."""
     whole = [[0, 1, 2, 3], [10, 11, 12, 13]]
     for rank, (gathered, scattered) in answers(pool, sequence_job):
         sums = [[101 * n for n in row[2 * rank:2 * rank + 2]] for row in whole]
@@ -277,13 +280,13 @@ def test_parts_of_a_sequence(pool):
             started, shape, first, last = answer
             names, want = [name for name, _ in started], [2, len(expected[0]), 2]
             assert names == [f"{name}_{'into_' * (name == 'all_gather')}tensor"], (
-                f"{name} must start one dist.{name}_... before it returns, and not wait for it (async_op=True); it does {names}")
-            assert shape == want, f"{name}: of 2 sequences of 4 tokens of 2 numbers the result has the shape {shape}, not {want}"
+                f"{name} must start one dist.{name}_... before it returns, and not wait for it (async_op=True); it did {names}")
+            assert shape == want, f"{name}: from 2 sequences of 4 tokens of 2 numbers, the result has the shape {shape}, not {want}"
             assert first == expected, (
-                f"{name}: the sequences are {whole[0]} and {whole[1]}, on rank 1 times 100 where they are summed; rank {rank} has "
-                f"{first}, expected is {expected}")
+                f"{name}: the sequences are {whole[0]} and {whole[1]}, times 100 on rank 1 if they are summed; rank {rank} has "
+                f"{first}, expected {expected}")
             want = [[-n for n in row] for row in expected]
-            assert last == want, f"{name}: a token's second number is the first times -1; came {last}, expected is {want}"
+            assert last == want, f"{name}: a token's second number is the first times -1; got {last}, expected {want}"
 
 
 def embedding_job():
@@ -300,7 +303,7 @@ def embedding_job():
 
 
 @rung({"tensor_parallel.py": ["VocabParallelEmbedding.forward"]}, hints="""
-    Each rank has the vectors of some tokens. For a token that it does not have it makes a vector of zeros. Then the sum over the
+    Each rank has the vectors of some tokens. For any other token it makes a vector of zeros. Then the sum over the
     ranks is right for every token, since exactly one rank has added a vector.
 
     With n rows on each rank, rank r has the tokens r n to (r + 1) n, so subtract `group.rank() * len(self.weight)` from the tokens
@@ -311,15 +314,16 @@ def embedding_job():
     len(self.weight))`; `vectors = F.embedding(tokens.where(mine, 0), self.weight) * mine.unsqueeze(-1)`; return `leave(vectors,
     self.border)`.""")
 def test_a_part_of_the_vocabulary(pool):
-    """VocabParallelEmbedding.forward(tokens) returns the vectors of all tokens, on all ranks; each rank has the same number of rows
-    of the table, rank 0 the first ones. Where the ranks' terms are added up is a border, so it ends with `leave`."""
+    """Write VocabParallelEmbedding.forward(tokens), which returns the vectors of all tokens, on all ranks. Each rank has the same
+    number of rows of the table, rank 0 the first ones. The region ends where the ranks' terms are added up, so return `leave` of
+    them."""
     for rank, (vectors, gradient) in answers(pool, embedding_job):
         expected = [[[2, 20], [4, 40], [4, 40], [6, 60]]]
-        assert vectors == expected, f"of the rows [1, 10] ... [6, 60] the tokens 1 3 3 5 have {vectors}, expected is {expected}"
+        assert vectors == expected, f"with the rows [1, 10] ... [6, 60], the tokens 1 3 3 5 have {vectors}, expected {expected}"
         expected = [[0, 1, 0], [2, 0, 1]][rank]
         assert gradient == expected, (
-            f"tokens 1 3 3 5: on rank {rank} each of the three rows gets a gradient for as many tokens as are its own, {expected}; "
-            f"came {gradient}")
+            f"tokens 1 3 3 5: on rank {rank} the gradient of each row is how often its token occurs, {expected}; "
+            f"got {gradient}")
 
 
 def cross_entropy_job(more):
@@ -349,19 +353,19 @@ def cross_entropy_job(more):
     :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at the
     target where it is mine: `gradient.scatter_add_(-1, target, -mine.type_as(gradient))`.""")
 def test_a_loss_over_all_parts_of_the_vocabulary(pool):
-    """`cross_entropy(logits, targets)` gets the logits of this rank's part of the vocabulary, [tokens, vocab/tp], and all targets.
-    It returns the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large, and far from
-    those of another token. As in loss.py, sums are made in float32 or better. Of each token three numbers are all-reduced."""
+    """Write `cross_entropy(logits, targets)`. It gets the logits of this rank's part of the vocabulary, [tokens, vocab/tp], and all
+    targets. Return the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large, and far
+    from those of another token. As in loss.py, sum in float32 or better. All-reduce three numbers for each token."""
     for more in (0, 1000):
         for rank, (loss, gradient, sent, low) in answers(pool, cross_entropy_job, more=more):
             here = f"softmax 1 2 3 2 and 4 1 1 2 eighths, targets 2 and 0, {'logits near +-1000, ' * bool(more)}rank {rank}:"
             assert loss == pytest.approx(1.673976, rel=1e-6), (
-                f"{here} the loss is {loss:.6f}, expected is log(8/3) + log(8/4) = 1.673976")
+                f"{here} the loss is {loss:.6f}, expected log(8/3) + log(8/4) = 1.673976")
             for came, expected in zip(gradient, [[[1, 2], [-4, 1]], [[-5, 2], [1, 2]]][rank]):
                 assert came == pytest.approx(expected), (
-                    f"{here} the gradient, in eighths, is {', '.join(f'{n:.4g}' for n in came)}, expected is {expected}")
-            assert sent == 6, f"{here} {sent} numbers are all-reduced; expected are 3 of each token, 6 in all"
-            assert low == "torch.float32", f"of logits in bfloat16 the loss is {low}; in loss.py it is made in float32"
+                    f"{here} the gradient, in eighths, is {', '.join(f'{n:.4g}' for n in came)}, expected {expected}")
+            assert sent == 6, f"{here} {sent} numbers are all-reduced; expected 3 for each token, 6 in all"
+            assert low == "torch.float32", f"logits are in bfloat16, and the loss is in {low}; loss.py computes it in float32"
 
 
 def linears_job(sp):
@@ -393,7 +397,7 @@ def linears_job(sp):
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         products = tensor_parallel.ColumnParallelLinears.apply(x, *comm, *mine)
     what = type(products).__name__
-    assert what == "tuple" and len(products) == 2, f"with two weights forward must return a tuple of two products; came a {what}"
+    assert what == "tuple" and len(products) == 2, f"with two weights forward must return a tuple of two products; got a {what}"
     saved += [value for value in vars(products[0].grad_fn).values() if isinstance(value, torch.Tensor)]
     kept = sum(tensor.numel() for tensor in saved) - sum(weight.numel() for weight in mine)
     products_right = all(torch.equal(y, F.linear(whole, weight)) for y, weight in zip(products, mine))
@@ -420,21 +424,21 @@ def linears_job(sp):
     ctx.group)`; `reduced = ctx.reduce(sum of grad @ weight, ctx.group)`; `x = gathered().flatten(0, 1)`; the weights' gradients;
     return `reduced(), None, None, None, *grad_weights`.""")
 def test_one_gathering_for_several_linears(pool):
-    """EnterLinears is f and the products behind it in one. `forward(ctx, x, gather, reduce, group, *weights)` gathers x and returns
-    a tuple, the product with each weight. It saves for backward x as it came, and the weights. `backward` starts to gather x
-    again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients meanwhile."""
+    """Write EnterLinears, which is f and the products after it in one. `forward(ctx, x, gather, reduce, group, *weights)` gathers x
+    and returns a tuple, the product with each weight. Save x for backward as it came, and the weights. `backward` starts to gather
+    x again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients meanwhile."""
     for sp in (False, True):
         for right, more, forward, x_right, weights_right, backward in (answer for _, answer in answers(pool, linears_job, sp=sp)):
             here = f"with --sp {'on' if sp else 'off'}"
             assert right, f"{here} the products are not those of the gathered x with each weight"
-            assert forward == ["start gather", "wait for gather"], f"{here} forward must gather once; it does {', '.join(forward)}"
+            assert forward == ["start gather", "wait for gather"], f"{here} forward must gather once; it did {', '.join(forward)}"
             assert x_right, f"{here} the gradient of x is not the sum of grad @ weight over the weights, reduced over the ranks"
             assert weights_right, f"{here} the gradients of the weights are not those of the products with the gathered x"
             assert more <= 0, f"{here} forward saves {more} numbers more than x and the weights; the gathered x must not be saved"
-            assert more == 0, (f"{here} forward must keep x and the weights by ctx.save_for_backward: what is kept in another way, "
-                               "--recompute cannot drop")
+            assert more == 0, (f"{here} forward must keep x and the weights by ctx.save_for_backward: --recompute cannot drop "
+                               "what is kept elsewhere")
             expected = ["start gather", "products", "start reduce", "wait for gather", "products", "wait for reduce"]
-            assert backward == expected, f"{here} backward does {', '.join(backward)}; expected is {', '.join(expected)}"
+            assert backward == expected, f"{here} backward did {', '.join(backward)}; expected {', '.join(expected)}"
 
 
 def partial_gradients_job():
@@ -471,15 +475,15 @@ def partial_gradients_job():
     "float64 --tp 2 --sp off", "float64 --tp 2 --sp on", "float64 --tp 4 --sp on", "float64 --tp 1 --sp on",
     "bfloat16 --tp 2 --sp on"])
 def test_a_training_run(pool, flags):
-    """`sum_partial_gradients(params)` sums over placement.sum_over the main_grad of each parameter that has one. `formula` returns
-    what one training step sends, as a list of (group, collective, payload bytes). Four steps on four ranks, with tp 2, 4 or 1,
-    give the losses, gradient norms and weights of one process, and the ledger's bytes are those of the formula, here for
-    --recompute none and --zero 0. (`make test` asks for the others as well: recomputation crosses a layer's borders again but for
-    its last g, and with --zero unit.pieces() are summed in place of the parameters.)"""
+    """Write `sum_partial_gradients(params)`: for each parameter with a placement.sum_over, sum its main_grad over that group. Write
+    `formula`: return what one training step sends, as a list of (group, collective, payload bytes). Four steps on four ranks, with
+    tp 2, 4 or 1, must give the losses, gradient norms and weights of one process, and the ledger's bytes must equal the formula's,
+    here for --recompute none and --zero 0. (`make test` asks for the others as well: recomputation crosses a layer's borders again
+    except for its last g, and with --zero, unit.pieces() are summed instead of the parameters.)"""
     for rank, found in answers(pool, partial_gradients_job):
         expected = [[11, 11], [2 * 10**rank, 2 * 10**rank], [33, 33]]
         assert found == expected, (
-            f"of three parameters with the main_grads 1, 2, 3 on rank 0 and 10, 20, 30 on rank 1 the first and the last have a "
-            f"placement.sum_over; rank {rank} has {found} after sum_partial_gradients, expected is {expected}")
-    shape = "dense-2-kv2" if "--tp 4" in flags else "dense-3"                      # with fewer key-value heads than ranks
+            f"three parameters have the main_grads 1, 2, 3 on rank 0 and 10, 20, 30 on rank 1; the first and the last have a "
+            f"placement.sum_over; rank {rank} has {found} after sum_partial_gradients, expected {expected}")
+    shape = "dense-2-kv2" if "--tp 4" in flags else "dense-3"                      # fewer key-value heads than ranks
     check(pool, layouts.Layout(STEP, 4, shape, "adamw", f"--recompute none --micro_batch_size 6 --dtype {flags}"))

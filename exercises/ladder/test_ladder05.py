@@ -1,11 +1,11 @@
-"""The ladder of step 5: every sequence cut over ranks. Each test is a rung; exercise.py says how they are used.
+"""The ladder of step 5: every sequence sharded over ranks. Each test is a rung; exercise.py explains how to use them.
 
-In all rungs with attention a sequence has 12 tokens, in heads of size 1. Every query is 1, and the key of token t is the
+In all rungs with attention, a sequence has 12 tokens, in heads of size 1. Every query is 1, and the key of token t is the
 logarithm of WEIGHTS[t], so that exp(score) is WEIGHTS[t]: 1 1 2 4 8 ..., each as much as all before it together. The value of
-token t is t. So the output of token t is its own value and the output before it, half and half: t - 1 + 1 / 2**t. The gradient of
-this output is 2**t, which is the sum of the weights that it sees: so each query that sees token s adds WEIGHTS[s] to the gradient
-of its value. This is so in head 0 of sequence 0. In key-value head h values and gradients are h + 1 times as large, in sequence 1
-negative; and query heads with the same key-value head have unequal shares of the gradient, which make the whole together.
+token t is t. So the output of token t is the mean of its own value and of the output before it: t - 1 + 1 / 2**t. The gradient
+of this output is 2**t, which is the sum of the weights that it sees: so each query that sees token s adds WEIGHTS[s] to the
+gradient of its value. This holds in head 0 of sequence 0. In key-value head h, values and gradients are h + 1 times as large; in
+sequence 1 they are negative; and query heads with the same key-value head have unequal shares of the gradient, which add up to it.
 
 The group is never the world: rank 0 of the world is in no group, so rank r of the group is rank r + 1 of the world.
 """
@@ -23,12 +23,12 @@ TOKENS, RANKS = 12, 3
 BATCH, HEADS, KV_HEADS = 2, 6, 3
 WEIGHTS = [1, *(2**t for t in range(TOKENS - 1))]
 NAMES = ["output", "gradient of q", "gradient of k", "gradient of v"]
-HANGS = 20                                                # seconds: ranks that wait for each other are ended
+HANGS = 20                                                # seconds: ranks that wait for each other are stopped
 
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def start(ranks=RANKS):
-    """The group of all ranks but rank 0, for which it is None."""
+    """Return the group of all ranks but rank 0, or None on rank 0."""
     import torch.distributed as dist
     dist.init_process_group("gloo")
     group = dist.new_group(range(1, ranks + 1))
@@ -42,7 +42,7 @@ def answers_of(pool, job, ranks=RANKS, **arguments):
 
 @contextlib.contextmanager
 def sent_in(group):
-    """A Counter of the bytes that this rank sends, by collective, as the ledger counts them."""
+    """Yield a Counter of the bytes that this rank sends, by collective, as the ledger counts them."""
     from ledger import COLLECTIVES, group_of
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -57,17 +57,17 @@ def sent_in(group):
 
         def see(self, name, args):
             assert group_of(args).group_name == group.group_name, \
-                f"{name}: among other ranks than those of `group`; it takes group=group, or all ranks of the world take part"
+                f"{name}: runs on other ranks than those of `group`; pass group=group, or all ranks of the world take part"
             if name in ("send", "recv_"):
                 assert in_batch and len(in_batch[-1]) == 2, (
-                    "a send and a receive that are not in one batch_isend_irecv: over nccl each would wait for the other")
+                    "put the send and the receive in one batch_isend_irecv: over nccl each would wait for the other")
                 peer = (rank + 1) % size if name == "send" else (rank - 1) % size
                 assert args[2] == peer, (
-                    f"rank {rank} of the group's {size}: {name.strip('_')}, peer {args[2]} in the group, expected is {peer} "
+                    f"rank {rank} of the group's {size}: {name.strip('_')}, peer {args[2]} in the group, expected {peer} "
                     f"(group_peer takes ranks of the group, peer those of the world)")
             if name != "recv_":
                 assert name in COLLECTIVES, (
-                    f"{name}: takes lists of tensors, and the ledger does not see it. One tensor with all parts is sent without a "
+                    f"{name}: takes lists of tensors, and escapes the ledger. One tensor with all parts is sent without a "
                     f"copy: all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single")
                 collective, payload, _ = COLLECTIVES[name]
                 sent[collective] += sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
@@ -86,12 +86,13 @@ def positions_of(rank, mode, seq_len, cp):
     mesh, args = SimpleNamespace(get_local_rank=local_rank), SimpleNamespace(seq_len=seq_len, cp=cp, cp_mode=mode)
     positions = context_parallel.local_positions(mesh, args)
     what = positions.dtype if isinstance(positions, torch.Tensor) else type(positions)
-    assert what == torch.int64, f"local_positions returns a tensor of integers (torch.int64), by which one can index; not {what}"
+    assert what == torch.int64, f"local_positions must return a tensor of integers (torch.int64), to index with; not {what}"
     return positions
 
 
 def attended(inner_attention, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="float64"):
-    """Output and gradients of q, k and v of the tokens at these positions; core takes [batch, seq, heads, head_dim]."""
+    """Yield the output and the gradients of q, k and v for the tokens at these positions; core takes [batch, seq, heads,
+    head_dim]."""
     import torch
 
     def numbers(of_tokens, of_heads):
@@ -104,7 +105,7 @@ def attended(inner_attention, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="
     q, k = numbers([1] * TOKENS, [[1] * heads] * BATCH), numbers(WEIGHTS, [[1] * kv_heads] * BATCH).log()
     leaves = [t.requires_grad_() for t in (q, k, numbers(range(TOKENS), signed))]
     out = inner_attention(*leaves)
-    assert out.dtype == q.dtype, f"of q, k and v in {q.dtype} the output is in {out.dtype}"
+    assert out.dtype == q.dtype, f"q, k and v are in {q.dtype}, but the output is in {out.dtype}"
     yield out.squeeze(-1).tolist()
     out.backward(numbers([2**t for t in range(TOKENS)], shared))
     yield from (leaf.grad.squeeze(-1).tolist() for leaf in leaves)
@@ -112,14 +113,14 @@ def attended(inner_attention, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="
 
 @contextlib.contextmanager
 def kept_of(made):
-    """Puts all tensors that are saved for backward into the list."""
+    """Put all tensors that are saved for backward into the list."""
     import torch
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: made.append(tensor) or tensor, lambda tensor: tensor):
         yield
 
 
 def noted_on(out):
-    """Tensors that functions of ours have put on ctx without save_for_backward."""
+    """Return the tensors that our functions have put on ctx without save_for_backward."""
     import torch
     from torch.utils._pytree import tree_leaves
     nodes, found = [out.grad_fn], []
@@ -131,13 +132,14 @@ def noted_on(out):
 
 
 def size_of(tensors):
-    """Bytes, every storage once."""
+    """Return the bytes, counting every storage once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def attention_job(mode, backward):
-    """This rank's positions; their outputs and, with backward, gradients; of each kernel what was under way meanwhile and how many
-    pairs of a query and a key it scored, all this in float64; and sums and what is sent, kept, in bfloat16."""
+    """Return this rank's positions, with their outputs and, with backward, gradients; and for each kernel, how much was under way
+    meanwhile and how many pairs of a query and a key it scored, all in float64. Also return sums, and what is sent and kept, in
+    bfloat16."""
     import inspect
     from unittest.mock import patch
 
@@ -157,7 +159,7 @@ def attention_job(mode, backward):
             queries, keys = call.q.shape[2], call.k.shape[2]
             kernels.append((len(handles), queries * (queries + 1) // 2 if call.causal else queries * keys))
             assert not backward or call.lse.is_contiguous(), \
-                "flash_backward was given an lse that is not contiguous, a part of another tensor: the kernel on GPUs reads others"
+                "flash_backward was given a non-contiguous lse, part of another tensor: the kernel on GPUs would read other numbers"
             return compute(*args, **kwargs)
         with patch.object(context_parallel, kernel, watched):
             found = attended(inner_attention, positions)
@@ -165,7 +167,7 @@ def attention_job(mode, backward):
 
     def wide(out, lse, *block):
         assert out.dtype == lse.dtype == torch.float32, \
-            f"with q, k and v in bfloat16 outputs are merged in float32 (no_block), not out in {out.dtype} and lse in {lse.dtype}"
+            f"with q, k and v in bfloat16, merge in float32 (see no_block), not out in {out.dtype} and lse in {lse.dtype}"
         return update_out_and_lse(out, lse, *block)
 
     def one_number(grad_out, q, k, v, out, lse, causal):
@@ -196,7 +198,7 @@ def attention_job(mode, backward):
 
 # ------------------------------------------------------------------------------------------------ of all ranks
 def assert_attention(answers, heads=HEADS, kv_heads=KV_HEADS):
-    """What ranks have found for their tokens is what one process finds for all."""
+    """Check that ranks find for their tokens what one process finds for all tokens."""
     from torch.nn.functional import scaled_dot_product_attention
 
     def inner_attention(*qkv):
@@ -219,10 +221,10 @@ def shown(numbers):
 
 
 def assert_work(answers, mode, backward):
-    """No pair of a query and a key is scored that is masked; transfers are under way meanwhile; no more is sent or kept than needs
-    be."""
+    """Check that no masked pair of a query and a key is scored, that transfers are under way meanwhile, and that no more is sent or
+    kept than necessary."""
     tokens = TOKENS // RANKS
-    q, kv = (BATCH * n * tokens for n in (HEADS, 2 * KV_HEADS))                    # numbers
+    q, kv = (BATCH * n * tokens for n in (HEADS, 2 * KV_HEADS))                    # numbers of elements
     for rank, (positions, _, kernels, low) in enumerate(answers):
         busy, pairs = [n for n, _ in kernels], [n for _, n in kernels]
         blocks = rank + 1 if mode == "ring" else RANKS
@@ -230,48 +232,48 @@ def assert_work(answers, mode, backward):
         name = "flash_backward" if backward else "flash"
         assert sum(pairs) == right and len(pairs) == blocks, (
             f"{mode}: {name} of rank {rank} scores {pairs} pairs of a query and a key; its tokens {positions} see {right} keys in "
-            f"all, in {blocks} blocks: what is masked, for a block or all of it, is not computed")
+            f"all, in {blocks} blocks: do not compute a block, or a part of one, that is masked")
         if mode != "allgather":
             least = [2] + [4 if backward else 2] * (RANKS - 2) + [2 if backward else 0]
             assert all(n >= m for n, m in zip(busy, least)), (
-                f"{mode}: rank {rank} had {busy} operations under way while it worked on its blocks, not {least[:blocks]}: but for "
-                f"the last block, the next keys and values are sent and received meanwhile"
-                + (", and, but for the first, the sums of their gradients" if backward else ""))
+                f"{mode}: rank {rank} had {busy} operations under way while it worked on its blocks, not {least[:blocks]}: except "
+                f"for the last block, send and receive the next keys and values meanwhile"
+                + (", and, except for the first, the sums of their gradients" if backward else ""))
         here = f"{mode}, in bfloat16: rank {rank}"
         gathered = mode == "allgather"
         there = {"all_gather": RANKS * kv * 2} if gathered else {"send": (RANKS - 1) * kv * 2}
-        assert low["forward"] == there, f"{here} sends {low['forward']} bytes in forward, and should {there}"
+        assert low["forward"] == there, f"{here} sends {low['forward']} bytes in forward, and should send {there}"
         keeps = (2 * q + kv) * 2 + q * 4
         assert low["kept"] <= keeps, (
             f"{here} keeps {low['kept']} bytes for backward; its own q, k, v and the output in bfloat16 and the lse in float32 "
-            f"have {keeps}: the keys and values of others come again in backward")
-        assert low["lse_kept"], f"{here}: what forward saves for backward has no lse over all keys that a query sees"
-        assert low["own"], f"{here}: what forward saves for backward is not the k and v of its own tokens"
+            f"have {keeps}: the keys and values of others travel again in backward")
+        assert low["lse_kept"], f"{here}: forward must save the lse over all keys that a query sees"
+        assert low["own"], f"{here}: forward must save the k and v of its own tokens"
         if backward:
             back = ({"all_gather": RANKS * kv * 2, "reduce_scatter": RANKS * kv * 4} if gathered
                     else {"send": (RANKS - 1) * kv * 2 + RANKS * kv * 4})
             assert low["backward"] == back, (
-                f"{here} sends {low['backward']} bytes in backward, and should {back}: keys and values in bfloat16, sums of "
+                f"{here} sends {low['backward']} bytes in backward, and should send {back}: keys and values in bfloat16, sums of "
                 f"gradients in float32")
             both = ({"all_gather": 2 * RANKS * kv * 8, "reduce_scatter": RANKS * kv * 8} if gathered
                     else {"send": 2 * (RANKS - 1) * kv * 8 + RANKS * kv * 8})
             assert low["wide"] == both, (
-                f"{mode}, in float64: rank {rank} sends {low['wide']} bytes in forward and backward, and should {both}: sums of "
+                f"{mode}, in float64: rank {rank} sends {low['wide']} bytes in forward and backward, not {both}: sums of "
                 f"gradients are in lse's dtype, here float64, and not in float32, which would round them")
             if mode != "ring":
                 assert_sums(here, rank, positions, low["sums"], answers)
 
 
 def assert_sums(here, rank, positions, sums, answers):
-    """Of gradients that are 256 from a rank's own block and 1 from each other: in bfloat16 256 + 1 is 256."""
+    """Check sums of gradients that are 256 from a rank's own block and 1 from every other: in bfloat16, 256 + 1 is 256."""
     others = [positions for i, (positions, *_) in enumerate(answers) if i != rank]
     before = [256 + sum(min(other) < t for other in others) for t in positions]
     behind = [256 + sum(max(other) > t for other in others) for t in positions]
     for name, numbers, wanted in zip(NAMES[1:], sums, (before, behind, behind)):
         came, wanted = [row[0] for row in numbers[0]], [256 if x == 257 else x for x in wanted]
         assert came == wanted, (
-            f"{here}, where a block's gradients are 256 if it is the rank's own and 1 if not: the {name} of the tokens {positions} "
-            f"is {came}, not {wanted}: add in float32 (in bfloat16 256 + 1 is 256), round at the end")
+            f"{here}, with gradients of 256 from a rank's own block and 1 from any other: the {name} of the tokens {positions} "
+            f"is {came}, not {wanted}: add in float32 (in bfloat16, 256 + 1 is 256), and round at the end")
 
 
 # ------------------------------------------------------------------------------------------------ the rungs
@@ -290,9 +292,9 @@ def positions_job():
     ring and ulysses: `torch.arange(args.seq_len).chunk(args.cp)[rank]`. The other two: with `chunks =
     torch.arange(args.seq_len).chunk(2 * args.cp)` it is `torch.cat((chunks[rank], chunks[-1 - rank]))`.""")
 def test_which_tokens_are_mine(pool):
-    """`local_positions` is a tensor of the places in the sequence that are this rank's, in rising order. In ring and ulysses:
-    of cp equal chunks the one with the rank's number. In zigzag and allgather: of 2 cp chunks the one with the rank's number
-    from the start, and the one with this number from the end."""
+    """Return from `local_positions` a tensor of this rank's positions in the sequence, in rising order. In ring and ulysses, take
+    from cp equal chunks the one with the rank's number. In zigzag and allgather, take from 2 cp chunks the one with the rank's
+    number counted from the start, and the one counted from the end."""
     ring = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2, 3], [4, 5, 6, 7]], 3: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]}
     zigzag = {1: [[0, 1, 2, 3]], 2: [[0, 1, 6, 7], [2, 3, 4, 5]], 3: [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]}
     found, = pool.call(positions_job, STEP)
@@ -302,7 +304,7 @@ def test_which_tokens_are_mine(pool):
 
 
 def merge_job():
-    """Merges, each of two queries with outputs of two numbers: what became of the output and of the log-sum-exp."""
+    """Merge blocks, each for two queries with outputs of two numbers. Return the outputs and the log-sum-exps."""
     import context_parallel
     import torch
 
@@ -326,16 +328,16 @@ def merge_job():
     The output of a block is a mean of values, and exp(lse) is the sum of its weights. The mean over both blocks is the mean
     of the two means, weighted by these sums: (2 * 15 + 8 * 37.5) / (2 + 8) = 33.
 
-    exp(lse) can be too large for a number. Find the new lse first, by `torch.logaddexp(lse, block_lse)`. Then the weights
+    exp(lse) can overflow. Find the new lse first, by `torch.logaddexp(lse, block_lse)`. Then the weights
     are exp(lse - new) and exp(block_lse - new): never above 1, and their sum is 1.
 
     lse is [batch, heads, seq], out has one dimension more, so the weights need `.unsqueeze(-1)`. Change the given tensors in
     place: `out.mul_(weight).add_(block_out * block_weight)`, and after it `lse.copy_(new)`.""")
 def test_two_blocks_of_softmax(pool):
-    """`merge` puts the outputs and the log-sum-exps (lse) of one attention over two blocks of keys together, in place: `out`
-    and `lse` are then those over both blocks. A mean of 15 with weights of sum 2, and a mean of 37.5 with weights of sum 8,
-    are a mean of 33 with weights of sum 10. Where a query has seen no key yet its lse is -inf. Two lse may lie far apart. Blocks
-    may be in bfloat16, but `out` and `lse` are wider, and what is added to them should be as exact."""
+    """Write `merge`. It combines, in place, the outputs and the log-sum-exps (lse) of one attention over two blocks of keys:
+    afterwards `out` and `lse` are those over both blocks. A mean of 15 with weights of sum 2, and a mean of 37.5 with weights of
+    sum 8, make a mean of 33 with weights of sum 10. Where a query has seen no key yet, its lse is -inf. Two lse may lie far apart.
+    Blocks may be in bfloat16, but `out` and `lse` are wider, and must lose no precision."""
     from math import log
     (plain, plain_lse), (first, first_lse), (huge, huge_lse), mixed, apart, low = pool.call(merge_job, STEP)[0]
     assert plain == pytest.approx([33, 330, 2, 20]), f"two queries with outputs of two numbers each: {plain}, not [33, 330, 2, 20]"
@@ -351,11 +353,11 @@ def test_two_blocks_of_softmax(pool):
         assert lse == pytest.approx(right[1]), f"{what}: lse is {lse}, not {right[1]}"
     right = [11 / 3, 110 / 3] * 2
     assert low[0] == pytest.approx(right, rel=1e-5), \
-        f"1 and twice 5 have the mean 11/3; with the block in bfloat16 came {low[0]}, not {right}: weights stay as wide as lse"
+        f"1 and twice 5 have the mean 11/3; with the block in bfloat16, got {low[0]}, not {right}: weights stay as wide as lse"
 
 
 def visible_job():
-    """{(mode, rank, source): which queries may see which keys, by their positions and by `visible`, as rows of 0 and 1}"""
+    """Return {(mode, rank, source): which queries may see which keys, by their positions and by `visible`, as rows of 0 and 1}."""
     import context_parallel
     import torch
 
@@ -377,28 +379,28 @@ def visible_job():
 
 @rung({"context_parallel.py": ["visible"]}, hints="""
     A query sees the keys at its own position and before it. Draw the positions of two ranks on paper, queries as rows and
-    keys as columns. Among a rank's own tokens it is the usual triangle, since they lie in rising order.
+    keys as columns. Among a rank's own tokens it is the usual triangle, since they are in rising order.
 
-    In ring all tokens of a rank before lie before all of mine, and those of a rank behind lie behind. In zigzag the early
-    chunks lie in the order of the ranks, and the late chunks the other way round. Which of the four pairs of chunks are
-    visible, where source < rank, and where source > rank?
+    In ring, all tokens of an earlier rank come before all of mine, and those of a later rank come after. In zigzag the early
+    chunks are in the order of the ranks, and the late chunks the other way round. Which of the four pairs of chunks are
+    visible if source < rank, and which if source > rank?
 
     source == rank: (every, every, True), where every = slice(None). ring: (every, every, False) if source < rank, else
     None. Otherwise: source < rank, (every, early, False); else (late, every, False), with early = slice(0, length // 2) and
     late = slice(length // 2, None).""")
 def test_who_sees_whom(pool):
-    """`visible(rank, source, mode, length)` says which queries of rank see which keys of source, each of which has `length`
-    tokens: (a slice of the queries, a slice of the keys, whether only up to the diagonal), or None if no query sees a key.
-    Every mode but "ring" has zigzag's chunks."""
+    """Write `visible(rank, source, mode, length)`. It says which queries of rank see which keys of source, each of which has
+    `length` tokens. Return (a slice of the queries, a slice of the keys, whether only up to the diagonal), or None if no query sees
+    a key. Every mode but "ring" has zigzag's chunks."""
     found, = pool.call(visible_job, STEP)
     for (mode, rank, source), (expected, came, nothing) in found.items():
         where = f"{mode}, queries of rank {rank} as rows, keys of rank {source} as columns"
-        assert came == expected, f"{where}: visible says {came}, by the positions it is {expected}"
-        assert nothing == ("1" not in expected), f"{where}: None is wanted where nothing is visible, and only there"
+        assert came == expected, f"{where}: visible says {came}, but the positions give {expected}"
+        assert nothing == ("1" not in expected), f"{where}: return None if nothing is visible, and only then"
 
 
 def gather_job():
-    """What `gather` returns on this rank, of keys and values that say whose they are: 10 for rank 1, 20 for rank 2, 100 more
+    """Return this rank's result of `gather`, for keys and values that say whose they are: 10 for rank 1, 20 for rank 2, 100 more
     for values."""
     import context_parallel
     import torch
@@ -412,8 +414,8 @@ def gather_job():
 
 
 @rung({"context_parallel.py": ["gather", "AllGatherAttention.forward"]}, hints="""
-    Keys and values of all ranks come in one collective. Then a rank goes through the ranks as sources: what of this
-    source's keys do my queries see? Everything for one source is there already: `visible` and `add_block`.
+    Keys and values of all ranks come in one collective. Then a rank goes through the ranks as sources: which of this
+    source's keys do my queries see? For a single source everything exists already: `visible` and `add_block`.
 
     `gather`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(every, kv, group=group)` fills a tensor that
     is group.size() times as long in its first dimension; `every.chunk(group.size())` are the ranks' parts. `forward`: begin
@@ -423,14 +425,14 @@ def gather_job():
     q.shape[2]))`. Then `out = out.type_as(q)`; for backward `ctx.save_for_backward(q, k, v, out, lse)` and `ctx.mode,
     ctx.group = mode, group`; return out.""")
 def test_all_keys_at_once(pool):
-    """`gather` returns a list: of each rank of the group its keys and values, stacked, [2, batch, heads, seq/cp, head_dim].
-    `GatherAttention.forward` returns the attention of this rank's queries to the keys of all ranks, one block of keys after
-    the other, and saves for backward q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing of other ranks. Blocks are
-    merged in float32 or wider."""
+    """Write `gather`, which returns a list: for each rank of the group its keys and values, stacked, [2, batch, heads, seq/cp,
+    head_dim]. Write `GatherAttention.forward`, which returns the attention of this rank's queries to the keys of all ranks, one
+    block of keys after another. Save for backward q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing from other
+    ranks. Merge blocks in float32 or wider."""
     expected = [[[10 * rank, 10 * rank + 1], [10 * rank + 100, 10 * rank + 101]] for rank in range(RANKS)]
     for rank, (every, sent) in enumerate(answers_of(pool, gather_job)):
-        assert every == expected, f"on rank {rank}, of ranks with keys 0 1, 10 11 and 20 21, values 100 more, gather is {every}"
-        assert sent == {"all_gather": RANKS * 16}, f"gather sends {sent} bytes, and should {{'all_gather': {RANKS * 16}}}"
+        assert every == expected, f"on rank {rank}, gather returns {every}; keys are 0 1, 10 11 and 20 21, values 100 more"
+        assert sent == {"all_gather": RANKS * 16}, f"gather sends {sent} bytes, and should send {{'all_gather': {RANKS * 16}}}"
     answers = answers_of(pool, attention_job, mode="allgather", backward=False)
     assert_attention(answers)
     assert_work(answers, "allgather", backward=False)
@@ -438,8 +440,8 @@ def test_all_keys_at_once(pool):
 
 @rung({"context_parallel.py": ["block_gradients", "AllGatherAttention.backward"]}, hints="""
     A probability is exp(score - lse) with the lse over all keys. So if `flash_backward` is given the final output and the
-    final lse, what it returns for a block of keys are exact terms of the gradients, and only have to be added up. Whose
-    gradients does a rank have in the end that it has to give away?
+    final lse, it returns exact terms of the gradients for a block of keys, which only have to be added up. Whose
+    gradients does a rank hold in the end that it has to send away?
 
     `block_gradients`: cut grad_out, q, out and lse to the block's queries and kv to its keys, [:, :, rows] and [:, :, :,
     columns], and call `flash_backward` (lse.contiguous()). Without a block it returns nothing. `backward`: gather again, and
@@ -450,18 +452,18 @@ def test_all_keys_at_once(pool):
     `dist.reduce_scatter_tensor(mine, grads, group=ctx.group)` with mine like grads[:2]; return grad_q, grad_k, grad_v (each
     .type_as(q)), None, None.""")
 def test_gradients_of_all_keys(pool):
-    """`block_gradients` returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
-    `GatherAttention.backward` returns the gradients of q, and those of this rank's k and v, to which all ranks have added. It
-    gathers once more and reduce-scatters the gradients; they are added up in float32 or wider, which is lse's dtype. (The value of
-    token s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
+    """Write `block_gradients`, which returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
+    Write `GatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, with the shares of all
+    ranks. Gather once more, and reduce-scatter the gradients; add them up in float32 or wider, in lse's dtype. (The value of token
+    s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
     answers = answers_of(pool, attention_job, mode="allgather", backward=True)
     assert_attention(answers)
     assert_work(answers, "allgather", backward=True)
 
 
 def pass_on_job():
-    """What `pass_on` brings to this rank of a tensor that is full of its sender's rank, though the rank goes on writing to other
-    memory meanwhile; and how much was under way when `pass_on` had returned."""
+    """Pass on a tensor filled with its sender's rank, while the rank goes on writing to other memory. Return what `pass_on` brings,
+    and how much was under way when it returned."""
     import context_parallel
     import torch
     from unforgiving import unforgiving
@@ -477,7 +479,7 @@ def pass_on_job():
 
 
 @rung({"context_parallel.py": ["ring_send_recv", "RingAttention.forward"]}, hints="""
-    A rank sends to the next one of the ring and receives from the one before. Both are started before anybody waits:
+    A rank sends to the next one of the ring and receives from the one before. Both must start before anybody waits:
     otherwise all ranks send and nobody receives. In forward a rank passes on what it has, works with it, and then waits for
     what comes. At hop h, whose keys and values does it have?
 
@@ -490,14 +492,14 @@ def pass_on_job():
     hop) % cp, mode, q.shape[2]))`; then, if hop < cp - 1, `kv = receive()`. Before it `out, lse = no_block(q)` and `kv =
     torch.stack((k, v))`; after it the same as in `GatherAttention.forward`.""")
 def test_keys_go_round_a_ring(pool):
-    """`pass_on(tensor, group)` starts sending the tensor to the next rank of the ring, and receiving from the one before, both in
-    one dist.batch_isend_irecv. It returns a function that waits, and returns what came. `RingAttention.forward` returns what
-    `GatherAttention.forward` does, but keys and values go round, and while a rank works with some the next ones are under way. It
-    saves as little for backward, too."""
+    """Write `pass_on(tensor, group)`. It starts to send the tensor to the next rank of the ring, and to receive from the one
+    before, both in one dist.batch_isend_irecv. It returns a function that waits, and returns the tensor that came. Write
+    `RingAttention.forward`, which returns what `GatherAttention.forward` does, but keys and values go round, and while a rank works
+    with some, the next ones are under way. It saves as little for backward, too."""
     for rank, (shape, came, started, dtype) in enumerate(answers_of(pool, pass_on_job)):
         before = (rank - 1) % RANKS
         assert (shape, came) == ([3, 2], [before] * 6), \
-            f"rank {rank} received {came} of shape {shape}, not six times {before} of shape [3, 2] (nan: read before it has come)"
+            f"rank {rank} received {came} of shape {shape}, not six times {before} of shape [3, 2] (nan: read before it arrived)"
         assert started == 2, f"when pass_on returned, {started} operations were under way, not a send and a receive"
         assert dtype == "torch.float64", f"rank {rank} received a tensor of {dtype} where torch.float64 was sent"
     for mode in ("ring", "zigzag"):
@@ -519,9 +521,9 @@ def test_keys_go_round_a_ring(pool):
     pass_on(grad_kv, ctx.group)`. After the loop `grad_k, grad_v = receive_grad().type_as(k)`; return grad_q.type_as(q),
     grad_k, grad_v, None, None.""")
 def test_gradients_follow_the_keys(pool):
-    """`RingAttention.backward` returns the gradients of q, and those of this rank's k and v, to which every rank has added its
-    share while they went round the ring. They are added up and sent in float32 or wider, which is lse's dtype. While a rank works
-    on a block, both are under way: the next keys and values, and the sum that is for the present ones."""
+    """Write `RingAttention.backward`. It returns the gradients of q, and those of this rank's k and v, to which every rank has
+    added its share while they went round the ring. Add them up and send them in float32 or wider, in lse's dtype. While a rank
+    works on a block, two transfers are under way: the next keys and values, and the sum for the present ones."""
     for mode in ("ring", "zigzag"):
         answers = answers_of(pool, attention_job, mode=mode, backward=True)
         assert_attention(answers)
@@ -529,9 +531,9 @@ def test_gradients_follow_the_keys(pool):
 
 
 def ulysses_job(cases):
-    """On four ranks. Of a tensor with 10 t + h for token t and head h (100 more in sequence 1): what AllToAll makes of it, and its
-    gradient where that of what is made is itself. Then attention, of so many heads to so many heads of keys and values, of this
-    rank's positions, and what it sends in forward and backward."""
+    """Run AllToAll on four ranks, on a tensor with 10 t + h for token t and head h (100 more in sequence 1). Return its result, and
+    the gradient of its input when the result is its own gradient. Then run attention with the given numbers of heads and key-value
+    heads, and return this rank's positions and results, and what it sends in forward and backward."""
     import context_parallel
     import torch
     from model import sdpa
@@ -555,7 +557,7 @@ def ulysses_job(cases):
             right = [[BATCH, TOKENS, n // 4, 1] for n in (heads, kv_heads * copies, kv_heads * copies)]
             assert shapes == right, (
                 f"{heads} heads, {kv_heads} of keys and values, 4 ranks: core was given q, k, v of the shapes {shapes}, not "
-                f"{right}: all tokens, and a fourth of the heads; those of keys and values {copies} times each")
+                f"{right}: all tokens, and a fourth of the heads, with those of keys and values {copies} times each")
             return sdpa(*qkv)
         found.append(list(attended(context_parallel.ulysses(inner_attention, group), positions, heads, kv_heads)))
     return there, back, [dict(sent), dict(sent_back)], len(kept), positions, found
@@ -563,38 +565,38 @@ def ulysses_job(cases):
 
 @rung({"context_parallel.py": ["UlyssesAllToAll.forward", "UlyssesAllToAll.backward", "ulysses"]}, hints="""
     Heads do not need each other, so a rank may have some heads of all tokens instead of all heads of some tokens. To get there
-    each rank sends each other rank a piece: the tokens that it has, of the heads that the other shall have. How does one get
-    back, and what is the gradient of going there?
+    each rank sends each other rank a piece: its own tokens, for the heads that the other will have. How does one get
+    back, and what is the gradient of this exchange?
 
     `AllToAll.forward`: `x.chunk(group.size(), dim=cut)` are the pieces; stack them; `dist.all_to_all_single(received, parts,
     group=group)` sends the i-th to rank i; join what came with `torch.cat(received.unbind(), dim=join)`. Backward is the
-    same with cut and join exchanged. Note all three in ctx. In `ulysses`, dimension 1 is tokens and 2 is heads.
+    same with cut and join exchanged. Keep all three on ctx. In `ulysses`, dimension 1 is tokens and 2 is heads.
 
     backward: `return AllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None`. `ulysses` returns a function of q,
     k, v: `repeats = group.size() // math.gcd(k.shape[2], group.size())`, k and v `.repeat_interleave(repeats, dim=2)`, all three
     through `AllToAll.apply(t, 2, 1, group)`, and `AllToAll.apply(core(q, k, v), 1, 2, group)` of the output.""")
 def test_from_tokens_to_heads(pool):
-    """`AllToAll.apply(x, cut, join, group)` cuts x along dimension `cut` into a piece for each rank, and joins the pieces that
-    come along dimension `join`, in the order of the ranks. `ulysses(core, group)` returns attention for a rank's part of the
-    tokens: core sees all tokens of a part of the heads. If the number of ranks does not divide the key-value heads, each is
-    repeated, as few times as will do. Nothing is kept for backward but cut, join and group."""
+    """Write `AllToAll.apply(x, cut, join, group)`. It cuts x along dimension `cut` into a piece for each rank, and joins the pieces
+    that it receives along dimension `join`, in the order of the ranks. Write `ulysses(core, group)`, which returns attention for a
+    rank's part of the tokens: core sees all tokens of a part of the heads. If the number of ranks does not divide the number of
+    key-value heads, repeat each as few times as possible. Keep nothing for backward except cut, join and group."""
     cases = [(8, 4, 1), (4, 2, 2), (12, 6, 2), (4, 1, 4)]
     answers = answers_of(pool, ulysses_job, ranks=4, cases=cases)
     for rank, (there, back, sent, kept, *_) in enumerate(answers):
         pair = 2 * rank, 2 * rank + 1
         heads, tokens = ([[[more + 10 * t + h for h in of_heads] for t in of_tokens] for more in (0, 100)]
                          for of_heads, of_tokens in ((pair, range(8)), (range(8), pair)))
-        assert there == heads, f"of tokens (tens) and heads (units) in two sequences, rank {rank} should have {heads}, not {there}"
+        assert there == heads, f"tokens (tens) and heads (units), two sequences: rank {rank} should have {heads}, not {there}"
         assert back == tokens, f"the gradient {heads} should come back as {tokens}, and is {back}"
         right = {"all_to_all": BATCH * 2 * 8 * 4}
-        assert sent == [right] * 2, f"forward and backward of AllToAll send {sent} bytes, and should {right} each"
+        assert sent == [right] * 2, f"forward and backward of AllToAll send {sent} bytes, and should send {right} each"
         assert not kept, "AllToAll keeps a tensor for backward, and so its memory; cut, join and group are all that backward needs"
     for i, (heads, kv_heads, _) in enumerate(cases):
         assert_attention([(positions, found[i]) for *_, positions, found in answers], heads, kv_heads)
 
 
 def formula_job(cases):
-    """What `formula` returns of a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers, cut over tp."""
+    """Return what `formula` says for a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers, sharded over tp."""
     import context_parallel
     import torch
 
@@ -627,13 +629,13 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
 
 @pytest.mark.slow
 @rung({"context_parallel.py": ["formula"]}, hints="""
-    The ledger compares what was sent with what a technique says that it sends in a training step. How many tokens of a rank go
+    The ledger compares the bytes sent with a technique's own formula for a training step. How many tokens of a rank go
     through attention in a step, over all its micro-batches and layers? How often does each of the tensors travel?
 
     `tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * layers`; a token's keys have len(k_proj.weight)
     numbers, its queries len(q_proj.weight). q, k, v travel in args.dtype, sums of gradients in float32 or wider. With
     --recompute forward runs once more. Names: "send" for ring and zigzag, "all_gather" and "reduce_scatter", "all_to_all".
-    What is gathered or scattered counts whole: cp times a rank's part.
+    Whatever is gathered or scattered counts whole: cp times a rank's part.
 
     With q and kv the numbers of a step, e and x the bytes of a number and of a wide one, and times = 2, or 3 with
     recomputation: ring and zigzag send times * (cp - 1) * 2 * kv * e + cp * 2 * kv * x; allgather gathers times * cp * 2 * kv
@@ -641,9 +643,10 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
     name, bytes); with cp 1 the list is empty.""")
 @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather", "ulysses"])
 def test_a_training_run(pool, mode):
-    """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the
-    formula's. `formula(model, mesh, args)` lists what this rank sends in a step, (mesh.get_group("cp"), collective, bytes): with
-    dp, tp (then a rank has a part of the heads, and so of the rows of q_proj and k_proj), --recompute and any dtype too."""
+    """Write `formula(model, mesh, args)`. It lists what this rank sends in a step, (mesh.get_group("cp"), collective, bytes), which
+    must equal the ledger's bytes: also with dp, with tp (then a rank has a part of the heads, and so of the rows of q_proj and
+    k_proj), with --recompute and in any dtype. Four steps on two ranks must give the losses, gradient norms and weights of one
+    process."""
     cases = [(cp_mode, *more) for cp_mode in ("zigzag", "ring", "allgather", "ulysses") for more in (
         (1, 1, 1, "none", "float32"), (2, 1, 1, "none", "float32"), (4, 1, 1, "none", "bfloat16"), (4, 2, 1, "full", "bfloat16"),
         (4, 1, 2, "selective", "float64"))]

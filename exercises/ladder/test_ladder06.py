@@ -1,5 +1,5 @@
-"""The ladder of step 6: layers in stages, micro-batches in the order of a list. Each test is a rung; exercise.py says how they
-are used."""
+"""The ladder of step 6: layers in stages, and micro-batches in the order of a list. Each test is a rung; exercise.py explains how
+to use them."""
 from types import SimpleNamespace
 
 import layouts
@@ -8,13 +8,13 @@ from exercise import rung
 from observe import check
 
 STEP = "step06_pp"
-HANGS = 20                                                # seconds: ranks that wait for each other are ended
+HANGS = 20                                                # seconds: ranks that wait for each other are stopped
 
 
 # ------------------------------------------------------------------------------------------------ lists
 def lists_job(cases):
-    """{(name, ranks, m, stages per rank): of each rank the actions (kind, stage, micro-batch), how long it idles in units (of lists
-    that wait for themselves, where), and how many micro-batches of a stage it keeps}"""
+    """Return {(name, ranks, m, stages per rank): for each rank the actions (kind, stage, micro-batch), its idle time in units (for
+    lists that wait for themselves, where), and how many micro-batches of a stage it keeps}."""
     import schedules
     found = {}
     for case in cases:
@@ -35,11 +35,11 @@ def in_words(case):
 
 
 def assert_runs(case, lists, idle):
-    """Each rank does F, I and W, or F and B, of its stages, once for each micro-batch, and none waits for ever."""
+    """Check that each rank does F, I and W, or F and B, of its stages once for each micro-batch, and that none waits for ever."""
     _, ranks, m, stages = case
     for rank, actions in enumerate(lists):
         done = [(part, *what) for kind, *what in actions for part in ("IW" if kind == "B" else kind)]
-        for before, after in ("FI", "IW"):                # which no message sees to
+        for before, after in ("FI", "IW"):                # no message enforces this
             early = [what for kind, *what in done[::-1] if kind == before and (after, *what) in done[:done.index((before, *what))]]
             assert not early, (f"{in_words(case)}, rank {rank}: {after} comes before {before} of (stage, micro-batch) {early[-1]}"
                                f"{timelines(case, lists)}")
@@ -51,7 +51,7 @@ def assert_runs(case, lists, idle):
 
 
 def assert_lists(pool, name, expected):
-    """expected: {(ranks, m): the list of each rank as a text}; a rank's stage has its number."""
+    """Check lists. expected: {(ranks, m): the list of each rank as text}; a rank's stage has its number."""
     import re
     found, = pool.call(plain_job, STEP, name=name, cases=list(expected))
     for (ranks, m), lists in found.items():
@@ -61,7 +61,7 @@ def assert_lists(pool, name, expected):
             assert came.split() == expected[ranks, m][rank].split(), \
                 f"{ranks} ranks, {m} micro-batches: rank {rank} does {came}, not {expected[ranks, m][rank]}" \
                 + timelines((name, ranks, m), lists)
-            assert actions == right, f"rank {rank} of {ranks}: its actions' stage is {rank}, not {sorted({a[1] for a in actions})}"
+            assert actions == right, f"rank {rank} of {ranks}: its actions need stage {rank}, not {sorted({a[1] for a in actions})}"
 
 
 def plain_job(name, cases):
@@ -70,7 +70,7 @@ def plain_job(name, cases):
 
 
 def timelines(case, lists):
-    """Lists as they run, in units of time, or where they get stuck; and ours."""
+    """Draw the lists as they run, in units of time, or say where they get stuck; then draw ours."""
     from puzzle06 import ours
     from schedule import text
     schedules = ours()
@@ -78,7 +78,7 @@ def timelines(case, lists):
     def drawn(lists):
         try:
             return text(schedules.simulate([[schedules.Action(*action) for action in actions] for actions in lists]))
-        except (RuntimeError, LookupError, TypeError, ValueError) as error:        # lists may be of anything
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:        # lists may contain anything
             return f"cannot be drawn: {error}"
     return "\n".join(["", "yours:", drawn(lists), "wanted:", drawn(schedules.make(*case))])
 
@@ -86,7 +86,7 @@ def timelines(case, lists):
 def as_tuples(actions):
     import schedules
     other = [action for action in actions if not isinstance(action, schedules.Action)]
-    assert not other, f"the list of a rank has Actions in it, and nothing else; here is {other[0]}"
+    assert not other, f"a rank's list must contain only Actions; it contains {other[0]}"
     return [tuple(action) for action in actions]
 
 
@@ -100,7 +100,7 @@ def as_tuples(actions):
     `[Action("F", rank, i) for i in range(m)] + [Action("B", rank, i) for i in range(m)]`. (Ours is by_turns with all m
     forwards ahead, which is the same list.)""")
 def test_all_forwards_all_backwards(pool):
-    """`afab(rank, ranks, m)` is the list of what a rank does with m micro-batches: F of each, in order, then B of each, in the
+    """Write `afab(rank, ranks, m)`, the list of one rank's actions for m micro-batches: F of each, in order, then B of each, in the
     same order. A rank has one stage, which has the rank's number."""
     assert_lists(pool, "afab", {(1, 1): ["F0 B0"], (2, 3): ["F0 F1 F2 B0 B1 B2"] * 2})
 
@@ -110,13 +110,13 @@ def test_all_forwards_all_backwards(pool):
     for its first backward while micro-batch 0 goes to the end and comes back. How many ranks can be busy with one
     micro-batch each on this way?
 
-    The ranks from `rank` to the end are `ranks - rank`. That many forwards come first. Then a backward and a forward by
-    turns, while there are forwards, and the backwards that are left.
+    From `rank` to the end there are `ranks - rank` ranks. That many forwards come first. Then a backward and a forward by
+    turns, as long as there are forwards, and then the backwards that are left.
 
     `by_turns(forwards, backwards, ahead)` does the turns. With the forwards and backwards of AFAB (each backward a list of
     its own: `[[Action("B", rank, i)] for i in range(m)]`) it is `by_turns(forwards, backwards, ahead=ranks - rank)`.""")
 def test_one_forward_one_backward(pool):
-    """`one_f_one_b(rank, ranks, m)` is the list of 1F1B: first as many forwards as there are ranks from this one to the last,
+    """Write `one_f_one_b(rank, ranks, m)`, the list of 1F1B: first as many forwards as there are ranks from this one to the last,
     both counted (or all m, if they are fewer); then B and F by turns; then the backwards that are left."""
     assert_lists(pool, "1f1b", {
         (2, 3): ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"],
@@ -139,7 +139,7 @@ def follows_job():
 
 
 @rung({"schedules.py": ["receives", "sends", "bubble"]}, hints="""
-    F of a stage receives the output that F of the stage before has sent, but the first stage has the tokens. B and I receive
+    F of a stage receives the output that F of the stage before sent, but the first stage has the tokens. B and I receive
     the gradient from the stage after, but the last stage has the loss. Who waits for W? As for the bubble: a rank idles
     whenever it is not busy, between the first start of all ranks and the last end of all ranks.
 
@@ -152,9 +152,10 @@ def follows_job():
     action.stage, ...). Else None. bubble: add end - start to the events' rank in a Counter; length = largest end - smallest
     start; [length - busy[rank] for rank in sorted(busy)].""")
 def test_who_waits_for_whom(pool):
-    """`receives(action, last)` is the Message that an action waits for and `sends(action, last)` the one that it makes, or None;
-    a Message has the stage that sends it. `bubble(events)` lists for each rank how long it is idle between the first start and
-    the last end of all events. Then `simulate` can tell what a schedule costs: 9 units with 1F1B on four ranks."""
+    """Write `receives(action, last)`, which returns the Message that an action waits for, and `sends(action, last)`, which returns
+    the one that it produces, or None; a Message carries the stage that sends it. Write `bubble(events)`, which lists for each rank
+    how long it is idle between the first start and the last end of all events. Then `simulate` can tell what a schedule costs: 9
+    units with 1F1B on four ranks."""
     (messages, by_hand), = pool.call(follows_job, STEP)
     there, back = [(True, 0, 5), (True, 1, 5)], [(False, 1, 5), (False, 2, 5)]
     right = {("F", 0): [None, there[0]], ("F", 1): there, ("F", 2): [there[1], None], ("W", 0): [None] * 2, ("W", 1): [None] * 2,
@@ -165,8 +166,8 @@ def test_who_waits_for_whom(pool):
         for name, message, wanted in zip(("receives", "sends"), came, right[kind, stage]):
             assert message == wanted, \
                 f"{kind} of stage {stage} of 0 to 2, micro-batch 5, {name} (forward, sender, micro-batch) {wanted}, not {message}"
-    assert by_hand == [3, 0], ("rank 0 works from 11 to 12 and from 13 to 15, rank 1 from 10 to 16; all begins at 10 and ends at "
-                               f"16. So they idle [3, 0], not {by_hand}")
+    assert by_hand == [3, 0], ("rank 0 works from 11 to 12 and from 13 to 15, rank 1 from 10 to 16, so the whole "
+                               f"runs from 10 to 16. So they idle for [3, 0], not {by_hand}")
     cases = [(name, ranks, 8, 1) for name in ("afab", "1f1b") for ranks in (2, 4)]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         assert_runs(case, lists, idle)
@@ -178,7 +179,7 @@ def test_who_waits_for_whom(pool):
 
 
 def stages_job(sizes, layouts):
-    """first_layers of models whose layers' matrices are 40 numbers wide, and my_stages of each rank."""
+    """Return first_layers for models whose layers' matrices are 40 numbers wide, and my_stages of each rank."""
     import pipeline_parallel
     shape = dict(hidden_size=8, num_attention_heads=5, num_key_value_heads=2, head_dim=2, intermediate_size=4)
     first, mine = {}, {}
@@ -194,7 +195,7 @@ def stages_job(sizes, layouts):
 
 def place_in_pp(rank):
     def get_local_rank(name):
-        assert name == "pp", f"a rank's stages follow from its place in the group pp; here its place in {name} was asked for"
+        assert name == "pp", f"a rank's stages follow from its rank in the group pp, not in {name}"
         return rank
     return get_local_rank
 
@@ -202,20 +203,20 @@ def place_in_pp(rank):
 @rung({"pipeline_parallel.py": ["stage_boundaries", "local_stages"]}, hints="""
     Embedding and head are on the first and the last stage, and each is as large as `ends` layers. So cut a row of ends +
     layers + ends into equal parts. Where in this row does stage s begin, and which layer is that? As for the stages of a rank:
-    a micro-batch goes round all ranks before it comes to a rank's next stage, but in dualpipe it goes there and back.
+    a micro-batch passes all ranks before it comes to a rank's next stage, but in dualpipe it goes there and back.
 
     A layer's matrices have hidden * width numbers, with width = (2 heads + 2 kv_heads) head_dim + 3 intermediate_size. The
     embedding has hidden * vocab_size. So ends = vocab_size / width. Stage s begins at (layers + 2 ends) s / stages - ends, to
-    the nearest whole number. Then see to it that each stage has a layer at least.
+    the nearest whole number. Then make sure that each stage has at least one layer.
 
-    `first_layers`: for stage in range(stages + 1), even = floor((layers + 2 * ends) * stage / stages - ends + 0.5), and of it
+    `first_layers`: for stage in range(stages + 1), even = floor((layers + 2 * ends) * stage / stages - ends + 0.5), and then
     max(stage, min(layers - stages + stage, even)). `my_stages`: with stages = args.pp * args.stages_per_rank and rank =
     mesh.get_local_rank("pp"), `list(range(rank, stages, args.pp))`; with dualpipe `[rank, stages - 1 - rank]`.""")
 def test_which_layers_are_mine(pool):
-    """`first_layers(config, stages)` lists the number of each stage's first layer, and at the end the number of layers.
-    Embedding and head count as layers, by the size of their matrices (norms do not count), so that stages are of even size;
-    each stage has one layer at least. `my_stages(mesh, args)` lists the stages of a rank, of pp * stages_per_rank: with
-    dualpipe there and back, else every pp-th. The rank's place is mesh.get_local_rank("pp")."""
+    """Write `first_layers(config, stages)`, which lists the number of each stage's first layer, and at the end the number of
+    layers. Embedding and head count as layers, by the size of their matrices (ignore norms), so that stages have equal sizes; each
+    stage has at least one layer. Write `my_stages(mesh, args)`, which lists the stages of a rank, out of pp * stages_per_rank: with
+    dualpipe there and back, otherwise every pp-th. The rank's number is mesh.get_local_rank("pp")."""
     first = {(6, 40, 4): [0, 1, 3, 5, 6], (8, 80, 4): [0, 1, 4, 7, 8], (7, 40, 3): [0, 2, 5, 7], (6, 40, 3): [0, 2, 4, 6],
              (8, 4, 4): [0, 2, 4, 6, 8], (4, 4000, 4): [0, 1, 2, 3, 4], (40, 400, 4): [0, 5, 20, 35, 40],
              (300, 1600, 4): [0, 55, 150, 245, 300]}
@@ -233,7 +234,7 @@ def test_which_layers_are_mine(pool):
 
 # ------------------------------------------------------------------------------------------------ a small pipeline
 class Put:
-    """Work for W, as the queue has it."""
+    """Work for W, as it stands in the queue."""
     done = 0
 
     def __call__(self):
@@ -241,8 +242,8 @@ class Put:
 
 
 def small_pipeline(weights):
-    """A Pipeline with nothing but what running takes. Stage s multiplies by weights[s], and its I puts something into the queue.
-    Two micro-batches of one number: 3 and 1. The head takes the squared difference to the target, and the batch has two
+    """Make a Pipeline with only what running it needs. Stage s multiplies by weights[s], and its I puts something into the queue.
+    There are two micro-batches of one number: 3 and 1. The head takes the squared difference from the target, and the batch has two
     sequences of two tokens."""
     import pipeline_parallel
     import torch
@@ -275,49 +276,50 @@ def small_pipeline(weights):
 
 
 def border_job():
-    """Three stages in one process: the micro-batches' activations, the gradients that are sent back, and what is left."""
+    """Run three stages in one process. Return the micro-batches' activations, the gradients that are sent back, and what is
+    left."""
     pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
     there, back = [], []
     for i in range(2):
         x = None
         for stage in range(3):
             x = pipeline.forward(stage, i, x)
-            assert not x.requires_grad, "what forward returns goes to another rank, without its history: it must be detached"
+            assert not x.requires_grad, "forward's result goes to another rank, without its history: detach it"
             there.append(x.item())
     of_each = ["those of 0"] * 3 + ["those of 1"] * 3
-    assert pipeline.seen == of_each, f"stages were given the positions {pipeline.seen}, not each micro-batch its own, {of_each}"
+    assert pipeline.seen == of_each, f"stages were given the positions {pipeline.seen}, not those of their micro-batch, {of_each}"
     assert pipeline.loss == 0, \
-        "head and loss are for input_gradient: made in F they are kept until I, and with them a gradient as large as the head"
+        "leave head and loss to input_gradient: made in F, they are kept until I, and with them a gradient as large as the head"
     for i in range(2):
         grad = None
         for stage in (2, 1, 0):
             grad = pipeline.input_gradient(stage, i, grad)
             back.append(grad if grad is None else grad.item())
-    assert not pipeline.loss.requires_grad, "self.loss is a number: with its history it would keep all that came before alive"
+    assert not pipeline.loss.requires_grad, "self.loss is a number: with its history it would keep everything before it alive"
     kept, queue, deferred = len(pipeline.fwd_cache), len(pipeline.queue), {what: len(q) for what, q in pipeline.weight_grad_queues.items()}
     return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), kept, queue, deferred
 
 
 @rung({"pipeline_parallel.py": ["Pipeline.forward", "Pipeline.head_and_loss", "Pipeline.input_gradient"]}, hints="""
-    A message has numbers and no history, so autograd stops at a border. On the other side it begins again with the number
+    A message has numbers but no history, so autograd stops at a border. On the other side it begins again with the number
     that came. In backward the gradient that came is given to the stage's output, and the gradient of the stage's input goes
-    on. So what must be kept of a micro-batch between its F and its I?
+    on. So what must a stage keep of a micro-batch between its F and its I?
 
     `forward`: the first stage gets None for x and takes the micro-batch's inputs; others `x.requires_grad_()`. Keep x and y in
     self.kept[stage, i]; return y.detach(). `input_gradient`: take both out of self.kept; `torch.autograd.backward(y, grad)`;
-    return x.grad. On the last stage y is not the loss yet: that is what `head_and_loss(i, y)` makes of it.
+    return x.grad. On the last stage y is not the loss yet: `head_and_loss(i, y)` turns it into the loss.
 
     forward: `inputs, positions, _ = self.micro_batches[i]`; `y = self.stages[stage](x, positions)`. head_and_loss: `loss =
     self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)` and `self.loss += loss.detach()`.
     input_gradient calls it if stage == self.last. After backward: `self.deferred[stage, i] = self.queue[:]` and
     `self.queue.clear()`, which leaves W's work to weight_gradient.""")
 def test_over_a_border_and_back(pool):
-    """`forward(stage, i, x)` runs micro-batch i through a stage, keeps in self.kept what backward takes, and returns the output
-    without its history; the first stage's x is None, for it takes the inputs: self.micro_batches[i] is (inputs, positions,
-    targets), as in step 5's loop. `input_gradient(stage, i, grad)` runs backward from the gradient of the output, on the last
-    stage from the loss, and returns the gradient of the stage's input. What backward has put into self.queue it moves to
-    self.deferred[stage, i]. `head_and_loss(i, y)` makes that loss, the head's divided by all tokens of the global batch, and
-    adds it to self.loss."""
+    """Write `forward(stage, i, x)`. It runs micro-batch i through a stage, keeps in self.kept what backward needs, and returns the
+    output without its history; the first stage gets None for x and takes the inputs: self.micro_batches[i] is (inputs, positions,
+    targets), as in step 5's loop. Write `input_gradient(stage, i, grad)`. It runs backward from the gradient of the output, or on
+    the last stage from the loss, and returns the gradient of the stage's input. Move whatever backward put into self.queue to
+    self.deferred[stage, i]. Write `head_and_loss(i, y)`. It makes that loss, the head's divided by the number of tokens of the
+    global batch, and adds it to self.loss."""
     (there, back, grads, loss, kept, queue, deferred), = pool.call(border_job, STEP)
     begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
     assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
@@ -325,18 +327,18 @@ def test_over_a_border_and_back(pool):
     assert back == [2, 10, None, 3, 15, None], \
         f"{begin} The gradients of the stages' inputs, from the last stage, are [2, 10, None, 3, 15, None], not {back}"
     assert grads == [45, 18, 45], f"{begin} The gradients of the weights are [45, 18, 45], not {grads}"
-    assert kept == 0, f"after backward self.kept still has {kept} entries: their memory is not given back"
+    assert kept == 0, f"after backward self.kept still has {kept} entries: their memory is not freed"
     right = {(stage, i): 1 for stage in range(3) for i in range(2)}
     assert (queue, deferred) == (0, right), \
-        f"each backward put one thing into self.queue: self.deferred should hold {right}, and holds {deferred}; the queue: {queue}"
+        f"each backward put one thing into self.queue: self.deferred should hold {right}, but holds {deferred}; the queue: {queue}"
 
 
 LISTS = ["F00 F01 B00 B01", "F10 F20 F11 F21 B20 B10 B21 B11", "F30 B30 F31 B31"]   # kind, stage, micro-batch
 
 
 def run_job():
-    """A pipeline of three ranks, with stages 1 and 2 on the second: what `forward_backward` returns, this rank's gradients of
-    weights, and what is left. In the first of two calls no send is over before it is waited for."""
+    """Run a pipeline of three ranks, with stages 1 and 2 on the second. Return what `forward_backward` returns, this rank's
+    gradients of weights, and what is left. In the first of two calls, no send completes before it is waited for."""
     from unittest.mock import patch
 
     import schedules
@@ -376,13 +378,13 @@ def run_job():
 
 
 @rung({"pipeline_parallel.py": ["Pipeline.wait_for", "Pipeline.forward_backward"]}, hints="""
-    A program is a list of (kind, what, peer). "send": the message that an action made lies in self.ready[what]. "receive": its
+    A program is a list of (kind, what, peer). "send": the message that an action made is in self.ready[what]. "receive": its
     memory is made and the transfer started now, and waited for when an action needs it. "compute": self.compute(what) does
-    the rest. Which transfer is waited for where?
+    the rest. Where does one wait for each transfer?
 
     receive: `dist.irecv(buffer, group=self.group, group_src=peer)` returns a work; put (work, buffer) into
     self.receiving[what]. send: `dist.isend(tensor, group=self.group, group_dst=peer)` returns one too; keep it with its tensor
-    in self.sending until it is over. `wait_for(message)` returns what lies in self.ready, if it was made on this rank, or else
+    in self.sending until it is done. `wait_for(message)` returns what lies in self.ready, if it was made on this rank, or else
     waits for self.receiving.
 
     wait_for: `if message in self.ready: return self.ready.pop(message)`; else `work, tensor = self.receiving.pop(message);
@@ -391,18 +393,19 @@ def run_job():
     dtype=self.args.dtype, device=self.args.device)); at the end wait for all works in self.sending and clear it; return
     self.loss / self.args.tp.""")
 def test_running_a_list(pool):
-    """`forward_backward(micro_batches)` does what self.program says, step by step, and returns this rank's loss divided by tp.
-    It begins with a loss of zero, in float32, or in args.dtype if that is wider, and an empty self.kept, deferred, ready and
-    receiving. Nobody waits earlier than he must: for a receive when an action needs it, in `wait_for`, and for sends at the end
-    of forward_backward. A send that is over by the next one is dropped with its tensor; in the end self.sending is empty.
-    `wait_for(message)` returns what an action waits for: made on this rank itself (self.ready), or under way (self.receiving)."""
+    """Write `forward_backward(micro_batches)`. It does what self.program says, step by step, and returns this rank's loss divided
+    by tp. It begins with a loss of zero, in float32, or in args.dtype if that is wider, and with self.kept, deferred, ready and
+    receiving empty. Wait no earlier than necessary: for a receive when an action needs it, in `wait_for`, and for sends at the end
+    of forward_backward. At each send, drop those that are done, with their tensors; in the end self.sending is empty. Write
+    `wait_for(message)`, which returns the tensor that an action waits for: made on this rank itself (self.ready), or under way
+    (self.receiving)."""
     answers = pool.call(run_job, STEP, world=4, timeout=HANGS)[1:]
     begin = ("A pipeline of ranks 1, 2 and 3 of the world (they are self.group, and peer is a place in it): stages multiply by 2 "
              "(on its first rank), 5 and 2 (on the second) and 1 (on the third); micro-batches 3 and 1 with targets 58 and 17")
     for rank, (losses, grads, ran, left, worked_off, did, program, wide) in enumerate(answers):
         right = [0.0, 0.0, 1.625][rank]
         assert losses == [right] * 2, \
-            f"{begin}: the loss is 3.25, tp is 2; of two calls came {losses} on rank {rank}, not {[right] * 2}"
+            f"{begin}: the loss is 3.25, tp is 2; two calls returned {losses} on rank {rank}, not {[right] * 2}"
         right = [[90, None, None, None], [None, 36, 90, None], [None, None, None, 180]][rank]
         assert grads == right, f"{begin}: after two calls, rank {rank}'s weights have the gradients {grads}, not {right}"
         assert ran == LISTS[rank], f"the last call on rank {rank} did (kind, stage, micro-batch) {ran}, not {LISTS[rank]}"
@@ -411,18 +414,18 @@ def test_running_a_list(pool):
         assert steps == program, f"rank {rank} did {steps}, but self.program is {program}"
         waits = " ".join(what.replace("wait for a receive", "<") for what in did if what[0] in "FB" or what.endswith("a receive"))
         right = ["F00 F01 < B00 < B01", "< F10 F20 < F11 F21 < B20 B10 < B21 B11", "< F30 B30 < F31 B31"][rank]
-        assert waits == right, f"a receive is waited for (<) when an action needs it: rank {rank} did {waits}, not {right}"
+        assert waits == right, f"wait for a receive (<) when an action needs it: rank {rank} did {waits}, not {right}"
         early = [following for what, following in zip(did, did[1:]) if what == "wait for a send" and following[0] in "FB"]
-        assert not early, f"sends are waited for at the end: one can compute meanwhile; rank {rank} waited before {early[0]}"
+        assert not early, f"wait for sends at the end, to compute meanwhile; rank {rank} waited before {early[0]}"
         assert wide == ["torch.float32", "torch.float64"], \
-            f"with weights in bfloat16 and in float64 the loss is added up in float32 and in float64, not in {wide}"
+            f"with weights in bfloat16 and in float64 the loss must be added up in float32 and in float64, not in {wide}"
         right = [4, 8, 4][rank]
         assert worked_off == right, f"W of rank {rank} had {worked_off} things to do in two calls, not {right}"
 
 
 # ------------------------------------------------------------------------------------------------ shorter bubbles
 @rung({"schedules.py": ["interleaved"]}, hints="""
-    A bubble is ranks - 1 stages long, so it is shorter if stages are. A rank has several, `ranks` apart. A round of `ranks`
+    A bubble is ranks - 1 stages long, so shorter stages make it shorter. A rank has several, `ranks` apart. A round of `ranks`
     micro-batches goes through the first stage of the rank, then through the second, and so on; then the next round begins. In
     which order do backwards go through the stages?
 
@@ -435,17 +438,17 @@ def test_running_a_list(pool):
     in stages for i in batch]`, backwards with reversed(stages) and each in a list of its own; ahead = (stages_per_rank - 1) *
     len(rounds[0]) + 2 * (ranks - 1 - rank) + 1.""")
 def test_several_stages_on_a_rank(pool):
-    """`interleaved(rank, ranks, m, stages_per_rank)`: rank r has the stages r, r + ranks, r + 2 ranks ... The bubble should be
-    as long as 1F1B's, but in stages, which are shorter: 3 (ranks - 1) units of a stage, if m is a multiple of ranks. For that,
-    rank r may keep stages_per_rank * ranks + ranks - 1 - 2 r micro-batches of a stage, or fewer. With any other m above ranks
-    the lists must run too: m // ranks rounds, as equal as can be, the longest first, will do. On two ranks with two stages and
-    two micro-batches rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then B0 B1 of stage 1."""
+    """Write `interleaved(rank, ranks, m, stages_per_rank)`: rank r has the stages r, r + ranks, r + 2 ranks ... The bubble should
+    be as long as 1F1B's, but in stages, which are shorter: 3 (ranks - 1) units of a stage, if m is a multiple of ranks. For that,
+    rank r may keep stages_per_rank * ranks + ranks - 1 - 2 r micro-batches of a stage, or fewer. With any other m above ranks the
+    lists must run too: m // ranks rounds, as equal as possible, the longest first, are enough. On two ranks with two stages and two
+    micro-batches, rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then B0 B1 of stage 1."""
     cases = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 2, 2), (2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 16, 3))]
     no_multiple = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 5, 2), (4, 9, 2), (4, 5, 3), (4, 9, 3))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases + no_multiple)[0].items():
         assert_runs(case, lists, idle)
         _, ranks, m, stages = case
-        if case in no_multiple:                           # it is enough that they run
+        if case in no_multiple:                           # they only have to run
             continue
         units = 3 * (ranks - 1)
         assert idle == [units] * ranks, \
@@ -457,8 +460,8 @@ def test_several_stages_on_a_rank(pool):
 
 
 def split_job():
-    """Two linears with the same input, two micro-batches: what they give, the gradients after I, what the queue has, and the
-    gradients after each W."""
+    """Split two linears with the same input, and run two micro-batches. Return the outputs, the gradients after I, the length of
+    the queue, and the gradients after each W."""
     from unittest.mock import patch
 
     import pipeline_parallel
@@ -477,7 +480,7 @@ def split_job():
     inputs = [torch.tensor([[[1.0, 10.0]]], requires_grad=True), torch.tensor([[[4.0, 5.0]]], requires_grad=True)]
     outputs = [products(x) for x in inputs]
     values = [[y.flatten().tolist() for y in pair] for pair in outputs]
-    assert not queue, "F puts nothing into the queue: the next I, of another micro-batch, would take it"
+    assert not queue, "F must put nothing into the queue: the next I, of another micro-batch, would take it"
     for factor, (a, b) in zip((1, 100), outputs):
         (factor * a.sum() + 2 * factor * b.sum()).backward()
     after_I = [x.grad.flatten().tolist() for x in inputs], [linear.weight.grad for linear in linears], len(queue)
@@ -485,7 +488,7 @@ def split_job():
     for compute in queue:
         compute()
         after_W.append([linear.weight.grad.tolist() for linear in linears])
-    kept = []                                             # what F leaves with --recompute full
+    kept = []                                             # the storages that F makes with --recompute full
 
     def layer(x):
         x = x * 1
@@ -493,8 +496,8 @@ def split_job():
         return products(x)[0]
     out = torch.utils.checkpoint.checkpoint(layer, inputs[0], use_reentrant=False)
     assert out.requires_grad and kept[0].expired(), \
-        "x is kept from F to I, so --recompute saves nothing: it is for autograd, in QueueWeightGradient, to keep, or to make again"
-    border = (lambda x, group: lambda: 7 * x), None, None              # which gathers, when it is waited for
+        "x is kept from F to I, so --recompute saves nothing: leave it to autograd, in QueueWeightGradient, to keep x or remake it"
+    border = (lambda x, group: lambda: 7 * x), None, None              # it gathers when it is waited for
     with patch.object(pipeline_parallel.tensor_parallel, "enter", lambda x, border: 7 * x):
         y, = pipeline_parallel.split(linears[1:], queue, border)(inputs[0])
     y.sum().backward()
@@ -502,7 +505,7 @@ def split_job():
     queue[-1]()
     fired.pop()
     assert (y.tolist(), linears[1].weight.grad.tolist()) == ([[[7, 70]]], [[7, 70]] * 2), \
-        "with a border, x is noted first (QueueWeightGradient), then goes through tensor_parallel.enter(x, border) to the linears"
+        "with a border, x first goes to QueueWeightGradient, then through tensor_parallel.enter(x, border) to the linears"
     return values, after_I, after_W, fired
 
 
@@ -522,13 +525,13 @@ def split_job():
     tensor_parallel.enter(x, border); outputs = [F.linear(x, linear.weight.detach()) ...]; on each y
     register_hook(functools.partial(grads.__setitem__, linear)); return outputs.""")
 def test_weights_can_wait(pool):
-    """`zero_bubble(rank, ranks, m)` is a list with I and W instead of B. Each rank idles ranks - 1 units, and one more for each
-    micro-batch that m is below ranks, where 1F1B idles 3 (ranks - 1); and keeps ranks micro-batches at most.
-    `linear_gradient(grad, x)` is the gradient of the weight of a linear, [outputs, inputs], from its output's gradient and its
-    input. `split(linears, queue, border)` returns a function of x that lists the linears' outputs. Their backward computes the
-    gradient of x only, and fills the queue: a call of deferred_weight_gradients for each call of products, with x and, in
-    grads, the gradient of each linear's output. If there is a border, of tp, x goes through tensor_parallel.enter(x, border)
-    before the linears."""
+    """Write `zero_bubble(rank, ranks, m)`, a list with I and W instead of B. Each rank idles for ranks - 1 units, and one more for
+    each micro-batch that m is below ranks, where 1F1B idles for 3 (ranks - 1); and it keeps at most ranks micro-batches. Write
+    `linear_gradient(grad, x)`, the gradient of the weight of a linear, [outputs, inputs], from its output's gradient and its input.
+    Write `split(linears, queue, border)`, which returns a function of x that lists the linears' outputs. Their backward computes
+    only the gradient of x, and fills the queue: with a call of deferred_weight_gradients for each call of products, with x and, in
+    grads, the gradient of each linear's output. If there is a border of tp, x goes through tensor_parallel.enter(x, border) before
+    the linears."""
     cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         assert_runs(case, lists, idle)
@@ -540,18 +543,18 @@ def test_weights_can_wait(pool):
     (values, (inputs, weights, queued), after_W, fired), = pool.call(split_job, STEP)
     begin = "Linears with the weights [[2, 3]] and [[1, 0], [0, 1]]:"
     right = [[[32], [1, 10]], [[23], [4, 5]]]
-    assert values == right, f"{begin} of the inputs [1, 10] and [4, 5] they make {right}, not {values}"
+    assert values == right, f"{begin} from the inputs [1, 10] and [4, 5] they make {right}, not {values}"
     assert inputs == [[4, 5], [400, 500]], \
-        f"{begin} where the outputs' gradients are 1 and 2, and then 100 and 200, those of x are [[4, 5], [400, 500]], not {inputs}"
-    assert weights == [None, None], "I has computed the gradients of the weights too: to autograd a weight must be a plain number"
+        f"{begin} if the outputs' gradients are 1 and 2, and then 100 and 200, those of x are [[4, 5], [400, 500]], not {inputs}"
+    assert weights == [None, None], "I has computed the gradients of the weights too: detach the weights from autograd"
     assert queued == 2, f"after I of two micro-batches the queue has {queued} entries, not 2: one for each call of products"
     right = [[[[1, 10]], [[2, 20]] * 2], [[[401, 510]], [[802, 1020]] * 2]]
     assert after_W == right, f"the gradients of the weights after the first W and after the second are {after_W}, not {right}"
-    assert sorted(fired) == [1, 1, 2, 2], "the hooks of each weight fire once in each W"
+    assert sorted(fired) == [1, 1, 2, 2], "the hooks of each weight must fire once in each W"
 
 
 def formula_job(layouts):
-    """{(pp, dp, cp, tp, sp): of each rank of pp the formula's bytes}, for 24 sequences of 16 tokens, hidden 5, float32."""
+    """Return {(pp, dp, cp, tp, sp): the formula's bytes for each rank of pp}, for 24 sequences of 16 tokens, hidden 5, float32."""
     import pipeline_parallel
     import torch
     model, found = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(hidden_size=5))), {}
@@ -572,8 +575,8 @@ def formula_job(layouts):
     lead to another rank? Each rank counts what it sends itself.
 
     Stage s sends F's output to s + 1 and I's to s - 1, if there is such a stage, and if it is not on the same rank: the two
-    stages of dualpipe's last rank are neighbours. Each border has in a step the activations of all tokens of the rank: of its
-    part of the batch (dp), of the sequence (cp), and with sp of what tp cuts.
+    stages of dualpipe's last rank are neighbours. In a step, each border carries the activations of all tokens of the rank:
+    its part of the batch (dp) and of the sequence (cp), which sp divides by tp as well.
 
     borders = how many of the neighbours (s - 1 and s + 1 of all s in my_stages) are 0 <= n < stages and not mine. Without any:
     []. tokens = args.global_batch_size // args.dp * args.seq_len // args.cp, with args.sp == "on" // args.tp; bytes = borders *
@@ -581,9 +584,9 @@ def formula_job(layouts):
 @pytest.mark.parametrize("shape, schedule", [
     ("dense-3", "1f1b"), ("dense-5", "interleaved"), ("dense-3", "zerobubble"), ("dense-5", "dualpipe")])
 def test_a_training_run(pool, shape, schedule):
-    """Four steps on two ranks give the losses, gradient norms and weights of one process, and the ledger's bytes are the
-    formula's. `formula(model, mesh, args)` lists what this rank sends in a step, (mesh.get_group("pp"), "send", bytes) if it sends
-    anything, with dp, cp and tp too."""
+    """Write `formula(model, mesh, args)`. It lists what this rank sends in a step, (mesh.get_group("pp"), "send", bytes) if it
+    sends anything, with dp, cp and tp too; this must equal the ledger's bytes. Four steps on two ranks must give the losses,
+    gradient norms and weights of one process."""
     per_border = 24 * 16 * 5 * 4
     right = {(1, 1, 1, 1, "on"): [[]], (3, 1, 1, 1, "on"): [[per_border], [2 * per_border], [per_border]],
              (2, 2, 1, 1, "on"): [[per_border // 2]] * 2, (2, 1, 2, 1, "on"): [[per_border // 2]] * 2,
@@ -597,7 +600,8 @@ def test_a_training_run(pool, shape, schedule):
 
 # ------------------------------------------------------------------------------------------------ no rung: puzzle06.py
 def test_the_puzzle():
-    """It judges 1F1B and ZB-H1 as it should; its table has the least that is possible for each number that is kept in all."""
+    """Check that the puzzle judges 1F1B and ZB-H1 correctly, and that its table has the least idle time for each total number
+    kept."""
     import itertools
     import re
 

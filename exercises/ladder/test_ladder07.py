@@ -1,5 +1,5 @@
-"""The ladder of step 7: many experts in place of an MLP, spread over ranks. Each test is a rung; exercise.py says how they are
-used."""
+"""The ladder of step 7: many experts instead of an MLP, spread over ranks. Each test is a rung; exercise.py explains how to use
+them."""
 import contextlib
 import math
 from types import SimpleNamespace
@@ -11,17 +11,17 @@ from exercise import rung
 from observe import check
 
 STEP = "step07_ep"
-HANGS = 20                                                # seconds: ranks that wait for each other are ended
+HANGS = 20                                                # seconds: ranks that wait for each other are stopped
 
 
 def rounded(tensor):
-    """As lists, to be compared and to be shown."""
+    """Convert to rounded lists, to compare and to print."""
     import torch
     return torch.round(tensor.detach().double(), decimals=4).add(0.0).tolist()
 
 
 def start(ranks):
-    """The group of these ranks, or that of this one alone."""
+    """Return the group of these ranks, or on any other rank a group of its own."""
     import torch.distributed as dist
     dist.init_process_group("gloo")
     groups = {tuple(some): dist.new_group(some) for some in (ranks, *([i] for i in range(dist.get_world_size()) if i not in ranks))}
@@ -31,8 +31,8 @@ def start(ranks):
 
 @contextlib.contextmanager
 def watched():
-    """What is done meanwhile: collectives, each with its ranks and the numbers that this one gives; the products; and the waits of
-    the host, which has to know what is in a tensor."""
+    """Yield what is done meanwhile: collectives, each with the number of ranks and of elements that this one gives; products; and
+    waits of the host for the values of a tensor."""
     import ledger
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,12 +59,12 @@ def watched():
     def waiting(name, method):
         def noting(tensor):
             done.waits.append(name)
-            with torch._C.DisableTorchFunction():         # or it would be noted again
+            with torch._C.DisableTorchFunction():         # otherwise it would be noted again
                 return method(tensor)
         return noting
 
-    def one_hot(tensor, num_classes=-1):                  # on a GPU it looks at no value if it is told
-        assert num_classes > 0, "one_hot is told how many experts there are, or the host waits to see the largest number"
+    def one_hot(tensor, num_classes=-1):                  # on a GPU it reads no value if it gets num_classes
+        assert num_classes > 0, "tell one_hot how many experts there are, or the host waits to see the largest number"
         return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
     names = "tolist", "numpy"
     with patch.multiple(torch.Tensor, **{name: waiting(name, getattr(torch.Tensor, name)) for name in names}), \
@@ -73,7 +73,7 @@ def watched():
 
 
 def assert_nobody_waits(what, run):
-    """On the meta device tensors have no values: whoever asks for one is found out."""
+    """Run on the meta device, where tensors have no values: asking for one raises an error."""
     try:
         run()
     except (RuntimeError, NotImplementedError) as error:  # torch._unique2, bincount ...: "attempted to run"
@@ -81,13 +81,13 @@ def assert_nobody_waits(what, run):
         if isinstance(error, NotImplementedError) and "rung" in str(error) or not any(word in str(error) for word in words):
             raise
         raise AssertionError(
-            f"in {what} the host waits for the device, to know what is in a tensor, or one is made without device=: no .item(), "
-            f".tolist(), nonzero, mask or bincount is needed, and one_hot is told how many experts there are ({error})") from None
+            f"in {what} the host waits for the device, to read a tensor, or makes one without device=: no .item(), "
+            f".tolist(), nonzero, mask or bincount is needed; and tell one_hot how many experts there are ({error})") from None
 
 
 # ------------------------------------------------------------------------------------------------ the layer
 def product_job():
-    """Three experts that make one number of two: the products of five rows, and the gradient of the weights."""
+    """Run three experts that map two numbers to one. Return the products of five rows, and the gradient of the weights."""
     import moe
     import torch
     weight = torch.tensor([[[1.0, 0.0]], [[7.0, 7.0]], [[1.0, 10.0]]], dtype=torch.float64)
@@ -96,13 +96,13 @@ def product_job():
     grad = torch.tensor([[1.0], [10.0], [1.0], [10.0], [100.0]], dtype=torch.float64)
     x.requires_grad_(), weight.requires_grad_()
     product = moe.grouped_product(x, weight, counts)
-    assert product.requires_grad, "the product has no history: autograd makes the gradients of the rows and of the weight from it"
+    assert product.requires_grad, "the product has no history, so autograd cannot make the gradients of the rows and the weight"
     learned = torch.autograd.grad(product, (x, weight), grad, allow_unused=True)
     none = torch.zeros(3, dtype=torch.int64)
     try:
         nothing = moe.grouped_product(x[:0], weight, none)
     except (RuntimeError, ValueError) as error:
-        raise AssertionError(f"a rank may get no rows at all: then the product has none either; here came: {error}") from None
+        raise AssertionError(f"a rank may get no rows at all: then the product has none either; it raised: {error}") from None
     at_rest = torch.autograd.grad(nothing.sum(), weight, allow_unused=True)[0] if nothing.requires_grad else None
     x, weight = x.detach(), weight.detach()
     empty = [list(nothing.shape), at_rest is not None and at_rest.tolist(),
@@ -118,7 +118,8 @@ def product_job():
 
 
 def short_job():
-    """In bfloat16, of sizes that the grouped kernel takes: how far products and both gradients are from those of single linears."""
+    """Return how far products and both gradients are from those of single linears, in bfloat16 and in sizes that the grouped kernel
+    supports."""
     import moe
     import torch
     from torch.nn.functional import linear
@@ -147,14 +148,14 @@ def short_job():
     grouped_product: `torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])`.
     grouped_gradient: `torch.stack([grad.T @ rows for grad, rows in zip(grad.split(counts.tolist()),
     x.split(counts.tolist()))])`. (Where kernel_takes(weight), ours calls F.grouped_mm, which does the same in one kernel, and
-    sees to zeros for experts without rows, which that kernel may leave unwritten. The loop is enough here.)""")
+    makes zeros for experts without rows, which that kernel may leave unwritten. The loop is enough here.)""")
 def test_one_product_per_expert(pool):
-    """`grouped_product(x, weight, counts)`: the rows of x, [rows, in], are sorted by expert, and counts says how many each
-    expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear does. The result
-    is [rows, out], in the same order. `grouped_gradient(grad, x, weight, counts)` is the gradient of weight, [experts, out,
-    in], where grad is that of the result. An expert without rows has the gradient zero, also if no expert has any. A loop over
-    experts is good enough, with one product for each. counts.tolist() makes the host wait for the device: once, not once for each
-    expert."""
+    """Write `grouped_product(x, weight, counts)`. The rows of x, [rows, in], are sorted by expert, and counts says how many each
+    expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear does. Return the
+    result, [rows, out], in the same order. Write `grouped_gradient(grad, x, weight, counts)`, the gradient of weight, [experts,
+    out, in], where grad is the result's gradient. An expert without rows has the gradient zero, even if no expert has any. A loop
+    over experts is good enough, with one product for each. counts.tolist() makes the host wait for the device: call it once, not
+    once per expert."""
     (product, gradient, learned, empty, did, short), = pool.call(product_job, STEP)
     begin = ("Experts 0, 1, 2 have the weights [[1, 0]], [[7, 7]], [[1, 10]] and the counts 2, 0, 3; the rows are [1, 2], [3, 4], "
              "[1, 1], [2, 1], [5, 3].")
@@ -164,19 +165,19 @@ def test_one_product_per_expert(pool):
     assert gradient == right, \
         f"{begin} If the products have the gradients 1, 10, 1, 10, 100, those of the weights are {right}, not {gradient}"
     right = [[[1, 0], [10, 0], [1, 10], [10, 100], [100, 1000]], right]
-    assert learned == right, f"{begin} With these gradients autograd makes of rows and weights {right}, not {learned}"
+    assert learned == right, f"{begin} With these gradients, autograd gives rows and weights {right}, not {learned}"
     right = [[0, 1], [[[0, 0]]] * 3, [[[0, 0]]] * 3]
-    assert empty == right, ("a rank may get no rows at all: then the product has the shape [0, 1], autograd's gradient of the "
-                            f"weight is zero, and so is grouped_gradient, {right}; came {empty}")
+    assert empty == right, ("if a rank gets no rows at all, the product has the shape [0, 1], autograd's gradient of the "
+                            f"weight is zero, and so is grouped_gradient: {right}; got {empty}")
     for name, off in zip(("grouped_product", "its gradient of the weight", "grouped_gradient"), short):
         assert off < 0.02, f"24 rows of 16 numbers, experts with 10, 0 and 14 of them, in bfloat16: {name} is off by {off:.2g}"
     for name, (products, waits, largest, dtype) in did.items():
         made, most = sum(size for _, size in products), 15 if name == "grouped_product" else 36
-        assert dtype == "torch.float64", f"{name} of float64 is {dtype}: what is made has the dtype of x (x.new_zeros, zeros_like)"
-        begin = f"five rows of 4 numbers, three experts that make 3 of them, so with 12 weights each: {name}"
+        assert dtype == "torch.float64", f"{name} of float64 is {dtype}: make tensors in the dtype of x (x.new_zeros, zeros_like)"
+        begin = f"five rows of 4 numbers, three experts that map 4 numbers to 3, so with 12 weights each: {name}"
         assert largest <= 36, f"{begin} makes a tensor of {largest} numbers, more than all weights have; it needs none so large"
         assert len(products) <= 3 and made <= most, \
-            f"{begin} needs one product for each expert, of its own rows, {most} numbers in all; came (kind, size) {products}"
+            f"{begin} needs one product per expert, of its own rows, {most} numbers in all; got (kind, size) {products}"
         assert len(waits) <= 2, (f"{name} waits for the device {len(waits)} times, by {', '.join(waits)}: one counts.tolist() has "
                                  "the rows of all experts")
 
@@ -186,7 +187,7 @@ def layer_config(**changes):
 
 
 def layer_job():
-    """A layer of three experts that are replaced by a recorder: it multiplies the rows of expert e by 10 to the power e."""
+    """Run a layer with a recorder in place of its three experts. It multiplies the rows of expert e by 10 to the power e."""
     import moe
     import torch
     from torch import nn
@@ -209,12 +210,12 @@ def layer_job():
         layer.choose = lambda logits, numbers=numbers: torch.tensor(numbers).expand(2, 2, len(numbers))
         out = layer(x)
         found[name] = layer.experts.seen, rounded(out)
-    assert learns, "self.gate has no gradient: the router learns through the shares, so they must be made of its logits by autograd"
+    assert learns, "self.gate has no gradient: the router learns through the shares, so compute them from its logits with autograd"
     hooked = {}
 
-    def choose_and_add(logits):                           # as the auxiliary loss does it
+    def choose_and_add(logits):                           # as the auxiliary loss does
         assert logits.requires_grad, \
-            "choose gets logits without a history: --balance aux adds to their gradient, so it needs those of which shares are made"
+            "choose gets logits without a history: --balance aux adds to their gradient, so pass those that the shares come from"
         logits.register_hook(lambda grad: grad + 1)
         hooked.update(logits=logits)
         return logits.topk(2).indices
@@ -238,7 +239,7 @@ def layer_job():
     calls = []
     meta.experts.forward = lambda x, counts: calls.append(list(counts.shape)) or x
     assert_nobody_waits("MoE.forward", lambda: meta(torch.empty(2, 2, 2, device="meta")))
-    assert calls == [[3]], f"self.experts is called once, with the counts of all 3 experts; it was called with counts of {calls}"
+    assert calls == [[3]], f"self.experts must be called once, with the counts of all 3 experts, not with counts of {calls}"
     experts = moe.Experts(layer_config(hidden_size=1, intermediate_size=1)).double()
     for linear, weights in ((experts.w1, (1, 2, 9)), (experts.w2, (1, 5, 9)), (experts.w3, (3, 1, 9))):
         linear.weight.data = torch.tensor(weights, dtype=torch.float64).view(3, 1, 1)
@@ -251,12 +252,12 @@ def layer_job():
 @rung({"moe.py": ["MoE.forward", "Experts.forward"]}, hints="""
     Every token appears top_k times, once for each expert that it has chosen. Write down the pairs (token, choice) in a row,
     with the expert of each. The experts want this row sorted by expert. Afterwards their results must go back into the order of
-    the row, and then the results of one token are added up, each multiplied by its share. How does one sort, and how does one
+    the row, and then each token adds up its results, each multiplied by its share. How does one sort, and how does one
     undo it?
 
     `order = expert.flatten().argsort(stable=True)` sorts the pairs, and pair number p belongs to token p // top_k. If rows were
     taken in the order `order`, then taking them again in the order `order.argsort()` undoes it. The shares are the softmax of
-    the chosen experts' scores alone: `logits.gather(-1, expert)`. How many rows each expert has: `F.one_hot(expert, number of
+    the chosen experts' scores alone: `logits.gather(-1, expert)`. The number of rows of each expert: `F.one_hot(expert, number of
     experts)`, summed over everything but the last dimension.
 
     logits = self.gate(x) in float32 or wider; expert = self.choose(logits); share = logits.gather(-1,
@@ -264,14 +265,13 @@ def layer_job():
     out = self.experts(x, counts).index_select(0, order.argsort()).view(*expert.shape, -1); return (out *
     share.unsqueeze(-1)).sum(-2). Experts.forward: self.w2(F.silu(self.w1(x, counts)) * self.w3(x, counts), counts).""")
 def test_each_token_meets_its_experts(pool):
-    """`MoE.forward(x)` with x [batch, seq, hidden]: self.gate scores all experts for each token, in float32 or wider.
-    `self.choose(logits)` gives the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
-    scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token is
-    there once for each of its experts), and how many rows each expert has. What it returns goes back to the tokens: the layer's
-    output is for each token the sum of share times result. The host (the CPU) never waits for the device: nothing here needs
-    to know what is in a tensor, as bincount does. choose may add to the gradient of the logits that it gets, so they are those
-    of which the shares are made.
-    `Experts.forward(x, counts)` is a SwiGLU, like the MLP's: w2 of silu(w1 x) times w3 x."""
+    """Write `MoE.forward(x)` for x of [batch, seq, hidden]. self.gate scores all experts for each token, in float32 or wider.
+    `self.choose(logits)` returns the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
+    scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token appears
+    once for each of its experts), and how many rows each expert has. Bring its results back to the tokens: the layer's output for
+    each token is the sum of share times result. The host (the CPU) must never wait for the device: nothing here needs to read a
+    tensor's values, as bincount does. choose may add to the gradient of the logits that it gets, so pass it the same logits that
+    the shares come from. Write `Experts.forward(x, counts)`, a SwiGLU like the MLP's: w2 of silu(w1 x) times w3 x."""
     (found, grads, (of_logits, of_output), swiglu, called), = pool.call(layer_job, STEP)
     begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their scores are the logarithms of 3 1 1/3, "
              "1/3 1 3, 9 1 1/9, 1/9 1 9")
@@ -285,24 +285,24 @@ def test_each_token_meets_its_experts(pool):
         came, out_came = found[how]
         assert [sorted(of_one) for of_one in came] == [sorted(of_one) for of_one in rows], \
             f"{begin}, {chosen} Experts 0, 1, 2 should be given the rows {rows}, not {came}"
-        assert out_came == out, (f"{begin}, {chosen} The shares of a better and a worse expert are 3/4 and 1/4, or 9/10 and 1/10; "
-                                 "one alone has 1. "
+        assert out_came == out, (f"{begin}, {chosen} The better and the worse expert have shares 3/4 and 1/4, or 9/10 and 1/10; "
+                                 "a single one has 1. "
                                  f"If expert e multiplies by 10 to the power e, the output is {out}, not {out_came}")
     for what, came, right in zip(("x", "self.gate.weight"), *grads):
-        assert came == right, (f"{begin}; the output has the gradients 1 to 8, and what choose was given gets one more. Then "
+        assert came == right, (f"{begin}; the output has the gradients 1 to 8, and choose adds 1 to those of its logits. Then "
                                f"{what} has the gradients {right}, not {came}: they come through the experts and the shares")
     assert (of_logits, of_output) == ("torch.float32", "torch.bfloat16"), \
-        f"in bfloat16 choose should get logits in float32, and the output be in bfloat16; they are {of_logits} and {of_output}"
+        f"in bfloat16, choose should get float32 logits, and the output should be in bfloat16; they are {of_logits} and {of_output}"
     silu = [x / (1 + math.exp(-x)) for x in (1, 4)]
     right = [[round(3 * silu[0], 4)], [round(10 * silu[1], 4)]]
     assert swiglu == right, ("Experts.forward: expert 0 has w1 1, w3 3, w2 1 and the row 1; expert 1 has 2, 1, 5 and the row 2. "
                              f"They make 1 * silu(1) * 3 and 5 * silu(4) * 2, which is {right}, not {swiglu}")
-    assert called == 3, f"Experts.forward calls each of self.w1, w2, w3 once (a schedule may replace them); it called {called}"
+    assert called == 3, f"Experts.forward must call self.w1, w2 and w3 once each (a schedule may replace them), not {called} in all"
 
 
 # ------------------------------------------------------------------------------------------------ who has which experts
 def small_model(config, device):
-    """Two layers with a mixture of experts and one without, as far as expert_parallel looks at them."""
+    """Make two layers with a mixture of experts and one without, as far as expert_parallel looks at them."""
     import moe
     import torch
     import torch.distributed as dist
@@ -336,23 +336,23 @@ def cut_job(pp, dp, cp, tp, ep):
     expert_parallel.cut(whole, part := Shard(None, 1, 3, 2))
     came = list(whole.weight.shape), whole.weight.placement.shards, whole.weight.placement.num_replicas
     assert came == ([4, 2, 2], [before, part], 2), (
-        "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers that 6 ranks have become 4 x 2 x 2 that 2 have, with the part "
-        f"noted behind that of an earlier cut; came shape, parts, times_counted {came}")
-    cut_by_tp = []                                        # what rung 6 does
+        "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers on 6 ranks become 4 x 2 x 2 on 2 ranks, with the part "
+        f"listed after that of an earlier cut; got shape, parts, times_counted {came}")
+    cut_by_tp = []                                        # as in rung 6
     with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: cut_by_tp.append(layer) or layer):
         expert_parallel.expert_parallel(model, config, mesh, args)
     expected = [layers[i].mlp for i in "12"] if tp > 1 else []
-    assert cut_by_tp == expected, (f"with tp {tp} a TensorParallelMoE is made of each of {len(expected)} layers (two have experts; "
-                                   f"without tp none is to be cut), and was made of {len(cut_by_tp)}")
+    assert cut_by_tp == expected, (f"with tp {tp}, {len(expected)} layers must become a TensorParallelMoE (two have experts; "
+                                   f"without tp, none is cut), but {len(cut_by_tp)} did")
     dist.barrier()                                        # no rank may end while others still connect
 
     def group_of(weight):
         expert_mesh = weight.placement.expert_mesh
         assert isinstance(expert_mesh, DeviceMesh) and expert_mesh.ndim == 1, \
-            f"placement.expert_mesh of w1, w2 and w3 is a mesh of one dimension, the ranks with the same experts, not {expert_mesh}"
+            f"placement.expert_mesh of w1, w2 and w3 must be a 1D mesh, of the ranks with the same experts, not {expert_mesh}"
         return expert_mesh.get_group()
     assert group_of(layers["1"].mlp.experts.w1.weight) is group_of(layers["2"].mlp.experts.w1.weight), \
-        "make the groups once, not for each layer: each has connections of its own, and gradients are summed group by group"
+        "make the groups once, not for each layer: each has its own connections, and gradients are summed group by group"
     ranks = lambda group: sorted(dist.get_process_group_ranks(group))
     experts, found = layers["1"].mlp.experts, {}
     for name in ("w1", "w2", "w3"):
@@ -367,14 +367,14 @@ def cut_job(pp, dp, cp, tp, ep):
 
 
 @rung({"expert_parallel.py": ["expert_parallel", "cut"]}, hints="""
-    All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of
-    the experts. Rank 0 of each group has the same experts: to them an expert's gradient is summed, and to nobody else. Draw the
+    All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of the
+    experts. Rank 0 of every group has the same experts, so an expert's gradient is summed over these ranks, and no others. Draw the
     ranks as a table: a row for each group of ep, a column for each rank in it. Which ranks have the same experts?
 
     `data_mesh(mesh)` has the ranks of dp x cp in a row, and `data_mesh(mesh)._unflatten(0, (dp * cp // ep, ep), ("expert_dp",
-    "ep"))` is this table; its `get_group("ep")` is this rank's row, and of the table ["expert_dp"] is its column, a mesh too.
+    "ep"))` is this table; its `get_group("ep")` is this rank's row, and indexing it by ["expert_dp"] gives its column, a mesh.
     `cut`: the parameter becomes `nn.Parameter(whole.chunk(part.parts, part.dim)[0])` (there is no memory yet, so every chunk is
-    as good as the first). The new one takes over the old placement, to which the part is added.
+    as good as the first). The new one takes over the old placement, with the part added.
 
     cut: linear.weight.placement = whole.placement; .placement.parts.append(part); .placement.times_counted //= part.parts.
     expert_parallel: group and expert_mesh are row and column; for each layer of model.model.layers.values() whose mlp is an MoE:
@@ -382,14 +382,14 @@ def cut_job(pp, dp, cp, tp, ep):
     Part(group, 0, args.ep, group.rank())) and linear.weight.placement.expert_mesh = expert_mesh; if args.ep > 1:
     layer.mlp.experts = ExpertParallel(experts, group).""")
 def test_who_has_which_experts(pool):
-    """`cut(linear, part)` leaves linear.weight the size of one part of `part.parts`, cut along `part.dim`; the new parameter
-    has the placement of the old one, with `part` added to its parts, and times_counted divided by part.parts.
-    `expert_parallel(model, config, mesh, args)` does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
-    of ep ranks gets the i-th part of the experts, and placement.expert_mesh becomes the mesh, of one dimension, of the ranks
-    that have the same experts and other tokens. A group of ep are neighbours in data_mesh(mesh), the ranks of dp x cp. Groups are
-    made once, for all layers. If ep > 1 the layer's experts become `ExpertParallel(experts, group)`. If tp > 1 its mlp
-    first becomes a `TensorParallelMoE(layer.mlp, mesh, args)` (rung 6 looks at that). Nothing else changes."""
-    #         pp, dp, cp, tp, ep: of each rank its experts, who has the same, who is in its group of ep
+    """Write `cut(linear, part)`. It leaves linear.weight the size of one part of `part.parts`, cut along `part.dim`; the new
+    parameter has the old one's placement, with `part` added to its parts, and times_counted divided by part.parts. Write
+    `expert_parallel(model, config, mesh, args)`. It does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
+    of ep ranks gets the i-th part of the experts, and placement.expert_mesh becomes the 1D mesh of the ranks that have the same
+    experts and other tokens. The ranks of an ep group are neighbours in data_mesh(mesh), the ranks of dp x cp. Make the groups
+    once, for all layers. If ep > 1, the layer's experts become `ExpertParallel(experts, group)`. If tp > 1, its mlp first becomes a
+    `TensorParallelMoE(layer.mlp, mesh, args)` (see rung 6). Change nothing else."""
+    #         pp, dp, cp, tp, ep: for each rank its experts, the ranks with the same ones, and its ep group
     cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
                                ([2, 3], [1, 3], [2, 3])],
              (2, 2, 1, 1, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
@@ -404,20 +404,20 @@ def test_who_has_which_experts(pool):
                 inner = [3, 5] if name == "w2" else [5, 3]
                 expected = dict(shape=[4 // ep, *inner], experts=experts, same_experts=same_experts,
                                 num_replicas=pp * dp * cp * tp // ep)
-                assert came == expected, f"{where}: of {name} expected is {expected}, came {came}"
+                assert came == expected, f"{where}: for {name} expected {expected}, got {came}"
             assert group == group_of_ep, \
                 f"{where}: the ranks of ExpertParallel's group (without ep: the experts' class) are {group_of_ep}, not {group}"
             assert same, f"{where}: the layer without experts and the router must stay as they are, on all ranks"
 
 
 # ------------------------------------------------------------------------------------------------ there and back
-# SIZES[r][s]: how many rows rank r sends to rank s; the second time rank 1 has none, and gets none
+# SIZES[r][s]: how many rows rank r sends to rank s; the second time, rank 1 has none, and gets none
 SIZES = [[[1, 0, 2], [0, 2, 1], [3, 0, 0]], [[2, 0, 1], [0, 0, 0], [1, 0, 0]]]
 
 
 def all_to_all_job():
-    """Rows of 100 times the sender, 10 times the receiver and a number; what came, and the gradient if that of what came is its
-    double. Of four ranks 1 to 3 are a group, and 0 is one alone, which sends itself two rows."""
+    """Send rows of 100 times the sender, 10 times the receiver and a number. Return the rows that came, and the gradient when the
+    result has twice itself as gradient. Of four ranks, 1 to 3 are a group, and 0 is alone and sends itself two rows."""
     import expert_parallel
     import torch
     from unforgiving import unforgiving
@@ -431,52 +431,52 @@ def all_to_all_job():
         with unforgiving(), watched() as done:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
                 out = expert_parallel.TokenAllToAll.apply(x, sent, received, group)
-            assert done.sent, "a rank with nothing to send or to receive takes part too: the others wait for it"
+            assert done.sent, "a rank with nothing to send or receive must take part, too: the others wait for it"
             saved += [1 for value in vars(out.grad_fn).values() if isinstance(value, torch.Tensor)]
-            out.backward(2 * out.detach().T.contiguous().T)                        # nor is this
+            out.backward(2 * out.detach().T.contiguous().T)                        # not contiguous either
         found.append((out.tolist(), x.grad.tolist(), x.tolist(), done.sent, str(out.dtype), len(saved)))
     return group.size(), rank, found
 
 
 @rung({"expert_parallel.py": ["TokenAllToAll.forward", "TokenAllToAll.backward"]}, hints="""
     `dist.all_to_all_single(out, x, received, sent, group=group)` sends the first sent[0] rows to rank 0, the next sent[1] rows
-    to rank 1, and so on; into `out` come received[0] rows of rank 0, then those of rank 1. How many rows must `out` have? And
+    to rank 1, and so on; `out` gets received[0] rows of rank 0, then those of rank 1. How many rows must `out` have? And
     which way do gradients go?
 
-    Make `out = x.new_empty(sum(received), x.shape[1])`; x must be contiguous. Backward sends gradients the other way: what was
-    received is sent, and what was sent is received. So note both lists and the group in ctx.
+    Make `out = x.new_empty(sum(received), x.shape[1])`; x must be contiguous. Backward sends gradients the other way: rows that
+    were received are sent, and rows that were sent are received. So keep both lists and the group on ctx.
 
     forward: `ctx.sent, ctx.received, ctx.group = sent, received, group`; make out; `dist.all_to_all_single(out, x.contiguous(),
     received, sent, group=group)`; return out. backward: `return AllToAll.apply(grad, ctx.received, ctx.sent, ctx.group), None,
     None, None`.""")
 def test_as_many_rows_as_there_are(pool):
-    """`AllToAll.apply(x, sent, received, group)` sends the rows of x, [rows, hidden], to the ranks of the group: the first
-    sent[0] to rank 0, the next sent[1] to rank 1, and so on. It returns what came, ordered by sender: received[0] rows of rank
-    0, then received[1] rows of rank 1, and so on. The lists may have zeros, all of them too: a rank takes part even if it has
-    nothing to send, since the others wait for it. Backward brings the gradient of each row back to its sender. Each way is one
-    dist.all_to_all_single of no more than these rows, and no tensor is kept."""
+    """Write `AllToAll.apply(x, sent, received, group)`. It sends the rows of x, [rows, hidden], to the ranks of the group: the
+    first sent[0] to rank 0, the next sent[1] to rank 1, and so on. It returns the rows that come, ordered by sender: received[0]
+    rows of rank 0, then received[1] rows of rank 1, and so on. The lists may contain zeros, even only zeros: a rank takes part even
+    if it has nothing to send, since the others wait for it. Backward returns the gradient of each row to its sender. Each direction
+    is one dist.all_to_all_single of exactly these rows, and keeps no tensor."""
     for ranks, rank, found in pool.call(all_to_all_job, STEP, world=4, timeout=HANGS):
         for all_sizes, (out, grad, x, done, dtype, saved) in zip(SIZES if ranks > 1 else [[[2]]], found):
             right = [[100 * of + 10 * rank + i] * 2 for of, sizes in enumerate(all_sizes) for i in range(sizes[rank])]
-            begin = (f"Of four ranks 1 to 3 are a group of three, 0 is one alone. Of rows with the digits sender, receiver, number "
+            begin = (f"Of four ranks, 1 to 3 are a group of three, 0 is alone. With rows of the digits sender, receiver, number "
                      f"(in the group), rank {rank} of {ranks}")
             assert out == right, f"{begin} should receive {right}, and received {out}"
             sent = [[2 * a for a in row] for row in x]
-            assert grad == sent, f"{begin} has sent {x}; their gradients are the double, {sent}, and came back as {grad}"
+            assert grad == sent, f"{begin} sent {x}; their gradients are twice that, {sent}, but came back as {grad}"
             expected = [("all_to_all", ranks, 2 * len(x)), ("all_to_all", ranks, 2 * len(right))]
-            assert done == expected, (f"{begin} has {len(x)} rows of 2 numbers for {ranks} ranks and gets {len(right)}. There and "
-                                      f"back it should start (collective, ranks, numbers) {expected}, and did {done}")
-            assert dtype == "torch.float64", f"rows in float64 come as {dtype}: what they are received into has x's dtype"
-            assert not saved, "forward keeps a tensor for backward, and so its memory; the lists and the group are enough"
+            assert done == expected, (f"{begin} has {len(x)} rows of 2 numbers for {ranks} ranks and gets {len(right)}. Out and "
+                                      f"back it should start (collective, ranks, numbers) {expected}, but did {done}")
+            assert dtype == "torch.float64", f"rows in float64 come as {dtype}: receive them into a tensor of x's dtype"
+            assert not saved, "forward keeps a tensor for backward, and its memory; the lists and the group are enough"
 
 
-# of each rank, the rows for each of six experts; the second time nobody has any for rank 1's, and rank 2 has none
+# for each rank, its rows for each of six experts; the second time, nobody has any for rank 1's, and rank 2 has none
 COUNTS = [[[2, 1, 0, 1, 1, 0], [1, 0, 2, 3, 0, 1], [0, 1, 1, 0, 0, 2]], [[1, 0, 0, 0, 2, 1], [2, 1, 0, 0, 0, 1], [0] * 6]]
 ALONE = [[[2, 1]]]
 
 
 def dispatch_job():
-    """Three ranks with two experts each, and one alone. Expert e multiplies by e + 1. Rows have the digits rank + 1, expert,
+    """Run three ranks with two experts each, and one alone. Expert e multiplies by e + 1. Rows have the digits rank + 1, expert,
     number."""
     import expert_parallel
     import moe
@@ -491,21 +491,21 @@ def dispatch_job():
             before = len(done.waits)
             rows = x.split(counts.tolist())
             seen.append([sorted(of_one.flatten().tolist()) for of_one in rows])
-            del done.waits[before:]                       # these are not the reader's
+            del done.waits[before:]                       # the reader did not cause these
             return torch.cat([of_one * (2 * rank + e + 1) for e, of_one in enumerate(rows)])
         experts = expert_parallel.ExpertParallel(moe.Experts(layer_config(num_local_experts=2)), group)
         numbers = [100.0 * (rank + 1) + 10 * e + i for e, count in enumerate(counts[rank]) for i in range(count)]
         x, mine = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1).requires_grad_(), torch.tensor(counts[rank])
         with patch.object(moe.Experts, "forward", compute), unforgiving(), watched() as done:
             try:
-                with torch.device("meta"):                # where a tensor is made that is not told its device
+                with torch.device("meta"):                # tensors that are made without device= land here
                     out = experts(x, mine)
                 forward = list(done.sent)
                 out.sum().backward()
             except (RuntimeError, NotImplementedError) as error:
                 if "meta" not in str(error).lower():
                     raise
-                raise AssertionError(f"a tensor is made without device=x.device, so not where the rows are ({error})") from None
+                raise AssertionError(f"a tensor was made without device=x.device, so not where the rows are ({error})") from None
         backward, waits = done.sent[len(forward):], list(done.waits)
         found.append((seen, out.flatten().tolist(), x.grad.flatten().tolist(), numbers, forward, backward, waits))
     return group.size(), rank, found
@@ -513,12 +513,12 @@ def dispatch_job():
 
 @rung({"expert_parallel.py": ["ExpertParallel.forward"]}, hints="""
     A rank knows how many rows it has for each expert of all ranks. Before it can receive rows it must know how many come, so
-    the counts travel first. What then comes is ordered by sender, and within each sender by expert. But the experts want rows
-    sorted by expert alone. Which expert does each row belong to that has come?
+    the counts travel first. The rows then come ordered by sender, and within each sender by expert. But the experts want rows
+    sorted by expert alone. Which expert does each received row belong to?
 
-    Counts: `dist.all_to_all_single(theirs, counts, group=group)` with theirs like counts; viewed as [ranks, experts of mine]
-    row r says what comes from rank r. How many rows go to rank r is the sum of row r of `counts.view(ranks, -1)`. The expert of
-    each row that came: 0, 1, ..., 0, 1, ... (once for each sender), each repeated as often as `theirs` says:
+    Counts: `dist.all_to_all_single(theirs, counts, group=group)` with theirs like counts; viewed as [ranks, my experts],
+    row r says what comes from rank r. Rank r gets as many rows as the sum of row r of `counts.view(ranks, -1)`. The expert of
+    each received row: 0, 1, ..., 0, 1, ... (once for each sender), each repeated as often as `theirs` says:
     torch.repeat_interleave. Then sort as in MoE.forward, and undo it before the rows are sent back.
 
     sent, received = torch.stack((counts.view(ranks, -1), theirs)).sum(-1).tolist(), the host's only wait; x =
@@ -527,40 +527,40 @@ def dispatch_job():
     expert.argsort(stable=True); out = super().forward(x.index_select(0, order), theirs.sum(0)); return
     AllToAll.apply(out.index_select(0, order.argsort()), received, sent, group).""")
 def test_rows_travel_to_their_experts(pool):
-    """`ExpertParallel.forward(x, counts)` takes what Experts.forward takes: rows sorted by expert, and how many rows each has,
-    of the experts of all ranks. Each rank of self.group has equally many experts, in the order of the ranks. Send the counts,
-    then the rows, to the ranks that have their experts; sort what came by expert; compute it with `super().forward(rows,
-    counts)`, where counts are those of this rank's own experts, once, even if no row came; send the results back. What is
-    returned has the order of x. For its lists the host must know sums of counts, and waits for the device: once, for both lists
-    together. What is made is made on x's device."""
+    """Write `ExpertParallel.forward(x, counts)`. It takes what Experts.forward takes: rows sorted by expert, and how many rows each
+    has, for the experts of all ranks. Each rank of self.group has equally many experts, in the order of the ranks. Send the counts,
+    then the rows, to the ranks that have their experts; sort the received rows by expert; compute with `super().forward(rows,
+    counts)`, where counts are those of this rank's own experts, once, even if no row came; send the results back. Return them in
+    the order of x. For its lists the host must know sums of counts, so it waits for the device: once, for both lists together. Make
+    all tensors on x's device."""
     for ranks, rank, found in pool.call(dispatch_job, STEP, world=4, timeout=HANGS):
         for counts, (seen, out, grad, x, forward, backward, waits) in zip(COUNTS if ranks > 1 else ALONE, found):
-            begin = (f"Of four ranks 1 to 3 are a group, 0 is one alone. The ranks of a group of {ranks} have {counts} rows for "
+            begin = (f"Of four ranks, 1 to 3 are a group, 0 is alone. The ranks of a group of {ranks} have {counts} rows for "
                      "its experts, with the digits rank + 1, expert, number.")
-            assert len(seen) == 1, (f"{begin} On rank {rank} super().forward was called {len(seen)} times, not once. (Without rows "
-                                    "too: the weights need a gradient, of zeros, for which others wait.)")
+            assert len(seen) == 1, (f"{begin} On rank {rank} super().forward was called {len(seen)} times, not once. (Even without "
+                                    "rows: the weights need a gradient, of zeros, which others wait for.)")
             mine = 2 * rank, 2 * rank + 1
             right = [[100 * (of + 1) + 10 * e + i for of in range(ranks) for i in range(counts[of][e])] for e in mine]
-            assert seen[0] == right, f"{begin} Of these rank {rank}'s experts {mine} should get {right}, and got {seen[0]}"
+            assert seen[0] == right, f"{begin} Rank {rank}'s experts {mine} should get {right} of them, but got {seen[0]}"
             factors = [e + 1 for e, count in enumerate(counts[rank]) for _ in range(count)]
             came, right = sum(map(len, right)), [a * b for a, b in zip(x, factors)]
-            assert out == right, f"{begin} Expert e multiplies by e + 1: rank {rank} should get back {right}, and got {out}"
+            assert out == right, f"{begin} Expert e multiplies by e + 1: rank {rank} should get back {right}, but got {out}"
             assert grad == factors, \
                 f"{begin} Expert e multiplies by e + 1: rank {rank}'s rows have the gradients {factors}, not {grad}"
             sizes = [[2 * ranks, len(x), came], [len(x), came]]
             for what, done, numbers in zip(("forward", "backward"), (forward, backward), sizes):
                 right = [("all_to_all", ranks, n) for n in numbers]
                 assert done == right, (
-                    f"{begin} In {what} rank {rank}, with {len(x)} rows of one number, to which {came} come, should start "
+                    f"{begin} In {what}, rank {rank}, which has {len(x)} rows of one number and gets {came}, should start "
                     f"(collective, ranks, numbers) {right}: {'counts, ' * (what == 'forward')}rows there and back. It did {done}")
             assert len(waits) <= 1, (
                 f"the host waits for the device {len(waits)} times, by {', '.join(waits)}; once is enough: one .tolist() of both "
-                "sums, stacked, and repeat_interleave is told its output_size")
+                "sums, stacked, and tell repeat_interleave its output_size")
 
 
 def tensor_parallel_job(sp):
-    """A layer whose experts are cut over two ranks, and the same layer whole: outputs, and gradients of input and router. Of four
-    ranks 0 and 1 are tp, 2 and 3 another tp, with other numbers."""
+    """Run a layer whose experts are sharded over two ranks, and the same layer whole. Return outputs, and gradients of input and
+    router. Of four ranks, 0 and 1 are one tp group, 2 and 3 another, with other numbers."""
     import expert_parallel
     import torch
     import torch.distributed as dist
@@ -591,11 +591,11 @@ def tensor_parallel_job(sp):
             for name in ("w1", "w2", "w3")}
     shapes, summed = {}, layer.gate.weight.placement.grad_reduce_group is group
     assert all(param.placement.grad_reduce_group is None for param in layer.experts.parameters()), \
-        "each rank of tp has other rows or columns of w1, w2 and w3, and their gradients whole: sum_over is the router's alone"
+        "each rank of tp has its own rows or columns of w1, w2 and w3, with whole gradients: only the router needs sum_over"
     for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
         linear = getattr(layer.experts, name)
         shapes[name] = list(linear.weight.shape)
-        if shapes[name] == [2, 2, 1] or shapes[name] == [2, 1, 2]:                 # what materialize does in training
+        if shapes[name] == [2, 2, 1] or shapes[name] == [2, 1, 2]:                 # as materialize does in training
             linear.weight.data = values[f"experts.{name}.weight"].chunk(2, dim)[rank].clone()
     mine = x.detach()[:, here].clone().requires_grad_()
     out = layer(mine)
@@ -606,24 +606,23 @@ def tensor_parallel_job(sp):
 
 
 @rung({"expert_parallel.py": ["TensorParallelMoE.__init__", "TensorParallelMoE.forward"]}, hints="""
-    Think of the MLP in step 4: the first two products are cut by their outputs, the last by its inputs. Then each rank has a
-    summand of the output, and only the ends of the region communicate. Here every expert is cut like this. A layer's weights
+    Think of the MLP in step 4: the first two products are sharded by their outputs, the last by its inputs. Then each rank has a
+    term of the output, and only the ends of the region communicate. Here every expert is sharded like this. A layer's weights
     are [experts, out, in]: which dimension is which?
 
-    `enter(x, border)` brings the whole sequence into the region, `leave(out, border)` adds up the summands of all ranks;
+    `enter(x, border)` brings the whole sequence into the region, `leave(out, border)` adds up the terms of all ranks;
     `border = border_of(mesh, args)`. Between them the layer computes what MoE.forward computes. Cut w1 and w3 along dimension
-    1, and w2 along dimension 2, with `cut` and a Part of tp's group. Each rank sees a part of what every expert makes, so each
-    has a summand of the router's gradient: who has to sum it?
+    1, and w2 along dimension 2, with `cut` and a Part of tp's group. Each rank sees part of every expert's result, so each
+    has a term of the router's gradient: who has to sum it?
 
     __init__: nn.Module.__init__(self); take gate, experts and choose from whole; self.border = border_of(mesh, args); group =
     mesh.get_group("tp"); for each of (w1, 1), (w3, 1), (w2, 2): cut(linear, Part(group, dim, args.tp, group.rank()));
     self.gate.weight.placement.sum_over = group. forward: return leave(super().forward(enter(x, self.border)), self.border).""")
 def test_every_expert_is_cut(pool):
-    """`TensorParallelMoE(whole, mesh, args)` is the layer `whole` in a region of tp. It has whole's gate, experts and choose,
-    and of each expert's w1, w2 and w3 this rank's part, made by `cut`, as the MLP is cut in step 4. The router's weight stays
-    whole; each rank has only a summand of its gradient, and `placement.sum_over` says over which group it is summed.
-    `forward(x)` enters the region, does what MoE.forward does, and leaves the region. `expert_parallel` puts it in the place of
-    an MoE if tp > 1."""
+    """Write `TensorParallelMoE(whole, mesh, args)`, the layer `whole` in a region of tp. It takes whole's gate, experts and choose,
+    and keeps this rank's part of each expert's w1, w2 and w3, made by `cut`, as step 4 cuts the MLP. The router's weight stays
+    whole; each rank has only a term of its gradient, and `placement.sum_over` says over which group to sum it. `forward(x)` enters
+    the region, does what MoE.forward does, and leaves the region. `expert_parallel` puts it in place of an MoE if tp > 1."""
     for sp in ("off", "on"):
         for rank, cut, cuts, shapes, summed, ours, right in pool.call(tensor_parallel_job, STEP, world=4, timeout=HANGS, sp=sp):
             where = f"dp 2, tp 2, sp {sp}, rank {rank} of tp"
@@ -634,19 +633,19 @@ def test_every_expert_is_cut(pool):
             assert cuts == expected, f"{where}: the parts over tp's group (dim, parts, index) are {expected}, not {cuts}"
             assert summed, f"{where}: gate.weight.placement.sum_over should be mesh.get_group('tp')"
             for name, came, expected in zip(("output", "gradient of x"), ours[0], right[0]):
-                assert came == expected, f"{where}: the {name}, of this rank's tokens, is {expected} in one process, came {came}"
+                assert came == expected, f"{where}: the {name} for this rank's tokens is {expected} in one process, got {came}"
             assert ours[1] == right[1], \
-                f"{where}: the router's gradient, summed over the ranks, is {right[1]} in one process, came {ours[1]}"
+                f"{where}: the router's gradient, summed over the ranks, is {right[1]} in one process, got {ours[1]}"
 
 
 # ------------------------------------------------------------------------------------------------ as many tokens for each
-# of each rank, of each layer of its stage, the choices of each of four experts
+# for each rank and each layer of its stage, how often each of four experts was chosen
 TOKENS = [[[3, 1, 0, 0], [0, 3, 0, 1]], [[1, 1, 2, 0], [0, 3, 0, 1]], [[4, 0, 0, 0]], [[4, 0, 0, 0]]]
 
 
 def update_job(kind):
-    """Four ranks, pp 2 x dp 2: the first stage has two layers of four experts, the second one. What update returned, twice, and
-    what it left."""
+    """Run four ranks, pp 2 x dp 2: the first stage has two layers of four experts, the second has one. Return the results of two
+    updates, and the state that they leave."""
     import expert_parallel
     import torch
     import torch.distributed as dist
@@ -665,19 +664,19 @@ def update_job(kind):
             balance.counts += tokens
             ratios.append(balance.update())
     assert all(isinstance(ratio, dict) and list(ratio) == ["balance"] for ratio in ratios), \
-        f"update returns a dict with one entry, balance, not {ratios}"
+        f"update must return a dict with one entry, balance, not {ratios}"
     ratios = [ratio["balance"] for ratio in ratios]
     assert all(isinstance(ratio, torch.Tensor) and ratio.dtype == torch.float64 for ratio in ratios), \
-        f"what update returns as balance is a tensor in float64, not {ratios}"
+        f"update's balance must be a tensor in float64, not {ratios}"
     bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).tolist()
     counts, balance.layers = balance.counts.flatten().tolist(), []
     return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balance.update(), done.waits
 
 
 @rung({"expert_parallel.py": ["LoadBalancer.update"]}, hints="""
-    self.counts, [layers, experts], has what this rank's tokens have chosen since the last step. Which ranks have the other
-    tokens of the global batch, for the same layers? An expert with more tokens than the mean shall be chosen less often: what
-    becomes of its bias?
+    self.counts, [layers, experts], counts this rank's choices since the last step. Which ranks have the other
+    tokens of the global batch, for the same layers? An expert with more tokens than the mean should be chosen less often: what
+    happens to its bias?
 
     `dist.all_reduce(self.counts, group=self.data)`. The mean is that over a layer's experts. The bias changes by BIAS_STEP up
     or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest count over its mean. A rank
@@ -688,36 +687,36 @@ def update_job(kind):
     self.counts.zero_(); dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because so
     many ranks have each stage. Without layers return {} at once.""")
 def test_a_bias_against_crowds(pool):
-    """`Balance.update()`, after every step: sums self.counts over the group self.data, the ranks that have the other tokens.
-    With --balance bias it lowers the bias of each expert that had more tokens than the mean of its layer by BIAS_STEP, raises
-    that of each which had fewer, and leaves that of an expert with exactly the mean. Then it sets self.counts to zero. It
-    returns {"balance": a tensor in float64, the same on all ranks}: largest over mean count of a layer, averaged over the layers of
-    all stages (self.config.num_hidden_layers); or {} if self.layers is empty. The host does not wait for it."""
+    """Write `Balance.update()`, which runs after every step. It sums self.counts over the group self.data, the ranks that have the
+    other tokens. With --balance bias it lowers by BIAS_STEP the bias of each expert that had more tokens than the mean of its
+    layer, raises the bias of each that had fewer, and leaves that of an expert with exactly the mean. Then it zeroes self.counts.
+    It returns {"balance": a tensor in float64, the same on all ranks}: a layer's largest count over its mean count, averaged over
+    the layers of all stages (self.config.num_hidden_layers); or {} if self.layers is empty. The host must not wait for it."""
     for kind in ("bias", "none", "aux"):
         for rank, (ratios, bias, counts, nothing, waits) in enumerate(
                 pool.call(update_job, STEP, world=4, timeout=HANGS, kind=kind)):
             where = (f"--balance {kind}, pp 2, dp 2. In each layer of their stage the ranks count {TOKENS} tokens, so the stages "
                      "[4, 2, 2, 0] [0, 6, 0, 2] and [8, 0, 0, 0]")
             assert ratios == [3, 3], \
-                f"{where}: largest over mean is 4 / 2, 6 / 2 and 8 / 2, on average 3. update, called twice, returned {ratios}"
+                f"{where}: largest over mean is 4 / 2, 6 / 2 and 8 / 2, on average 3. Called twice, update returned {ratios}"
             right = [[-2, 0, 0, 2], [2, -2, 2, 0]] if rank < 2 else [[-2, 2, 2, 2]]
             right = right if kind == "bias" else [[0] * 4] * len(right)
             assert bias == right, f"{where}: after two such steps rank {rank}'s bias is {right} times BIAS_STEP, not {bias}"
-            assert not any(counts), f"{where}: update sets self.counts to zero for the next step; came {counts}"
-            assert nothing == {}, f"without layers that have experts update returns {{}}, so that the log has none, not {nothing}"
-            assert not waits, f"update needs no number on the host, which would wait for the device; it did, by {', '.join(waits)}"
+            assert not any(counts), f"{where}: update must zero self.counts for the next step; they are {counts}"
+            assert nothing == {}, f"without layers that have experts, update must return {{}}, to log nothing, not {nothing}"
+            assert not waits, f"update needs no number on the host, but the host waits for the device, by {', '.join(waits)}"
 
 
-# two sequences of four tokens, of which each of two ranks has two: the scores of three experts
+# two sequences of four tokens, two tokens of each on each of two ranks: the scores of three experts
 SCORES = [[[[.5, .3, .2], [.6, .3, .1]], [[.2, .3, .5], [.2, .5, .3]]],
           [[[.2, .5, .3], [.7, .2, .1]], [[.1, .2, .7], [.6, .3, .1]]]]
 BIAS = [-0.25, 0.0, 0.15]
 
 
 def choose_job(kind, bias, top_k):
-    """Of layer 1 of two: what choose returned, the counts after two calls, and what it added to the logits' gradient. Ranks 0 and 1
-    are cp, with parts of the sequences; 2 and 3 are another cp, with the scores exchanged. Also: that gradient by the formula of
-    the loss."""
+    """Choose in layer 1 of two. Return the result of choose, the counts after two calls, and what it added to the logits' gradient;
+    also that gradient by the formula of the loss. Ranks 0 and 1 are one cp group, with parts of the sequences; 2 and 3 are another,
+    with the scores rolled."""
     import gc
     import weakref
 
@@ -735,12 +734,12 @@ def choose_job(kind, bias, top_k):
     balance.counts, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
     balance.cp = group
     leaf = scores[group.rank()].log().requires_grad_()
-    logits = leaf + 1                                     # softmax does not see it
+    logits = leaf + 1                                     # softmax does not notice
     with watched() as done:
         expert = balance.choose(1, logits)
     sent, waits = done.sent, done.waits
     logits.sum().backward()
-    with torch.no_grad(), watched() as done:              # as recomputation does it first
+    with torch.no_grad(), watched() as done:              # recomputation runs forward like this first
         balance.choose(1, leaf + 1)
     chosen = torch.nn.functional.one_hot(scores.topk(top_k).indices, 3).double().sum((0, 2, 3))          # [sequences, experts]
     leaf2 = scores[group.rank()].log().requires_grad_()
@@ -758,11 +757,11 @@ def choose_job(kind, bias, top_k):
 
 @rung({"expert_parallel.py": ["LoadBalancer.choose"]}, hints="""
     The scores of a token are the softmax of its logits, over all experts. The bias is added to them in order to choose, and
-    nothing else is done with it. The auxiliary loss is the sum over experts of (share of the choices) x (mean score) x experts:
-    it is lower if experts that many choose have low scores. The shares are counts, and have no gradient. What is the gradient
+    used for nothing else. The auxiliary loss is the sum over experts of (share of the choices) x (mean score) x experts:
+    it is lower if popular experts have low scores. The shares are counts, and have no gradient. What is the gradient
     of this loss with respect to a score, and what then with respect to a logit?
 
-    With respect to a score of expert e, in a sequence where chosen[e] tokens have chosen e: scale * chosen[e], scale =
+    With respect to a score of expert e, in a sequence where chosen[e] tokens chose e: scale * chosen[e], with scale =
     AUX_WEIGHT * experts / (top_k * seq_len * seq_len * global_batch_size * tp). Through a softmax with the results s, a
     gradient g of s becomes s * (g - (s * g).sum()). A sequence may be spread over cp: chosen has to be summed there, but not in
     self.counts. `logits.register_hook(f)`: backward replaces the gradient of logits by f(gradient).
@@ -773,13 +772,13 @@ def choose_job(kind, bias, top_k):
     (of_scores - (scores * of_scores).sum(-1, keepdim=True)); logits.register_hook(lambda grad: grad + of_logits). Return
     expert.""")
 def test_choosing_and_counting(pool):
-    """`Balance.choose(i, logits)` is layer i's choose: it returns the numbers of the experts of each token, [batch, seq,
-    top_k], those whose softmax score plus self.bias[i] is highest. It adds to self.counts[i] how many of this rank's choices
-    each expert got. With --balance aux, and if logits.requires_grad, it also adds to the gradient of logits that of the
-    auxiliary loss: of each sequence, AUX_WEIGHT times the sum over experts of (share of the sequence's choices) x (mean score)
-    x (number of experts), averaged over the sequences of the global batch. A sequence has seq_len tokens, spread over the ranks
-    of the group self.cp. All ranks of tp do the same, and what they add is summed: so each adds the tp-th part. Nothing else is
-    sent, and the host waits for nothing."""
+    """Write `Balance.choose(i, logits)`, layer i's choose. It returns the numbers of each token's experts, [batch, seq, top_k],
+    those whose softmax score plus self.bias[i] is highest. It adds to self.counts[i] how many of this rank's choices each expert
+    got. With --balance aux, and if logits.requires_grad, it also adds the gradient of the auxiliary loss to the gradient of logits.
+    This loss is, for each sequence, AUX_WEIGHT times the sum over experts of (share of the sequence's choices) x (mean score) x
+    (number of experts), averaged over the sequences of the global batch. A sequence has seq_len tokens, spread over the ranks of
+    the group self.cp. All ranks of tp do the same, and their contributions are summed: so each adds the tp-th part. Send nothing
+    else, and never make the host wait."""
     best = [[[[0], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]]
     cases = {("bias", (0.0, 0.0, 0.0), 1): best, ("aux", (0.0, 0.0, 0.0), 1): best,
              ("bias", tuple(BIAS), 1): [[[[2], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]],
@@ -790,26 +789,26 @@ def test_choosing_and_counting(pool):
             where = (f"--balance {kind}, top_k {top_k}, layer 1 with the bias {list(bias)}, scores {SCORES[rank]} on rank {rank} "
                      f"of cp{', rolled by one expert' * (i > 1)}")
             right = of_ranks[rank]
-            if i > 1 and any(bias):                       # where a bias meets other scores, it is the first group that is looked at
+            if i > 1 and any(bias):                       # with a bias and rolled scores, only check the first group
                 continue
             if i > 1:
                 right = [[sorted((e + 1) % 3 for e in token) for token in sequence] for sequence in right]
             assert expert == right, f"{where}: the experts are {right}, not {expert}"
             flat = sum(sum(right, []), [])
             twice = [[0] * 3, [2 * flat.count(e) for e in range(3)]]
-            assert counts == twice, f"{where}: after two such calls self.counts, of layers 0 and 1, is {twice}, not {counts}"
+            assert counts == twice, f"{where}: after two such calls, self.counts of layers 0 and 1 is {twice}, not {counts}"
             expected = by_formula if kind == "aux" else [[[0] * 3] * 2] * 2
             came, wanted = [sum(sum(tensor, []), []) for tensor in (added, expected)]
             assert came == pytest.approx(wanted, abs=1e-6), (
-                f"{where}; cp 2, tp 2, seq_len 4, global_batch_size 6: to the gradient of logits choose adds, in millionths, "
+                f"{where}; cp 2, tp 2, seq_len 4, global_batch_size 6: choose must add to the gradient of logits, in millionths, "
                 f"{expected}, not {added}")
             expected = [("all_reduce", 2, 6)] if kind == "aux" else []
             assert sent == expected, \
-                f"{where}: of 2 sequences and 3 experts choose should start (collective, ranks, numbers) {expected}, and did {sent}"
-            assert not again, f"{where}: where logits need no gradient nothing is to be summed, and choose did {again}"
-            assert not waits, f"{where}: the host waits for the device, by {', '.join(waits)}; choose needs to know no number"
-            assert not left, (f"{where}: after backward the logits are still there: what the hook holds has them in its history, "
-                              "so neither ever goes away; the scores are to be made of logits.detach()")
+                f"{where}: for 2 sequences and 3 experts, choose should start (collective, ranks, numbers) {expected}, not {sent}"
+            assert not again, f"{where}: if logits need no gradient, there is nothing to sum, but choose did {again}"
+            assert not waits, f"{where}: the host waits for the device, by {', '.join(waits)}; choose needs to read no number"
+            assert not left, (f"{where}: after backward the logits are still there: the hook holds a tensor made from them, "
+                              "so neither is ever freed; compute the scores from logits.detach()")
 
 
 class NamedMesh:
@@ -826,7 +825,8 @@ class NamedMesh:
 
 
 def formula_job(cases):
-    """What the formula says of two layers of three experts, hidden 5, for 24 sequences of 16 tokens, float32."""
+    """Return what the formula says for layers with six experts, three per token, hidden 5, for 24 sequences of 16 tokens,
+    float32."""
     import expert_parallel
     import moe
     import torch
@@ -852,12 +852,12 @@ def formula_job(cases):
 
 @pytest.mark.slow
 @rung({"expert_parallel.py": ["formula"]}, hints="""
-    The ledger compares what was sent with what a technique says that it sends in a training step. Three things are sent: rows,
-    there and back; before them counts; and once in a step what update sums. How many rows has a rank in a step, in all its
+    The ledger compares the bytes sent with a technique's own formula for a training step. Three things are sent: rows,
+    out and back; before them counts; and once per step what update sums. How many rows does a rank have in a step, in all its
     layers, and how often does each row travel?
 
     A rank's tokens in a step: args.global_batch_size // args.dp * args.seq_len // args.cp. Each is num_experts_per_tok rows of
-    hidden_size numbers in each layer. Rows travel there and back in forward, and gradients there and back in backward; with
+    hidden_size numbers in each layer. Rows travel out and back in forward, and gradients out and back in backward; with
     recomputation forward runs twice. The counts (int64, one for each expert) travel once in each forward of each micro-batch.
     With --balance aux the counts of each sequence are summed over cp.
 
@@ -872,11 +872,11 @@ def formula_job(cases):
     (4, "top4-2", "--ep 2 --micro_batch_size 6 --cp 2 --recompute selective --balance aux"),
     (4, "top1-3", "--ep 2 --micro_batch_size 6 --pp 2 --schedule zerobubble --recompute none --balance bias")])
 def test_a_training_run(pool, ranks, shape, flags):
-    """Four steps, on two ranks with ep 2, and on four ranks with ep 2 and tp, cp or pp 2, give the losses, gradient norms and
-    weights of one process; and the ledger's bytes are those that `formula` returns: what a rank sends in one training step, as a
-    list of (group, collective, payload bytes), for the layers of its own stage. As a rank cannot know how many rows come to its
-    experts, the formula says as many come as it sends. With --recompute selective or full forward runs twice."""
-    # of two layers of the four, six experts, three for a token: the counts have 96 bytes; all rows of all tokens 46,080
+    """Write `formula`. It returns what a rank sends in one training step, as a list of (group, collective, payload bytes), for the
+    layers of its own stage; this must equal the ledger's bytes. A rank cannot know how many rows come to its experts, so count as
+    many as it sends. With --recompute selective or full, forward runs twice. Four steps, on two ranks with ep 2, and on four ranks
+    with ep 2 and tp, cp or pp 2, must give the losses, gradient norms and weights of one process."""
+    # with two layers, six experts, and three of them per token, the counts have 96 bytes; all rows of all tokens have 46,080
     rows, counts, update = 2 * 24 * 16 * 3 * 5 * 4, 96, {("dp_cp", "all_reduce"): 96, ("world", "all_reduce"): 8}
     cases = [(0, {}, {}), (2, {}, update),
              (2, dict(ep=2, dp=2), update | {("ep", "all_to_all"): 2 * rows + 4 * counts}),

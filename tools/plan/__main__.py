@@ -1,4 +1,4 @@
-"""From a model and a cluster to a layout: fit in memory, reach the batch, be fast.
+"""Find a layout for a model on a cluster that fits in memory, reaches the batch and is fast.
 
     python tools/plan --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
 """
@@ -18,7 +18,7 @@ from speed import GPUS, NETWORKS, Cluster, gpus
 from trainer import TOO_LARGE as MOST, Refused, refuse
 from trainers import TRAINERS, constants_of
 
-# beyond these a unit was mistaken
+# a value outside these ranges is in the wrong unit
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
               power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0.001, 1e18),
               restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
@@ -26,7 +26,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def count(text):
-    """4k is 4,096 and 4M 4,194,304: lengths and batches are powers of two."""
+    """Read a number with a unit: 4k is 4,096 and 4M is 4,194,304, because lengths and batches are powers of two."""
     plain = text.strip().lower().replace(",", "").replace("_", "")
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmg]?)", plain)
     try:

@@ -1,6 +1,6 @@
-"""What a layout holds and sends in this trainer, by arithmetic: parameters, memory, bytes on the wire.
+"""Compute what a layout holds and sends in this trainer: parameters, memory, bytes on the wire.
 
-All but the memory that comes and goes is exact: tests compare it with a dry run (tools/simulate).
+All of it is exact, except for the memory that comes and goes: tests compare it with a dry run (tools/simulate).
 """
 import math
 from collections import defaultdict
@@ -12,7 +12,7 @@ import trainer
 from trainer import SCHEDULES
 
 GIB = 2**30
-BF16, FLOAT32, INT64 = 2, 4, 8                            # bytes of a number
+BF16, FLOAT32, INT64 = 2, 4, 8                            # bytes per number
 
 
 # ---------------------------------------------------------------------- layouts
@@ -28,8 +28,8 @@ class Layout(NamedTuple):
     accumulation: int = 1
     seq_len: int = 4096
     recompute: str = "none"
-    virtual: int = 2                                      # stages of a rank, where a schedule takes more
-    fused: bool = False                                   # another trainer's kernels, which keep less
+    virtual: int = 2                                      # stages per rank, for schedules that take any number
+    fused: bool = False                                   # another trainer's fused kernels, which keep less
 
     @property
     def gpus(self):
@@ -37,12 +37,12 @@ class Layout(NamedTuple):
 
     @property
     def batch(self):
-        """Sequences of a training step."""
+        """Return the number of sequences in a training step."""
         return self.dp * self.micro_batch * self.accumulation
 
     @property
     def tokens(self):
-        """Of a micro-batch, on a rank."""
+        """Return the number of tokens that a rank has of a micro-batch."""
         return self.micro_batch * self.seq_len // self.cp
 
     @property
@@ -58,18 +58,18 @@ class Stage(NamedTuple):
     layers: int
     embedding: bool
     head: bool
-    each: tuple = ()                                      # layers of each of its stages
+    each: tuple = ()                                      # the layers in each of the rank's stages
 
 
 def stage_boundaries(c, stages):
-    """pipeline_parallel.py's, for which torch is needed."""
+    """Return each stage's first layer. This is pipeline_parallel.py's function, which would need torch."""
     layers, ends = c.num_hidden_layers, c.vocab_size / layer_width(c)
     even = [math.floor((layers + 2 * ends) * stage / stages - ends + 0.5) for stage in range(stages + 1)]
     return [max(stage, min(layers - stages + stage, first)) for stage, first in enumerate(even)]
 
 
 def local_stages(l, rank):
-    """pipeline_parallel.py's, of a rank of pp."""
+    """Return the stages of a rank of pp, as pipeline_parallel.py does."""
     stages = l.pp * l.stages_per_rank
     if SCHEDULES[l.schedule].v_shaped:
         return [rank, stages - 1 - rank]
@@ -77,7 +77,7 @@ def local_stages(l, rank):
 
 
 def our_stages(c, l):
-    """What the ranks of pp hold, each with all its stages together."""
+    """Return for each rank of pp what it holds, with all its stages taken together."""
     return stages_of(c, Layout(pp=l.pp, schedule=l.schedule, virtual=l.virtual))
 
 
@@ -91,8 +91,10 @@ def stages_of(c, l):
 
 # ---------------------------------------------------------------------- parameters on a rank
 def attention_products(c, l=Layout()):
-    """(inner, columns) of each matrix of attention on a rank, the output's last. Latent attention first makes
-    q, and k and v, small; those two matrices tp does not cut."""
+    """Return (inner, columns) of each attention matrix on a rank; the output projection comes last.
+
+    Latent attention first projects to a small q, and to a small k and v. tp does not cut those two matrices.
+    """
     h, heads = c.hidden_size, c.num_attention_heads // l.tp
     q, kv = heads * c.head_dim, kv_width(c, l.tp)
     if not c.latent:
@@ -103,12 +105,12 @@ def attention_products(c, l=Layout()):
 
 
 def kv_width(c, tp):
-    """Columns of k on a rank, and of v. If there are more ranks than heads, neighbours have the same one."""
+    """Return the columns of k on a rank; v has as many. If there are more ranks than heads, neighbours share one."""
     return c.num_key_value_heads * c.head_dim // min(tp, c.num_key_value_heads)
 
 
 def block_tensors(c, l):
-    """(parameters, ranks that sum their gradients again) of a block's tensors, in order, without experts."""
+    """Return (parameters, group that sums their gradients once more) of a block's tensors, in order, without the experts."""
     h, i = c.hidden_size, c.intermediate_size // l.tp
     of_all = "tp" * (l.tp > 1)
     same_heads = "kv_heads" * (l.tp > c.num_key_value_heads)
@@ -122,7 +124,7 @@ def block_tensors(c, l):
     mlp = [(h * i, "")] * 3
     if c.num_local_experts:
         mlp = [(c.num_local_experts * h, of_all)] + [(h * i, "")] * 3 * c.shared_experts
-    if c.dense_layers:                                    # the average layer
+    if c.dense_layers:                                    # use the average layer
         share = 1 - c.dense_layers / c.num_hidden_layers
         mlp = [(round(share * size), group) for size, group in mlp]
         mlp.append((round((1 - share) * 3 * h * c.dense_size / l.tp), ""))
@@ -131,18 +133,18 @@ def block_tensors(c, l):
 
 @lru_cache(maxsize=4096)
 def dense_layer(c, l):
-    """Parameters of a layer on a rank, without its experts."""
+    """Return the parameters of a layer on a rank, without its experts."""
     return sum(size for size, _ in block_tensors(c, l))
 
 
 def expert_layer(c, l):
-    """Of the average layer; all have some in what this trainer takes."""
+    """Return the expert parameters of the average layer. In the models that this trainer takes, every layer has experts."""
     mine = c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp
     return mine * (c.num_hidden_layers - c.dense_layers) // c.num_hidden_layers
 
 
 def units(c, l, stage):
-    """What ZeRO cuts as one: (parameters, slices, how many of them)."""
+    """Return ZeRO's units, as (parameters, shards, number of such units)."""
     ends, ranks = c.vocab_size * c.hidden_size // l.tp, l.dp * l.cp
     first = [(ends, ranks, 1)] * stage.embedding
     blocks = [(dense_layer(c, l), ranks, stage.layers)]
@@ -156,7 +158,7 @@ def parameters(c, l, stage):
 
 
 def model_parameters(c, active=False):
-    """Of the whole model; active: those that a token meets."""
+    """Return the parameters of the whole model; with active, only those that a token meets."""
     experts = c.num_experts_per_tok if active else c.num_local_experts
     layer = experts * 3 * c.hidden_size * c.intermediate_size
     layer += dense_layer(c._replace(dense_layers=0), Layout())
@@ -166,16 +168,20 @@ def model_parameters(c, active=False):
 
 
 def flops_per_token(c, seq_len, causal=False, embedding=True):
-    """6 per parameter that a token meets, and attention's two products of [seq, seq], forward and backward.
-    metrics.py counts all of them, and the embedding, which multiplies nothing; causal: half of attention."""
+    """Return FLOPs per token: 6 per parameter that it meets, and attention's two [seq, seq] products, forward and backward.
+
+    metrics.py counts all of them, and the embedding, which multiplies nothing. With causal, count half of attention.
+    """
     met = model_parameters(c, active=True) - (0 if embedding else c.vocab_size * c.hidden_size)
     scores = c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
     return 6 * met + (6 if causal else 12) * scores
 
 
 def product_widths(c, l):
-    """Weights of a layer's matrix products that a token meets on a rank, over hidden: all but the last of
-    attention, that one; the same of the MLP."""
+    """Return, in units of hidden, how many weights a token meets in a layer's matrix products on a rank.
+
+    The four numbers are for attention's products but the last, for its last one, and the same two for the MLP.
+    """
     *qkv, out = (inner * columns // c.hidden_size for inner, columns in attention_products(c, l))
     down = c.intermediate_size // l.tp * experts_met(c)
     return sum(qkv), out, 2 * down + c.num_local_experts, down
@@ -186,12 +192,13 @@ def experts_met(c):
 
 
 def layer_width(c):
-    """The same of all, but for the router: what pipeline_parallel.py counts."""
+    """Return the sum of product_widths without the router, as pipeline_parallel.py counts a layer."""
     return sum(product_widths(c, Layout())) - c.num_local_experts
 
 
 def repeated(c, l):
-    """Of these what recomputation multiplies with again: the MLP's last only where experts' are weighted."""
+    """Return the part of product_widths that recomputation repeats. The MLP's last product is repeated only with experts,
+    whose outputs are weighted."""
     qkv, out, up, down = product_widths(c, l)
     down = down * bool(c.num_local_experts)
     if l.recompute == "none":
@@ -203,24 +210,27 @@ def repeated(c, l):
 
 
 def keeps_last_products(c, l):
-    """Whether --recompute selective keeps attention's and the MLP's: if tp leaves them as deep as hidden."""
+    """Return whether --recompute selective keeps the last product of attention, and that of the MLP.
+
+    It does if, after tp, the product's inner size is still at least hidden.
+    """
     heads = c.num_attention_heads * c.head_dim // l.tp
     return heads >= c.hidden_size, c.intermediate_size // l.tp >= c.hidden_size
 
 
 # ---------------------------------------------------------------------- memory
 def our_memory(c, l, rank, stage, number=BF16, fused_norm=True):
-    """Bytes by kind, when they are most."""
+    """Return bytes by kind, at the moment when their sum is largest."""
     most = max(moments(c, l, rank, stage, number, fused_norm), key=lambda moment: sum(moment.values()))
     return {**persistent(c, l, stage, number), **most}
 
 
 def persistent(c, l, stage, number=BF16):
-    """Bytes by kind. The optimizer has a counter of 4 bytes for each tensor as well."""
+    """Return persistent bytes by kind. The optimizer's counters, 4 bytes per tensor, are left out."""
     master = 12 if number == BF16 else 8                  # float32 copy of the weights, two moments
     held = units(c, l, stage)
     plain = sum(size * count for size, _, count in held)
-    cut = sum(-(-size // ranks) * count for size, ranks, count in held)          # a slice of each, rounded up
+    cut = sum(-(-size // ranks) * count for size, ranks, count in held)          # a shard of each, rounded up
     padded = sum(-(-size // ranks) * ranks * count for size, ranks, count in held)
     whole = padded if l.zero else plain
     return dict(
@@ -230,34 +240,36 @@ def persistent(c, l, stage, number=BF16):
 
 
 def moments(c, l, rank, stage, number, fused_norm):
-    """What comes and goes, by kind, at the moments of a backward pass at which it may be most: the head's,
-    the first block's, the next one's, the embedding's."""
+    """Yield the bytes that come and go, by kind, at the moments of a backward pass when they may be most.
+
+    Those are when backward is in the head, in the first block, in the next one, and in the embedding.
+    """
     h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
     block = dense + bool(c.num_local_experts) * expert_layer(c, l)
     row, cut = SCHEDULES[l.schedule], FLOAT32 * (l.zero >= 2)
     split = row.split_backward
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
     stream = number * l.tokens * h / l.tp
-    output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # of a stage; and rotary tables
-    before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last one's input
-    # in an MLP's backward; what tp gathers and is to scatter there; a matrix's gradient
+    output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # a stage's output; and rotary tables
+    before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last norm's input
+    # in an MLP's backward; what tp has gathered and is to scatter there; a matrix's gradient
     inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
-    # ZeRO-3: whole weights, in a pipeline all. From ZeRO-2 on whole gradients, of the unit in backward and of
-    # the one before it, which are under way (a block's experts are a unit, and all else one). Where W is put
-    # off norms have theirs before it, so that all units with norms have some.
+    # ZeRO-3 has whole weights, in a pipeline those of all units. From ZeRO-2 on, the unit in backward has whole
+    # gradients, and so has the one before it, whose reduce-scatter is under way (a block's experts are one unit,
+    # all else another). Where W is delayed, norms get their gradients before it, so all units with norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:
         whole_units = block + ends, 2 * block, block
         at_head, in_block, at_start = [all_weights or number * size for size in whole_units]
     grads, others = cut * block, cut * dense * (stage.layers - 1) * split
-    last = ends if stage.embedding or stage.head and split else dense         # unit of the micro-batch before
+    last = ends if stage.embedding or stage.head and split else dense         # the last unit of the micro-batch before
     last_micro_batch = cut * (l.accumulation > 1) * last
     for layers, stages, delayed, at_end in in_backward(l, rank, stage):
         alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
-        again = whole - layer if layers else 0         # a layer in backward has all its activations once more
+        again = whole - layer if layers else 0         # a layer in backward has all its activations again
         if stage.head and layers and at_end:
             buffers = at_head + last_micro_batch + (grads + others) * (delayed > 0)
             yield dict(activations=alive, loss=loss_memory(c, l, number), buffers=buffers)
@@ -270,22 +282,25 @@ def moments(c, l, rank, stage, number, fused_norm):
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
         if stage.embedding and delayed and not row.v_shaped:
-            # the I whose W these wait for ends so; `dense` is its unit
+            # the I ends like this whose W is still to come; `dense` is its unit
             yield dict(activations=alive, loss=0, buffers=buffers - grads)
 
 
-# What a rank of pp keeps follows from its list. A search asks thousands of times, so a schedule may have
-# formulas for it.
+# A rank's list of actions determines what it keeps. A search asks for this thousands of times, so a schedule may
+# have formulas for it.
 def in_flight(l, rank=0):
-    """Micro-batches, of all of a rank's layers, that it keeps at the worst moment: step 6's table."""
+    """Return how many micro-batches a rank keeps for all its layers at the worst moment, as in step 6's table."""
     if l.schedule in FORMULAS:
         return FORMULAS[l.schedule].in_flight(l, rank)
     return counted_in_flight(l.schedule, l.pp, l.accumulation, l.stages_per_rank, rank)
 
 
 def in_backward(l, rank, stage):
-    """(layers, stages) that wait for backward, layers that wait for W alone, times micro-batches, when either
-    is most; whether the head may be next."""
+    """Return a list of the moments of a rank that may need the most memory.
+
+    Each moment is the layers and the stages that wait for backward, and the layers that wait for W alone, all counted
+    once per micro-batch; and whether the head may be next.
+    """
     if l.schedule in FORMULAS:
         return FORMULAS[l.schedule].in_backward(l, rank, stage)
     return counted_moments(l.schedule, l.pp, l.accumulation, l.stages_per_rank, rank, stage.each)
@@ -303,8 +318,10 @@ def counted_in_flight(schedule, p, m, v, rank):
 
 @lru_cache(maxsize=4096)
 def counted_moments(schedule, p, m, v, rank, each):
-    """in_backward of any list: before each I or B, and after it where its W is still to come. Of the moments
-    only those at which no other has as much of everything."""
+    """Compute in_backward from any schedule's list: look before each I or B, and after it if its W is still to come.
+
+    Leave out moments that another one exceeds or equals in everything.
+    """
     l = Layout(pp=p, schedule=schedule, virtual=v)
     layers, last = dict(zip(local_stages(l, rank), each)), p * v - 1
     waiting, delayed, found = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0), set()
@@ -333,7 +350,7 @@ def whole_micro_batches(l, rank, stage):
 
 
 def zero_bubble_moments(l, rank, stage):
-    """W comes `rank` micro-batches after I."""
+    """Return in_backward's moments for a schedule in which W comes `rank` micro-batches after I."""
     p, m, layers, most = l.pp, l.accumulation, stage.layers, in_flight(l, rank)
     waiting, delayed = min(m, p - rank), min(m, rank + 1)
     most_waiting = waiting * layers, waiting, (most - waiting) * layers, True
@@ -342,7 +359,7 @@ def zero_bubble_moments(l, rank, stage):
 
 
 def dualpipe_moments(l, rank, stage):
-    """B is an I and its W; at the end W is put off."""
+    """Return in_backward's moments for DualPipe: B is an I and its W, and at the end W is delayed."""
     layers, most, after = stage.layers, in_flight(l, rank), l.pp - 1 - rank
     at_end = after / 2 * layers, after, (rank + 1) / 2 * layers, False
     after_one = (most - 0.5) * layers, 2 * most - 1, layers / 2, True
@@ -356,7 +373,7 @@ def interleaved_in_flight(l, rank):
 
 
 def interleaved_moments(l, rank, stage):
-    """Which of the rank's stages it is that wait changes every round."""
+    """Return in_backward's moments for interleaved 1F1B. Which of the rank's stages wait changes every round."""
     m, v, size = l.accumulation, l.stages_per_rank, round_size(l)
     ahead, found = round(in_flight(l, rank) * v), []
     starts = [size * i for i in range(v + 1)]
@@ -370,21 +387,21 @@ def interleaved_moments(l, rank, stage):
 
 
 def round_size(l):
-    """Interleaved: micro-batches go through a rank's stages in rounds of so many."""
+    """Return how many micro-batches interleaved 1F1B sends through a rank's stages in one round."""
     return -(-l.accumulation // max(1, l.accumulation // l.pp))
 
 
 def of_stage(i, done, size, v):
-    """Of so many forwards, in rounds of `size` through each of v stages, those of stage i."""
+    """Return how many of the first `done` forwards are stage i's, in rounds of `size` through each of v stages."""
     return done // (size * v) * size + min(size, max(0, done % (size * v) - i * size))
 
 
 class Formulas(NamedTuple):
-    """What the planner knows of a schedule in closed form, in place of counting its lists and simulating them."""
+    """Closed forms for a schedule, so that the planner need not count its lists and simulate them."""
     in_flight: Callable                                   # (layout, rank)
     in_backward: Callable                                 # (layout, rank, stage)
-    # (layout, F, I, W) -> idle time over p - 1, or None where no formula is known: where there are so few
-    # micro-batches that some W have nothing to fill
+    # (layout, F, I, W) -> idle time divided by p - 1, or None if no formula is known: with very few micro-batches,
+    # some W find no gap to fill
     idle: Callable
 
 
@@ -403,32 +420,32 @@ FORMULAS = {
 
 
 def kept(c, l, number, fused_norm):
-    """Bytes that a layer keeps for backward of one micro-batch."""
+    """Return the bytes that a layer keeps for the backward of one micro-batch."""
     q, kv = c.num_attention_heads * c.head_dim, 2 * kv_width(c, l.tp)
     h, i, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
     times = experts_met(c)
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
     inside = number * (2 * q / l.tp + kv) + FLOAT32 * heads / l.tp
-    if l.recompute == "selective":                # what products and attention made, of every hop of the ring
+    if l.recompute == "selective":                # the outputs of products and of attention, for every hop of the ring
         ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
         out, down = keeps_last_products(c, l)
         products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down
         return l.tokens * (inside + ring + number * products)
-    inside += number * 2 * sum(c.latent[:2])              # before their norms and after
+    inside += number * 2 * sum(c.latent[:2])              # before and after their norms
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
-    if c.qk_norm:                                         # each head's q and k before it, and its divisor
+    if c.qk_norm:                                         # each head's q and k before the norm, and its divisor
         q_and_k = q / l.tp + kv / 2
         inside += (number if fused_norm else 2 * FLOAT32) * q_and_k + FLOAT32 * q_and_k / c.head_dim
     mlp = number * (2 if l.fused else 4) * times * i / l.tp
-    if c.num_local_experts:        # the gathered input, each choice's row in and out, and the router's scores
+    if c.num_local_experts:        # the gathered input, each choice's rows in and out, and the router's scores
         mlp += number * h * (l.tp > 1) + number * 2 * times * h + FLOAT32 * c.num_local_experts
-    outputs = 0 if l.fused else 2 * h * number            # of the norms
+    outputs = 0 if l.fused else 2 * h * number            # the norms' outputs
     return l.tokens * (inside + mlp + (norms + outputs + 2 * FLOAT32) / l.tp)
 
 
 def noted(c, l, number):
-    """Bytes that a layer keeps from I to W: inputs and gradients of outputs of its products."""
+    """Return the bytes that a layer keeps from I to W: its products' inputs, and the gradients of their outputs."""
     h, q = c.hidden_size, c.num_attention_heads * c.head_dim
     attention = h / l.tp + 2 * q / l.tp + 2 * kv_width(c, l.tp) + h
     mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
@@ -436,13 +453,13 @@ def noted(c, l, number):
 
 
 def chunk(c, l):
-    """Tokens whose logits loss.py makes at a time."""
+    """Return the number of tokens whose logits loss.py makes at a time."""
     rows = max(1, 2**27 // (c.vocab_size // l.tp))
     return min(l.tokens, rows - rows % 128 if rows > 128 else rows)
 
 
 def loss_memory(c, l, number):
-    """loss.py's forward: a chunk's logits, in float32 twice, and gradients of the head and of its input."""
+    """Return the bytes of loss.py's forward: a chunk's logits, twice in float32, and the gradients of the head and its input."""
     words, rows = c.vocab_size // l.tp, chunk(c, l)
     copies = (l.tp == 1 and number == BF16) + (l.tokens > rows)
     logits = rows * words * (2 * FLOAT32 + number * copies)
@@ -453,23 +470,23 @@ def loss_memory(c, l, number):
 
 # ---------------------------------------------------------------------- on the wire
 def sent(c, l, rank=0, part=0):
-    """{(dimension, collective): payload bytes of one training step} of a rank of pp; with ZeRO, the one with
-    this part. Single numbers that all ranks sum are left out; each expert has as many tokens as others."""
+    """Return {(dimension, collective): payload bytes in one training step} for a rank of pp; with ZeRO, for the one with shard
+    `part`. Leave out sums of single numbers, and assume that every expert gets the same number of tokens."""
     out, m, stage = defaultdict(int), l.accumulation, our_stages(c, l)[rank]
     tokens, layers, again = l.tokens * m, stage.layers, l.recompute != "none"
     ends = stage.embedding + stage.head
     head = [(c.hidden_size, "tp"), (c.vocab_size // l.tp * c.hidden_size, "")]
-    stream = BF16 * tokens * c.hidden_size                # of all micro-batches, [batch, seq, hidden]
+    stream = BF16 * tokens * c.hidden_size                # [batch, seq, hidden], of all micro-batches together
     for size, ranks, count in units(c, l, stage):
         padded = -(-size // ranks) * ranks
         if l.zero == 0:
             out["dp", "all_reduce"] += FLOAT32 * size * count
         else:
-            # ZeRO-3 without a pipeline: every micro-batch, and in backward all blocks but the last once more
+            # ZeRO-3 without a pipeline gathers in every micro-batch, and all blocks but the last again in backward
             times, twice = (m, max(0, count - 1)) if l.zero == 3 and l.pp == 1 else (1, 0)
             out["dp", "reduce_scatter"] += FLOAT32 * padded * count * (m if l.zero > 1 else 1)
             out["dp", "all_gather"] += BF16 * padded * (count + twice) * times
-    if l.tp > 1:                                      # attention's input is gathered again, and a dense MLP's
+    if l.tp > 1:                                      # attention's input, and a dense MLP's, is gathered again in backward
         gathers = 4 + (1 if c.num_local_experts else 2)
         out["tp", "all_gather"] += ((gathers + 2 * again) * layers + ends) * stream
         out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
@@ -477,7 +494,7 @@ def sent(c, l, rank=0, part=0):
         for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
             for group, size in summed(tensors, l, part).items():
                 out[group, "all_reduce"] += FLOAT32 * count * size
-    if l.cp > 1:                            # zigzag: keys and values twice round, and their float32 gradients
+    if l.cp > 1:                            # zigzag: keys and values go round twice, and so do their float32 gradients
         kv = 2 * tokens * layers * kv_width(c, l.tp)
         out["cp", "send"] += ((2 + again) * (l.cp - 1) * BF16 + l.cp * FLOAT32) * kv
     if l.pp > 1:
@@ -486,15 +503,15 @@ def sent(c, l, rank=0, part=0):
         borders = sum(0 <= other < l.pp * l.stages_per_rank for other in neighbours)
         out["pp", "send"] += borders * stream // l.tp
     counts = INT64 * layers * c.num_local_experts
-    if l.ep > 1:             # there and back, forward and backward, of all tokens' choices; and how many come
+    if l.ep > 1:             # rows of all tokens' choices, there and back, forward and backward; and their counts
         rows = layers * c.num_experts_per_tok * stream
         out["ep", "all_to_all"] += (4 + 2 * again) * rows + (1 + again) * m * counts
-    out["dp", "all_reduce"] += counts                     # of each expert's tokens, for the balance
+    out["dp", "all_reduce"] += counts                     # each expert's number of tokens, for the balance
     return {key: size for key, size in out.items() if size}
 
 
 def summed(tensors, l, part):
-    """{group: parameters of a unit whose gradients it sums}: of all, or, with ZeRO, of those in one slice."""
+    """Return {group: number of a unit's parameters whose gradients it sums}; with ZeRO, of those in one shard."""
     whole = sum(size for size, _ in tensors)
     cut = -(-whole // (l.dp * l.cp))
     first, last = (part * cut, part * cut + cut) if l.zero else (0, whole)

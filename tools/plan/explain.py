@@ -1,4 +1,4 @@
-"""A layout in words: what each knob does, why the second is not first, where the playbook says otherwise."""
+"""Explain a layout in words: what each knob does, why the second is not first, where the playbook disagrees."""
 import math
 import shlex
 
@@ -12,7 +12,7 @@ from trainer import SCHEDULES
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
-BUILTIN = 460_000                                         # tokens that the trainer's builtin text surely has
+BUILTIN = 460_000                                         # tokens: the trainer's builtin text has at least so many
 SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
 
 
@@ -55,7 +55,7 @@ def name_of(l):
 
 
 def mfus(c, one, cluster):
-    """In each convention. metrics.py, and so the trainer's log, has the first."""
+    """Return the MFU in each convention. metrics.py, and so the trainer's log, uses the first."""
     found = {}
     for causal, attention in enumerate(("all of attention", "causal half")):
         for left_out, ends in enumerate(("embedding counted", "embedding not counted")):
@@ -70,8 +70,8 @@ def known_by(question, l):
 
 
 def two_answers(question, search):
-    """The fastest by estimate, the safest, and what would have to be measured to trust the fastest."""
-    dense = question.c._replace(num_local_experts=0)      # all layouts of a model have its experts
+    """Yield lines about the fastest layout by estimate, the safest, and what to measure before trusting the fastest."""
+    dense = question.c._replace(num_local_experts=0)      # experts do not tell layouts of one model apart
     fastest, safest = search.fastest(), search.first(lambda l: not trust.unmeasured(dense, l))
     for what, one in (("fastest by estimate", fastest), ("safest", safest)):
         if one:
@@ -88,13 +88,13 @@ def two_answers(question, search):
 
 
 def wanted(question, one):
-    """Days, GPU-hours and dollars for so many tokens, and what checkpoints and failures take."""
+    """Yield lines about the days, GPU-hours and dollars for the tokens, and the share lost to checkpoints and failures."""
     tokens, price, mtbf, checkpoint, restart = question.training
     lost = 0.0
     if not tokens:
         return
     if mtbf:
-        every = math.sqrt(2 * checkpoint * mtbf * 3600)                            # Young's
+        every = math.sqrt(2 * checkpoint * mtbf * 3600)                            # Young's rule
         lost = min(0.99, checkpoint / every + (every / 2 + restart) / (mtbf * 3600))
     hours = tokens / one.tokens_per_s / (1 - lost) / 3600
     yield (f"{tokens:.3g} tokens: {hours / question.cluster.gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
@@ -106,7 +106,7 @@ def wanted(question, one):
 
 
 def nothing_fits(question):
-    """How much is missing, the nearest layout, and the fewest GPUs."""
+    """Say how much memory is missing, which layout comes nearest, and how many GPUs would be enough."""
     found = plan.nearest(question.c, question.cluster, question.seq_len, question.constants)
     if found is None:
         return "no layout fits: none has this many GPUs"
@@ -119,7 +119,7 @@ def nothing_fits(question):
 
 
 def fewest(question, they, none):
-    """How many GPUs would do, in words; they, none: the verb."""
+    """Say how many GPUs would be enough. they and none are the verb, in the plural and in the singular."""
     count = plan.fewest_gpus(question.c, question.cluster, question.seq_len, question.constants)
     if count == math.inf:
         return f"no number of GPUs {none}"
@@ -127,7 +127,7 @@ def fewest(question, they, none):
 
 
 def why_not(what, best, second):
-    """In one sentence, made from numbers."""
+    """Say in one sentence, made from the numbers, why the second layout is not first."""
     more = {name: second.seconds.get(name, 0) - best.seconds.get(name, 0) for name in KINDS}
     named = sorted(more.items(), key=lambda item: -abs(item[1]))[:3]
     named.append(("all else", sum(more.values()) - sum(s for _, s in named)))
@@ -144,8 +144,10 @@ def why_not(what, best, second):
 
 
 def notches(c, l):
-    """(knob, what is changed, layout or why there is none) one notch either way. What tp, cp and pp take they
-    take from dp; dp alone changes the number of GPUs."""
+    """Yield (knob, new value, layout or why there is none) for each knob turned one notch either way.
+
+    What tp, cp and pp gain, dp loses. Only dp changes the number of GPUs.
+    """
     def turn(gpus=l.gpus, **changed):
         return plan.changed_to(l, gpus, l.batch, **changed)
 
@@ -173,7 +175,7 @@ def notches(c, l):
 
 
 def turned(c, best, cluster, constants):
-    """What one notch of each knob does, or why it cannot be."""
+    """Yield for one notch of each knob what it does, or why it is impossible."""
     for knob, to, l in notches(c, best.layout):
         said = dict(knob=knob, to=to, layout=l)
         why = l if isinstance(l, str) else plan.impossible(c, l)
@@ -199,11 +201,11 @@ def knobs(c, best, cluster, constants):
 
 
 # ---------------------------------------------------------------------- the playbook
-BOTTLENECK = 0.1                                          # of the step: dp is waited for longer than this
+BOTTLENECK = 0.1                                          # share of the step: if the wait for dp is longer, dp is a bottleneck
 
 
 def playbook(c, search, cluster):
-    """(its rule, the best that follows it, or None). docs/playbook.md has the rules, and where they stand."""
+    """Yield (rule, the best layout that follows it, or None). docs/playbook.md has the rules and their sources."""
     rule = "its recipe (tp to the node, dp with ZeRO, pp where dp is waited for, then the micro-batch)"
     yield rule, recipe(search, cluster)
     billions = costs.model_parameters(c) / 1e9
@@ -212,7 +214,7 @@ def playbook(c, search, cluster):
 
 
 def by_size(billions, node):
-    """The table of sizes. Its tp 8 is the node of its runs."""
+    """Return the rule for this size from the playbook's table of sizes. Its tp 8 is the node of its runs."""
     alone = lambda l: (l.tp, l.pp, l.zero) == (1, 1, 3)
     if billions < 10:
         return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute",
@@ -225,7 +227,7 @@ def by_size(billions, node):
 
 
 def by_gpus(cluster):
-    """The table of GPUs has four rows and gaps between them: what lies in a gap takes the row before."""
+    """Return the rule from the playbook's table of GPUs. It has four rows with gaps: a number in a gap takes the row before."""
     node = cluster.gpus_per_node
     if cluster.gpus <= node:
         return (f"by GPUs, one node: tp {node}, or ZeRO-3",
@@ -241,8 +243,8 @@ def by_gpus(cluster):
 
 
 def recipe(search, cluster):
-    """tp as large as the node takes; dp, with the least recomputation and ZeRO that fit; more pp as long as
-    dp is waited for; of the micro-batches the fastest."""
+    """Return the layout of the playbook's recipe: tp as large as a node allows; dp with the least recomputation and ZeRO that
+    fit; more pp as long as dp is waited for; and the fastest micro-batch."""
     tps = {one.layout.tp for one in search.ordered}
     largest = max((tp for tp in tps if tp <= cluster.gpus_per_node), default=1)
     of = [one for one in search.ordered if one.layout.tp == largest and one.layout.cp == one.layout.ep == 1
@@ -270,7 +272,7 @@ def heading(question, what="all layouts have the same batch", batch=None):
 
 
 def one_in_detail(question, one, more=()):
-    """more: lines about it among others."""
+    """Yield the lines that describe one layout. more: lines that compare it with others."""
     c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
     yield name_of(l)
     kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
@@ -296,7 +298,7 @@ def one_in_detail(question, one, more=()):
 
 
 def among_others(question, search, best):
-    """Why neither the second row nor what should be faster than both is first; where the playbook differs."""
+    """Yield lines that say why neither the second row is first nor a layout estimated faster, and where the playbook differs."""
     fastest = search.fastest()
     if len(best) > 1:
         yield why_not("The second", best[0], best[1])
@@ -335,7 +337,7 @@ def command(model, l, cluster):
 
 
 def on_nodes(model, l, cluster, job="$SLURM_JOB_ID", host=SLURM_HOST):
-    """What runs on each node: the ranks meet on the job's own first one."""
+    """Return the command to run on each node. The rendezvous is on the job's first node."""
     each = min(cluster.gpus, cluster.gpus_per_node)
     return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {each} --rdzv_backend c10d --rdzv_id {job} "
             f"--rdzv_endpoint {host} step08_5d/train.py {train_flags(model, l)}")
@@ -348,7 +350,7 @@ def script(model, l, cluster):
 
 
 def hardware(question):
-    """The cluster's flags of tools/simulate, where they are not the usual ones."""
+    """Return the tools/simulate flags that describe the cluster, where they differ from the usual ones."""
     cluster, usual = question.cluster, Cluster(1)
     flags = f"--gpu {question.gpu} " * (question.gpu != "h100")
     flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != usual.gpus_per_node)
@@ -356,7 +358,7 @@ def hardware(question):
 
 
 def dry_run(c, model, l, more=""):
-    """Of the rank that needs most: of its stage the last of cp, which keeps most of the ring."""
+    """Return the command of a dry run of the rank that needs most: in its stage the last of cp, which keeps most of the ring."""
     rank = plan.fullest(c, l) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
     return f"python tools/simulate 8 {l.gpus} --rank {rank} {more}{train_flags(model, l)}"
 

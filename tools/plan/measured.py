@@ -1,4 +1,4 @@
-"""Runs that you measured with tools/sweep.py: --fit fits the constants to your cluster."""
+"""Fit the constants to your cluster (--fit), from runs that you measured with tools/sweep.py."""
 import csv
 import json
 import math
@@ -12,7 +12,7 @@ from costs import Layout
 from plan import RECOMPUTE, SCHEDULES, evaluate, impossible, memory
 from trainer import refuse
 
-# the columns that tools/sweep.py writes, and the constants that a few runs can tell something about
+# the columns that tools/sweep.py writes, and the constants that a few runs can determine
 RESULTS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len",
            "recompute", "status", "tok_s_gpu", "mem_gib")
 FITTED = ("product", "attention", "memory", "nvlink", "network", "overlap", "optimizer")
@@ -49,7 +49,7 @@ def read_run(row, where):
 
 
 def loss(runs, cluster, k):
-    """Each constant is drawn towards what it was, so that a few runs do not throw it far."""
+    """Return the loss of a fit. It draws each constant towards its usual value, so that a few runs do not throw it far."""
     constants = dict(time=k, slack=1)
     errors = [math.log(evaluate(c, l, cluster._replace(gpus=l.gpus), constants).tokens_per_s / seen)
               for c, l, seen, _ in runs]
@@ -58,7 +58,7 @@ def loss(runs, cluster, k):
 
 
 def lowest(best, loss):
-    """Tries each constant a step up and a step down, and halves the steps when that no longer helps."""
+    """Minimize the loss: try each constant a step up and a step down, and halve the steps when that no longer helps."""
     step, least = 0.5, loss(best)
     while step > 0.01:
         before = least

@@ -1,6 +1,6 @@
-"""The shapes of models: the trainer's presets, and what a config.json says, which transformers reads. Less
-has to be known than to train: a Mistral or a Qwen2 is a Llama but for a few vectors, and experts may be shared
-and attention latent.
+"""The shapes of models: the trainer's presets, and those that transformers reads from a config.json. Planning needs
+to know less than training, so more models are known here: a Mistral or a Qwen2 is a Llama but for a few vectors, and
+experts may be shared and attention latent.
 """
 import os
 from typing import NamedTuple
@@ -12,23 +12,23 @@ from trainer import TOO_LARGE as MOST, refuse
 class Model(NamedTuple):
     vocab_size: int
     hidden_size: int
-    intermediate_size: int                                # of each expert, where there are some
+    intermediate_size: int                                # of each expert, if there are any
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
-    attention_bias: bool = False                          # of q, k and v: Qwen2 has them
-    qk_norm: bool = False                                 # norms of each head's q and k: Qwen3
+    attention_bias: bool = False                          # q, k and v have biases: Qwen2
+    qk_norm: bool = False                                 # each head's q and k have norms: Qwen3
     tied: bool = False                                    # one matrix for both ends
-    shared_experts: int = 0                               # of a layer, which every token meets as well
-    dense_layers: int = 0                                 # that have an MLP in place of experts,
+    shared_experts: int = 0                               # per layer: every token meets them as well
+    dense_layers: int = 0                                 # layers that have an MLP instead of experts,
     dense_size: int = 0                                   # and its intermediate_size
-    # ranks of q, of k and v; head_dim of q and k without positions and with, of v
+    # ranks of q, and of k and v; head_dim of q and k without positions, and with; head_dim of v
     latent: tuple = ()
-    notes: tuple = ()                                     # what is different when it is trained here
-    untrained: str = ""                                   # why the trainer refuses it, in its words
+    notes: tuple = ()                                     # how training it here differs
+    untrained: str = ""                                   # why the trainer refuses it, in its own words
 
 
 TRAINED = tuple(trainer.FAMILIES)
@@ -43,10 +43,10 @@ def load(name):
         return PRESETS[name]
     if os.path.isfile(name):
         refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
-    if not os.path.isdir(name) and "/" not in name:       # as hub ids of Llamas have
+    if not os.path.isdir(name) and "/" not in name:       # hub ids have a slash
         refuse(f"--model {name}: no such directory, and no hub id; the presets are {', '.join(PRESETS)}")
     try:
-        from transformers import PretrainedConfig         # and with it torch, which nothing else here needs
+        from transformers import PretrainedConfig         # it imports torch, which nothing else here needs
         raw, _ = PretrainedConfig.get_config_dict(name)
     except Exception as error:
         refuse(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are "
@@ -85,7 +85,7 @@ def read(raw, where):
                   tied=theirs.tie_word_embeddings, untrained=refused,
                   qk_norm=kind in TRAINED and trainer.FAMILIES[kind].qk_norm)
     model = model._replace(**experts(theirs, kind, where))
-    if kind == "deepseek_v3":                             # heads count as of the mean width of q and v
+    if kind == "deepseek_v3":                             # head_dim is the mean width of q and v
         rope, plain, v = theirs.qk_rope_head_dim, theirs.qk_nope_head_dim, theirs.v_head_dim
         latent = theirs.q_lora_rank or 0, theirs.kv_lora_rank, plain, rope, v
         model = model._replace(latent=latent, head_dim=(plain + rope + v) // 2)

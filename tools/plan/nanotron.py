@@ -1,6 +1,6 @@
-"""Another trainer, nanotron, of which many runs were published: what it holds and how long it takes, where
-that differs from this one. dev/bench/fit_plan.py fits the constants, and says what each means; --predict
-predicts runs like those in tests/data.
+"""Model another trainer, nanotron, of which many runs were published: what it holds and how long it takes, where it
+differs from this one. dev/bench/fit_plan.py fits the constants, and says what each means; --predict predicts runs like
+those in tests/data.
 """
 import json
 import math
@@ -19,12 +19,12 @@ from trainer import refuse
 
 FITTED = json.loads((Path(__file__).parent / "nanotron.json").read_text())
 TIME, MEMORY = FITTED["time"], FITTED["memory"]
-OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}         # that is not fitted
-LARGEST_KEPT_TP = 16                                      # in groups of 32 what tp gathers was not kept
+OTHERWISE = {**speed.USUAL, "gathers_again": 0.0}         # not fitted
+LARGEST_KEPT_TP = 16                                      # groups of 32 did not keep what tp gathers
 BENCHMARK_BATCH, BENCHMARK_SEQ = 256, 4096
 KEYS = ("model", "nodes", "dp", "tp", "pp", "zero", "mbs", "grad_acc")
 PREDICTED = ("pred_mem_gb", "pred_tok_s_gpu", "pred_oom")
-MOST = 10**6                                              # of what a row counts
+MOST = 10**6                                              # for each number in a row
 BENCHMARKED = {                                           # layers, hidden, heads, intermediate, tied
     "1B": (16, 2048, 32, 8192, True), "3B": (28, 3072, 32, 8192, True),
     "8B": (32, 4096, 32, 14336, False), "80B": (80, 8192, 64, 28672, False)}
@@ -35,7 +35,8 @@ def key(row):
 
 
 def stages_of(c, l):
-    """It gives blocks to a stage until that has more than its share. Of the ends only the head counts."""
+    """Return nanotron's stages: it fills each until the stages so far have more than their share. Of the ends only the
+    head counts."""
     blocks = [("layers", costs.layer_width(c))] * c.num_hidden_layers
     blocks += [("norm", 0), ("head", c.vocab_size), ("cast", 0), ("loss", 0)]
     whole = sum(size for _, size in blocks)
@@ -51,17 +52,17 @@ def stages_of(c, l):
 
 
 def parameters(c, l, stage):
-    """Of a rank. The smaller models have one matrix for both ends."""
+    """Return the parameters on a rank. The smaller models use one matrix for both ends."""
     once = stage.embedding and stage.head and c.tied
     return costs.parameters(c, l, stage) - once * c.vocab_size * c.hidden_size // l.tp
 
 
 def memory_of(c, l, rank, stage, k=MEMORY):
-    """Bytes by kind. Few of its runs are alike to the byte: its allocator's holes are in the constants."""
+    """Return bytes by kind. Few of its runs repeat to the byte, so the constants include fragmentation."""
     held, flight = parameters(c, l, stage), costs.in_flight(l, rank)
     weights, gradients, states = (l.dp if l.zero >= stage_of_zero else 1 for stage_of_zero in (3, 2, 1))
     layer = flight * (k["hidden_bytes"] * c.hidden_size + k["mlp_bytes"] * c.intermediate_size) / l.tp
-    if 1 < l.tp <= LARGEST_KEPT_TP:                       # how many micro-batches' inputs are kept whole
+    if 1 < l.tp <= LARGEST_KEPT_TP:                       # whole: the number of micro-batches whose gathered inputs are kept
         whole = k["gathered"] if l.pp == 1 else k["gathered_pp"] * max(0, flight - 2)
         layer += 2 * BF16 * whole * c.hidden_size
     logits = k["logit_bytes"] + k["old_logit_bytes"] * (l.accumulation > 1)
@@ -76,7 +77,7 @@ def memory_of(c, l, rank, stage, k=MEMORY):
 
 
 def step_seconds(c, l, cluster, stages, k):
-    """As speed.py's; but when pp crosses nodes its ranks wait for longer than the messages take."""
+    """Return the seconds of a step, as speed.py's does. But when pp crosses nodes, ranks wait longer than messages take."""
     times = speed.Times(c, l, cluster, k)
     launch, wait = times.launches, 0
     if l.pp > 1 and cluster.nodes > 1:
@@ -90,8 +91,11 @@ def step_seconds(c, l, cluster, stages, k):
 
 
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
-    """As speed.py's, and the same for ZeRO 2 and 3, which it has not. But it gathers weights tensor by tensor
-    and hides nothing of that, and without ZeRO and with pp across nodes it sums gradients at the very end."""
+    """Return the seconds of data parallelism, as speed.py's does, and the very same for ZeRO-2 and 3, which nanotron lacks.
+
+    But it gathers weights tensor by tensor and hides none of that; and without ZeRO, if dp crosses nodes and there is a
+    pipeline, it sums gradients at the very end.
+    """
     if l.zero > 1:
         return speed.data_parallel_seconds(c, l, cluster, stage, k, each, last)
     held = parameters(c, l, stage)
@@ -125,7 +129,7 @@ def benchmark_seconds(run, constants=TIME):
 
 
 def benchmark_memory(run, constants=MEMORY, rank=None):
-    """GiB of a rank, or of the one that needs most; infinite where a stage would be empty."""
+    """Return the GiB of a rank, or of the one that needs most; infinity if a stage would be empty."""
     c, l, _, stages = run
     if not stages:
         return math.inf
@@ -142,7 +146,7 @@ def predict(row, time=TIME, memory=MEMORY, usable=speed.USABLE):
 
 
 def predict_file(path, out):
-    """A file of the benchmark's runs, or of published ones (published.py): whose it is, its columns say."""
+    """Predict a file of the benchmark's runs, or of published ones (published.py). The columns tell which it is."""
     rows = read_csv("--predict", path)
     whose = published if "fsdp_stage" in rows[0] else sys.modules[__name__]
     need("--predict", path, rows, whose.KEYS)

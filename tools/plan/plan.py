@@ -1,4 +1,4 @@
-"""From a model and a cluster to a layout: all of them are timed, and the best of those that fit are kept."""
+"""Find layouts for a model on a cluster: time all of them, and keep the best of those that fit."""
 import dataclasses
 import math
 from functools import lru_cache
@@ -13,9 +13,9 @@ from trainer import SCHEDULES, Refused, refuse
 
 RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
-# Memory at the peak is followed, not measured: costs.py's is at most so much less than what a dry run sees
+# Peak memory is computed, not measured: costs.py's is below a dry run's by at most this share
 MEMORY_ERROR = 0.03
-progress = dict(share=0.0)                                # of the search that goes on: the page asks for it
+progress = dict(share=0.0)                                # of the current search: the page asks for it
 
 
 # ---------------------------------------------------------------------- all layouts
@@ -24,7 +24,7 @@ def divisors(number, most=math.inf):
 
 
 def impossible(c, l):
-    """Why the trainer would refuse it, in its own words, or the planner; None if neither does."""
+    """Return why the trainer, in its own words, or the planner would refuse a layout; None if neither would."""
     if l.ep > 1 and not c.num_local_experts:
         return f"ep({l.ep}) is for experts, and the model has none"
     if l.batch >= trainer.TOO_LARGE:
@@ -47,7 +47,7 @@ def impossible(c, l):
 
 
 def meshes(c, cluster, seq_len, fused=False):
-    """Every valid (dp, tp, cp, pp, ep), with tp over at most two nodes and 1,024 tokens or more after cp."""
+    """Yield every valid mesh (dp, tp, cp, pp, ep) with tp over at most two nodes and at least 1,024 tokens after cp."""
     for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
         for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)):
             for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
@@ -59,17 +59,17 @@ def meshes(c, cluster, seq_len, fused=False):
 
 
 def batch_near(wanted, gpus):
-    """The number of sequences, within a tenth of those wanted, that most degrees of dp and micro-batches
-    divide: a multiple of the odd part of the GPUs, and of a large power of two."""
+    """Return the batch, within a tenth of the one wanted, that most degrees of dp and micro-batches divide: a multiple of
+    the odd part of the GPUs, and of a large power of two."""
     odd = gpus // (gpus & -gpus)
-    unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # of very many sequences not every number is tried
+    unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # with very many sequences, do not try every number
     first, last = max(1, math.ceil(0.9 * wanted / unit)), max(1, math.floor(1.1 * wanted / unit))
     near = [unit * i for i in range(first, last + 1)]
     return max(near, key=lambda batch: (math.gcd(batch, odd), batch & -batch, -abs(batch - wanted)))
 
 
 def schedules(c, pp):
-    """(schedule, virtual) of those to be timed. With one layer on a rank it is the default alone."""
+    """Return (schedule, virtual) of each schedule to time. If a rank has one layer, that is the default alone."""
     most = c.num_hidden_layers // pp
     if pp == 1 or most < 2:
         return [(DEFAULT_SCHEDULE, 2)]
@@ -78,14 +78,14 @@ def schedules(c, pp):
 
 
 def stages_to_choose(name):
-    """Values of virtual. Where a schedule has one number of stages it says nothing."""
+    """Return the values of virtual to try. If a schedule has a fixed number of stages, virtual means nothing."""
     row = SCHEDULES[name]
     return [times * row.stages_per_rank for times in (1, 2, 4)] if row.or_more else [2]
 
 
 @lru_cache
 def worth_timing(p=4):
-    """The default, and the schedules that idle less or keep less."""
+    """Return the names of the default schedule and of those that idle less or keep less."""
     def idle_and_kept(name):
         row = SCHEDULES[name]
         v = row.stages_per_rank
@@ -98,7 +98,7 @@ def worth_timing(p=4):
 
 
 def fewest_micro_batches(l):
-    """That are timed: where W is put off to fill the end, fewer than ranks cannot."""
+    """Return the fewest micro-batches to time. Where W is delayed to fill the end, fewer than the ranks cannot fill it."""
     row = SCHEDULES[l.schedule]
     return max(row.min_micro_batches(l.pp), l.pp * row.split_backward)
 
@@ -130,7 +130,7 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
 
 
 def changed_to(l, gpus, batch, **changed):
-    """The layout with something changed, dp what is left of the GPUs and this batch; or why there is none."""
+    """Return the layout with these changes, this batch, and the rest of the GPUs in dp; or why there is no such layout."""
     l = l._replace(**changed)
     used = l.tp * l.cp * l.pp
     if gpus % used:
@@ -143,15 +143,18 @@ def changed_to(l, gpus, batch, **changed):
 
 # ---------------------------------------------------------------------- one layout
 def memory(c, l, slack=1.0, rank=None):
-    """GiB by kind, of a rank of pp, or of the one that needs most."""
+    """Return GiB by kind, for a rank of pp, or for the one that needs most."""
     rank = fullest(c, l) if rank is None else rank
     held = costs.our_memory(c, l, rank, costs.our_stages(c, l)[rank])
     return {kind: slack * size / GIB for kind, size in held.items()}
 
 
 def fullest(c, l):
-    """Of ranks with the same stages the first keeps most. Where W is put off this may grow instead from one
-    rank to the next, but for the very last, which puts off all."""
+    """Return the rank of pp that needs the most memory.
+
+    Among ranks with the same stages, the first keeps the most. Where W is delayed, memory may instead grow from one rank
+    to the next, except at the very last, which delays every W.
+    """
     stages = costs.our_stages(c, l)
     ranks = {stages.index(stage) for stage in stages}
     if l.schedule not in costs.FORMULAS:
@@ -162,7 +165,7 @@ def fullest(c, l):
 
 
 def limit(cluster):
-    """GiB that may be asked for."""
+    """Return the GiB that a layout may use on a GPU."""
     return cluster.gpu.memory * speed.USABLE / speed.GPUS["h100"].memory
 
 
@@ -171,7 +174,7 @@ def fits(held, cluster):
 
 
 def may_fit(c, l, cluster, slack):
-    """Whether the ends of a pipeline have room for what persists."""
+    """Return whether both ends of the pipeline have room for the persistent state."""
     stages = costs.our_stages(c, l)
     held = (slack * sum(costs.persistent(c, l, stages[rank]).values()) / GIB for rank in (0, -1))
     return all(fits(one, cluster) for one in held)
@@ -181,8 +184,8 @@ def may_fit(c, l, cluster, slack):
 class Candidate:
     layout: Layout
     seconds: dict
-    held_back: float = 0.0                                # tokens per second and GPU that it is ranked by
-    memory: dict = None                                   # of the fullest rank, once it was asked for
+    held_back: float = 0.0                                # tokens per second and GPU, by which it is ranked
+    memory: dict = None                                   # of the fullest rank, once computed
 
     @property
     def step(self):
@@ -206,8 +209,8 @@ def evaluate(c, l, cluster, constants):
 
 # ---------------------------------------------------------------------- the best
 def timed(c, cluster, seq_len, batch, constants):
-    """Every layout of the cluster that meets the batch, and how long it takes."""
-    k, known = constants["time"], {}                      # of layers: the same whatever dp is
+    """Yield every layout of the cluster that meets the batch, with its time."""
+    k, known = constants["time"], {}                      # known: times of layers, the same for every dp
     every = list(meshes(c, cluster, seq_len, constants.get("fused", False)))
     for done, mesh in enumerate(every):
         progress["share"] = done / len(every)
@@ -236,8 +239,8 @@ def timed(c, cluster, seq_len, batch, constants):
 
 
 class Search:
-    """All layouts of a cluster, the best first, of equal ones the simplest. Whether one fits is asked only
-    when it matters: where a micro-batch is too large, so are all larger ones."""
+    """All layouts of a cluster, best first, and of equal ones the simplest first. Whether one fits is computed only when
+    needed: if a micro-batch is too large, so are all larger ones."""
     def __init__(self, c, cluster, seq_len, batch, constants):
         self.c, self.cluster, self.slack, self.too_large = c, cluster, constants["slack"], {}
         found, known = list(timed(c, cluster, seq_len, batch, constants)), {}
@@ -260,16 +263,16 @@ class Search:
         return False
 
     def first(self, wanted):
-        """The best of those that fit and are wanted, or None."""
+        """Return the best layout that fits and is wanted, or None."""
         return next((one for one in self.ordered if wanted(one.layout) and self.fits(one)), None)
 
     def fastest(self):
-        """By estimate alone, of those that fit; or None."""
+        """Return the layout that fits and is fastest by estimate alone, or None."""
         by_speed = sorted(self.ordered, key=lambda one: -one.tokens_per_s)
         return next((one for one in by_speed if self.fits(one)), None)
 
     def best(self, count=10):
-        """One of each mesh. Short sequences make cp and dp the same: one of them is shown."""
+        """Return the best layouts, one for each tp, pp and ep. cp does not count: with short sequences it is much like dp."""
         best = {}
         for one in self.ordered:
             mesh = one.layout.tp, one.layout.pp, one.layout.ep
@@ -281,7 +284,7 @@ class Search:
 
 
 def fewest_gpus(c, cluster, seq_len, constants):
-    """The smallest power of two on which some layout fits, with one sequence at a time."""
+    """Return the smallest power of two of GPUs on which some layout fits, with one sequence at a time."""
     for gpus in (2**i for i in range(17)):
         found = nearest(c, cluster._replace(gpus=gpus), seq_len, constants)
         if found and fits(found[0], cluster):
@@ -290,7 +293,7 @@ def fewest_gpus(c, cluster, seq_len, constants):
 
 
 def nearest(c, cluster, seq_len, constants):
-    """(GiB, layout) of the one that holds least, or None: ZeRO-3, full recompute, one sequence at a time."""
+    """Return (GiB, layout) of the layout that holds least: ZeRO-3, full recompute, one sequence at a time. Or None."""
     least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
              for mesh in meshes(c, cluster, seq_len, constants.get("fused", False))]
     held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]

@@ -1,5 +1,5 @@
-"""Runs that other teams published, of their own trainers: --predict takes a file of them too. What a source
-does not say is assumed here, and stated beside each prediction.
+"""Predict runs that other teams published, with their own trainers: --predict takes a file of these too. This module
+assumes what a source does not say, and states it beside each prediction.
 """
 import costs
 import speed
@@ -19,19 +19,19 @@ SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediat
              head_dim="head_dim")
 NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w",
            *SHAPE)
-MOST = 10**7                                              # of any of them
+MOST = 10**7                                              # for each of these numbers
 CHOICES = dict(gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"), schedule=("", *SCHEDULES),
                recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"),
                trainer=("", *trainers.TRAINERS), precision=("", "bfloat16", "float8"))
 
 
 def predict(row):
-    """The row's predictions, and the assumptions made. What that trainer holds nobody knows: no memory. Of
-    micro-batches that a source leaves out the fastest is assumed: a team that publishes has looked for it."""
+    """Return the row's predictions, and the assumptions made. Memory is not predicted, since we cannot know what that
+    trainer holds. If a source leaves out the micro-batch, assume the fastest: a team that publishes has looked for it."""
     if row.get("micro_batch"):
         return predict_one(row, [])
     each, pp = int(row["sequences_per_step"]) // int(row["dp"] or 1), int(row["pp"] or 1)
-    if row.get("trainer") == "torchtitan" and pp > 1:     # its default
+    if row.get("trainer") == "torchtitan" and pp > 1:     # torchtitan's default
         row = {**row, "micro_batch": str(max(1, each // pp)), "stages_per_rank": "2"}
         return predict_one(row, ["as many micro-batches as ranks of pp, 2 stages a rank"])
     tried = [predict_one({**row, "micro_batch": str(size)}, [f"micro_batch {size}, the fastest"])
@@ -74,7 +74,7 @@ def run_of(row, assumed):
         return otherwise
     c, gpu = model_of(row), GPUS[row["gpu"].lower()]
     gpu = gpu._replace(memory=int(row.get("gpu_memory_gib") or gpu.memory))
-    of_96 = row["gpu"].lower() == "h100" and gpu.memory == 96      # it has HBM2e
+    of_96 = row["gpu"].lower() == "h100" and gpu.memory == 96      # this one has HBM2e
     if hbm := row.get("hbm_tb_s") or "2.4" * of_96:
         gpu = gpu._replace(hbm=float(hbm) * 1e12)
     watts = number("power_w", gpu.watts)
@@ -86,7 +86,7 @@ def run_of(row, assumed):
     schedule = row["schedule"] or DEFAULT_SCHEDULE
     if SCHEDULES[schedule].or_more:
         virtual = number("stages_per_rank", min(4, -(-c.num_hidden_layers // pp)))
-    # `fsdp` keeps what it gathered, and gradients until the last micro-batch: it sends what ZeRO-1 does
+    # `fsdp` keeps gathered weights, and whole gradients until the last micro-batch, so it sends what ZeRO-1 does
     zero = {"3": 3, "fsdp": 1, "2": 2, "1": 1}.get(row["fsdp_stage"], 0)
     accumulation = max(1, round(int(row["sequences_per_step"]) / dp / micro_batch))
     l = costs.Layout(
@@ -115,7 +115,7 @@ def check(row, where):
     if l.gpus != int(row["gpus"]):
         refuse(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "
                f"gpus({row['gpus']})")
-    # its two ends may be stages of their own, which this trainer's are not: 126 layers in 128 stages
+    # another trainer's ends may be stages of their own, unlike this one's: 126 layers in 128 stages
     most = -(-c.num_hidden_layers // l.pp)
     if SCHEDULES[l.schedule].or_more and l.virtual > most:
         refuse(f"{where}: stages_per_rank {l.virtual} is more than {c.num_hidden_layers} layers / pp({l.pp})")

@@ -1,6 +1,6 @@
-"""The answer as a web page: --serve, or --html FILE for one with its answers in it. The page only draws. The
-server listens on this machine alone, and answers nobody who came by another name: a page of the internet
-whose name was turned to 127.0.0.1 is refused.
+"""Give the answer as a web page, from a server (--serve) or in a file that holds its answers (--html FILE). The page
+only draws. The server listens on this machine alone, and refuses requests that use another host name: a page of the
+internet whose name was pointed at 127.0.0.1 gets no answer.
 """
 import json
 import os
@@ -24,14 +24,14 @@ from trainer import Refused, make, refuse, simulate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TEXTS = {f"/{path.relative_to(ROOT)}": path          # that the page sends its readers to
+TEXTS = {f"/{path.relative_to(ROOT)}": path          # the page links to these
          for path in [*ROOT.glob("step*/README.md"), HERE / "README.md", *ROOT.glob("docs/glossary.md")]}
-PASTED = "pasted"                                         # the model of a config.json that was pasted
+PASTED = "pasted"                                         # stands for the model of a pasted config.json
 LONGEST = 2**16                                           # bytes of a request
-PATIENCE = 10                                             # seconds that a browser may stop in a request
-SHOWN = 16                                                # ranks of a pipeline in the timeline
+PATIENCE = 10                                             # seconds that a browser may pause within a request
+SHOWN = 16                                                # at most so many ranks in the timeline
 DEGREES = [2**i for i in range(9)]
-LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)       # of what is asked
+LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)       # largest values in a question
 
 
 class Question(NamedTuple):
@@ -42,12 +42,12 @@ class Question(NamedTuple):
     seq_len: int
     sequences: float
     constants: dict
-    # tokens, dollars a GPU-hour, hours between failures, seconds of a checkpoint, of going on after a failure
+    # tokens, dollars a GPU-hour, hours between failures, seconds of a checkpoint, seconds of a restart
     training: tuple = (0, 0, 0, 60, 600)
 
     @property
     def batch(self):
-        """Sequences of every layout but --config's."""
+        """Return the number of sequences in a step, for every layout but --config's."""
         return plan.batch_near(self.sequences, self.cluster.gpus)
 
     def search(self):
@@ -60,7 +60,7 @@ class Question(NamedTuple):
 
 
 def answer(question, config=""):
-    """The recommendation, and the layout that is looked at: config's, or the best."""
+    """Return the recommendation, and a report on one layout: config's, or the best."""
     constants = json.dumps(question.constants, sort_keys=True)
     said, best = recommendation(question._replace(constants=None), constants)
     one = question.evaluate(config) if config else best
@@ -69,7 +69,7 @@ def answer(question, config=""):
 
 @lru_cache(maxsize=32)
 def recommendation(question, constants):
-    """What is said of all layouts, and the best, or None. constants: as a text, which a cache can look up."""
+    """Return what there is to say about all layouts, and the best one or None. constants is JSON text, so it can be hashed."""
     question = question._replace(constants=json.loads(constants))
     search = question.search()
     best = search.best()
@@ -90,7 +90,7 @@ def row(question, one):
 
 
 def config_of(l):
-    """As --config takes it."""
+    """Return the layout as --config takes it."""
     of_pp = ["schedule", "v"] * (l.pp > 1)
     names = ["dp", "tp", "cp", "pp", "ep", "zero", *of_pp, "mbs", "acc", "recompute"]
     return ",".join(f"{name}={getattr(l, plan.NAMES.get(name, name))}" for name in names)
@@ -98,7 +98,7 @@ def config_of(l):
 
 def report(question, one):
     if question.model == PASTED:
-        question = question._replace(model="DIR")         # the folder that has it
+        question = question._replace(model="DIR")         # the reader's own folder with the config.json
     c, cluster, l, slack = question.c, question.cluster, one.layout, question.constants["slack"]
     to_run = question.model, l, cluster
     turns = [{name: value for name, value in turn.items() if name != "layout"}
@@ -112,10 +112,10 @@ def report(question, one):
 
 
 def timeline(question, one):
-    """The pipeline's own schedule with this layout's F, I and W, for some of its micro-batches and ranks."""
+    """Return the schedule's events with this layout's F, I and W, for some of its micro-batches and ranks."""
     l = one.layout
     times = Times(question.c, l, question.cluster, question.constants["time"])
-    every = -(-l.pp // SHOWN)                             # of so many ranks one is drawn
+    every = -(-l.pp // SHOWN)                             # draw one rank of so many
     m = min(l.accumulation, 3 * l.pp + 2 if every == 1 else 2 * l.pp)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
     F, I, W = (share * seconds for seconds in (times.F, times.I, times.W))
@@ -129,7 +129,7 @@ def timeline(question, one):
 
 
 def stops(question, l):
-    """For each knob its values, and what they lead to, or why one is not possible."""
+    """Return for each knob its values, and the layout that each leads to, or why it is impossible."""
     values = dict(tp=DEGREES[:6], cp=DEGREES, pp=DEGREES[:8], ep=DEGREES[:7], zero=[0, 1, 2, 3],
                   schedule=plan.SCHEDULES, virtual=plan.stages_to_choose(l.schedule), micro_batch=DEGREES[:6],
                   recompute=plan.RECOMPUTE)
@@ -145,14 +145,14 @@ def stops(question, l):
 
 
 def turned_to(question, l, knob, value, batch):
-    """The layout with one knob at a value; or why there is none."""
+    """Return the layout with one knob set to a value, or why there is none."""
     if knob == "schedule" and l.pp == 1 and value != costs.DEFAULT_SCHEDULE:
         return "needs pp"
     return plan.changed_to(l, question.cluster.gpus, batch, **{knob: value})
 
 
 def page(question, shown, served, root="/"):
-    """One file. If it is served it asks for more, if not it has all that it shows. root: of the READMEs."""
+    """Return the page, in one file. If served it asks for more; if not, it holds all it shows. root: path to the READMEs."""
     names = dict(models=list(models.PRESETS), gpu_names=list(GPUS), kinds=KINDS, networks=list(NETWORKS),
                  trainers=list(TRAINERS), about=ABOUT, columns=explain.COLUMNS)
     data = dict(state=state_of(question), served=served, root=root) | names | shown
@@ -172,13 +172,13 @@ def network_of(network):
 
 
 def write(question, config, path):
-    """A page that needs no server: of half and twice as many GPUs and tokens the best layout, of the question
-    itself all of the table, and where each knob leads."""
+    """Write a page that needs no server. It has the best layout for half and twice as many GPUs and tokens; and for the
+    question itself the whole table, and the layout that each knob leads to."""
     now, answers = state_of(question), {}
     for gpus, tokens in product((1, 0.5, 2), repeat=2):
         state = dict(gpus=int(gpus * now["gpus"]), tokens=int(tokens * now["tokens"]))
         print(f"{state['gpus']:,} GPUs, {state['tokens']:,} tokens", file=sys.stderr)
-        with suppress(Refused):                           # it is less than a GPU, or no whole nodes
+        with suppress(Refused):                           # less than one GPU, or not whole nodes
             answers["{gpus},{tokens}".format(**state)] = answer(asked(question, state)) | dict(reports={})
     of_it = answers["{gpus},{tokens}".format(**now)] = answer(question, config)
     layout = of_it["layout"]
@@ -196,7 +196,7 @@ def run(question, config, port):
         server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
     except OSError as error:
         refuse(f"--port {port}: {error.strerror}")
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that went away is no reason to end
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that goes away must not end the server
     with server, suppress(KeyboardInterrupt):
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
@@ -204,7 +204,7 @@ def run(question, config, port):
 
 
 def asked(question, state):
-    """The question that the page asks, out of its state; what it leaves out is as on the command line."""
+    """Return the question that the page asks with its state. What the state leaves out is as on the command line."""
     def number(name, otherwise):
         value = state.get(name, otherwise)
         if type(value) is not int or not 1 <= value <= LARGEST[name]:
@@ -245,20 +245,20 @@ def asked(question, state):
 def handler(question, config):
     class Handler(BaseHTTPRequestHandler):
         timeout = PATIENCE
-        default_request_version = "HTTP/1.0"              # so that what cannot be read gets a status too
+        default_request_version = "HTTP/1.0"              # so that an unreadable request gets a status too
 
         def handle(self):
-            with suppress(ConnectionError):               # it went away
+            with suppress(ConnectionError):               # the browser went away
                 super().handle()
 
         def parse_request(self):
-            """And whether it is for us."""
+            """Parse a request, and refuse it if it is not for this host, or comes from another page."""
             if not super().parse_request():
                 return False
             port = self.server.server_port
             ours = {f"127.0.0.1:{port}", f"localhost:{port}"}
             hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
-            pages = [origin.removeprefix("http://") for origin in origins]       # that ask, if a page does
+            pages = [origin.removeprefix("http://") for origin in origins]       # of the page that asks, if one does
             if len(hosts) == 1 and ours.issuperset(hosts + pages):
                 return True
             self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
@@ -292,7 +292,7 @@ def handler(question, config):
                 self.reply(408, "the request is shorter than it says")
 
         def send_error(self, status, message=None, explain=None):
-            """What the server's own class refuses, in one line too."""
+            """Answer in one line, also when the base class refuses a request."""
             self.reply(status, message or self.responses[status][0])
 
         def reply(self, status, text, kind="text/plain; charset=utf-8"):

@@ -1,5 +1,5 @@
-"""How long a training step takes. What a GPU and a link do is the simulator's (tools/simulate/gpus.py); here
-are only the sums. What another trainer, or your cluster, does otherwise is an overlay: a few factors on them.
+"""Predict how long a training step takes. The simulator (tools/simulate/gpus.py) knows what a GPU and a link can do,
+and this module only adds up. Another trainer, or your own cluster, differs by an overlay: a few factors on the sums.
 """
 import math
 import sys
@@ -16,7 +16,7 @@ from simulate import gpus                                                       
 from simulate.gpus import GPUS, Gpu, Kernel                                         # noqa: E402
 
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU: 400 and 100 Gbit/s
-USABLE = 70.5                     # GiB of an 80 GB GPU that runs were seen to use: memory is in pieces
+USABLE = 70.5                     # GiB of an 80 GB GPU that runs were seen to use; the rest is lost to fragmentation
 
 
 class Cluster(NamedTuple):
@@ -30,7 +30,7 @@ class Cluster(NamedTuple):
         return -(-self.gpus // self.gpus_per_node)
 
     def hardware(self, k=None):
-        """The simulator's, with what an overlay says of its links."""
+        """Return the simulator's cluster, its links changed as the overlay says."""
         k = k or USUAL
         gpu = self.gpu._replace(nvlink=self.gpu.nvlink * k["nvlink"])
         return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"])
@@ -38,26 +38,26 @@ class Cluster(NamedTuple):
 
 # ---------------------------------------------------------------------- overlays
 USUAL = dict(                     # changes nothing
-    product=1.0, head=1.0,        # seconds of products, over the simulator's: of a layer, of the head
-    shape=1.0,                    # of what a product loses to its tiles
+    product=1.0, head=1.0,        # seconds of products, relative to the simulator's: a layer's; the head's
+    shape=1.0,                    # seconds that products lose to their tiles
     attention=1.0,                # seconds of attention
-    memory=1.0, loss=1.0,         # bytes of all other kernels of a layer, and of the loss
+    memory=1.0, loss=1.0,         # bytes of all other kernels: a layer's; the loss's
     optimizer=1.0,                # bytes of the update
-    launch=0.0,                   # s of the host for a layer with tp, half of it without; 0: the simulator's
+    launch=0.0,                   # host seconds for a layer with tp, and half of it without; 0: the simulator's
     fill_launch=1.0,              # share of it that is left while a pipeline fills and empties
-    nvlink=1.0, pair=1.0,         # speed of NVLink; of a ring of two, over that
-    network=1.0, congestion=0.0,  # of a network card; a ring takes so much longer by each doubling of nodes
+    nvlink=1.0, pair=1.0,         # speed of NVLink; and that of a ring of two, relative to it
+    network=1.0, congestion=0.0,  # speed of a network card; how much longer a ring takes per doubling of nodes
     hop=0.0,                      # s, latency of each step of a tp ring over nodes, beyond the simulator's
-    gather_hop=0.0,               # s, the same of ZeRO, for each rank
+    gather_hop=0.0,               # s, the same for ZeRO, per rank
     tp_shown=1.0,                 # share of tp's collectives that is waited for
-    pp_shown=1.0,                 # and of the messages between stages
-    overlap=1.0,                  # of the last micro-batch: sums of gradients hide behind it
-    taken=gpus.TAKEN,             # of the speed of kernels, what a hidden collective takes
-    gathers_again=1.0,            # what tp gathers is not kept, and gathered again for W; 0: it is kept
-    step=0.0)                     # s per step, whatever it is
+    pp_shown=1.0,                 # share of the messages between stages that is waited for
+    overlap=1.0,                  # share of the last micro-batch that gradient sums can hide behind
+    taken=gpus.TAKEN,             # share of the kernels' speed that a hidden collective takes
+    gathers_again=1.0,            # 1: tp gathers again for W what it did not keep; 0: it keeps it
+    step=0.0)                     # s per step, for whatever reason
 NOTHING = (0.0, 0.0, 0.0)
 
-# What a step is spent on. The first six are work, by what bounds it; then what is waited for.
+# The kinds of time in a step. The first six are work, by what bounds it; the others are mostly waits.
 KINDS = dict(
     products="matrix products that the model needs, at the datasheet's peak",
     kernels="what a large matrix product loses to that peak",
@@ -73,47 +73,50 @@ KINDS = dict(
 
 # ---------------------------------------------------------------------- a training step
 def step_seconds(c, l, cluster, stages, k=USUAL, times=None):
-    """A training step on the average rank, by what it is spent on. times: if they are known."""
+    """Return the seconds of a training step on the average rank, by kind. Pass times if they are known already."""
     seconds, windows = of_micro_batches(c, l, cluster, stages, k, times or Times(c, l, cluster, k))
     return seconds | data_parallel_seconds(c, l, cluster, stages[0], k, *windows)
 
 
 class Times:
-    """What a layer and the head take, {kind: (F, I, W)}: the same for every schedule and ZeRO stage.
-    again: what another trainer computes twice, as a share of forward's products."""
+    """The times of a layer and of the head, {kind: (F, I, W)}: the same for every schedule and ZeRO stage.
+    again: the share of forward's products that another trainer computes twice."""
     def __init__(self, c, l, cluster, k, again=None):
         raw = layer_work(c, cluster.hardware(), l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep)
         self.layer = layer_times(c, l, cluster, k, raw, again)
         self.head = head_times(c, l, cluster, k)
         self.of_layer, self.of_head = (sum(map(sum, part.values())) for part in (self.layer, self.head))
-        ends = BF16 * 6 * c.vocab_size * c.hidden_size / l.tp     # its gradient is made, and added up
+        ends = BF16 * 6 * c.vocab_size * c.hidden_size / l.tp     # its gradient is made, and accumulated
         self.embedding, = moved([ends], cluster, k["memory"])
         self.F, self.I, self.W = map(sum, zip(*self.layer.values()))
         forward, backward = raw.count
         self.launches = gpus.ISSUE * (forward + backward + forward * (l.recompute != "none"))
         if k["launch"]:
-            repeated = {"none": 0, "selective": 1 / 6, "full": 1 / 3}[l.recompute]   # forward is a third
+            repeated = {"none": 0, "selective": 1 / 6, "full": 1 / 3}[l.recompute]   # forward is a third of the launches
             self.launches = k["launch"] * (1 if l.tp > 1 else 0.5) * (1 + repeated)
 
 
 def of_micro_batches(c, l, cluster, stages, k, times):
-    """All that happens before gradients are summed over dp; and how long that sum can hide: after every
-    micro-batch, and after the last."""
+    """Return the seconds of everything before dp sums gradients, by kind. Return also for how long that sum can hide
+    after every micro-batch, and after the last."""
     host = [stage.layers * times.launches for stage in stages]
     seconds, *windows = pipeline_seconds(c, l, stages, k, times, host)
-    if l.pp > 1:                                          # a micro-batch waits for a message there and back
+    if l.pp > 1:                                          # each micro-batch waits for a message there and one back
         once, sent = send(cluster, k, BF16 * l.tokens * c.hidden_size / l.tp, 2, l.dp * l.cp * l.tp)
         seconds["pp"] = k["pp_shown"] * 2 * (l.accumulation + l.pp - 1) * l.stages_per_rank * (once + sent)
     return seconds, windows
 
 
 def pipeline_seconds(c, l, stages, k, times, host):
-    """All micro-batches on the average rank, the wait for the slowest and the bubble; how long the first rank
-    works on one, and for how long its gradients become ready at the end. host: Python's seconds of each."""
+    """Return the seconds of all micro-batches on the average rank, with the wait for the slowest rank and the bubble.
+
+    Return also how long the first rank works on one micro-batch, and for how long its gradients become ready at the end.
+    host is each rank's seconds of Python.
+    """
     m = l.accumulation
     gpu = [stage.layers * times.of_layer + stage.head * times.of_head + stage.embedding * times.embedding
            for stage in stages]
-    busy = [soft_max(works, python) for works, python in zip(gpu, host)]           # at the same time
+    busy = [soft_max(works, python) for works, python in zip(gpu, host)]           # both work at the same time
     mean = sum(busy) / l.pp
     seconds = {kind: m * c.num_hidden_layers / l.pp * sum(parts) for kind, parts in times.layer.items()}
     for kind, parts in times.head.items():
@@ -130,8 +133,10 @@ def pipeline_seconds(c, l, stages, k, times, host):
 
 
 def idle_share(l, F, I, W):
-    """The bubble as a share of 1F1B's, (p - 1)(F + I + W). A schedule's formula is what schedules.py's simulator
-    finds, and exact, but for DualPipe's: to 2% of a step. Without one the simulator is asked."""
+    """Return the bubble as a share of 1F1B's, (p - 1)(F + I + W), from the schedule's formula or else from a simulation.
+
+    The formulas agree exactly with schedules.py's simulator, except DualPipe's, which is within 2% of a step.
+    """
     formulas = costs.FORMULAS.get(l.schedule)
     idle = formulas and formulas.idle(l, F, I, W)
     if idle is None:
@@ -142,9 +147,11 @@ def idle_share(l, F, I, W):
 
 
 def simulated_idle(schedule, p, m, v, F, I, W):
-    """In units of F + I + W. It grows linearly with the ranks, if micro-batches do, so that long pipelines, which
-    would take a search minutes, are drawn out from two short ones. Once a pipeline is full more micro-batches
-    add no idle time."""
+    """Simulate a schedule and return its idle time, in units of F + I + W.
+
+    Long pipelines would take a search minutes. But idle time grows linearly with the ranks, if the micro-batches do,
+    so they are extrapolated from two short ones. Once a pipeline is full, more micro-batches add no idle time.
+    """
     per_rank = min(m / p, 3)
     if p <= 8:
         return simulated(schedule, p, round(per_rank * p), v, F, I, W)
@@ -161,8 +168,8 @@ def simulated(schedule, p, m, v, F, I, W):
 
 # ---------------------------------------------------------------------- a layer's kernels
 class Work(NamedTuple):
-    """Of a layer and a micro-batch, for (F, I, W): seconds of its products, and what they would take at the
-    peak; of attention; bytes of all other kernels. How many kernels there are, forward and backward."""
+    """The work of a layer on a micro-batch, for (F, I, W): seconds of its products, as they are and at the peak; seconds
+    of attention; bytes of all other kernels. count is the number of kernels in forward and in backward."""
     products: tuple
     ideal: tuple
     attention: tuple
@@ -171,8 +178,11 @@ class Work(NamedTuple):
 
 
 def multiplied(hardware, shapes):
-    """Seconds of products, and at the peak. shapes: how many, each one's rows, inner and columns. Forward
-    makes [rows, columns], I [rows, inner] and W [inner, columns], all with 2 FLOPs per row and weight."""
+    """Return the seconds of products for (F, I, W), as they are and at the peak.
+
+    shapes has, for each kind of product, how many there are, and each one's rows, inner and columns. Forward makes
+    [rows, columns], I [rows, inner] and W [inner, columns], all with 2 FLOPs per row and weight.
+    """
     seconds, ideal = [0.0] * 3, 0.0
     for many, rows, inner, columns in shapes:
         flops = 2 * many * rows * inner * columns
@@ -187,7 +197,7 @@ def multiplied(hardware, shapes):
 
 @lru_cache(maxsize=4096)
 def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
-    """What a layer's kernels read and write was counted in a recording (tools/simulate)."""
+    """Return a layer's Work. The bytes that its kernels read and write were counted in a recording (tools/simulate)."""
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
     i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok)
     shapes = [(1, t, *of) for of in costs.attention_products(c, Layout(tp=tp))]
@@ -201,12 +211,12 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
     seconds, ideal = multiplied(hardware, shapes)
     attention = [hardware.kernel(Kernel(name, "attention", "bfloat16", products * t * q * seq_len, 0))
                  for name, products in (("attention", 2), ("attention backward", 5))]        # the causal half
-    copies = tp > 1 and micro_batch > 1                   # of what is gathered, put in order
+    copies = tp > 1 and micro_batch > 1                   # a gathered tensor is put in order
     forward = 20 * h / tp + 36 * (q + kv) + 10 * i * chosen + 16 * h * copies
     backward = 24 * h / tp + 46 * (q + kv) + 18 * i * chosen + (26 if tp > 1 else 18) * h + 24 * h * copies
     count = [28 + 4 * copies, 50 + 8 * copies]
     sums = 10 * h * (2 * q + 2 * kv)                      # a bfloat16 gradient added to a float32 sum
-    if c.num_local_experts:                               # rows to their experts, there and back
+    if c.num_local_experts:                               # rows go to their experts and back
         far = ep > 1
         forward += (14 * chosen + 2 + 8 * chosen * far) * h
         backward += (12 + 23 * chosen + 16 * chosen * far) * h
@@ -215,7 +225,7 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
         count[1] += 22 + 4 * far
     else:
         sums += 10 * 3 * h * i
-    if cp > 1:                                            # blocks' outputs are merged, their gradients added
+    if cp > 1:                                            # the outputs of blocks of keys are merged, their gradients added
         forward += 20 * q * cp
         backward += 27 * q * cp
         count[0] += 14 * (cp - 1)
@@ -224,7 +234,7 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
 
 
 def layer_times(c, l, cluster, k, raw, again):
-    """{kind: (F, I, W)}, the seconds of a layer and micro-batch."""
+    """Return {kind: (F, I, W)}, the seconds of a layer for a micro-batch."""
     times = split_products(raw.products, raw.ideal, cluster, k, "product")
     times["attention"] = tuple(k["attention"] * s for s in raw.attention)
     times["memory"] = moved(raw.bytes, cluster, k["memory"])
@@ -236,7 +246,7 @@ def layer_times(c, l, cluster, k, raw, again):
 
 
 def split_products(taken, ideal, cluster, k, which):
-    """At the peak; what a large one loses to it; what these lose to large ones."""
+    """Split the products' seconds: those at the peak, what a large product loses to it, what these lose to a large one."""
     large = k[which] / cluster.gpu.product
     kernels = tuple(best * (large - 1) for best in ideal)
     over_large = [max(0.0, s - best / cluster.gpu.product) for s, best in zip(taken, ideal)]
@@ -248,8 +258,8 @@ def moved(bytes, cluster, share):
 
 
 def head_times(c, l, cluster, k):
-    """The same of the head and the loss, which works in chunks: each adds to the gradient of the head. A
-    pipeline has them in backward."""
+    """Return the same for the head and the loss, which works in chunks: each adds to the head's gradient. In a pipeline
+    they are part of backward."""
     h, words, t = c.hidden_size, c.vocab_size / l.tp, l.tokens
     chunks = math.ceil(t / costs.chunk(c, l))
     softmax = (28 if l.tp == 1 else 52) * t * words
@@ -270,28 +280,31 @@ def forward_again(c, l, times, again):
 
 # ---------------------------------------------------------------------- what travels
 def send(cluster, k, wire, ranks, stride, what="send"):
-    """(latency, seconds) of a collective or message of ranks that are so far apart."""
+    """Return (latency, seconds) of a collective or message among ranks that are `stride` apart."""
     neighbours, nodes = span(cluster, ranks, stride)
     once, seconds, _ = cluster.hardware(k).travel(what, wire, ranks, math.ceil(nodes), neighbours)
     return once, seconds / (k["pair"] if ranks == 2 and nodes == 1 else 1)
 
 
 def span(cluster, ranks, stride):
-    """How many of these ranks are in a node, and how many nodes they span. Each GPU has a network card; a
-    ring has those of its GPUs in the node where it has fewest."""
+    """Return how many of these ranks are in a node, and how many nodes they span. Each GPU has a network card, and a
+    ring uses those of its GPUs in the node where it has fewest."""
     node = min(cluster.gpus_per_node, cluster.gpus)
     neighbours = max(1, math.gcd(ranks * stride, node) // stride)
     return (ranks, 1) if ranks <= neighbours else (neighbours, ranks / neighbours)
 
 
 def under(seconds, work, k):
-    """What is waited for of a transfer behind work, and what it takes from that work."""
+    """Return the seconds that a transfer behind work costs: what remains to wait for, and what it takes from that work."""
     return exposed(seconds, work) + k["taken"] * min(seconds, work)
 
 
 def tp_times(c, l, cluster, k, raw):
-    """Halves of an all-reduce, into and out of two regions. Backward, this trainer reduces behind W, and
-    gathers the input again behind I; but experts gather nothing again, and their reduction is waited for."""
+    """Return tp's seconds for (F, I, W): halves of an all-reduce, into and out of two regions.
+
+    In backward this trainer reduces behind W, and gathers the input again behind I. Experts gather nothing again, and
+    their reduction is waited for.
+    """
     wire = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp
     once, seconds = send(cluster, k, wire, l.tp, 1, "all_gather")
     half = once + seconds + (l.tp - 1) * k["hop"] * (span(cluster, l.tp, 1)[1] > 1)
@@ -306,7 +319,7 @@ def tp_times(c, l, cluster, k, raw):
 
 
 def cp_times(c, l, cluster, k, attention):
-    """A hop of the ring is hidden behind attention with one block; the last one home is not."""
+    """Return cp's seconds for (F, I, W). A hop of the ring hides behind attention to one block; the last hop home does not."""
     kv = 2 * l.tokens * kv_width(c, l.tp)
     hops, forward, backward = l.cp - 1, attention[0] / l.cp, attention[1] / l.cp
     once, seconds = send(cluster, k, BF16 * kv, l.cp, l.tp)
@@ -317,7 +330,7 @@ def cp_times(c, l, cluster, k, attention):
 
 
 def ep_times(c, l, cluster, k):
-    """Tokens to their experts and back, and before it how many. Nothing hides it."""
+    """Return ep's seconds for (F, I, W): counts, then tokens to their experts and back. Nothing hides them."""
     rows = l.tokens * max(1, c.num_experts_per_tok) * c.hidden_size
     once, seconds = send(cluster, k, BF16 * rows * (l.ep - 1) / l.ep, l.ep, l.tp, "all_to_all")
     return 3 * once + 2 * seconds, (2 * once + 2 * seconds) * (1 if l.recompute == "none" else 2), 0.0
@@ -325,13 +338,16 @@ def ep_times(c, l, cluster, k):
 
 # ---------------------------------------------------------------------- once a step
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
-    """Gradients are reduced behind backward: of `each` micro-batch, or of the `last`; what ZeRO gathers; the
-    update. Experts are reduced among those ranks that have the same. What lengthens the last backward does so
-    on every rank of pp in turn: each waits for the next one's."""
+    """Return the seconds of reducing gradients, of what ZeRO gathers, and of the update.
+
+    Reduction hides behind the backward of `each` micro-batch, or of the `last`. Experts' gradients are reduced among the
+    ranks that have the same experts. Whatever lengthens the last backward does so on every rank of pp in turn, since
+    each waits for the next one's.
+    """
     ranks = l.dp * l.cp
     experts = stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
     others = costs.parameters(c, l, stage) - experts
-    parts = [(others, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]   # held by how many, how far apart
+    parts = [(others, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]   # number of ranks that hold them, stride between those
     updated = sum(held / (copies if l.zero else 1) for held, copies, _ in parts)
     seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0], other=k["step"])
     if ranks == 1:
@@ -339,44 +355,46 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     byte = sum(ring_seconds(cluster, k, held, copies, stride) for held, copies, stride in parts)
     end = stage.embedding * ring_seconds(cluster, k, c.vocab_size * c.hidden_size / l.tp, ranks, l.tp)
     layer = max(0.0, byte - end * (1 + stage.head)) / max(1, stage.layers)
-    last_units = end + layer * (l.zero > 0)               # whose gradients come last: nothing hides them
+    last_units = end + layer * (l.zero > 0)               # their gradients come last, so nothing hides them
     units = stage.layers + stage.embedding + stage.head
     latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
     window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
-    slices = m * (4 + 12 / ranks)                         # bytes: zeroed, and added up
+    slices = m * (4 + 12 / ranks)                         # bytes: zeroed, and accumulated
     sums = (0, 4, slices, slices)[l.zero]
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
-    if l.zero < 2:                                        # an all-reduce is two halves
+    if l.zero < 2:                                        # ZeRO-1 sends half of an all-reduce
         halves = FLOAT32 * (1 if l.zero else 2)
         behind = halves * (byte - last_units) + latency
         taken = k["taken"] * min(behind, window)
         seconds["dp"] += l.pp * taken + exposed(behind, window) + halves * last_units
-    else:                                                 # after every micro-batch; ZeRO-3 gathers again
+    else:                                                 # reduced after every micro-batch; ZeRO-3 gathers again
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
         hidden = again + FLOAT32 * (byte - last_units / m) + latency
         seconds["dp"] += (m + l.pp - 1) * under(hidden, k["overlap"] * each * 2 / 3, k) + FLOAT32 * last_units
-    if l.zero:                                            # the new weights, unit by unit behind forward
+    if l.zero:                                            # the new weights are gathered unit by unit behind forward
         times = m if l.zero == 3 and l.pp == 1 else 1
         seconds["dp"] += times * (under(BF16 * (byte - last_units) + latency, forward, k) + BF16 * last_units)
     return seconds
 
 
 def ring_seconds(cluster, k, held, ranks, stride):
-    """One byte of each parameter held, once round the ranks that have it; of none the latency alone. A ring
-    over more nodes meets more switches: it was seen to slow with the logarithm of the nodes that it spans."""
+    """Return the seconds to send one byte per parameter once round the ranks that hold it; if none, the latency alone.
+
+    A ring over more nodes meets more switches: it was seen to slow with the logarithm of the nodes that it spans.
+    """
     once, seconds = send(cluster, k, held * (ranks - 1) / ranks, ranks, stride, "all_gather")
     slower = 1 + k["congestion"] * max(0, math.log2(span(cluster, ranks, stride)[1] / 2))
     return seconds * slower if held else once
 
 
 def soft_max(a, b):
-    """The larger of two times that overlap, and a bit more where they are alike."""
+    """Return the larger of two times that overlap, and a bit more if they are close."""
     top = max(a, b)
     return top * ((a / top) ** 8 + (b / top) ** 8) ** (1 / 8) if top else 0.0
 
 
 def exposed(seconds, hidden):
-    """What is left of a transfer behind work, smoothly: a network is not that punctual."""
+    """Return how much of a transfer is left to wait for behind work; smoothly, since a network is not that punctual."""
     width = 0.05 * seconds + 1e-6
     x = (seconds - hidden) / width
     return width * math.log1p(math.exp(x)) if x < 50 else seconds - hidden

@@ -1,7 +1,7 @@
-"""What the planner takes from the trainer: its presets, what it refuses, its schedules and their simulation.
+"""Take from the trainer what the planner needs: its presets, its checks, its schedules and their simulation.
 
 config.py imports torch, for the names of its types and to look for a GPU, and that takes seconds. The planner
-needs neither: config.py and schedules.py are run here without what they import of torch and of each other.
+needs neither, so this module executes config.py and schedules.py without their imports of torch and of each other.
 """
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 STEP = Path(__file__).resolve().parents[2] / "step08_5d"
 LEFT_OUT = ("torch", "schedules", "messages")
-torch = SimpleNamespace(bfloat16="bfloat16")    # all that the planner's checks ask of it
+torch = SimpleNamespace(bfloat16="bfloat16")    # the planner's checks need no more of torch
 
 
 def is_left_out(node):
@@ -18,7 +18,7 @@ def is_left_out(node):
 
 
 class Refused(Exception):
-    """Bad input, in one line."""
+    """An input was refused; the message is one line."""
 
 
 for path in (STEP / "schedules.py", STEP / "config.py"):
@@ -28,5 +28,5 @@ for path in (STEP / "schedules.py", STEP / "config.py"):
 
 
 def fail(message):
-    """In place of the trainer's, which ends the program: the planner's server goes on."""
+    """Raise Refused. The trainer's own refuse would end the program, and the planner's server must go on."""
     raise Refused(message)

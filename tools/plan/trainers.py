@@ -1,20 +1,20 @@
-"""Whose trainer: what others do otherwise, as overlays of speed.py's sums. Constants are physics, or from the
-simulator or a paper, as comments say. None was fitted to a run that docs/proof.md counts as not fitted.
+"""Describe how other trainers differ from this one, as overlays on speed.py's sums. The constants are physics, or come
+from the simulator or a paper, as the comments say. None was fitted to a run that docs/proof.md counts as not fitted.
 """
 from speed import GPUS, USUAL
 from trainer import fail
 
-COMPILED = dict(memory=0.48, loss=0.61)   # what tools/simulate --compile leaves of llama-8b's bytes (fuse.py)
-FLOAT8 = dict(product=0.6)        # twice the peak, but for scales and casts: by judgement
-ASYNC_TP = dict(tp_shown=0.5)     # half of it is hidden: by judgement
+COMPILED = dict(memory=0.48, loss=0.61)   # share of llama-8b's bytes that tools/simulate --compile leaves (fuse.py)
+FLOAT8 = dict(product=0.6)        # twice the peak, less scales and casts: by judgement
+ASYNC_TP = dict(tp_shown=0.5)     # half of tp's traffic is hidden: by judgement
 TRAINERS = {
     "this": {},
-    # fused kernels; cuDNN's attention, on an H100 about 1.7 times FlashAttention-2 (FlashAttention-3's paper,
-    # figure 5); --tp-comm-overlap hides most of tp's traffic; schedules that send while they compute
+    # fused kernels; cuDNN's attention, on an H100 about 1.7 times as fast as FlashAttention-2 (the FlashAttention-3
+    # paper, figure 5); --tp-comm-overlap, which hides most of tp's traffic; schedules that send while they compute
     "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5),
     "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
-HOPPER = "h100", "h200", "h800"                           # which cuDNN's attention is so much faster on
+HOPPER = "h100", "h200", "h800"                           # GPUs on which cuDNN's attention is that much faster
 
 
 def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", base=USUAL):
@@ -22,7 +22,7 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
     if gpu not in HOPPER:
         found["attention"] = base["attention"]
     changes = [FLOAT8] * float8
-    if trainer != "megatron":                             # which has these anyway
+    if trainer != "megatron":                             # it has these anyway
         changes += [COMPILED] * compiled + [ASYNC_TP] * async_tp
     for change in changes:
         found |= {name: found[name] * share for name, share in change.items()}
@@ -30,7 +30,7 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
 
 
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
-    """What a question is answered with: known is what --constants or the usual gives."""
+    """Return the constants that answer a question. known are those of --constants, or the usual ones."""
     if float8 and not GPUS[gpu].float8:
         fail(f"--gpu {gpu}: it has no products in 8 bits")
     base = dict(time=known["time"], slack=known["slack"])

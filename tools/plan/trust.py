@@ -1,5 +1,5 @@
-"""How far an answer can be trusted: whether runs like it were measured (the README has the four words), and
-how far off it may be. Of five runs four should lie in the interval; docs/proof.md has how many did.
+"""Say how far an answer can be trusted: whether runs like it were measured (the README explains the four words), and
+how far off it may be. Four of five runs should lie in the interval; docs/proof.md has how many did.
 """
 import math
 
@@ -14,19 +14,20 @@ MEANS = {
     "extrapolated": "as runs that were measured, of another size",
     "physics only": "no run was measured with {}"}
 
-# Logarithms of measured over predicted, (low, high): of dp and ZeRO alone in another trainer (six of seven
-# fitted runs lie in it); and of what else a layout has, tp and pp by the fitted runs, others by judgement
+# Intervals (low, high) for the logarithm of measured over predicted. ALONE is for dp and ZeRO alone in another trainer
+# (six of seven fitted runs lie in it). MORE is for what else a layout has: tp and pp from the fitted runs, the others
+# by judgement.
 ALONE = (-0.15, 0.05)
 MORE = dict(
     tp=(0.15, 0.15), pp=(0.10, 0.12), zero2=(0.03, 0.03), selective=(0.05, 0.05), full=(0.03, 0.03),
     cp=(0.20, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
     network=(0.05, 0.05))
-SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the runs
-UNSEEN = ("cp", "ep", "experts", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in any run
-PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the runs
-RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # from, to
+SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the measured runs
+UNSEEN = ("cp", "ep", "experts", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in none of them
+PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the sizes that the runs had
+RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # the sizes that they had: from, to
 
-# What these trainers did in the runs of tests/data
+# The layouts and GPUs that each trainer had in the runs of tests/data
 DID = dict(
     megatron=lambda l, gpu: gpu == "h100" and l.zero == 1 and l.recompute == "none",
     torchtitan=lambda l, gpu: gpu in simulated.TESTED and l.zero == 3 and l.pp == 1)
@@ -39,7 +40,7 @@ def of_layout(l):
 
 
 def of_schedule(row):
-    """As MORE, by what is difficult in one."""
+    """Return a schedule's interval, like those of MORE, by how difficult the schedule is."""
     if row.v_shaped:
         return 0.15, 0.15
     if row.split_backward:
@@ -48,12 +49,12 @@ def of_schedule(row):
 
 
 def unmeasured(c, l):
-    """The names of what no run had."""
+    """Return the names of the layout's and model's features that no measured run had."""
     return [name for name in of_layout(l) + ["experts"] * bool(c.num_local_experts) if name in UNSEEN]
 
 
 def beyond(c, l, cluster):
-    """{what: (low, high)} of sizes that no run had."""
+    """Return {name: (low, high)} for sizes, GPUs and networks that no measured run had."""
     sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes, sequence=l.seq_len)
     doublings = {name: max(math.log2(size / RUNS[name][1]), math.log2(RUNS[name][0] / size))
                  for name, size in sizes.items()}
@@ -79,8 +80,10 @@ def provenance(c, l, cluster, trainer="this"):
 
 
 def off_by(c, l, cluster, experts=True, float8=False):
-    """(low, high) as logarithms. Errors of different causes add as squares. experts: with what a model's may
-    add, which is no reason to prefer a layout of it to another."""
+    """Return how far off a prediction may be, (low, high) as logarithms. Errors of different causes add as squares.
+
+    With experts, include the error that a model's experts add. All its layouts have that error, so it must not rank them.
+    """
     names = of_layout(l) + ["float8"] * float8 + ["experts"] * bool(c.num_local_experts and experts)
     more = MORE | {l.schedule: of_schedule(SCHEDULES[l.schedule])}
     causes = [ALONE, *(more[name] for name in names), *beyond(c, l, cluster).values()]
@@ -93,7 +96,10 @@ def interval(c, l, cluster, tokens_per_s, float8=False):
 
 
 def held_back(c, l, cluster, tokens_per_s, known=None):
-    """What a layout is ranked by: the low end of its interval. known: shares found for others like it."""
+    """Return the speed by which a layout is ranked: the low end of its interval.
+
+    known caches the factors of layouts with the same features.
+    """
     names, known = tuple(of_layout(l)), {} if known is None else known
     if names not in known:
         known[names] = math.exp(off_by(c, l, cluster, experts=False)[0])

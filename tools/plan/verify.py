@@ -1,4 +1,4 @@
-"""--verify: the simulator runs a layout's own code, and both say how long it takes."""
+"""Compare the planner with the simulator, which runs a layout's own code (--verify): how long does a step take?"""
 import json
 import shlex
 import subprocess
@@ -12,14 +12,14 @@ import speed
 from trainer import refuse
 
 TOOL = Path(__file__).resolve().parents[1] / "simulate"
-ONE = dict(tp=("tp",), cp=("cp",), ep=("ep",))            # what is waited for: alike in both,
+ONE = dict(tp=("tp",), cp=("cp",), ep=("ep",))            # {dimension: names of its waits}, the same in both
 OURS = dict(ONE, dp=("dp",), pp=("bubble", "imbalance", "pp"))
 THEIRS = dict(ONE, dp=("dp", "dp_cp", "shard", "replicate", "expert_dp", "ep_shard", "ep_copies"),
               pp=("pp", "world"))
 
 
 def beside_the_simulator(question, one):
-    """In one line. Both take as few micro-batches as fill the pipeline twice."""
+    """Return the comparison in one line. Both use only as many micro-batches as fill the pipeline twice."""
     l = one.layout._replace(accumulation=min(one.layout.accumulation, max(2, 2 * one.layout.pp)))
     stages, k = costs.our_stages(question.c, l), question.constants["time"]
     seconds = speed.step_seconds(question.c, l, question.cluster, stages, k)

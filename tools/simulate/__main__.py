@@ -1,9 +1,9 @@
-"""A cluster on a laptop: a training step of any of the eight steps on GPUs that you do not have.
+"""Simulate a cluster on a laptop: run a training step of any of the eight steps on GPUs that you do not have.
 
     python tools/simulate 3 8 --model llama-8b --zero 3 --seq_len 8192 --global_batch_size 8 --micro_batch_size 1
 
-It is the step's own trainer that runs, but with no memory, GPU or other process (stand_ins.py). What it does is noted (record.py)
-and played on simulated GPUs (play.py, gpus.py). What the allocator and NCCL take of memory is not seen.
+The step's own trainer runs, but without memory, a GPU or other processes (stand_ins.py). The simulator records what it does
+(record.py) and plays it on simulated GPUs (play.py, gpus.py). It does not see the memory that the allocator and NCCL take.
 """
 import argparse
 import json
@@ -17,7 +17,7 @@ def refuse(message):
 
 
 def parse_args(gpus):
-    """What the tool itself takes; all else is the trainer's."""
+    """Return the tool's own arguments, and all other flags, for the trainer."""
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
                                      allow_abbrev=False)
     parser.error = refuse
@@ -49,7 +49,7 @@ def parse_args(gpus):
 
 
 def main():
-    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools, where this is a package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools/, in which simulate is a package
     from simulate.gpus import GPUS, Cluster
     args, flags = parse_args(GPUS)
     from steps import step_dir

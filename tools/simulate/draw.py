@@ -1,4 +1,4 @@
-"""--trace and --plot: what was played, for Perfetto and as a picture."""
+"""Show what was played: as a trace for Perfetto (--trace) and as a picture (--plot)."""
 import json
 
 from simulate.memory import timeline
@@ -11,14 +11,14 @@ ROWS, POINTS = 8, 1600
 
 
 def trace(result, path):
-    """Processes are ranks, threads are streams, and memory is a counter."""
+    """Write a trace for Perfetto, in which processes are ranks, threads are streams, and memory is a counter."""
     events, threads = [], {}
     for rank in result.recordings:
         events.append(dict(ph="M", name="process_name", pid=rank, args=dict(name=f"rank {rank}: {label(result, rank)}")))
         events += [dict(ph="C", name="memory", pid=rank, ts=when * 1e6, args=dict(GiB=n / 2**30)) for when, n in held(result, rank)]
     for one in result.played.events:
         thread = threads.setdefault((one.rank, one.stream), len(threads))
-        start, end = round(one.start * 1e9), round(one.end * 1e9)                  # Perfetto drops what overlaps by a rounding
+        start, end = round(one.start * 1e9), round(one.end * 1e9)                  # Perfetto drops events that overlap by rounding
         events.append(dict(ph="X", name=one.name, pid=one.rank, tid=thread, ts=start / 1e3, dur=(end - start) / 1e3,
                            args=dict(at=one.about)))
     for (rank, stream), thread in threads.items():
@@ -36,7 +36,7 @@ def held(result, rank):
 
 
 def plot(result, path, gpu):
-    """A row for each rank that was played: kernels and waits, the links, and below them the memory."""
+    """Draw a row for each of up to eight recorded ranks: kernels and waits, the links, and below them the memory."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     ranks = [*result.recordings][::-(-len(result.recordings) // ROWS)]
@@ -74,7 +74,7 @@ def plot(result, path, gpu):
 
 
 def bars(axes, events, bottom, height, colour, whole, least=0):
-    """Gaps of less than a point are closed: there are very many. A short message is still seen, so many points wide."""
+    """Draw the events as bars. Close gaps narrower than a point, since there are so many; least keeps short messages visible."""
     spans = []
     for one in sorted(events, key=lambda one: one.start):
         if spans and one.start - spans[-1][1] < whole / POINTS:

@@ -1,5 +1,6 @@
-"""--compile: kernels of a layer or the head that only move data become one with their neighbours, from one product or attention to
-the next. Read is what was not made among them, written what is still there afterwards. What is kept for backward stays what it is.
+"""Fuse kernels as --compile does: in a layer or the head, those between two products or attentions, which only move data.
+
+The fused kernel reads only what none of them made, and writes only what outlives them. What is kept for backward does not change.
 """
 from itertools import groupby
 
@@ -7,7 +8,10 @@ from simulate.gpus import Kernel
 
 
 def fuse(notes, kernels, touched, events):
-    """touched: {note: (storages that its kernel reads, those that it writes)}, each {storage: bytes}. Returns notes and kernels."""
+    """Fuse chains of kernels that only move data. Return notes, kernels and memory events, with the notes renumbered.
+
+    touched is {note: (storages that its kernel reads, those that it writes)}, each {storage: bytes}.
+    """
     ends = {number: when for when, number, size in events if size < 0}
     numbers, of_kernel = {kernel: number for number, kernel in enumerate(kernels)}, [*kernels]
     fused, where = [], {}

@@ -1,4 +1,4 @@
-"""Live storages by kind: what a rank holds, seen as it comes and goes."""
+"""Follow the live storages of a rank, by kind, as they come and go."""
 import contextlib
 import weakref
 from unittest.mock import patch
@@ -11,10 +11,13 @@ KINDS = ["parameters", "optimizer states", "gradients", "activations", "rest"]
 
 
 class Memory:
-    """events: (when, storage number, bytes gained or lost), where `now` says when; kinds: what each storage turned out to be."""
+    """The storages seen so far. events: (when, storage number, bytes gained or lost); kinds: the kind of each storage.
+
+    `now` says when, and a storage's kind may turn out later.
+    """
     def __init__(self, now):
         self.now, self.events, self.kinds = now, [], []
-        self.alive = {}                                   # by address: number, size, and what tells when it ends
+        self.alive = {}                                   # by address: number, size, and the weakref that reports its end
 
     def note(self, tensor, kind):
         storage = tensor.untyped_storage()
@@ -44,7 +47,7 @@ class Memory:
 
     @contextlib.contextmanager
     def resizes(self):
-        """Storages that are given back and taken again (step 3): no operation tells."""
+        """Note storages that are freed and allocated again by resize_ (step 3), which dispatches no operation."""
         resize = torch.UntypedStorage.resize_
 
         def noted(storage, size):
@@ -58,7 +61,7 @@ class Memory:
 
 
 def timeline(events, kinds):
-    """A row per event: when, and the bytes of each kind alive then."""
+    """Return a row per event: its time, and the bytes of each kind that are alive then."""
     alive, rows = dict.fromkeys(KINDS, 0), []
     for when, number, size in events:
         alive[kinds[number]] += size

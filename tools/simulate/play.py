@@ -1,14 +1,14 @@
-"""Notes are played: every rank computes, starts and waits in its order, and gets the seconds that this takes.
+"""Play the ranks' notes: every rank computes, starts operations and waits for them in its own order, and each takes simulated time.
 
-What overlaps is decided by the code's own waits, and by streams, as on a GPU with NCCL:
-- a rank has one stream for kernels. Python runs ahead of it and gives it one kernel after the other; where that takes longer than
-  the kernels do, the device waits for the host.
-- each communicator (a process group, or two ranks that send to each other) has a stream of its own. An operation begins there when
-  all its ranks have come to where they start it, and those before it in the same stream are over.
-- a rank has two links, NVLink and a network card, and each sends and receives at the same time. What travels over one at the same
-  time shares it.
-- a wait lets the stream of kernels wait, not the host. A collective takes some of the GPU from the kernels that run meanwhile;
-  what they lose is added where it is waited for.
+The code's own waits decide what overlaps, and so do streams, as on a GPU with NCCL:
+- a rank has one stream for kernels. Python runs ahead and launches one kernel after another; where launching takes longer than the
+  kernels themselves, the device waits for the host.
+- each communicator (a process group, or two ranks that send to each other) has its own stream. An operation begins there when all
+  its ranks have started it, and the operations before it in the same stream are over.
+- a rank has two links, NVLink and a network card, and each can send and receive at the same time. Transfers that use a link at the
+  same time share it.
+- a wait makes the stream of kernels wait, not the host. A collective takes part of the GPU from the kernels that run meanwhile;
+  their loss is added at the wait for the collective.
 """
 import heapq
 from bisect import bisect_right
@@ -20,39 +20,39 @@ from typing import NamedTuple
 
 class Event(NamedTuple):
     rank: int
-    stream: str                                           # compute, or the dimension of a communicator
+    stream: str                                           # compute or actions, or the dimension of a communicator
     name: str
     start: float
     end: float
     about: str                                            # the layer, or the line that waits
-    action: str = ""                                      # F3 of stage 0
+    action: str = ""                                      # such as "F3 of stage 0"
 
 
 class Transfer:
-    """A collective, or a message, of all its ranks."""
+    """A collective or a message, with all its ranks."""
     def __init__(self, operation, needs, queues):
         self.operation, self.needs, self.queues = operation, needs, queues
-        self.started, self.paid = {}, set()               # {rank, and which end: when}; ranks whose kernels it has slowed
-        self.ready = self.end = None                      # when the last had; when it was over
+        self.started, self.paid = {}, set()               # {(rank, end): time of its start}; ranks whose kernels it has slowed
+        self.ready = self.end = None                      # time when it could begin; time when it was over
 
 
 class Player:
-    """recordings: {rank: what it noted}. stands_for: of any rank the one whose notes are its own, too."""
+    """Plays recordings, {rank: its notes}. stands_for(rank) returns the recorded rank that has the same notes."""
     def __init__(self, recordings, cluster, stands_for=lambda rank: rank, stage_of=lambda rank: 0):
         self.of, self.cluster, self.stage_of = recordings, cluster, stage_of
         self.stand_for = cache(lambda ranks: tuple(map(stands_for, ranks)))
         self.takes = {rank: [cluster.kernel(kernel) for kernel in one.kernels] for rank, one in recordings.items()}
         self.now, self.issued, self.at = ({rank: 0 for rank in recordings} for _ in range(3))
         self.clock, self.transfers, self.numbers = 0.0, {}, Counter()
-        self.mine = {rank: {} for rank in recordings}     # its transfers, by the number of the operation
-        self.action = {rank: ("", 0.0) for rank in recordings}                     # which it is in, since when
-        self.queues = defaultdict(deque)                  # {(communicator, rank): transfers as it has started them}
+        self.mine = {rank: {} for rank in recordings}     # a rank's transfers, by the number of the operation
+        self.action = {rank: ("", 0.0) for rank in recordings}                     # the action that it is in, and since when
+        self.queues = defaultdict(deque)                  # {(communicator, rank): transfers, in the order it started them}
         self.to_begin, self.order = [], count()           # a heap
-        self.active, self.busy = {}, Counter()            # {transfer: the seconds that it would still take alone}, {lane: how many}
-        # what comes of it: when each note was done; what happened; and the seconds of each rank, of which `idle` are those of
-        # `waited` in which a rank of another stage was not so far
+        self.active, self.busy = {}, Counter()            # {transfer: seconds left if it were alone}, {lane: transfers in it}
+        # The results: when each note was done; what happened; and the seconds of each rank. `idle` is the part of `waited` in
+        # which a rank of another stage had not got so far.
         self.times, self.events = {rank: [] for rank in recordings}, []
-        self.kernels = {rank: ([], []) for rank in recordings}                     # when each started; seconds of all before it
+        self.kernels = {rank: ([], []) for rank in recordings}                     # start of each; seconds of all before it
         self.computing, self.host, self.idle, self.waited = Counter(), Counter(), Counter(), defaultdict(Counter)
 
     def play(self):
@@ -80,7 +80,7 @@ class Player:
         return self
 
     def advance(self, rank):
-        """Until it is done, or waits for what is not over."""
+        """Play a rank's notes until they end, or until one waits for an operation that is not over."""
         notes, times = self.of[rank].notes, self.times[rank]
         while self.at[rank] < len(notes):
             what, value, *more = notes[self.at[rank]]
@@ -124,7 +124,7 @@ class Player:
             queues = [] if operation.grouped else [(communicator, one) for one in sorted(set(ends))]
             self.transfers[key] = Transfer(operation, needs, queues)
         transfer = self.mine[rank][number] = self.transfers[key]
-        if operation.wire > transfer.operation.wire:      # it takes as long as the rank with most to send
+        if operation.wire > transfer.operation.wire:      # it takes as long as the rank with the most to send needs
             transfer.operation = operation
         self.issued[rank] += self.cluster.issue
         transfer.started[rank, operation.what] = max(self.now[rank], self.issued[rank])
@@ -145,22 +145,22 @@ class Player:
             self.now[rank] = transfer.end
         hidden = self.computed(rank, transfer.end) - self.computed(rank, transfer.ready)
         collective = transfer.operation.what not in ("send", "receive")
-        if hidden > 0 and collective and rank not in transfer.paid:                # what was computed meanwhile had less of the GPU
+        if hidden > 0 and collective and rank not in transfer.paid:                # kernels that ran meanwhile had less of the GPU
             lost, start = hidden * self.cluster.taken, self.now[rank]
-            transfer.paid.add(rank)                       # its wait may be noted twice, by a function and by one in it
+            transfer.paid.add(rank)                       # a wait may be noted twice: by a function, and by one that it calls
             self.now[rank] += lost
             self.computing[rank] += lost
             self.events.append(Event(rank, "compute", f"slowed by {transfer.operation.dimension}", start, start + lost, site))
         return True
 
     def computed(self, rank, when):
-        """Seconds of kernels until then."""
+        """Return how many seconds this rank's kernels had run by then."""
         starts, before = self.kernels[rank]
         i = bisect_right(starts, when) - 1
         return 0.0 if i < 0 else min(before[i] + when - starts[i], before[i + 1] if i + 1 < len(before) else self.computing[rank])
 
     def try_to_begin(self, transfer):
-        """If all its ranks have started it, and those before it in their streams are over."""
+        """Begin a transfer if all its ranks have started it, and the transfers before it in their streams are over."""
         come = transfer.started.keys() == transfer.needs and transfer.ready is None
         if come and all(self.queues[queue][0] is transfer for queue in transfer.queues):
             transfer.ready = max(self.clock, *transfer.started.values())
@@ -183,6 +183,6 @@ class Player:
             if self.queues[queue]:
                 self.try_to_begin(self.queues[queue][0])
         for rank in {rank for rank, _ in transfer.needs}:
-            if len(operation.ranks) > 1:                  # alone, nothing is on a link
+            if len(operation.ranks) > 1:                  # with one rank nothing travels
                 self.events.append(Event(rank, operation.dimension, operation.what, transfer.ready, transfer.end, ""))
             self.advance(rank)

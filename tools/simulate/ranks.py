@@ -1,8 +1,8 @@
-"""Which ranks are recorded, and who stands for whom.
+"""Decide which ranks to record, and which ranks each of them stands for.
 
-Of ranks of tp and dp, which do the same with other numbers, one is recorded and stands for all; of stages of a pipeline each. So is
-each rank of cp, which sees more or less of the other keys; but where they are many, and the mode is not `ring`, in which the last
-has twice the mean to do, the last alone: with zigzag and allgather it merges most.
+Ranks of tp and dp do the same work on other numbers, so one is recorded and stands for all. Each stage of a pipeline is recorded,
+and so is each rank of cp, because they see different amounts of the other ranks' keys. With many ranks only the last rank of cp is
+recorded, which in modes zigzag and allgather merges the most. Mode `ring` is an exception: there the last has twice the mean to do.
 """
 import contextlib
 import functools
@@ -18,12 +18,12 @@ import numpy as np
 from simulate.record import record
 from simulate.stand_ins import one_rank
 
-FEW = 16                                                  # ranks, that are all recorded
+FEW = 16                                                  # with at most so many ranks, every rank of cp is recorded
 
 
 class Ranks:
     def __init__(self, args, rank):
-        """rank: the one that is looked at. Those that are recorded have its places in dp and tp."""
+        """Choose the ranks to record: those that have the same places in dp and tp as `rank`, the one to report on."""
         self.sizes = [getattr(args, name, 1) or 1 for name in ("pp", "dp", "cp", "tp")]        # outermost first
         pp, _, cp, _ = self.sizes
         _, self.dp, mine, self.tp = self.place(rank)
@@ -47,7 +47,7 @@ class Ranks:
 
 
 def look(argv, ranks, rank):
-    """The trainer's flags, as it has read and checked them; it ends where it would begin to work."""
+    """Return the trainer's flags, as it has parsed and checked them. Stop it where it would begin to work."""
     import train
     read, made = train.prepare, []
 
@@ -64,7 +64,7 @@ def look(argv, ranks, rank):
 
 
 def record_all(argv, ranks, numbers):
-    """{rank: what it notes}, as many at a time as there are cores. What one refuses ends all."""
+    """Return {rank: its recording}, recorded in as many processes as there are cores. If one rank is refused, exit."""
     found, cores = {}, min(len(numbers), os.cpu_count() or 1)
     with multiprocessing.get_context("fork").Pool(cores) as pool:
         for rank, seen in zip(numbers, pool.imap(functools.partial(record_one, argv, ranks), numbers)):

@@ -1,8 +1,8 @@
-"""What one rank does in a training step, noted in its order: kernels, collectives, waits for them, memory that comes and goes.
+"""Record what one rank does in a training step, in order: kernels, collectives, waits for them, memory that comes and goes.
 
-The step may be simulated (stand_ins.py), or a real one on real ranks. The trainer's modules are imported where they are used:
-before that nobody knows of which step they are. Of its names few are needed: main, build_model, Optimizer, batches, Metrics.log;
-start_mesh, dimensions and Pipeline of the steps that have them.
+The step may be simulated (stand_ins.py), or a real one on real ranks. The trainer's modules are imported inside functions, because
+only then is it known which step they belong to. Few of its names are needed: main, build_model, Optimizer, batches and Metrics.log;
+and in the steps that have them, start_mesh, dimensions and Pipeline.
 """
 import contextlib
 import os
@@ -24,10 +24,10 @@ from simulate.kernels import cost_of, size, tensors
 from simulate.memory import KINDS, Memory, timeline
 from simulate.stand_ins import fused_kernels, one_rank
 
-# functions of torch.distributed: each starts operations, and waits for them unless it is told not to
+# functions of torch.distributed that start operations, and wait for them unless async_op is set
 STARTERS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
             "all_to_all_single", "broadcast", "isend", "irecv"]
-#              c10d's name               argument with the payload; what of it a ring moves, per rank
+#              c10d's name               index of the argument with the payload; share of it that a ring moves, per rank
 COLLECTIVES = {"allreduce_":           ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
                "_allgather_base_":     ("all_gather", 0, lambda n: (n - 1) / n),
                "_reduce_scatter_base_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
@@ -35,32 +35,32 @@ COLLECTIVES = {"allreduce_":           ("all_reduce", 0, lambda n: 2 * (n - 1) /
                "broadcast_":           ("broadcast", 0, lambda n: (n - 1) / n),
                "send":                 ("send", 0, lambda n: 1),
                "recv_":                ("receive", 0, lambda n: 1)}
-Action = namedtuple("Action", "name start end")           # F3 of stage 0; between which notes
+Action = namedtuple("Action", "name start end")           # such as "F3 of stage 0"; the notes between which it lies
 
 
 class Operation(NamedTuple):
     """A collective, or one end of a message, as one rank sees it."""
     what: str
     dimension: str
-    ranks: tuple                                          # of a message the sender and the receiver
+    ranks: tuple                                          # for a message: the sender and the receiver
     payload: int
     wire: float                                           # bytes that this rank sends, or receives if that is more
-    grouped: bool                                         # by batch_isend_irecv: both ways at the same time
+    grouped: bool                                         # started by batch_isend_irecv: both ways at the same time
 
 
 # A note is one of
 #     ("compute", kernel's number, layer)     ("start", operation's number, site)     ("wait", operation's number, site)
-#     ("begin", action)  ("end", action)      ("host waits", site): for all that was computed so far
+#     ("begin", action)  ("end", action)      ("host waits", site): the host waits for all kernels
 class Recorder(TorchDispatchMode):
-    """Of one training step."""
+    """Records one training step."""
     def __init__(self, model, optimizer, mesh, args):
         super().__init__()
         self.model, self.optimizer, self.mesh, self.args = model, optimizer, mesh, args
         self.notes, self.kernels, self.operations, self.touched = [], {}, [], {}
         self.memory = Memory(lambda: len(self.notes))
         self.layer, self.begun, self.actions = "", [], []
-        self.members, self.names = {}, {}                 # of groups: the ranks, and the dimension
-        self.sent = defaultdict(lambda: (0, 0, 0))        # by (dimension, collective): calls, payload, on the wire
+        self.members, self.names = {}, {}                 # for each group: its ranks; its dimension
+        self.sent = defaultdict(lambda: (0, 0, 0))        # by (dimension, collective): calls, payload bytes, bytes on the wire
         if mesh is not None:
             from mesh import mesh_dim_of_group
             self.names = {dist.group.WORLD.group_name: "world", **mesh_dim_of_group(mesh)}
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         result = op(*args, **kwargs)
         if op._opname == "_to_copy" and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.notes.append(("host waits", site()))
-        # what a forward pass makes is an activation, also where autograd does not look: in our own functions
+        # Tensors made in forward are activations, even inside our own autograd functions, where grad mode is off.
         forward = torch.is_grad_enabled() or any(name.startswith("F") for name, _ in self.begun)
         self.memory.note_all(result, "activations" if forward else "rest")
         if op.namespace != "c10d" and (cost := cost_of(op)):
@@ -98,11 +98,11 @@ class Recorder(TorchDispatchMode):
         ranks = self.members[group.group_name]
         moved = sum(tensor.nbytes for tensor in tensors([args[payload]]))
         wire = moved * on_the_wire(len(ranks))
-        if what == "all_to_all" and args[4]:              # uneven: all is sent but what stays here
+        if what == "all_to_all" and args[4]:              # uneven: this rank sends all but its own part
             wire = moved * (1 - args[4][group.rank()] / max(1, sum(args[4])))
         if what != "receive":
             self.sent[dimension, what] = tuple(map(sum, zip(self.sent[dimension, what], (1, moved, wire))))
-        if what == "all_to_all" and args[3]:              # more may come
+        if what == "all_to_all" and args[3]:              # it may receive more
             wire = max(wire, args[0].nbytes * (1 - args[3][group.rank()] / max(1, sum(args[3]))))
         if what in ("send", "receive"):
             ends = dist.get_rank(), ranks[args[2]]
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self.layer = ""
 
     @contextlib.contextmanager
-    def action(self, name):                               # in the place of torch.profiler.record_function
+    def action(self, name):                               # replaces torch.profiler.record_function
         self.begin(name)
         yield
         self.end()
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         with contextlib.ExitStack() as replaced:
             for name in filter(lambda name: hasattr(dist, name), STARTERS):
                 call = self.noting_waits(getattr(dist, name))
-                for module in (dist, distributed_c10d):   # the latter for batch_isend_irecv
+                for module in (dist, distributed_c10d):   # batch_isend_irecv uses the latter
                     replaced.enter_context(patch.object(module, name, call))
             replaced.enter_context(patch("torch.profiler.record_function", self.action))
             replaced.enter_context(self.memory.resizes())
@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
 
 
 def site():
-    """The line of the trainer that is being executed: file.py:12."""
+    """Return the line of the trainer that is being executed, such as file.py:12."""
     folder = os.path.dirname(sys.modules["train"].__file__)
     return next((f"{os.path.basename(frame.f_code.co_filename)}:{line}" for frame, line in walk_stack(None)
                  if os.path.dirname(frame.f_code.co_filename) == folder), "")
@@ -197,7 +197,8 @@ def place(when, actions):
 
 @contextlib.contextmanager
 def named_layers(model, recorder):
-    """In forward by hooks of the module; in backward by one of its output, which runs when the output's gradient is there."""
+    """Tell the recorder which layer computes. Module hooks tell in forward. In backward, a hook on a layer's output tells: it runs
+    when the output's gradient is there."""
     def hooks(name, module):
         def enter(*_):
             recorder.layer = name
@@ -216,7 +217,7 @@ def named_layers(model, recorder):
 
 @contextlib.contextmanager
 def named_passes(decoder, recorder):
-    """Without a pipeline forward and backward are a stage's actions; the head is part of B, as it is from step 6 on."""
+    """Record forward and backward as a stage's actions, where there is no pipeline. The head belongs to B, as from step 6 on."""
     backward, started, done = torch.Tensor.backward, count(), count()
 
     def leave(*_):
@@ -236,7 +237,7 @@ def named_passes(decoder, recorder):
 
 # ------------------------------------------------------------------------------------------- around the trainer
 def record(argv, ranks, rank=0, note=lambda *_: None):
-    """What that rank does in a training step that is not the first: AdamW has made its states."""
+    """Record what a rank does in a training step after the first, when AdamW already has its states."""
     import train
     with one_rank(ranks, rank), recorded(note, before=lambda optimizer: optimizer.adamw.step()) as steps:
         train.main(argv)
@@ -245,7 +246,10 @@ def record(argv, ranks, rank=0, note=lambda *_: None):
 
 @contextlib.contextmanager
 def recorded(note=lambda seen, model, optimizer, mesh: None, before=lambda optimizer: None):
-    """Around main. Yields a list, which gets what is seen in each training step, from its batch to its log; note may add to it."""
+    """Record the training steps of the main that runs inside. Yield a list that gets an item for each step, from batch to log.
+
+    Call note with each item; it may add to the item.
+    """
     import metrics
     import train
     steps, made, watched = [], {}, contextlib.ExitStack()

@@ -1,9 +1,9 @@
-"""What was seen, as a text for people and as numbers for programs."""
+"""Report what was recorded and played, as text for people and as numbers for programs."""
 from collections import Counter
 
 
 class Result:
-    """Of a training step on all ranks."""
+    """The results of a training step on all ranks."""
     def __init__(self, recordings, ranks, rank, count, played, cluster):
         self.recordings, self.ranks, self.rank, self.count, self.played = recordings, ranks, rank, count, played
         self.seen = recordings[ranks.stands_for(rank)]
