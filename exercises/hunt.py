@@ -44,7 +44,7 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
            8: []}                                         # its planted mistakes show only when runs are saved, killed or resumed
 RACE = "whether a message arrives in time is chance: the numbers differ from run to run, or are NaN"
 TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
-EXCLUDED = {"step01_saved_in_place": "shows only where a run is killed", "step02_refused_alone": "shows only where a rank refuses",
+EXCLUDED = {"step02_refused_alone": "shows only where a rank refuses",
             "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
             "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
             "step06_deferred_gradients_kept": TIME, "step06_gradients_kept_apart": TIME,
@@ -95,7 +95,7 @@ def probed_job(argv):
             grads = named(zip(self.params, self.grads))
             steps[-1]["gradient"] = {name: float(grad.norm()) for name, grad in grads.items()}
             steps[-1]["gradient"]["all"] = float(torch.stack([grad.norm() for grad in self.grads]).norm())
-            return super().clip()
+            return super().clip_grad_norm()
 
         def step(self, lr):
             super().step(lr)

@@ -1,6 +1,7 @@
 """The command line and the model's shape. Settings that cannot run fail here, before any work is done."""
 import importlib.util
 import os
+import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -213,19 +214,14 @@ def check_outputs(args):
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
     for flag, folder in (("save", args.save), ("profile", args.profile)):
-        if folder:
-            check_writable(flag, folder)
+        try:
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            fail(f"--{flag} {folder}: cannot be written to ({error})")
     if args.save and os.listdir(args.save):
         fail(f"--save {args.save}: is not empty; choose a new or an empty directory")
-
-
-def check_writable(flag, folder):
-    try:
-        os.makedirs(folder, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            fail(f"--{flag} {folder}: no permission to write")
-    except OSError as error:
-        fail(f"--{flag} {folder}: cannot be created ({error})")
 
 
 def divisors(n):

@@ -1,13 +1,14 @@
 """The command line and the model's shape. Settings that cannot run fail here, before any work is done."""
 import importlib.util
 import os
+import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 
-from messages import fail
+from messages import RANK, fail
 
 TOO_LARGE = 10**8                                         # for any number on the command line
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # a checkpoint's may differ
@@ -231,20 +232,16 @@ def check_outputs(args):
     """Fail before training, not after it, if the results could not be written."""
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
-    for flag, folder in (("save", args.save), ("profile", args.profile)):
-        if folder:
-            check_writable(flag, folder)
-    if args.save and os.listdir(args.save):
-        fail(f"--save {args.save}: is not empty; choose a new or an empty directory")
-
-
-def check_writable(flag, folder):
-    try:
-        os.makedirs(folder, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            fail(f"--{flag} {folder}: no permission to write")
-    except OSError as error:
-        fail(f"--{flag} {folder}: cannot be created ({error})")
+    save = args.save if RANK == 0 else None               # rank 0 alone writes there
+    for flag, folder in (("save", save), ("profile", args.profile)):
+        try:
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            fail(f"--{flag} {folder}: cannot be written to ({error})")
+    if save and os.listdir(save):
+        fail(f"--save {save}: is not empty; choose a new or an empty directory")
 
 
 def divisors(n):

@@ -183,7 +183,7 @@ def vocabulary_parallel_cross_entropy(group: ProcessGroup):
 
 
 # ------------------------------------------------------------------------- replacing the modules of a model
-PARALLEL = {                                         # {name: (class, dimension in which to shard the weight)}
+PARALLEL = {                                              # {name: (class, dimension to shard)}
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (ColumnParallelLinear, 0)),
     **dict.fromkeys(("o_proj", "down_proj"), (RowParallelLinear, 1)),
     "embed_tokens": (VocabParallelEmbedding, 0), "lm_head": (VocabParallelHead, 0)}

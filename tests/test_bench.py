@@ -1,4 +1,4 @@
-"""tools/sweep.py: a sweep that survives what it measures. And of each dev/bench/bench*.py that every contestant still runs."""
+"""tools/sweep.py survives the runs that it measures. And in each dev/bench/bench*.py, every contestant still runs."""
 import csv
 import os
 import signal
@@ -12,7 +12,7 @@ from layouts import every_other
 from steps import ROOT, clean_environment, run
 
 SWEEP = ROOT / "tools/sweep.py"
-# a trainer with a fault for every taste; --seed says which
+# a trainer that fails in different ways; --micro_batch_size chooses which
 FAULTY = """
 import json, os, subprocess, sys, time
 flag = lambda name: sys.argv[sys.argv.index(name) + 1]
@@ -41,7 +41,7 @@ def rows_of(tmp_path):
 
 
 def marked(tmp_path):
-    """The processes that carry the mark of this sweep."""
+    """Return the ids of the processes that carry this sweep's mark."""
     found, mark = [], f"TRAINER_SWEEP={tmp_path / 'results.csv'}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -85,7 +85,7 @@ def test_what_a_killed_sweep_leaves_is_cleared_away_and_it_goes_on(tmp_path):
                                stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         end = time.monotonic() + 120
-        # torchrun, the rank, and the child that hides
+        # wait for three: torchrun, the rank, and the child that hides
         while len(marked(tmp_path)) < 3 or not (tmp_path / "results.csv").exists():
             assert time.monotonic() < end and process.poll() is None
             time.sleep(0.1)
@@ -102,7 +102,7 @@ def test_what_a_killed_sweep_leaves_is_cleared_away_and_it_goes_on(tmp_path):
 def test_the_real_trainer_and_the_planner(tmp_path):
     status, output = bench(tmp_path, "--gpus", "2", "--tp", "1", "2", "3", "--zero", "0", "--micro_batch_size", "4", "--steps", "3",
                            "--", "--model", "tiny", "--seq_len", "32")
-    assert status == 0 and "2 layouts" in output, output                           # tp 3 is none
+    assert status == 0 and "2 layouts" in output, output                           # tp 3 does not fit two GPUs
     rows = rows_of(tmp_path)
     found = [(row["status"], row["dp"], row["tp"], row["grad_acc"]) for row in rows]
     assert found == [("ok", "2", "1", "2"), ("ok", "1", "2", "4")], rows

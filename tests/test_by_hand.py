@@ -1,4 +1,4 @@
-"""stepNN/by_hand*.py: the technique alone, on real ranks, in one short file that ends in a comparison with one process."""
+"""stepNN/by_hand*.py shows the technique alone, on real ranks, in one short file that ends by comparing with one process."""
 import ast
 import shutil
 import sys
@@ -9,7 +9,7 @@ from steps import ROOT, STEPS, run
 
 LIBRARY = sys.stdlib_module_names | {"torch", "by_hand"}
 PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("step0*/by_hand*.py"))
-QUICK = ["step01", "step04", "step07", "step08"]          # of the others each of four processes imports much
+QUICK = ["step01", "step04", "step07", "step08"]          # the others start four processes that import a lot
 
 
 def test_every_step_has_one():
@@ -29,7 +29,7 @@ def test_uses_no_file_of_the_trainer(program):
 
 @pytest.mark.parametrize("program", [pytest.param(one, marks=[] if one[:6] in QUICK else pytest.mark.slow) for one in PROGRAMS])
 def test_runs_alone(program, tmp_path):
-    """Beside the other programs by hand of its step, and without anything else."""
+    """Run the program in a folder that has only its step's by_hand programs."""
     for path in (ROOT / program).parent.glob("by_hand*.py"):
         shutil.copy(path, tmp_path)
     status, output = run([sys.executable, Path(program).name], tmp_path, timeout=120)
@@ -45,7 +45,7 @@ assert [result == [rank] * 100_000 for rank, result in enumerate(results)] == [T
 
 
 def test_results_may_be_larger_than_a_pipe(tmp_path):
-    """By step 2's run(), which the READMEs and exercises use for functions of the reader's own."""
+    """Check step 2's run(), because the READMEs and exercises call it with the reader's own functions."""
     shutil.copy(ROOT / "step02_dp/by_hand.py", tmp_path)
     status, output = run([sys.executable, "-c", LARGE], tmp_path, timeout=60)
     assert status == 0, output

@@ -1,4 +1,4 @@
-"""dev/carry.py: changes are carried from step to step and into the patches, and nothing is lost on the way."""
+"""dev/carry.py carries changes from step to step and into the patches, and loses nothing on the way."""
 import shutil
 import subprocess
 import sys
@@ -45,7 +45,8 @@ what: a new file, and a line that uses it
 
 @pytest.fixture
 def repository(tmp_path):
-    """Three steps: same.py the same in all, train.py with a line more from step 2 on. And two patches of step 1."""
+    """Make a repository of three steps and two patches. same.py is the same in all steps; from step 2 on, train.py has one more
+    line."""
     for name in ("dev/carry.py", "dev/three_way.py", "tools/steps.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -211,7 +212,7 @@ def test_a_conflict_resolved_for_the_later_step_does_not_come_back(repository):
 # ----------------------------------------------------------------------------------------------- since the last carry
 def test_a_line_can_be_edited_twice_before_a_commit(repository):
     edit(repository / FIRST / "train.py", "line 20\n", "line twenty\n")
-    assert carry(repository)[0] == 1                      # beside the line that step 2 adds
+    assert carry(repository)[0] == 1                      # a conflict with the line that step 2 adds next to it
     (repository / SECOND / "train.py").write_text(TRAIN.replace("line 20\n", "line twenty\nadded\n"))
     assert carry(repository)[0] == 0
     for old, new in (("line 13\n", "line thirteen\n"), ("line thirteen\n", "line 12 + 1\n"), ("line 12 + 1\n", "line 13\n")):

@@ -1,4 +1,4 @@
-"""dev/changed.py: every test that a change can affect is chosen, and most others are left out."""
+"""dev/changed.py chooses every test that a change can affect, and leaves out most others."""
 import re
 import shutil
 import subprocess
@@ -12,11 +12,11 @@ TESTS = [name for name in repository_files() if re.fullmatch(r"(tests|exercises/
 
 
 def affected_by(changed):
-    """Return the names of the tests, 'step04', 'ladder04', 'plan'."""
+    """Return the names of the affected tests, such as 'step04', 'ladder04', 'plan'."""
     return {test.rsplit("/test_", 1)[1].removesuffix(".py") for test in TESTS if touches(changed, test, modules_of(test))}
 
 
-# changed, tests that have to run, tests that need not
+# the changed file, tests that must run, tests that must be left out
 @pytest.mark.parametrize("changed, wanted, others", [
     ("step04_tp_sp/tensor_parallel.py",
      "step04 steps readmes ladder04 ladders simulate extensions by_hand",
@@ -46,7 +46,7 @@ def test_a_changed_file_reaches_the_tests_that_depend_on_it(changed, wanted, oth
 
 @pytest.fixture
 def repository(tmp_path):
-    """One module, two tests that import it and one that does not, committed."""
+    """Make and commit a repository that has one module, two tests that import it, and one that does not."""
     for name in ("Makefile", "dev/changed.py", "tools/steps.py", "tests/pytest.ini", ".gitignore"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -1,6 +1,7 @@
-"""What can be seen of the CUDA path without a GPU: shapes and bytes of a rank's kernels, and code that only CUDA takes."""
+"""The CUDA path, as far as it can be tested without a GPU: shapes and bytes of a rank's kernels, and code that only CUDA runs."""
 import contextlib
 import os
+from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,8 +15,8 @@ slow = pytest.mark.slow
 
 # ------------------------------------------------------------------------------------------------ a rank's kernels
 def kernels_job(ranks, argv):
-    """The products of one training step of rank 0 of so many, as (m, n, k): calls; and the bytes that its operations read and
-    write. The rank is alone, and its tensors have no data (tools/simulate)."""
+    """Run one training step as rank 0 of `ranks`. Return its matrix products as {(m, n, k): calls}, and the bytes that its
+    operations read and write. There is only this rank, and its tensors have no data (tools/simulate)."""
     import math
     from collections import Counter
 
@@ -39,10 +40,15 @@ def kernels_job(ranks, argv):
 
     @contextlib.contextmanager
     def watch(profiler, step):
-        profiler.optimizer.adamw.step()                   # makes its states: the step is not to be the first
+        optimizers[0].adamw.step()                        # this makes its states, as the watched step must not be the first
         with Watch():
             yield
-    with one_rank(ranks, 0), patch("profiling.Profiler.step", watch):
+
+    def make_optimizer(*args):
+        optimizers.append(make(*args))
+        return optimizers[0]
+    optimizers, make = [], train.Optimizer
+    with one_rank(ranks, 0), patch("profiling.Profiler.step", watch), patch.object(train, "Optimizer", make_optimizer):
         train.main(argv)
     return dict(products), dict(moved)
 
@@ -61,8 +67,9 @@ def kernels(pool, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_are_of_whole_tiles(pool, layout):
-    """A GPU makes a product in tiles of 128 or more: what is left over costs as much as a whole one. Llama 3's vocabulary is
-    1,002 tiles, of which eight ranks have 125 and a quarter each."""
+    """Check that all sizes of products, except one, are multiples of 128: a GPU computes a product in tiles of 128 or more, and a
+    partial tile costs as much as a whole one. Llama 3's vocabulary is 1,002 tiles, of which each of eight ranks has 125 and a
+    quarter."""
     products, _ = kernels(pool, layout)
     odd = {n for shape in products for n in shape if n % 128}
     assert products and odd <= ({128256 // 8} if "--tp 8" in LAYOUTS[layout][1] else set())
@@ -72,7 +79,8 @@ BYTES_OF_A_STEP = 502.2
 
 
 def test_bytes_of_a_micro_batch(pool):
-    """Read and written by the operations of one step of llama-1b, 4 x 4,096 tokens: what memory bounds does not grow unseen."""
+    """Check how many bytes the operations of one step of llama-1b with 4 x 4,096 tokens read and write: memory-bound work must not
+    grow unseen."""
     _, moved = kernels(pool, "llama-1b")
     assert sum(moved.values()) / 1e9 == pytest.approx(BYTES_OF_A_STEP, rel=0.01), moved
 
@@ -94,7 +102,7 @@ def flash_job():
 
 
 def test_the_flash_kernels_of_cuda_take_what_they_are_given(pool):
-    """On tensors that have no data: that the operations exist with these arguments, and what they return."""
+    """Check with tensors that have no data that the operations exist with these arguments, and what they return."""
     for keys, found in zip((128, 64), pool.call(flash_job, STEP)[0]):
         q, kv = [2, 4, 128, 64], [2, 4, keys, 64]
         assert found == [(q, "torch.bfloat16", "cuda"), ([2, 4, 128], "torch.float32", "cuda"), (q, "torch.bfloat16", "cuda"),
@@ -102,7 +110,7 @@ def test_the_flash_kernels_of_cuda_take_what_they_are_given(pool):
 
 
 def check_on_cuda_job(argv):
-    """As rank 0 of two that see a GPU."""
+    """Check the flags as rank 0 of two ranks that see a GPU."""
     import config
     from messages import clean_exit
     with patch.dict(os.environ, WORLD_SIZE="2"), patch("torch.cuda.is_available", lambda: True), clean_exit():
@@ -114,7 +122,7 @@ def check_on_cuda_job(argv):
 def test_a_width_that_the_flash_kernels_do_not_take_is_refused(pool, tmp_path, mode, refused):
     flags = f"{cases.make(tmp_path)} --seq_len 16 --cp 2 --cp_mode {mode} --global_batch_size 2 --micro_batch_size 1"
     if refused:
-        message = "needs --dtype bfloat16 and a head_dim (10) that is a multiple of 8"
+        message = "require --dtype bfloat16 and a head_dim that is a multiple of 8, not 10"
         assert_refused(pool, STEP, 1, flags, message, job=check_on_cuda_job)
     else:
         pool.call(check_on_cuda_job, STEP, argv=flags.split())
@@ -122,7 +130,7 @@ def test_a_width_that_the_flash_kernels_do_not_take_is_refused(pool, tmp_path, m
 
 
 def environment_job():
-    """What is set before NCCL starts a group; there is none here, so that is where this ends."""
+    """Return what is set before NCCL starts a group. The job stops at that point, because there is no NCCL here."""
     import mesh
     import model  # noqa: F401
     import torch
@@ -143,30 +151,51 @@ def environment_job():
 
 
 def test_what_is_set_for_cuda(pool):
-    """One group serves both devices; a rank's GPU is its own before its first NCCL group, whose kernels run as they are started."""
+    """Check that one group serves both devices, that a rank has chosen its GPU before its first NCCL group, and that NCCL runs its
+    kernels in the order in which they were launched."""
     assert pool.call(environment_job, STEP) == [([("cpu:gloo,cuda:nccl", None), 5, ("cuda", "1")], True)]
 
 
 def started_order_job(argv):
-    """What is started, in order: gathers of weights, all-reduces, and forward."""
+    """Train. Return what is started, in order: gathers of a unit's weights, units that compute, all-reduces, forward."""
     import torch.distributed as dist
     import train
     import zero
-    events, gather, all_reduce, run = [], zero.Zero1Unit.gather, dist.all_reduce, train.Pipeline.forward_backward
-    with patch.object(zero.Zero1Unit, "gather", lambda unit: events.append("gather") or gather(unit)), \
-            patch.object(dist, "all_reduce", lambda *args, **how: events.append("sum") or all_reduce(*args, **how)), \
-            patch.object(train.Pipeline, "forward_backward", lambda self, *args: events.append("forward") or run(self, *args)):
+    events = []
+
+    def note(owner, name, event):
+        original = getattr(owner, name)
+
+        def noted(*args, **how):
+            events.append(event)
+            return original(*args, **how)
+        return patch.object(owner, name, noted)
+    with (note(zero.Zero1Unit, "start_all_gather", "gather"), note(zero.Zero1Unit, "pre_forward", "unit"),
+          note(dist, "all_reduce", "sum"), note(train.Pipeline, "forward_backward", "forward")):
         train.main(argv)
     return events
 
 
+def steps_of(events):
+    """Return the events of each training step but the last, from the event before its forward to that before the next one's."""
+    starts = [i - 1 for i, event in enumerate(events) if event == "forward"]
+    return [events[start:end] for start, end in zip(starts, starts[1:])]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
-def test_no_sum_stands_behind_gathers(pool, stage, tmp_path):
-    """nccl would have an all-reduce of the log, the balance or a signal wait for them, and the next forward for that."""
-    argv = f"--steps 3 --seq_len 16 --global_batch_size 4 --zero {stage} --model tiny-moe --checkpoint {tmp_path}".split()
-    events = pool.call(started_order_job, STEP, world=2, argv=argv)[0]
-    following = {after for event, after in zip(events, events[1:]) if event == "gather"}
-    assert following == {"gather", "forward"} and "sum" in events
+def test_weights_are_gathered_one_unit_ahead(pool, stage, tmp_path):
+    """Check the order in which collectives start, since NCCL runs them in that order across groups. Before forward only the first
+    unit's weights are gathered, and no all-reduce stands between. In forward a gather is at most one unit ahead, so that an
+    all-reduce of tp waits for one unit's weights and not for the model's."""
+    flags = f"--steps 3 --seq_len 16 --global_batch_size 4 --micro_batch_size 2 --zero {stage} --tp 2 --sp off"
+    argv = f"{flags} --model tiny-moe --checkpoint {tmp_path}".split()
+    steps = steps_of(pool.call(started_order_job, STEP, world=4, argv=argv)[0])
+    assert len(steps) == 2
+    for step in steps:
+        assert step[:2] == ["gather", "forward"], step[:4]
+        ahead = [Counter(step[:i])["gather"] - Counter(step[:i])["unit"] for i, event in enumerate(step) if event == "sum"]
+        assert Counter(step)["gather"] == 18 and 0 <= min(ahead), step
+        assert max(ahead) == 2, ahead                     # one layer: its experts are a unit of their own
 
 
 def many_layers_job(argv):
@@ -180,17 +209,19 @@ def many_layers_job(argv):
 @slow
 @pytest.mark.parametrize("step, more, eager", [("step01_single_gpu", "--profile {}", []), ("step02_dp", "--ledger", [1])])
 def test_who_watches_does_not_end_compiling(pool, tmp_path, step, more, eager):
-    """While a mode sees every operation torch compiles nothing, and remembers that for the rest of the run."""
+    """Check that torch compiles again after a watched step: while a dispatch mode sees every operation it compiles nothing, and
+    unless it is told otherwise, it remembers that for the rest of the run."""
     flags = f"{cases.make(tmp_path / 'case', **cases.shape('dense-2'))} --steps 6 --micro_batch_size 12 --compile"
     calls, = pool.call(compiled_calls_job, step, argv=f"{flags} {more.format(tmp_path)}".split())
     a_step = 2 * (2 + 1)                                  # two micro-batches, two layers, the loss
     assert calls == [0 if i in eager else a_step for i in range(6)]
-    pool.stop()                                           # garbage collection is slow where something was compiled
+    pool.stop()                                           # once a worker has compiled, its garbage collection is slow
 
 
 @slow
 def test_twelve_layers_are_compiled_once(pool, tmp_path):
-    """Not once per layer: from the eighth on PyTorch would give up and say so in a log that nobody reads."""
+    """Check that layers are not compiled one by one: from the eighth on, PyTorch would give up and say so only in a log that
+    nobody reads."""
     flags = f"{cases.make(tmp_path, num_hidden_layers=12)} --steps 2 --micro_batch_size 6 --compile"
     pool.call(many_layers_job, STEP, argv=flags.split())
-    pool.stop()                                           # garbage collection is slow where something was compiled
+    pool.stop()                                           # once a worker has compiled, its garbage collection is slow

@@ -1,4 +1,4 @@
-"""The extensions apply, are in their step's README, and their tests pass."""
+"""The extensions apply, their step's README mentions them, and their tests pass."""
 import re
 import sys
 
@@ -25,7 +25,7 @@ def test_it_is_a_patch_on_its_step(patch, tmp_path):
 
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_the_readmes_tell_of_it(patch):
-    """Its step's, with what it does; the table in the FAQ, with what it was measured to do."""
+    """Check that the step's README says what the extension does, and the table in the FAQ what it was measured to do."""
     said = read_header(patch)
     assert f"make extend NAME={patch.stem}" in (ROOT / full_name(said["step"]) / "README.md").read_text()
     rows = re.findall(rf"^\| `{patch.stem}` \|.*$", (ROOT / "docs/FAQ.md").read_text(), re.M)

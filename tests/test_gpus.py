@@ -1,4 +1,4 @@
-"""On GPUs: every step on one, every technique under nccl on several. Without GPUs these tests are skipped, and say so.
+"""Tests on GPUs: every step on one, every technique over NCCL on several. Without GPUs these tests are skipped, and say so.
 
     make test                                                    # on a node of 8 GPUs they run with all the others
     NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=.../libnccl.so.2 python -m pytest tests/test_gpus.py
@@ -8,9 +8,9 @@
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
     GPU_TEST_STEPS=5 GPU_TEST_RANKS=2 python -m pytest tests/test_gpus.py                # a first look: short runs, few ranks
 
-In float64 a run is to equal that of one process to 1e-8, step for step, and its weights at the end, whatever nccl does
-meanwhile: a buffer that is reused too early, or a wait that is missing, is not a matter of rounding. The flash kernels of
---cp_mode zigzag, ring and allgather take bfloat16 only, as do the grouped products of experts: every layout runs in that too.
+In float64, every step of a run must equal that of one process to 1e-8, and so must the weights at the end: a buffer that is reused
+too early, or a missing wait, shows as more than rounding. The flash kernels of --cp_mode zigzag, ring and allgather take only
+bfloat16, and so do the experts' grouped products. So every layout runs in bfloat16, too.
 """
 import json
 import os
@@ -37,7 +37,7 @@ SHAPES = {"dense": DENSE, "moe": DENSE | dict(model_type="mixtral", num_local_ex
 STEPS, SEQ_LEN = (30, 256) if DEVICE == "cuda" else (6, 32)       # many steps, so that races show
 STEPS, MOST_RANKS = int(os.environ.get("GPU_TEST_STEPS", STEPS)), int(os.environ.get("GPU_TEST_RANKS", 8))
 FLAGS = f"--device {DEVICE} --seq_len {SEQ_LEN} --global_batch_size 24 --steps {STEPS} --lr 1e-3 --warmup 2 --grad_clip 0.5"
-BLOCK_MODES = ("zigzag", "ring", "allgather")             # of --cp_mode; their kernels on CUDA take bfloat16 only
+BLOCK_MODES = ("zigzag", "ring", "allgather")             # values of --cp_mode whose CUDA kernels take only bfloat16
 
 
 def need(ranks):
@@ -63,7 +63,7 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(pool, flags):
-    """Runs of one process, made when first asked for."""
+    """Return a function that makes runs of one process, each when it is first asked for."""
     made = {}
 
     def one(kind, dtype):
@@ -84,8 +84,8 @@ def assert_as_one_process(pool, flags, one_process, step, world, more, dtype, ki
 
 
 def assert_about_the_same(trained, one, more):
-    """bfloat16 rounds every product, and AdamW turns that into other steps: to 2% in the losses, 15% in the gradients' norms of the
-    first steps (later a token that goes to another expert may change one by more)."""
+    """Compare loosely: bfloat16 rounds every product, and AdamW turns that into different updates. Allow 2% in the losses, and 15%
+    in the gradient norms of the first steps (later, a token that goes to another expert may change a norm by more)."""
     for name, steps, tolerance in (("losses", STEPS, 0.02), ("grad_norms", 6, 0.15)):
         worst = max(map(relative, getattr(trained, name)[:steps], getattr(one, name)[:steps]))
         assert worst <= tolerance, f"{more}: {name} differ by {worst:.3f}"
@@ -106,7 +106,7 @@ def test_a_step_on_one_gpu_exactly(pool, flags, one_process, step):
 @pytest.mark.parametrize("compile", ["", "--compile"])
 @pytest.mark.parametrize("step", NAMES[6:])
 def test_experts_on_one_gpu(pool, flags, step, compile):
-    """With the grouped kernel as with a loop over experts."""
+    """Compare the grouped kernel with a loop over experts."""
     need(1)
     same = f"{flags['moe']} --micro_batch_size 6 --dtype bfloat16 --balance none"
     loop = pool.train(step, same, job=looped_job, weights=False, timeout=LIMIT)
@@ -115,7 +115,7 @@ def test_experts_on_one_gpu(pool, flags, step, compile):
 
 @pytest.mark.parametrize("counts", [[64, 0, 128, 32], [0, 0, 0, 0], [1, 250, 3, 2]])
 def test_grouped_products_on_one_gpu(pool, counts):
-    """With an expert that nobody chose, and with none that anybody chose."""
+    """Check experts that no token chose, up to all of them."""
     need(1)
     errors, = pool.call(grouped_job, "step08_5d", device=DEVICE, counts=counts)
     assert max(errors) < 1e-2, errors
@@ -123,7 +123,7 @@ def test_grouped_products_on_one_gpu(pool, counts):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_in_blocks_on_one_gpu(pool, head_dim):
-    """The kernels of context parallelism, which a single rank does not call."""
+    """Check the kernels of context parallelism, because a run on a single rank does not call them."""
     need(1)
     dtype = "bfloat16" if DEVICE == "cuda" else "float32"
     errors, = pool.call(blocks_job, "step08_5d", device=DEVICE, dtype=dtype, head_dim=head_dim)
@@ -141,7 +141,7 @@ def test_profile_on_a_gpu(pool, flags, tmp_path):
 @pytest.mark.skipif(DEVICE == "cpu" or not GPUS, reason="there is no GPU, whose memory is to be compared with the simulated one's")
 @pytest.mark.parametrize("more", ["--recompute none", "--recompute full", "--zero 1"])
 def test_peak_memory_is_the_simulated(pool, more):
-    """Of a model so large that what kernels take for themselves is little beside it."""
+    """Compare for a model so large that the memory that kernels need for themselves hardly counts."""
     flags = f"--model llama-1b --seq_len 2048 --global_batch_size 4 --micro_batch_size 1 --lr 1e-4 {more}"
     real = pool.train("step08_5d", f"{flags} --device cuda --steps 3", weights=False, timeout=LIMIT).lines[-1]["peak_memory_gib"]
     code, output = run([sys.executable, "tools/simulate", "8", "1", *flags.split()], ROOT, timeout=120)
@@ -173,7 +173,7 @@ MIXES = random.Random(4).sample([(kind, more) for kind, more in all_of_a_world(8
 
 
 def precisions(more):
-    """A layout whose kernels on CUDA are of bfloat16 alone runs in that only."""
+    """Return the dtypes that a layout runs in: only bfloat16 if its CUDA kernels take nothing else."""
     return ["bfloat16"] if "--cp 1" not in more and "--cp " in more and "ulysses" not in more else ["float64", "bfloat16"]
 
 

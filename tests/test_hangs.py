@@ -1,4 +1,4 @@
-"""The hang lab: each program hangs where it should, shows what an answer needs, and the checker knows right from wrong."""
+"""The hang lab: each program hangs where it should and shows what an answer needs, and the checker tells right from wrong."""
 import concurrent.futures
 import os
 import signal
@@ -25,12 +25,12 @@ WANTED = {1: [(*WAITS, "dist.all_reduce")] * 2 + [("gloo:barrier", "started", "d
           7: [(*WAITS, "dist.all_reduce"), ("gloo:all_reduce", "completed", "batches.get"), *[(*WAITS, "dist.all_reduce")] * 2]}
 
 
-slow = pytest.mark.slow                                   # a second look is a quarter of a minute later
+slow = pytest.mark.slow                                   # the second look comes fifteen seconds later
 
 
 @pytest.fixture(scope="module")
 def looks():
-    """All eight at once: they only wait."""
+    """Look at all eight programs at once: they only wait."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         return dict(zip(lab.NUMBERS, threads.map(lab.look, lab.NUMBERS)))
@@ -58,7 +58,7 @@ def last_of(looks, number, rank):
 
 @slow
 def test_what_else_an_answer_needs(looks):
-    """Where the names of the calls are not enough: sequence numbers, groups, sizes, output."""
+    """Check what an answer needs besides the names of the calls: sequence numbers, groups, sizes, output."""
     assert {last_of(looks, 1, rank)["collective_seq_id"] for rank in range(4)} == {7}
     assert [last_of(looks, 2, rank)["process_group"] for rank in range(4)] == ["world", "world", "ranks 2,3", "world"]
     got = [call for call in looks[5][0][3]["calls"] if call["profiling_name"] == "gloo:all_to_all_single"][-1]
@@ -125,7 +125,7 @@ def wait(until, seconds=120):
 
 
 def alive(group):
-    """How many processes of a group there are that are no zombies."""
+    """Count the processes of a group, except zombies."""
     listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
     return sum(line.split()[0] == str(group) and "Z" not in line.split()[1] for line in listed.splitlines())
 
@@ -137,6 +137,6 @@ def test_no_process_is_left_behind():
     wait(lambda: alive(child.pid) == 0)
     child = subprocess.Popen([*LAB, "1"], env=clean_environment(), stdout=subprocess.PIPE, start_new_session=True)
     wait(lambda: alive(child.pid) >= 5)
-    child.kill()                                          # it cannot end its ranks any more
+    child.kill()                                          # so it can no longer end its ranks
     child.wait()
     wait(lambda: alive(child.pid) == 0)

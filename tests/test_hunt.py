@@ -1,4 +1,4 @@
-"""The hunt: which planted mistakes can be drawn, and some hunts played to their ends."""
+"""The hunt: which planted mistakes can be drawn, and some hunts played to the end."""
 import json
 import sys
 
@@ -23,7 +23,7 @@ def test_a_seed_draws_always_the_same_and_all_are_drawn():
 
 
 def call(*words):
-    """What a command of the reader's ends with."""
+    """Run a command as the reader would. Return its exit status."""
     try:
         sys.argv = ["hunt.py", *words]
         return hunt.main() or 0

@@ -1,4 +1,4 @@
-"""The exercises can be done: in a step's copy no rung is green before it is written, and each is when ours is put back."""
+"""The exercises can be done: in a step's copy no rung is green before it is written, and every rung is green with our solution."""
 import ast
 import re
 import signal
@@ -16,7 +16,7 @@ from patched import run_tests
 from steps import NAMES, ROOT, clean_environment, copy_repository, run
 
 LADDERS = [number for number in range(2, len(NAMES) + 1) if (LADDER / f"test_ladder{number:02d}.py").exists()]
-RUNGS = len(rungs(2))                                     # of the ladder that is gone up in the tests below
+RUNGS = len(rungs(2))                                     # the tests below climb this ladder
 
 
 def test_every_step_with_a_technique_has_a_ladder():
@@ -52,19 +52,19 @@ def test_as_a_reader_goes_up(tmp_path):
     assert make()[0] == 0 and "NotImplementedError" in mine.read_text() and "do not write the answer" not in make("hint")[1]
     status, output = make("check")
     assert status == RED and f"1 of {RUNGS}  a sum after backward: not yet" in output
-    assert re.search(r"came:    data_parallel.py:\d+ in naive: NotImplementedError: rung 1", output)
+    assert re.search(r"came:    data_parallel.py:\d+ in NaiveReducer.finish: NotImplementedError: rung 1", output)
     assert [make("hint")[1].count("\nhint ") for _ in range(4)] == [2, 3, 3, 3]    # the first was given above
     status, output = make("solution")
-    assert '-    raise NotImplementedError("rung 1: naive")\n+    def sum_gradients():' in output
-    assert status == 0 and "overlap" not in output
-    wrong = "    print('mine')\n    for param in params:\n        dist.all_reduce(param.main_grad)\n    return lambda: None"
+    assert '-        raise NotImplementedError("rung 1: finish")\n+        for param in self.params:' in output
+    assert status == 0 and "Overlap" not in output
+    wrong = "print('mine')\n        for param in self.params[1:]:\n            dist.all_reduce(param.main_grad)"
     text = mine.read_text()
-    mine.write_text(text.replace('    raise NotImplementedError("rung 1: naive")', wrong))
+    mine.write_text(text.replace('raise NotImplementedError("rung 1: finish")', wrong))
     status, output = make("check")
-    assert status == RED and "came:    AssertionError: 3 all-reduces were started before the last micro-batch" in output, output
-    assert "printed: rank 0: mine\n         rank 1: mine\n" in output
-    right = "    return lambda: [dist.all_reduce(param.main_grad) for param in params]"
-    mine.write_text(text.replace('    raise NotImplementedError("rung 1: naive")', right))
+    assert status == RED and "came:    AssertionError: in step 1 there were all-reduces of [3, 40] numbers" in output, output
+    assert "printed: rank 0: mine\n         rank 0: mine\n         rank 1: mine\n         rank 1: mine\n" in output
+    right = "[dist.all_reduce(param.main_grad) for param in self.params]"
+    mine.write_text(text.replace('raise NotImplementedError("rung 1: finish")', right))
     status, output = make("check")
     assert status == RED and f"1 of {RUNGS}  a sum after backward: green" in output, output
     assert f"2 of {RUNGS}  knowing when" in output
@@ -185,13 +185,15 @@ class Box:
 @pytest.mark.parametrize("number", LADDERS)
 def test_a_blank_level_has_what_the_rungs_want(number, tmp_path):
     new = copy_blank(number, tmp_path / "step")
-    assert new == [file for file in dict.fromkeys(file for test in rungs(number) for file in test.rung["write"])]
+    files = dict.fromkeys(file for test in rungs(number) for file in test.rung["write"])
+    assert new == [file for file in files if not (ROOT / NAMES[number - 2] / file).exists()]
     modules = ", ".join(file.removesuffix(".py") for file in new)
     status, output = run([sys.executable, "-c", f"import {modules}"], tmp_path / "step", timeout=120)
     assert status == 0, output
     for test in rungs(number):
         for file, names in test.rung["write"].items():
-            assert all(find(ast.parse((tmp_path / "step" / file).read_text()), name) for name in names)
+            there = [name for name in names if exercise.source_of(tmp_path / "step" / file, name)]
+            assert there == (names if file in new else [])            # to a file of the step before, the reader adds them
 
 
 # ------------------------------------------------------------------------------------------------ what a red rung says
@@ -258,12 +260,13 @@ def test_a_reason_comes_whole_and_before_what_pytest_adds():
 # ------------------------------------------------------------------------------------------------ the way through
 @pytest.mark.slow
 def test_another_way_through(tmp_path):
-    """Half of the ladder given, a single rung, a fresh start, in the folder itself; make says nothing of its own."""
+    """Start in the middle of the ladder, check single rungs, work in the folder itself, start afresh. make itself must print
+    nothing."""
     def make(*words, where="."):
         return run(["make", *words], tmp_path / where, timeout=240)
     copy_repository(tmp_path)
     status, output = make("exercise", "STEP=2", "FROM=3")
-    assert status == 0 and "without the bodies of 6 functions" in output
+    assert status == 0 and "without the bodies of 8 functions" in output
     status, output = make("check", "RUNG=3", where="exercise/step02")
     assert status == 0 and f"3 of {RUNGS}  sending while backward goes on: not yet" in output
     assert "make" not in output.split("make hint")[0] + output.split("make solution")[1]
@@ -275,7 +278,7 @@ def test_another_way_through(tmp_path):
     mine.write_text("mine\n")
     status, output = make("restart", "STEP=2", "LEVEL=blank")
     assert status == 0 and "exercise/step02 was put aside: exercise/step02.1\n" in output
-    assert (tmp_path / "exercise/step02.1/data_parallel.py").read_text() == "mine\n" and "rung 1: naive" in mine.read_text()
+    assert (tmp_path / "exercise/step02.1/data_parallel.py").read_text() == "mine\n" and "rung 1: finish" in mine.read_text()
     assert "SyntaxError" not in make("check", "STEP=2")[1]
 
 
@@ -300,11 +303,11 @@ def test_watching(tmp_path):
         command = [sys.executable, "exercises/exercise.py", "2", "watch"]
         child = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=file)
     try:
-        wait_for(child, said, "rung 1: naive")
-        right = "return lambda: [dist.all_reduce(param.main_grad) for param in params]"
-        mine.write_text(mine.read_text().replace('raise NotImplementedError("rung 1: naive")', right))
+        wait_for(child, said, "rung 1: finish")
+        right = "[dist.all_reduce(param.main_grad) for param in self.params]"
+        mine.write_text(mine.read_text().replace('raise NotImplementedError("rung 1: finish")', right))
         wait_for(child, said, f"1 of {RUNGS}  a sum after backward: green")
-        wait_for(child, said, "rung 2: when_final")
+        wait_for(child, said, "rung 2: __init__")
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130

@@ -1,5 +1,5 @@
-"""The arrays of layouts.py: what they are said to cover is in the flags of what is run; what they leave out the trainer refuses, or
-never reads."""
+"""The arrays of layouts.py: the flags that run contain everything that the arrays claim to cover, and the trainer refuses or never
+reads what they leave out."""
 import itertools
 import os
 import random
@@ -12,7 +12,7 @@ STEPS = range(2, 9)
 
 
 def choices(layout):
-    """The value of each factor, read from a layout's flags alone."""
+    """Read the value of each factor from a layout's flags alone."""
     dp, tp, cp, pp, zero = (layout.number(name) for name in ("dp", "tp", "cp", "pp", "zero"))
     number = layouts.NAMES.index(layout.step) + 1
     count = 24 // dp // int(layout.flag("micro_batch_size"))
@@ -39,7 +39,7 @@ def test_every_possible_pair_is_in_some_layout(step):
 
 @pytest.mark.parametrize("forbidden", ["sp", "balance", "schedule", "dp_mode"])
 def test_a_factor_that_silently_gets_no_value_is_seen(monkeypatch, forbidden):
-    """As when a rule of agree forbids all values of a factor."""
+    """Let a rule of agree() forbid all values of a factor."""
     agree = layouts.agree
     monkeypatch.setattr(layouts, "agree", lambda row: agree(row) and row.get(forbidden) is None)
     with pytest.raises(AssertionError, match=f"{forbidden} applies but has no value"):
@@ -48,7 +48,7 @@ def test_a_factor_that_silently_gets_no_value_is_seen(monkeypatch, forbidden):
 
 
 # ------------------------------------------------------------------------------- what is left out: a second rule
-# What the trainer never reads is no choice: the flag, and the layouts in which it is read. The other flags are always read.
+# A flag is no choice where the trainer does not read it. For each such flag: the layouts in which it is read. Others always are.
 READ = {"zero": lambda run: run["zero"] == 0 or run["dp"] * run["cp"] > 1,
         "shard": lambda run: run["zero"] > 0 and run["dp"] * run["cp"] in ((4,) if run.get("shard") == "part" else (2, 3, 4)),
         "dp_mode": lambda run: run["zero"] == 0 and run["dp"] * run["cp"] > 1,
@@ -56,12 +56,12 @@ READ = {"zero": lambda run: run["zero"] == 0 or run["dp"] * run["cp"] > 1,
         "cp_mode": lambda run: run["cp"] > 1,
         "schedule": lambda run: run["pp"] > 1,
         "balance": lambda run: run["experts"] != "dense"}
-LEFT_OUT = dict(dtype="bfloat16", optimizer="sgd")        # sgd is for comparing weights, which bfloat16 runs are too coarse for
+LEFT_OUT = dict(dtype="bfloat16", optimizer="sgd")        # sgd serves to compare weights, and bfloat16 is too coarse for that
 COUNTS = {"one": [1], "few": [2, 3, 4], "many": [5, 6, 8, 12, 24]}
 
 
 def unwanted(step):
-    """The pairs, and in step 8 the triples, that no layout of the step has to have."""
+    """Return the pairs, and in step 8 the triples, that no layout of the step needs to have."""
     of_one = {name: [(name, value) for value in FACTORS[name][1]] for name in factors(step)}
     groups = [pair for pair in itertools.combinations(of_one, 2) if step == 8 or step in [FACTORS[name][0] for name in pair]]
     every = {frozenset(values) for names in [*groups, *[("zero", "tp", "pp")] * (step == 8)]
@@ -70,7 +70,7 @@ def unwanted(step):
 
 
 def runs_with(values, step):
-    """All runs on four ranks at most, or on eight cut in three ways, in which the trainer would read these values."""
+    """Yield all runs, on up to four ranks or eight split along three dimensions, in which the trainer would read these values."""
     gates = {name: [value for value in FACTORS[name][1] if values.get(name, value) == value] if name in factors(step) else [alone]
              for name, alone in dict(dp=1, tp=1, cp=1, pp=1, zero=0, experts="dense").items()}
     for gate in itertools.product(*gates.values()):
@@ -92,7 +92,7 @@ def flags(run, micro_batch):
 
 
 def taken_job(runs):
-    """Those of the runs that the trainer does not refuse."""
+    """Return the runs that the trainer does not refuse."""
     import config
     taken = []
     for world, words in runs:
@@ -107,7 +107,7 @@ def taken_job(runs):
 
 
 def wrongly_left_out(step, pool):
-    """Of what is unwanted, that which the trainer reads and takes, with a run that has it."""
+    """Return the unwanted values that the trainer does read and accept, with the runs that have them."""
     runs = {values: list(runs_with(dict(values), step)) for values in unwanted(step)}
     taken, = pool.call(taken_job, "step08_5d", world=1, runs=sorted(set(sum(runs.values(), []))))
     return {values: [run for run in of_one if run in taken] for values, of_one in runs.items() if set(of_one) & set(taken)}

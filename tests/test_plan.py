@@ -1,4 +1,4 @@
-"""The planner: its constants against the runs they were fitted to, its exact part against what the trainer's own files say."""
+"""The planner: its constants are compared with the runs that they were fitted to, its exact part with the trainer's own files."""
 import csv
 import json
 import math
@@ -131,13 +131,14 @@ def test_each_number_of_nodes_is_predicted_by_the_others(rows, folds):
     assert result["tok median"] <= 0.053 and result["tok mean"] <= 0.105 and result["rank corr"] >= 0.965
     clear = fit_plan.score([row for row in held_out if row["code"] == "new" or row["status"] != "ok"])
     assert clear["tok median"] <= 0.049 and clear["tok mean"] <= 0.078
-    assert result["regret"] <= 0.052                          # aimed at: 0.01, and missed for one run that something disturbed
+    assert result["regret"] <= 0.052                          # the aim was 0.01; it is missed because of one disturbed run
     others = fit_plan.score(fit_plan.undisturbed(held_out))
     assert others["runs"] == 666 and others["regret"] <= 0.012 and others["worst"] <= 0.05
 
 
 def test_published_runs():
-    """Of those that nothing was chosen by: four of five inside their interval, A100 as fast as published, Megatron within 15%."""
+    """Check the published runs that nothing was fitted to: four of five are inside their interval, A100s are as fast as published,
+    and Megatron's runs are within 15%."""
     judged = [run for run in fit_plan.planned() if not run["fitted"]]
     inside = statistics.fmean(run["low"] <= run["published"] <= run["high"] for run in judged)
     assert len(judged) > 40 and 0.75 <= inside <= 0.90, inside
@@ -148,7 +149,7 @@ def test_published_runs():
 
 
 def test_interleaving_gains_what_was_published():
-    """torchtitan's 405B with and without it."""
+    """Compare torchtitan's 405B with and without interleaving."""
     without, interleaved = (run["planned"] for run in fit_plan.planned() if run["model"] == "llama-405b" and run["gpus"] == "512")
     assert interleaved / without == pytest.approx(1.28, abs=0.05)
 
@@ -164,7 +165,7 @@ def test_llama_3s_own_layout_fits_its_own_kind_of_trainer():
     ("dp=8,zero=3,recompute=selective", "h100", 0.1), ("tp=2,zero=1,acc=4", "a100", 0.1), ("tp=2,pp=2,zero=1,acc=4", "h100", 0.1),
     ("cp=4,zero=1", "h100", 0.1), ("zero=0,acc=2", "a100", 0.1)])
 def test_its_seconds_are_the_simulators(pool, tmp_path, layout, gpu, limit):
-    """For a layout of 8 GPUs, by the same facts: what differs is how waits are added up."""
+    """Compare for a layout of 8 GPUs. Both use the same facts and differ only in how they add up waits."""
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES["dense"], "hidden_size": 4096, "intermediate_size": 14336}))
     c, cluster = models.load(str(tmp_path)), speed.Cluster(8, speed.GPUS[gpu])
     l = plan.parse_config(layout, c, cluster, 8192, 8)
@@ -197,8 +198,8 @@ def test_empty_stages_are_seen(rows):
 
 # ------------------------------------------------------------------------------------------- the exact part
 def flops(c, l, stage):
-    """Of a rank in a training step: matrix products, 6 per weight and token, and causal attention, which
-    makes its scores twice: 7 products of [seq, seq], halved. Recomputation repeats a part of forward."""
+    """Return the FLOPs of a rank in a training step: matrix products take 6 per weight and token, and causal attention, which
+    computes its scores twice, takes 7 products of [seq, seq], halved. Recomputation repeats a part of forward."""
     tokens, h = l.tokens * l.accumulation, c.hidden_size
     scores = tokens * l.seq_len * c.num_attention_heads * c.head_dim // l.tp * stage.layers
     layer = 6 * sum(costs.product_widths(c, l)) + 2 * costs.repeated(c, l)
@@ -227,7 +228,8 @@ def test_what_a_schedule_keeps(schedule, pp, m):
 
 @pytest.mark.parametrize("schedule", plan.SCHEDULES)
 def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule):
-    """A schedule that has none is planned all the same, and those that have some as its lists say: memory and the bubble."""
+    """Check that a schedule without formulas is planned from its lists, and that formulas give the memory and the bubble of the
+    lists."""
     draw, asked = random.Random(3), []
     while len(asked) < 60:
         c = models.PRESETS[draw.choice(["llama-8b", "llama-70b", "qwen3-8b", "qwen3-30b-a3b"])]
@@ -240,7 +242,7 @@ def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule)
         for c, l in asked:
             stages, times = costs.our_stages(c, l), speed.Times(c, l, speed.Cluster(l.gpus), speed.USUAL)
             held = [sum(costs.our_memory(c, l, rank, stage).values()) for rank, stage in enumerate(stages)]
-            idle = speed.idle_share(l, times.F, times.I, times.W) * (l.pp - 1) / l.accumulation      # over the step's work
+            idle = speed.idle_share(l, times.F, times.I, times.W) * (l.pp - 1) / l.accumulation      # relative to the step's work
             yield [costs.in_flight(l, rank) for rank in range(l.pp)], held, sum(plan.memory(c, l).values()) * costs.GIB, idle
     by_formula = list(found())
     monkeypatch.delitem(costs.FORMULAS, schedule, raising=False)
@@ -251,7 +253,7 @@ def test_without_formulas_lists_are_counted_and_simulated(monkeypatch, schedule)
 
 
 def test_what_is_timed_is_the_default_and_what_is_better():
-    """AFAB idles as 1F1B does and keeps more."""
+    """Check that AFAB is not timed: it idles as long as 1F1B and keeps more."""
     first, *others = plan.worth_timing()
     assert first == costs.DEFAULT_SCHEDULE == "1f1b" and first not in others
     assert {"interleaved", "zerobubble", "dualpipe"} <= {*others} <= plan.SCHEDULES.keys() - {"afab"}
@@ -274,7 +276,7 @@ def test_zero_cuts_what_step_3_says():
 
 
 def test_tp_cuts_what_step_4_says():
-    """Parameters of a layer and numbers that it keeps per token, from step04_tp_sp/README.md."""
+    """Compare the parameters of a layer, and the numbers that it keeps per token, with step04_tp_sp/README.md."""
     assert [costs.dense_layer(TINY, Layout(tp=tp)) for tp in (1, 2, 4, 8)] == [49_280, 24_704, 12_416, 6_784]
     for tp, numbers in ((1, 1354), (2, 677), (4, 338.5), (8, 177.25)):
         l = Layout(tp=tp, seq_len=64)
@@ -283,7 +285,7 @@ def test_tp_cuts_what_step_4_says():
 
 def test_recomputation_keeps_what_step_1_says():
     c = TINY._replace(hidden_size=128, num_attention_heads=8, head_dim=16, num_key_value_heads=4, intermediate_size=192)
-    # beside 4 bytes per head, and per norm
+    # plus 4 bytes for each head and each norm
     for mode, expected in (("none", 4864 + 40), ("selective", 2304 + 32), ("full", 256)):
         assert costs.kept(c, Layout(seq_len=1, recompute=mode), costs.BF16, fused_norm=False) == expected
 
@@ -306,13 +308,13 @@ SHAPES = {"dense": dict(model_type="llama", **WIDE), "qk_norm": dict(model_type=
           "moe": dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, **WIDE)}
 
 
-# A fixed order, so that a schedule that is added leaves the drawn layouts as they are. Not every layout is within the limits of the
-# dry-run test: of others, about one in twenty was off by more, mostly rank 0 of a pipeline with ZeRO-2 or 3, by up to -9%.
+# The order is fixed, so that a new schedule does not change the drawn layouts. Not every layout is within the limits of the dry-run
+# test: of other layouts, about one in twenty was off by more, mostly rank 0 of a pipeline with ZeRO-2 or 3, by up to -9%.
 DRAWN = ("1f1b", "interleaved", "zerobubble", "dualpipe", "afab")
 
 
 def drawn(c, count, draw):
-    """Layouts of up to 64 ranks, each with a rank of it: the last of cp, for in the ring it keeps most."""
+    """Draw layouts of up to 64 ranks, and a rank of each: the last one in cp, because in a ring it keeps the most."""
     found = []
     while len(found) < count:
         cluster = speed.Cluster(draw.choice([8, 16, 32, 64]))
@@ -327,7 +329,7 @@ def drawn(c, count, draw):
 
 
 def dry_runs_job(model, layouts):
-    """What a rank of each layout sees; the worker's own share of the layouts."""
+    """Record this worker's share of the layouts. Return what one rank of each layout sees."""
     from simulate.record import record
     found = {}
 
@@ -342,8 +344,8 @@ def dry_runs_job(model, layouts):
 
 
 def by_collective(payload):
-    """Groups of the same ranks share a name in the ledger, so only tp is told from the others, and of sends pp; and sums over all
-    ranks only together."""
+    """Add up payloads that the ledger cannot tell apart, because groups of the same ranks share a name in it. Only tp, and pp among
+    the sends, keep their names; all-reduces become one sum."""
     found = Counter()
     for (dimension, collective), size in payload.items():
         told = dimension if collective == "send" or dimension == "tp" and collective != "all_reduce" else ""
@@ -354,7 +356,7 @@ def by_collective(payload):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, count, seed", in_turn(("dense", 28, 28), ("moe", 22, 22), ("qk_norm", 12, 28)))
 def test_what_a_dry_run_sees(pool, tmp_path, kind, count, seed):
-    """With QK-norm in layouts that the dense model has as well: what differs is the norms."""
+    """Compare the planner with dry runs. QK-norm is tested in layouts that the dense model has as well: only the norms differ."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[kind]))
     c = models.load(str(tmp_path))
     layouts, errors, missed = drawn(c, count, random.Random(seed)), [], {}
@@ -392,7 +394,7 @@ def test_payloads_by_hand():
     borders = [[costs.sent(TINY, Layout(pp=4, schedule=s, **{**l, "accumulation": 8}), r)["pp", "send"] // (4 * stream)
                 for r in range(4)] for s in ("1f1b", "interleaved", "dualpipe")]
     assert borders == [[1, 2, 2, 1], [3, 4, 4, 3], [2, 4, 4, 2]]                    # step 6's table
-    tokens, counts = 4 * 8 * 2 * stream, 2 * 8 * 8 * 8    # counts: how many come, of 8 experts, in 8 layers, twice
+    tokens, counts = 4 * 8 * 2 * stream, 2 * 8 * 8 * 8    # counts: how many tokens come, for 8 experts, in 8 layers, twice
     assert costs.sent(MOE, Layout(dp=4, ep=4, **l))["ep", "all_to_all"] == tokens + counts
 
 
@@ -405,7 +407,8 @@ def test_flops_follow_the_rule_of_six():
 
 
 def test_experts_are_reduced_among_their_copies():
-    """With dp 64 and ep 8 every eighth rank has the same experts: their rings leave the node with one network card each."""
+    """Check dp 64 with ep 8, where every eighth rank has the same experts: each of their rings leaves the node by one network
+    card."""
     cluster, k = speed.Cluster(64), speed.USUAL
     network, nvlink = cluster.network * speed.gpus.NETWORK, cluster.gpu.nvlink * speed.gpus.NVLINK
     assert speed.ring_seconds(cluster, k, 1e9, 8, 8) == pytest.approx(1e9 * 7 / 8 / network)
@@ -419,13 +422,13 @@ def test_experts_are_reduced_among_their_copies():
 # ------------------------------------------------------------------------------------------- the search
 @pytest.mark.slow
 def test_all_layouts_of_1024_gpus():
-    """A count, not a time: of these so many are looked at, one by one."""
+    """Check how many layouts the search looks at, one by one. This is a count, not a time."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(1024)
     search = plan.Search(c, cluster, 4096, 1024, CONSTANTS)
     assert 10_000 < len(search.ordered) < 50_000
     layouts = [one.layout for one in search.ordered]
     assert all(l.gpus == 1024 and l.dp * l.micro_batch * l.accumulation == 1024 for l in layouts)
-    ranked = [float(f"{one.held_back:.4g}") for one in search.ordered]             # of equal ones the simplest comes first
+    ranked = [float(f"{one.held_back:.4g}") for one in search.ordered]             # among equals, the simplest comes first
     assert ranked == sorted(ranked, reverse=True)
     best = search.best()
     assert len(best) == 10 and all(plan.fits(one.held, cluster) for one in best)
@@ -449,7 +452,8 @@ def test_what_is_unmeasured_leads_by_more_than_it_may_be_off(model, gpus, seq_le
 
 
 def test_what_is_taken_off_is_said_of_both():
-    """The slower by estimate, dp and ZeRO alone, is ranked before what was never measured: both are ranked lower than computed."""
+    """Check that the explanation says of both layouts how much lower than computed they are ranked: dp with ZeRO alone is slower by
+    estimate, but ranks before a layout whose kind was never measured."""
     c, cluster = models.PRESETS["llama-70b"], speed.Cluster(64)
     best = plan.evaluate(c, Layout(dp=64, zero=3, recompute="full", micro_batch=4), cluster, CONSTANTS)
     other = plan.evaluate(c, Layout(dp=4, tp=4, pp=4, zero=1, schedule="zerobubble", accumulation=64), cluster, CONSTANTS)
@@ -474,7 +478,7 @@ def test_how_it_is_known():
 
 @pytest.mark.slow
 def test_what_is_said_to_fit_fits_on_every_rank():
-    """10,000 layouts drawn; the search asks the ranks that may be the fullest, this all of them."""
+    """Draw 10,000 layouts and check all ranks of each: the search checks only those that may be the fullest."""
     draw, said, looked_at = random.Random(8), Counter(), 0
     while looked_at < 10_000:
         c = models.PRESETS[draw.choice(["llama-8b", "llama-70b", "mixtral-8x7b"])]
@@ -491,7 +495,7 @@ def test_what_is_said_to_fit_fits_on_every_rank():
             looked_at += 1
             stages = costs.our_stages(c, l)
             worst = max(sum(costs.our_memory(c, l, rank, stages[rank]).values()) for rank in range(l.pp)) / costs.GIB
-            assert sum(plan.memory(c, l).values()) == pytest.approx(worst, rel=1e-12)       # which looks at some ranks only
+            assert sum(plan.memory(c, l).values()) == pytest.approx(worst, rel=1e-12)       # memory() looks at some ranks only
             said[worst * (1 + plan.MEMORY_ERROR) <= plan.limit(cluster)] += 1
     assert min(said.values()) > 1000
 
@@ -516,10 +520,10 @@ def test_the_bubble_is_the_simulators():
 
 
 def test_a_stages_times_are_its_shape():
-    """W has no attention, forward two sevenths of it; full recomputation is a forward pass more."""
+    """Check that W has no attention and forward two sevenths of it, and that full recomputation adds a forward pass."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(8)
     plain, again = (speed.Times(c, Layout(recompute=mode), cluster, speed.USUAL) for mode in ("none", "full"))
-    down = 4096 * 14336 / (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)         # is not repeated: nobody needs its output
+    down = 4096 * 14336 / (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)         # not recomputed, as nobody needs its output
     assert 1 - down < (again.I - plain.I) / plain.F < 1 and (again.F, again.W) == (plain.F, plain.W)
     forward, backward = cluster.gpu.attention
     assert plain.layer["attention"][1] / plain.layer["attention"][0] == pytest.approx(5 / 2 * forward / backward)
@@ -529,7 +533,7 @@ def test_a_stages_times_are_its_shape():
 
 
 def test_a_ring_slows_with_the_nodes_that_it_spans():
-    """The same ring costs the same in a larger cluster, and the same collective in every ZeRO stage."""
+    """Check that the same ring costs the same in a larger cluster, and the same collective costs the same in every ZeRO stage."""
     k, l = speed.USUAL, Layout(dp=8, tp=8)
     c = models.PRESETS["llama-8b"]
     stage = costs.our_stages(c, l)[0]
@@ -541,7 +545,7 @@ def test_a_ring_slows_with_the_nodes_that_it_spans():
     assert steps == pytest.approx([steps[0]] * 3) and steps[0] > 0
     none, one, two = (speed.data_parallel_seconds(c, l._replace(zero=zero, accumulation=1), speed.Cluster(64), stage, k, 0, 0)["dp"]
                       for zero in (0, 1, 2))
-    assert one == pytest.approx(two, rel=0.01)            # but for the buffers that stage 2 makes
+    assert one == pytest.approx(two, rel=0.01)            # except for the buffers that stage 2 allocates
     assert none > one                                     # ZeRO gathers bfloat16, an all-reduce float32
     beyond = Layout(dp=4, tp=16)
     here, there = (speed.Times(c, beyond, speed.Cluster(gpus), k).layer["tp"] for gpus in (64, 4096))
@@ -552,7 +556,7 @@ def test_a_ring_slows_with_the_nodes_that_it_spans():
     (8, 1, 64, 1, 8), (2, 4, 64, 1, 2), (16, 1, 64, 2, 8), (8, 8, 64, 8, 1), (3, 1, 24, 3, 1), (6, 1, 24, 3, 2),
     (3, 1, 3, 1, 3), (3, 2, 6, 1, 3)])
 def test_a_ring_that_does_not_fill_nodes_leaves_them(ranks, stride, gpus, nodes, neighbours):
-    """Of tp 3 on nodes of eight the ranks 6, 7 and 8 are on two nodes."""
+    """Check for example tp 3 on nodes of eight, where ranks 6, 7 and 8 are on two nodes."""
     cluster = speed.Cluster(gpus)
     assert speed.span(cluster, ranks, stride) == (neighbours, nodes)
     _, found = speed.send(cluster, speed.USUAL, 1e9, ranks, stride, "all_gather")
@@ -562,7 +566,7 @@ def test_a_ring_that_does_not_fill_nodes_leaves_them(ranks, stride, gpus, nodes,
 
 @pytest.mark.parametrize("model", ["llama-8b", "llama-70b", "llama-405b"])
 def test_no_more_is_hidden_than_there_is_work(model):
-    """All that ZeRO sends takes some time; what of it is not waited for hides behind micro-batches, and cannot take longer."""
+    """Check that the part of ZeRO's communication that nobody waits for takes no longer than the micro-batches that hide it."""
     c, k, draw, seen = models.PRESETS[model], speed.USUAL, random.Random(5), set()
     for _ in range(300):
         schedule, v = draw.choice([("1f1b", 2), ("interleaved", 2), ("interleaved", 8), ("dualpipe", 2)])
@@ -574,11 +578,11 @@ def test_no_more_is_hidden_than_there_is_work(model):
         sent, waited = (speed.data_parallel_seconds(c, l, cluster, stages[0], k, *some)["dp"] for some in ([0, 0], windows))
         assert sent - waited <= 1.5 * (l.accumulation + l.pp - 1) * windows[0] * k["overlap"] * 1.01
         seen.add(sent - waited > l.accumulation * windows[0] * k["overlap"] / 4)
-    assert True in seen                                   # much is hidden in some of them
+    assert True in seen                                   # some of the layouts hide a lot
 
 
 def test_seconds_add_up():
-    """The parts of a step have names, and the slowest rank's time is the average's and the imbalance."""
+    """Check that the parts of a step have names, and that the slowest rank's time is the average plus the imbalance."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(64)
     l = Layout(dp=4, tp=2, pp=8, zero=1, accumulation=16)
     seconds = plan.evaluate(c, l, cluster, CONSTANTS).seconds
@@ -637,7 +641,7 @@ def test_the_command_and_its_dry_run_run(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_printed_as_fitting_fits_in_a_dry_run(pool, tmp_path):
-    """20 layouts that just fit, each by a dry run of the rank that should need most."""
+    """Draw 20 layouts that just fit, and make a dry run of the rank of each that should need most."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["dense"]))
     c, draw, layouts = models.load(str(tmp_path)), random.Random(20), []
     for _ in range(20):
@@ -668,7 +672,7 @@ def test_what_is_printed():
 
 
 def test_every_notch_is_one_notch():
-    """What the table says of a knob is what the planner says of that layout."""
+    """Check that the table says about a turned knob what the planner says about that layout."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(64)
     best = plan.evaluate(c, Layout(dp=8, tp=4, pp=2, zero=1, micro_batch=2, accumulation=16), cluster, CONSTANTS)
     turns = list(explain.turned(c, best, cluster, CONSTANTS))
@@ -697,7 +701,7 @@ def test_json():
 
 
 def test_the_tables_of_the_planners_readme(rows):
-    """All but how many layouts were tried: every schedule that is added has more."""
+    """Compare the tables, except for how many layouts were tried: every new schedule adds some."""
     text = fit_plan.README.read_text() + fit_plan.PROOF.read_text()
     tried = re.compile(r"of [\d,]+ layouts")
     for name, content in fit_plan.readme_tables(rows, which=("query", "published")).items():
@@ -706,7 +710,7 @@ def test_the_tables_of_the_planners_readme(rows):
 
 @pytest.mark.slow
 def test_the_cases_in_step_8s_readme(tmp_path):
-    """What the planner says of them is in the README, word for word. Made by `python dev/figures/step08.py cases`."""
+    """Check that the README quotes the planner word for word. `python dev/figures/step08.py cases` writes the quotes."""
     copy_repository(tmp_path)
     readme = tmp_path / "step08_5d/README.md"
     before = readme.read_text()
@@ -718,13 +722,13 @@ def test_the_cases_in_step_8s_readme(tmp_path):
 
 @pytest.mark.slow
 def test_the_plans_in_the_planners_readme(rows):
-    """Made by `python dev/bench/fit_plan.py --readme`."""
+    """Check the plans, which `python dev/bench/fit_plan.py --readme` writes."""
     assert fit_plan.between(fit_plan.README.read_text(), "plans") == fit_plan.readme_tables(rows, which=("plans",))["plans"] + "\n"
 
 
 @pytest.mark.slow
 def test_the_errors_in_the_planners_readme(rows, fitted, folds):
-    """A fit ends where it no longer helps: numbers may differ in the last digit."""
+    """Compare the numbers, which may differ in the last digit: a fit ends where it no longer helps."""
     held_out = [row for nodes in NODES
                 for row in fit_plan.predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]
     said = fit_plan.between(fit_plan.README.read_text(), "held out")
@@ -758,7 +762,7 @@ def test_predict(tmp_path, rows):
 
 
 def test_your_own_constants(tmp_path):
-    """Runs of a cluster whose GPUs reach half of the fitted efficiency, and need a tenth more memory."""
+    """Fit runs of a cluster whose GPUs reach half of the fitted efficiency and need a tenth more memory."""
     slow = dict(time={**speed.USUAL, "product": 2.0}, slack=1.1)
     results, constants, cluster = tmp_path / "results.csv", tmp_path / "own.json", speed.Cluster(8)
     runs = []
@@ -784,7 +788,7 @@ REFUSED = {
     "--seq_len 4x": "is no number", "--seq_len 1.5": "whole number", "--gpus 1e9": "whole number up to",
     "--global_batch_tokens 1e30": "at most", "--port 70000": "0 to 65535", "--config dp=3": "= 3 != gpus(8)",
     "--config dp=2,tp=4,mbs=0": "at least 1", "--config tp=3": "!= gpus(8)", "--config speed=9": "take =value",
-    "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "takes 16 or more",
+    "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "needs 16 micro-batches or more",
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
     "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not what --fit writes",
     "--verify 1 --power 300": "GPUs as --gpu names them", "--verify 1 --trainer megatron": "this trainer alone",
@@ -866,7 +870,7 @@ RUN = dict(model="llama-1b", gpus=8, dp=8, tp=1, cp=1, pp=1, ep=1, zero=1, sched
 @pytest.mark.parametrize("change, message", [
     (dict(tok_s_gpu=""), "line 2"), (dict(mem_gib="nan"), "positive"), (dict(dp="x"), "number is wanted"),
     (dict(zero=7), "zero 0 to 3"), (dict(schedule="gpipe"), "gpipe"), (dict(model="nowhere-7b"), "nowhere-7b"),
-    (dict(tp=3), "not a multiple of tp(3)"), (dict(status="failed"), "no row has status ok")])
+    (dict(tp=3), "--tp 3: must divide num_attention_heads 32"), (dict(status="failed"), "no row has status ok")])
 def test_results_that_are_wrong(tmp_path, change, message):
     path = tmp_path / "in.csv"
     measured.write_csv(path, [{**RUN, **change}], measured.RESULTS)
@@ -904,7 +908,7 @@ def test_a_file_of_published_runs(tmp_path):
 
 
 def test_the_benchmarked_trainer_with_more_of_zero():
-    """It had 0 and 1. What it would do with 2 and 3 holds less and is not faster."""
+    """Check that with stages 2 and 3, which that trainer did not have, it would hold less and not be faster."""
     row = dict(model="8B", nodes=8, dp=64, tp=1, pp=1, mbs=1, grad_acc=4)
     found = [nanotron.predict({**row, "zero": zero}) for zero in range(4)]
     held = [one["pred_mem_gb"] for one in found]
@@ -933,8 +937,8 @@ def test_rows_that_are_refused(tmp_path, change, message):
     (dict(gpus="1" * 30), "gpus '111"),
     (dict(schedule="gpipe", dp="4", pp="2"), "schedule 'gpipe' is not known"), (dict(recompute="some"), "recompute 'some'"),
     (dict(fsdp_stage="9"), "fsdp_stage '9'"), (dict(fsdp_stage="x"), "fsdp_stage 'x'"), (dict(compile="maybe"), "compile 'maybe'"),
-    (dict(seq_len="8193", dp="1", tp="8"), "seq_len 8193 is not a multiple of tp(8)"),
-    (dict(gpus="64", dp="1", pp="64"), "num_hidden_layers 32 are fewer than pp(64)"),
+    (dict(seq_len="8193", dp="1", tp="8"), "--seq_len 8193: must be a multiple of tp 8"),
+    (dict(gpus="64", dp="1", pp="64"), "--pp 64: with stages_per_rank 1 there are 64 stages, but only 32 layers"),
     (dict(dp="4", pp="2", schedule="interleaved", stages_per_rank="99"), "stages_per_rank 99 is more than 32 layers / pp(2)")])
 def test_a_published_run_that_is_wrong(change, message):
     row = fit_plan.load_published()[2]
@@ -945,7 +949,7 @@ def test_a_published_run_that_is_wrong(change, message):
 
 
 def test_published_runs_that_ran_are_not_said_to_run_out_of_memory():
-    """What this trainer would hold says nothing of theirs."""
+    """Check that no memory is predicted for them: what this trainer would hold says nothing about theirs."""
     for row in fit_plan.load_published():
         published.check(row, "it")
         said = published.predict(row)
@@ -966,7 +970,7 @@ def test_a_benchmarked_run_that_is_too_large(change):
     (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_type is 'yarn'; only 'default' and 'llama3' are supported"),
     (dict(model_type="qwen2"), f"model_type is 'qwen2'; supported: {', '.join(config.FAMILIES)}")])
 def test_a_shape_that_is_planned_and_not_trained(tmp_path, change, why):
-    """The model says why, in the trainer's own words."""
+    """Check that the model says why, in the trainer's own words."""
     raw = {**LLAMA, **change}
     model = models.read(raw, "it")
     assert model.untrained == why and models.read(LLAMA, "it").untrained == ""
@@ -983,7 +987,7 @@ def test_of_a_hub_id_the_config_alone_is_asked_for(monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
         patched.setattr("transformers.PretrainedConfig", config)
         assert models.load("some/model") == models.read(LLAMA, "it") and asked == ["some/model"]
-    monkeypatch.setitem(sys.modules, "transformers", None)                         # as if it was not installed
+    monkeypatch.setitem(sys.modules, "transformers", None)                         # as if it were not installed
     with pytest.raises(trainer.Refused, match=r"--model no/where: no config.json to be read .*the presets are tiny"):
         models.load("no/where")
     with pytest.raises(trainer.Refused, match="is a file; its directory is wanted: --model " + re.escape(str(tmp_path))):
@@ -1001,7 +1005,7 @@ FINE = dict(
     ("deepseek_v3", FINE["deepseek_v3"]),
     ("deepseek_v3", dict(FINE["deepseek_v3"], q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=0))])
 def test_experts_that_are_small_or_shared_and_latent_attention(kind, size):
-    """Parameters as transformers has them, DeepSeek-V3's own 671B among them; and a rank's share of them."""
+    """Compare the parameters with transformers', including DeepSeek-V3's own 671B, and check a rank's share of them."""
     raw = dict(model_type=kind, **size)
     theirs = transformers.AutoConfig.for_model(**raw)
     with torch.device("meta"):
@@ -1020,7 +1024,7 @@ def test_experts_that_are_small_or_shared_and_latent_attention(kind, size):
 
 
 def test_deepseek_v3_is_planned(tmp_path):
-    """37B of its 671B parameters meet a token; that this repository does not train it is said with the answer."""
+    """Check that 37B of its 671B parameters are active for a token, and that the answer says that it cannot be trained here."""
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="deepseek_v3")))
     said = run("--model", tmp_path, "--gpus", 2048, "--config", "pp=16,ep=64,zero=1,recompute=full", "--global_batch_tokens", "60M")
     assert "671.03B parameters" in said.stdout and "NOT TRAINABLE HERE: planned as a Llama with 256 experts" in said.stdout
@@ -1046,7 +1050,8 @@ def test_numbers_beyond_reason(flags):
 
 
 def test_what_was_asked_is_said_again():
-    """Not the batch that it became; and one layout has the search's first lines, with its own batch."""
+    """Check that the answer repeats the batch that was asked for, as well as the batch that it became; and that the answer for one
+    layout has the search's first lines, with its own batch."""
     small = run("--model", "tiny", "--gpus", 1, "--global_batch_tokens", 100)
     assert "1 sequences of 4,096 = 4,096 tokens, for 100 wanted" in small.stdout
     one = run("--gpus", 64, "--config", "tp=2,mbs=2")

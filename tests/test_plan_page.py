@@ -1,5 +1,5 @@
-"""The planner's page in a real browser, and its server: what they show against the planner's own numbers, what they refuse, keys,
-looks as far as they can be measured."""
+"""The planner's page in a real browser, and its server. The tests compare what they show with the planner's own numbers, and check
+what they refuse, the keys, and the looks as far as these can be measured."""
 import http.client
 import json
 import os
@@ -48,7 +48,7 @@ def test_the_page_is_one_file(tmp_path):
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     data = data_of(text)
-    answers = data["answers"]                             # of 4 to 16 GPUs, and half to twice the tokens
+    answers = data["answers"]                             # for 4 to 16 GPUs, and half to twice the tokens
     assert set(answers) == {f"{gpus},{tokens}" for gpus in (4, 8, 16) for tokens in (2_000_000, 4_000_000, 8_000_000)}
     asked = answers["8,4000000"]
     assert not data["served"] and asked["layout"]["tp"] == 2 and asked["layout"]["config"] == data["config"]
@@ -78,7 +78,7 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_a_stop_is_possible_just_when_it_is_not_crossed_out():
-    """What a knob's stop leads to is taken by --config; what is crossed out, for the reason that is given, is refused."""
+    """Check that --config accepts what a knob's stop leads to, and that a crossed-out stop is refused for the reason given."""
     asked = question("mixtral-8x7b", 64)
     l = plan.parse_config("tp=2,pp=2,ep=4,zero=1", asked.c, asked.cluster, 4096, 1024)
     crossed = 0
@@ -109,7 +109,7 @@ def reported(asked, config):
 
 
 def test_knobs_of_the_schedule():
-    """Without a pipeline there is one schedule; stages of a rank can be chosen where they are interleaved."""
+    """Check that without a pipeline there is one schedule, and that an interleaved one lets you choose the stages of a rank."""
     alone, interleaved = (reported(question(), config)["stops"] for config in ("tp=2,zero=1", "pp=4,schedule=interleaved,v=4"))
     assert {stop["value"] for stop in alone["schedule"] if stop["why"] == "needs pp"} == {*plan.SCHEDULES} - {"1f1b"}
     assert [stop["value"] for stop in interleaved["virtual"]] == [2, 4, 8] and "virtual" not in alone
@@ -121,7 +121,7 @@ def test_of_many_ranks_some_are_drawn():
 
 
 def test_commands():
-    """Without Slurm on several nodes; and of a pasted config.json, which is in no folder that is known."""
+    """Check the commands for several nodes without Slurm, and those for a pasted config.json, whose folder nobody knows."""
     several, one = (reported(question(gpus=gpus), "tp=2,zero=1") for gpus in (16, 8))
     assert several["by_hand"].startswith("torchrun --nnodes 2 --nproc_per_node 8 ") and one["by_hand"] is None
     assert several["by_hand"].endswith(several["script"].split("step08_5d/train.py ")[1].strip())
@@ -198,7 +198,7 @@ def test_nobody_is_waited_for():
 
 
 def test_nobody_else_can_reach_it(server):
-    """It listens on the loopback address alone."""
+    """Check that it listens on the loopback address alone."""
     with socket.socket() as other:
         other.settimeout(5)
         with pytest.raises(OSError):
@@ -298,7 +298,7 @@ def text(browser, selector):
 
 
 def shown(browser, selector):
-    """{name: text of the value} of a list on the page."""
+    """Return {name: text of the value} for a list on the page."""
     pair = "[one.getAttribute('data-name'), (one.querySelector('b') ?? one).firstChild.textContent]"
     return dict(browser.run(f"Array.from(document.querySelectorAll({json.dumps(selector)}), one => {pair})"))
 
@@ -391,7 +391,7 @@ def test_a_page_to_keep_where_nothing_fits(browser, tmp_path):
 
 @needs_chromium
 def test_what_is_drawn_says_what_is_so(opened, server):
-    """Of schedules without a pipeline, stages of a rank, ranks that are not drawn, and a ring that nodes cut."""
+    """Check schedules without a pipeline, the stages of a rank, ranks that are not drawn, and a ring that crosses nodes."""
     show(opened, server, "config=tp%3D2,zero%3D1")
     opened.run("document.getElementById('schedule_zerobubble').click()")
     assert text(opened, "#hint") == "schedule zerobubble: needs pp"
@@ -518,7 +518,7 @@ def test_the_page_without_a_server(browser, page):
 
 @needs_chromium
 def test_words_are_explained_on_click(opened, server):
-    """Each with a link to a README, which the server has."""
+    """Check that each explanation has a link to a README, and that the server has it."""
     assert visible(opened, "#about") == []
     for name in ("tp", "zero", "schedule"):
         opened.run(f"document.querySelector('fieldset:has([name={name}]) .word').click()")
@@ -576,7 +576,7 @@ def luminance(colour):
 
 @needs_chromium
 def test_light_and_dark_can_be_read(opened):
-    """Contrast as WCAG counts it: 4.5 for text; bars have their numbers beside them."""
+    """Check the contrast as WCAG counts it: 4.5 for text. Bars may have less, because their numbers stand next to them."""
     pages = []
     for dark in (False, True):
         opened.screen(1280, 900, dark)

@@ -1,5 +1,5 @@
-"""docs/playbook.md: each row says where, and whether ours agrees; what it quotes of the notes is theirs; each rule that is called
-the playbook's is a row."""
+"""docs/playbook.md: each row says where its claim is taught and whether this repository agrees; quotes from the notes are in the
+notes; and every rule that is called the playbook's has a row."""
 import csv
 import json
 import re
@@ -24,7 +24,7 @@ TEXT = PAGE.read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines()
         if line.startswith("| ") and "](" in line.split(" | ")[1] and line.count(" | ") == 2]
 VERDICTS = "*agrees*", "*agrees where* ", "*differs, because* ", "*not here*"
-# What other pages say of the playbook, and the row that has it. A link to it is no claim.
+# What other pages say about the playbook, and the row that has it. A mere link to the playbook is no claim.
 SAID_ELSEWHERE = {
     "Notes on the playbook say *across* nodes": "Put experts across nodes",
     "for ten to one": "greater than 10:1",
@@ -35,7 +35,7 @@ SAID_ELSEWHERE = {
 
 
 def notes_of(claim):
-    """The numbers in brackets."""
+    """Return the numbers in brackets: the notes that say it."""
     return {int(n) for group in re.findall(r"\((\d(?:, \d)*)(?:, its table)?\)", claim) for n in group.split(", ")}
 
 
@@ -50,7 +50,7 @@ def test_each_row_says_whose_it_is_where_and_what_ours_is():
 
 
 def test_what_is_quoted_is_theirs():
-    """A few words of each note, in tests/data: the notes themselves are not ours to print."""
+    """Compare the quotes with tests/data, which has only a few words of each note: the notes are not ours to publish."""
     theirs = {(row["words"], int(row["note"])) for row in csv.DictReader((ROOT / "tests/data/notes.csv").open())}
     quoted = {(words, note) for claim, _, _ in ROWS for words in re.findall('"([^"]+)"', claim) for note in notes_of(claim)}
     assert theirs <= quoted
@@ -59,7 +59,7 @@ def test_what_is_quoted_is_theirs():
 
 
 def rules():
-    """All that explain.py calls a rule of the playbook's."""
+    """Yield everything that explain.py calls a rule of the playbook."""
     nobody = SimpleNamespace(ordered=[], first=lambda follows: None)
     for model in ("llama-8b", "llama-70b", "llama-405b"):
         for gpus in (8, 64, 256, 2048):
@@ -100,7 +100,8 @@ def test_a_rule_is_what_its_words_say(rule, follows, does_not):
 
 
 def test_the_recipe_goes_from_dp_to_pp_where_dp_is_waited_for():
-    """tp to the node; one stage as long as dp waits at most a tenth; then more, until it does."""
+    """Check the recipe: tp fills the node; one stage if dp then waits for at most a tenth of the step; otherwise more stages, until
+    it does."""
     def one(pp, zero, waits, tokens_per_s=1.0, recompute="none"):
         layout = Layout(dp=8, tp=8, pp=pp, zero=zero, recompute=recompute)
         return SimpleNamespace(layout=layout, step=1.0, seconds=dict(dp=waits), tokens_per_s=tokens_per_s)
@@ -123,7 +124,7 @@ def row_of(claim):
 
 
 def published(**wanted):
-    """Tokens per second of the fastest run that is so."""
+    """Return the tokens per second and GPU of the fastest run with these values."""
     runs = csv.DictReader((ROOT / "tests/data/ultrascale_benchmarks.csv").open())
     return max(float(run["tok_s_gpu"]) for run in runs
                if run["status"] == "ok" and all(run[name] in map(str, values) for name, values in wanted.items()))
@@ -151,7 +152,7 @@ def test_what_is_computed():
     bubbles = [f"{(p - 1) / m * 100:.1f}" for p in (2, 4, 16) for m in (8, 16)]
     assert bubbles == ["12.5", "6.2", "37.5", "18.8", "187.5", "93.8"]
     assert "(12 to 6% of the work); for p 4 they leave 38 to 19%, for p 16 188 to 94%" in row_of("8-16")
-    scores = 5 * 96 * 2048 / 12288                         # of 34 + 5 heads seq / hidden: GPT-3's, of the whole
+    scores = 5 * 96 * 2048 / 12288                         # the second term of 34 + 5 heads seq / hidden, for GPT-3
     assert scores == 80 and round(scores / (34 + scores), 1) == 0.7
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert round(layer / 4096**2) == 13
@@ -182,7 +183,7 @@ LONG = f"5 16 {ONES} --model llama-8b --global_batch_size 2 --micro_batch_size 1
      [f"3 16 {nodes} --model llama-8b --seq_len 4096 --global_batch_size 16 --micro_batch_size 1" for nodes in (EIGHTS, ONES)])],
     ids=["ep", "cp", "dp"])
 def test_what_is_simulated(claim, little, much, of, runs, tmp_path):
-    """Its GPUs are a model: what they are said to wait for is rounded, and so compared."""
+    """Compare as coarsely as the page rounds: the simulated GPUs are only a model."""
     few, many = (one["exposed"][of] / one["step_seconds"] for one in (simulated(run, tmp_path) for run in runs))
     assert little in row_of(claim) and few == pytest.approx(float(little.split("%")[0]) / 100, abs=0.015)
     share = {"half": 1 / 2, "a fifth": 1 / 5, "a tenth": 1 / 10}[re.match(r"half|a \w+", much)[0]]
@@ -211,7 +212,7 @@ def simulated(words, folder):
     ("llama-70b", 256, {"by size, 10B to 100B": "first, with full recompute", "its recipe": "14% slower for a 70B on 256"}),
     ("llama-405b", 512, {"by size, above 100B": "24% slower for a 405B on 512", "its recipe": "0.4% slower for a 405B on 512"})])
 def test_what_the_rules_cost(model, gpus, said):
-    """By the planner, 1,024 sequences of 4,096."""
+    """Compare with the planner, for 1,024 sequences of 4,096 tokens."""
     c, cluster = models.PRESETS[model], speed.Cluster(gpus)
     search = plan.Search(c, cluster, 4096, 1024, dict(time=speed.USUAL, slack=1.0))
     best = search.best()[0]

@@ -100,7 +100,7 @@ print(json.dumps(refused))
 
 
 def called(texts, folder):
-    """What shell blocks call, as lists of words, with programs that only write down how they were called."""
+    """Return what shell blocks call, as lists of words. The programs are stubs that only record how they are called."""
     for name in ("torchrun", "python", "pip", "make", "srun", "sbatch"):
         (folder / name).write_text(STUB)
         (folder / name).chmod(0o755)
@@ -111,7 +111,7 @@ def called(texts, folder):
 
 
 def trainings(calls):
-    """(step, number of ranks, flags) of each call of a train.py, and of each that is simulated."""
+    """Return (step, number of ranks, flags) for each call of a train.py, and for each simulated one."""
     found = []
     for words in calls:
         if "tools/simulate" in words:
@@ -134,7 +134,7 @@ def refused(commands):
 
 
 def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
-    """Flags that a step knows, and a layout that it takes, with so many ranks. The blocks of a page are one session."""
+    """Check that the steps know the flags and accept the layouts, with so many ranks. The blocks of a page are one session."""
     not_run = ("no, needs a GPU", "no, needs a cluster")
     sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
                         if block.language == "bash" and block.directive in not_run) for page in PAGES]
@@ -143,7 +143,7 @@ def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
     assert refused(commands) == []
 
 
-# ------------------------------------------------------------------------------- that the checks above can fail
+# ------------------------------------------------------------------------------- the checks above can fail
 def test_commands_that_would_be_refused_are_seen(tmp_path):
     text = ('run() { torchrun --standalone --nproc_per_node "$1" "$2/train.py" "${@:3}"; }\nB="--model llama-1b"\n'
             "run 8 step04_tp_sp $B --tp 8\nrun 8 step04_tp_sp $B --tp 3\npython step01_single_gpu/train.py --tp 2\n"

@@ -1,4 +1,4 @@
-"""tools/simulate: what it says of a run without running it is what is seen when it runs."""
+"""tools/simulate: what it says about a run without running it is what a real run shows."""
 import json
 import re
 import sys
@@ -13,7 +13,7 @@ from toy import operation
 
 STEP = "step08_5d"
 SHAPE = "--device cpu --seq_len 64 --global_batch_size 16 --steps 2"
-LAYOUTS = [                                               # of 8 ranks
+LAYOUTS = [                                               # for 8 ranks
     "--model tiny --dtype float32 --tp 2 --pp 2 --zero 1 --micro_batch_size 2",
     "--model tiny --dtype bfloat16 --zero 3 --recompute full --micro_batch_size 1",
     "--model tiny --dtype float32 --pp 4 --schedule interleaved --zero 2 --micro_batch_size 1",
@@ -34,7 +34,7 @@ def storage_bytes(tensors):
 
 
 def real_job(argv):
-    """The second training step as it is, but for a router that gives every expert as many tokens."""
+    """Train for real, except that a router gives every expert the same number of tokens. Return the recorded second step."""
     import contextlib
     from unittest.mock import patch
 
@@ -47,24 +47,24 @@ def real_job(argv):
         seen.state = {"parameters": storage_bytes([*model.parameters(), *optimizer.params]),
                       "gradients": storage_bytes(optimizer.grads),
                       "optimizer states": storage_bytes(states + optimizer.masters * (seen.args.dtype is torch.bfloat16))}
-    finished = lambda work: work.wait() or True           # of a send gloo says so only when it has been waited for
+    finished = lambda work: work.wait() or True           # gloo reports a send as completed only after its wait()
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch("torch.distributed.Work.is_completed", finished))
         if hasattr(train, "expert_parallel"):
             from expert_parallel import LoadBalancer
             choose = LoadBalancer.choose
 
-            def choose_evenly(self, i, scores):
-                expert = choose(self, i, scores)
-                return expert.copy_((torch.arange(expert.numel()) % scores.shape[-1]).view_as(expert))
-            replaced.enter_context(patch("expert_parallel.Balance.choose", choose_evenly))
+            def choose_evenly(self, i, logits):
+                selected, logits = choose(self, i, logits)
+                return selected.copy_((torch.arange(selected.numel()) % logits.shape[-1]).view_as(selected)), logits
+            replaced.enter_context(patch("expert_parallel.LoadBalancer.choose", choose_evenly))
         steps = replaced.enter_context(recorded(state))
         train.main(argv)
     return steps[1]
 
 
 def dry_job(argv):
-    """Each worker plays the rank that it is."""
+    """Record the training step of this worker's rank, without running it."""
     import os
 
     from simulate.record import record
@@ -90,7 +90,7 @@ def test_says_it_of_steps_without_a_pipeline(pool, step, layout):
 
 def assert_what_is_seen(pool, step, layout):
     dry = pool.call(dry_job, step, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
-    # gloo's threads may let go of a tensor late, so that more is seen than there is
+    # gloo's threads may release a tensor late, and then too much is measured
     for last_try in (False, False, True):
         real = pool.call(real_job, step, world=8, timeout=300, argv=f"{SHAPE} {layout}".split())
         if last_try or all(map(same_memory, dry, real)):
@@ -107,8 +107,8 @@ def assert_what_is_seen(pool, step, layout):
 
 
 def in_order(seen):
-    """What is computed, started and waited for; but for copies, of which gloo makes some of its own, and for a router's sorting,
-    whose kernels are others without data."""
+    """Yield what is computed, started and waited for, except copies, because gloo makes some of its own, and a router's sorting,
+    because it runs other kernels when there is no data."""
     for what, value, *more in seen.notes:
         if what == "compute":
             kernel = seen.kernels[value]
@@ -125,12 +125,12 @@ def calls_and_payload(seen):
 
 
 def same_memory(said, seen):
-    """Activations within 2%; of all at the peak 5%, since gradients on their way are among those that gloo lets go late."""
+    """Tell whether activations agree within 2%, and the total at the peak within 5%: there, gloo releases some gradients late."""
     return (said.most["activations"] == pytest.approx(seen.most["activations"], rel=0.02) and
             sum(said.peak.values()) == pytest.approx(sum(seen.peak.values()), rel=0.05))
 
 
-# of one layout all steps that have it hold, compute and send the same
+# with each of these layouts, all steps that have it hold, compute and send the same
 ALIKE = {1: ["", "--dtype float32 --device cpu --recompute full"],
          2: ["--dp 2", "--dp 2 --dp_mode overlap --device cpu"],
          3: ["--zero 1", "--zero 3 --zero_shard 2 --recompute selective"],
@@ -148,10 +148,10 @@ def test_a_step_has_what_step_8_has(pool, step):
         early, late = (pool.call(dry_job, folder, world=world, argv=argv) for folder in (NAMES[step - 1], STEP))
         for one, other in zip(early, late):
             theirs = sizes_of(other)
-            if step == 2:                                 # no gradient is cut, and the norm need not be summed over two ranks
+            if step == 2:                                 # its gradients are whole, so it need not sum the norm over two ranks
                 theirs = [(calls - 1, payload - 4, wire - 4) for calls, payload, wire in theirs]
             assert (one.flops, one.place, sizes_of(one)) == (other.flops, other.place, theirs), flags
-            scalars = 8 if step < 6 else 0                # bytes: of the loss, which from step 6 on the Pipeline adds up
+            scalars = 8 if step < 6 else 0                # bytes of the loss, which the Pipeline adds up from step 6 on
             for ours, theirs in ((one.between, other.between), (one.most, other.most), (one.peak, other.peak)):
                 assert {**ours, "activations": 0, "rest": 0} == {**theirs, "activations": 0, "rest": 0}, flags
                 for kind in ("activations", "rest"):
@@ -159,14 +159,14 @@ def test_a_step_has_what_step_8_has(pool, step):
 
 
 def sizes_of(seen):
-    """Of one process step 8's collectives go nowhere; step 1 has none."""
+    """Return the sizes of what goes over the wire: in one process, step 8 has collectives that go nowhere, and step 1 has none."""
     return [sizes for sizes in seen.sent.values() if sizes[2]]
 
 
 @pytest.mark.slow
 def test_flops_are_those_of_the_products(pool):
-    """Of every token: six per weight of a matrix, and attention's seven products (two forward, five in backward), of which
-    a causal kernel makes half."""
+    """Check the FLOPs of a token: six per weight of a matrix, and attention's seven products (two in forward, five in backward), of
+    which a causal kernel computes half."""
     layers, hidden, tokens, seq = 8, 64, 4 * 128, 128
     weights = layers * (2 * hidden * hidden + 2 * hidden * 32 + 3 * hidden * 192) + 256 * hidden
     seen = pool.call(dry_job, STEP, argv=["--seq_len", "128", "--global_batch_size", "4"])[0]
@@ -175,7 +175,8 @@ def test_flops_are_those_of_the_products(pool):
 
 @pytest.mark.slow
 def test_norms_keep_less_with_the_kernels_of_cuda(pool):
-    """CUDA's one kernel keeps its input; on the CPU that is a float32 copy, and the quotient is kept beside it."""
+    """Check that norms keep less on CUDA: its single kernel keeps only its input. On the CPU that is a float32 copy, and the
+    quotient is kept as well."""
     argv = "--dtype bfloat16 --seq_len 64 --global_batch_size 2".split()
     cpu, cuda = (pool.call(dry_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
     assert (cpu.sent, cpu.flops, cpu.between) == (cuda.sent, cuda.flops, cuda.between)
@@ -184,7 +185,7 @@ def test_norms_keep_less_with_the_kernels_of_cuda(pool):
 
 # ---------------------------------------------------------------------------------------------- nobody waits for the device
 def waits_job(argv, ranks):
-    """The operations of a training step for whose result the host would have to wait, were the device a GPU."""
+    """Return the operations of a training step whose results the host would have to wait for if the device were a GPU."""
     import contextlib
     from unittest.mock import patch
 
@@ -206,7 +207,7 @@ def waits_job(argv, ranks):
             return op(*args, **kwargs)
 
     @contextlib.contextmanager
-    def ledger_and_waits(*args):                          # what is last in the loop's `with`: it sees the step alone
+    def ledger_and_waits(*args):                          # the last one in the loop's `with`, so it sees only the step
         with Waits():
             yield
     with patch("train.ledger", ledger_and_waits):
@@ -216,8 +217,8 @@ def waits_job(argv, ranks):
 
 @pytest.mark.parametrize("layout", [*ALONE, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS)])
 def test_the_host_waits_only_for_the_counts_of_rows(pool, layout):
-    """The log comes after the step. In it a GPU has always something to do, but for all-to-alls, whose buffers the host has to
-    make."""
+    """Check that a GPU always has something to do within a step, except at all-to-alls, whose buffers the host must allocate. The
+    log comes after the step."""
     ranks = 1 if layout in ALONE else 8
     argv = f"--seq_len 64 --global_batch_size 16 {layout}".split()
     assert pool.call(waits_job, STEP, argv=argv, ranks=ranks) == [{"aten._to_copy.default"} if "--ep" in layout else set()]
@@ -228,7 +229,7 @@ KEYS = {"step_seconds", "tokens_per_s_per_gpu", "mfu", "peak_bytes", "exposed", 
 
 
 def printed(words, timeout=300):
-    """What the command prints, and its table of memory: {kind: MiB between steps, at the peak, at most}."""
+    """Run the command. Return what it prints, and its table of memory: {kind: MiB between steps, at the peak, at most}."""
     status, output = run([clean_environment()["PYTHON"], "tools/simulate", *words.split()], cwd=ROOT, timeout=timeout)
     assert status == 0, output
     number = r" +([\d,]+\.\d\d)"
@@ -252,7 +253,7 @@ def test_prints_what_a_rank_would_take():
     hidden_states = 2 * 128 // 2 * 64 * 2                 # bytes of a rank's part of a micro-batch
     assert sent["pp", "send"] == ["4", f"{4 * hidden_states:,}", f"{4 * hidden_states:,}"]
     assert {("shard", "all_gather"), ("shard", "reduce_scatter"), ("tp", "all_gather"), ("tp", "reduce_scatter")} <= sent.keys()
-    assert "step 1/1" not in output                       # no loss, since there is none
+    assert "step 1/1" not in output                       # no line of a step, as there is no loss
 
 
 @pytest.mark.slow
@@ -277,7 +278,7 @@ def test_numbers_for_programs(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    ("8 12 --tp 8", "pp(1) x dp(1) x cp(1) x tp(8) != world size (12)"),
+    ("8 12 --tp 8", "pp 1 x dp 1 x cp 1 x tp 8: must equal the world size, 12"),
     ("9 1", "STEP 9: the steps are 1 to 8"),
     ("1 2", "RANKS 2: there must be at least 1, and step 1 has no more"), ("8 0", "RANKS 0: there must be at least 1"),
     ("8 many", "argument RANKS: invalid int value: 'many'"), ("8", "the following arguments are required: RANKS"),
@@ -289,7 +290,7 @@ def test_numbers_for_programs(tmp_path):
     *((f"8 8 --rank 2 {flag}", f"leave out {flag.split()[0]}") for flag in (
         "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out"))])
 def test_refused_in_one_line(pool, words, message):
-    """As in a process of its own, which takes longer to start."""
+    """Run the command in a worker, because a process of its own would take longer to start."""
     with pytest.raises(Refused) as refused:
         pool.call(command_job, STEP if words[0] == "9" else NAMES[int(words[0]) - 1], words=words.split())
     said = str(refused.value).strip()
@@ -317,7 +318,7 @@ def test_a_large_model_on_16384_ranks(more):
     assert "simulated on 16,384 h100: " in output
 
 
-# ---------------------------------------------------------------------------------------------- notes are played
+# ---------------------------------------------------------------------------------------------- playing notes
 def played(flops_per_byte, *ranks, **how):
     return Player(dict(enumerate(ranks)), toy.Toy(flops_per_byte), **how).play()
 
@@ -328,7 +329,7 @@ def test_a_collective_waits_for_the_slowest_and_takes_its_bytes():
     found = played(2, fast, slow)
     assert found.seconds == 30 + 2 * 5 + 1 and found.computing == {0: 11, 1: 31}
     assert found.waited == {0: {("dp", "train.py:1"): 40 - 10}, 1: {("dp", "train.py:1"): 40 - 30}}
-    assert found.idle == {}                               # no rank of another stage was waited for
+    assert found.idle == {}                               # nobody waited for a rank of another stage
 
 
 def test_for_other_stages_it_is_the_bubble():
@@ -350,7 +351,7 @@ def test_a_communicator_does_one_thing_after_the_other():
 
 
 def test_two_communicators_share_a_link():
-    """Of 5 and 8 bytes 5 each have gone when the first is over, at 10; the second then has the link for itself."""
+    """Send 5 and 8 bytes: when the first transfer ends, at 10, 5 bytes of each have gone. Then the second has the whole link."""
     operations = [operation(5), operation(8, dimension="tp")]
     both = toy.rank(("start", 0), ("start", 1), ("wait", 0), ("wait", 1), operations=operations)
     found = played(1, both, both)
@@ -371,7 +372,7 @@ def test_a_message_is_sent_when_both_ends_have_started_it():
 
 
 def test_one_stands_for_its_peers():
-    """A ring of four ranks that do the same: each sends to the next what the one before has."""
+    """Play one rank for a ring of four that all do the same: each receives from the one before it and sends to the next."""
     ends = (operation(5, (0, 1), "send", "cp"), operation(5, (3, 0), "receive", "cp"))
     operations = [end._replace(grouped=True) for end in ends]
     alone = toy.rank(("start", 0), ("start", 1), ("compute", 3), ("wait", 0), ("wait", 1), operations=operations)
@@ -384,7 +385,8 @@ def test_ranks_that_wait_for_ever_are_an_error():
 
 
 def test_the_host_runs_ahead_and_is_waited_for():
-    """Three kernels of 1 that the host gives every 2; then one of 10, during which it gives two more, that begin at once."""
+    """Launch three kernels of length 1, one every 2; then one of length 10. Meanwhile the host launches two more, so these begin at
+    once."""
     from simulate.gpus import GPUS, Cluster
 
     class Slow(Cluster):
@@ -396,25 +398,25 @@ def test_the_host_runs_ahead_and_is_waited_for():
 
 
 def test_a_real_step_waits_for_its_bytes(pool):
-    """Ranks with equal parts of the batch wait for nothing else than what is sent; what that takes grows with its bytes."""
+    """Check that ranks with equal parts of the batch wait only for communication, and that its time grows with its bytes."""
     recordings = toy.run(pool, NAMES[1], 2, "--dp_mode naive", num_hidden_layers=1)
     found = [toy.play(recordings, speed) for speed in (0, 10, 20)]
     assert found[0].seconds == found[0].computing[0] == found[0].computing[1] > 1e8
     weights = 2 * 64 * 128 + 128 * (2 * 128 + 2 * 64 + 3 * 384 + 2) + 128
-    per_rank = 4 * (weights + 1)                          # an all-reduce between two: as many bytes; and the loss
+    per_rank = 4 * (weights + 1)                          # an all-reduce over two ranks sends as many bytes; and the loss
     assert [one.seconds - found[0].seconds for one in found[1:]] == [10 * per_rank, 20 * per_rank]
     overlap = toy.run(pool, NAMES[1], 2, "--dp_mode overlap", num_hidden_layers=1)
     assert toy.play(overlap, 20).seconds < found[2].seconds and toy.play(overlap, 0).seconds == found[0].seconds
 
 
 def test_a_pipeline_alone_is_what_its_schedule_says(pool):
-    """F, I and W take 1 each, messages nothing."""
+    """Compare with schedules.py: F, I and W take 1 each, and messages take no time."""
     (found,) = pool.call(pipelines_job, NAMES[5])
     assert found and all(played == said for played, said in found.values()), found
 
 
 def pipelines_job():
-    """{schedule: (its seconds and each rank's idle time as they are played, the same as schedules.py has them)}"""
+    """Return {schedule: (its seconds and each rank's idle time when its notes are played, the same by schedules.py)}."""
     import schedules
     found = {}
     for name, row in schedules.SCHEDULES.items():
@@ -454,8 +456,8 @@ def test_a_product_in_8_bits_takes_half():
 
 
 @pytest.mark.parametrize("ranks, seconds, link", [
-    (range(8), 8e9 / (0.8 * 450e9), "nvlink"),            # of one node
-    (range(16), None, "network"),                         # of two: all eight cards of each
+    (range(8), 8e9 / (0.8 * 450e9), "nvlink"),            # within one node
+    (range(16), None, "network"),                         # two nodes, all eight cards of each
     (range(0, 64, 8), None, "network")])                  # one GPU of each node, and its card
 def test_a_ring_is_as_fast_as_its_slowest_link(ranks, seconds, link):
     from simulate import gpus
@@ -466,7 +468,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link(ranks, seconds, link):
 
 
 def test_trace_plot_and_numbers(tmp_path):
-    """The trace is what Perfetto reads; streams do not overlap; what is waited for and computed adds up."""
+    """Check that the trace is what Perfetto reads, that nothing in a stream overlaps, and that waiting and computing add up."""
     files = f"--json {tmp_path}/j.json --trace {tmp_path}/t.json --plot {tmp_path}/p.png"
     output, _ = printed(f"6 4 --pp 2 --zero 1 --micro_batch_size 2 --network 10 --gpus_per_node 2 {files}")
     seen, trace = (json.loads((tmp_path / name).read_text()) for name in ("j.json", "t.json"))

@@ -1,5 +1,5 @@
-"""The site: what its cards and diffs show against the files themselves, and, of what `make site` has built, its links, its search,
-and how it looks and behaves in a browser. `make site-test` sets SITE; then nothing here is skipped."""
+"""The site: the tests compare its cards and diffs with the files themselves. If `make site` has built it, they also check its
+links, its search, and how it looks and behaves in a browser. `make site-test` sets SITE; then nothing here is skipped."""
 import html
 import json
 import os
@@ -53,9 +53,9 @@ def test_every_rung_is_marked(step):
     assert wanted and wanted <= found
 
 
-# ------------------------------------------------------------------------------------------- of the built site
+# ------------------------------------------------------------------------------------------- what needs the built site
 class Code(HTMLParser):
-    """The rows of each piece of code of a class in a page, as (classes, text); marks are no text."""
+    """Reads from a page the rows of each piece of code of one class, as (classes, text). Marks do not count as text."""
 
     def __init__(self, kind):
         super().__init__()
@@ -190,7 +190,7 @@ def test_tab_reaches_everything(browser, address, page, width):
     browser.run(SEEN)
     count = len(browser.run("missed()"))
     assert count > 20
-    for _ in range(count + 200):                          # more, since the panel changes on the way
+    for _ in range(count + 200):                          # some extra, because the panel changes on the way
         browser.press("Tab")
         if not browser.run("missed().length"):
             break

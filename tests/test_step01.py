@@ -1,4 +1,4 @@
-"""Step 1: against transformers, against the formulas, and with everything that can be wrong."""
+"""Step 1: comparisons with transformers and with the formulas, and everything that can be wrong."""
 import json
 import math
 import os
@@ -14,7 +14,7 @@ import torch
 
 import huggingface
 from harness import Refused, assert_same_run, assert_same_tensors, distance, relative
-from jobs import main_job, profile_job
+from jobs import main_job, memory_job
 from steps import step_dir
 
 STEP = "step01_single_gpu"
@@ -45,7 +45,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def initial(pool, small, tokens, tmp_path_factory):
-    """A checkpoint of the initial weights in float64."""
+    """Save a checkpoint of the initial weights in float64. Return its folder."""
     folder = tmp_path_factory.mktemp("initial")
     pool.train(STEP, f"--model {small} --dataset {tokens} {BATCH} --dtype float64 --steps 0 --save {folder}", weights=False)
     return folder
@@ -163,7 +163,7 @@ def test_bfloat16_follows_float32(pool):
 
 @slow
 def test_bfloat16_small_updates_are_not_lost(pool):
-    """Updates of 1e-5 vanish in bfloat16 weights near 0.1; the float32 masters add them up."""
+    """Make updates of 1e-5, which vanish in bfloat16 weights near 0.1. Check that the float32 masters add them up."""
     flags = ("--steps 40 --lr 1e-5 --lr_schedule constant --warmup 0 --grad_clip 0 --seq_len 32 --global_batch_size 2 "
              "--weight_decay 0")
     moved = {dtype: pool.train(STEP, f"{flags} --dtype {dtype}") for dtype in ("float32", "bfloat16")}
@@ -196,7 +196,7 @@ def test_learning_rate(pool):
 
 
 def test_decay_touches_matrices_only(pool):
-    """With a learning rate and no gradient that matters, decay alone moves the weights."""
+    """Train with and without decay, and compare: the weights may differ by the decay alone."""
     flags = "--steps 1 --lr 1e-3 --warmup 0 --lr_schedule constant --dtype float64 --seq_len 32 --global_batch_size 2"
     with_decay, without = (pool.train(STEP, f"{flags} --weight_decay {d}").weights for d in (0.5, 0.0))
     start = pool.train(STEP, f"{flags} --steps 0").weights
@@ -227,7 +227,7 @@ def loss_job():
     for dtype in (torch.float64, torch.bfloat16):
         head = loss.LMHead(16, 50).to(dtype)
         hidden, targets = torch.randn(3, 7, 16, dtype=dtype, requires_grad=True), torch.randint(0, 50, (3, 7))
-        for chunk in (50 * 4, 10**9):                     # 4 tokens at a time (21 do not divide), and all at once
+        for chunk in (50 * 4, 10**9):                     # 4 tokens at a time (4 does not divide 21), and all at once
             loss.CHUNK, head.weight.grad, hidden.grad = chunk, None, None
             value = head(hidden, targets)
             (value / 3).backward()
@@ -267,7 +267,7 @@ def test_the_logits_never_exist_whole(pool):
 
 # ------------------------------------------------------------------------------------- memory, against the formulas
 def state_bytes_job(dtype):
-    """Bytes of live storages, counted once each, after two steps of training."""
+    """Train for two steps. Return the bytes of the storages that are alive then, counting each storage once."""
     import gc
     import train
     kept = {}
@@ -298,7 +298,7 @@ def test_bytes_that_persist(pool, dtype, weights, gradients, masters, adam):
 
 
 def activation_bytes_job(dtype, mode, seq_len, batch):
-    """Bytes that one more layer keeps between forward and backward: live storages after forward, 4 layers less 2."""
+    """Return the bytes that one layer keeps between forward and backward: half the difference between 4 layers and 2."""
     import config
     import live_storages
     import train
@@ -329,16 +329,20 @@ def test_activation_bytes_of_a_layer(pool, dtype, mode):
 
 
 @slow
-def test_profile_writes_a_trace_and_a_memory_picture(pool, tmp_path):
-    argv = f"--steps 6 --seq_len 32 --global_batch_size 4 --profile {tmp_path}".split()
-    columns, rows = pool.call(profile_job, STEP, argv=argv)[0]
+def test_profile_writes_a_trace(pool, tmp_path):
+    pool.call(main_job, STEP, argv=f"--steps 6 --seq_len 32 --global_batch_size 4 --profile {tmp_path}".split())
     trace = json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
     assert any(event.get("name") == "aten::mm" for event in trace)
+
+
+@slow
+def test_memory_of_all_kinds(pool):
+    """Check tools/memory.py: between steps each of weights, gradients and both averages has one number per parameter."""
+    columns, rows = pool.call(memory_job, STEP, argv="--steps 6 --seq_len 32 --global_batch_size 4".split())[0]
     assert columns == ["parameters", "optimizer states", "gradients", "activations", "rest"]
     P, last = 4 * 427072, rows[-1]
     assert last[1] == P and last[3] == P and abs(last[2] - 2 * P) < 1000
     assert max(row[4] for row in rows) > 10 * max(64, last[4]) and min(min(row) for row in rows) >= 0
-    assert (tmp_path / "memory_rank0.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # ------------------------------------------------------------------------------------- data
@@ -394,7 +398,7 @@ def test_texts_are_tokenized_once_and_parted_by_the_end_token(pool, tmp_path, to
 
 
 def tokenize_twice_job(argv, cache):
-    """The tokens, twice, and how many batches of documents the tokenizer has seen after that."""
+    """Load the tokens twice. Return both results, and how many batches of documents the tokenizer has seen."""
     from pathlib import Path
 
     import config
@@ -433,7 +437,7 @@ def test_saving_over_the_checkpoint_one_started_from(pool, tmp_path):
 
 
 def save_job(folder, shard_bytes):
-    """In files of at most so many bytes in place of 5 GB."""
+    """Save in files of at most `shard_bytes` instead of 5 GB."""
     import functools
 
     import checkpoint
@@ -463,7 +467,7 @@ def test_saved_config_means_the_same_to_transformers(pool, small, initial):
     assert {key: theirs.rope_parameters[key] for key in LLAMA3} == LLAMA3 and theirs.rope_parameters["rope_theta"] == 10000.0
 
 
-# The parameters of the released models; the small two tie the head to the embedding, counted once there and twice here.
+# The parameters of the released models. The small ones tie the head to the embedding: it is counted once there, and twice here.
 RELEASED = {"llama-1b": 1_235_814_400 + 128256 * 2048, "llama-3b": 3_212_749_824 + 128256 * 3072, "llama-8b": 8_030_261_248,
             "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800, "qwen3-0.6b": 596_049_920 + 151936 * 1024,
             "qwen3-8b": 8_190_735_360}
@@ -509,32 +513,32 @@ def bad_inputs(folder):
         "--no_such_flag": "unrecognized arguments: --no_such_flag",
         "--steps many": "argument --steps: invalid number value: 'many'",
         "--dtype float16": "invalid choice: 'float16'",
-        "--steps -1": "argument --steps: -1 is not a number from 0 on",
-        "--lr -1": "argument --lr: -1 is not a number from 0 on",
-        "--seq_len 0": "argument --seq_len: 0 is not a number from 1 on",
-        "--micro_batch_size 0": "argument --micro_batch_size: 0 is not a number from 1 on",
+        "--steps -1": "argument --steps: must be at least 0 and below 100000000, but is -1",
+        "--lr -1": "argument --lr: must be at least 0 and below 100000000, but is -1",
+        "--seq_len 0": "argument --seq_len: must be at least 1 and below 100000000, but is 0",
+        "--micro_batch_size 0": "argument --micro_batch_size: must be at least 1 and below 100000000, but is 0",
         "--global_batch_size 12 --micro_batch_size 5":
-            "12 is not a multiple of micro_batch_size 5; micro_batch_size could be 1, 2, 3, 4, 6, 12",
+            "--micro_batch_size 5: must divide global_batch_size 12; choose from 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "); the presets are tiny, llama-1b",
         f"--model {folder}/empty": "no model that is known here (",
         f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama, qwen3",
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
-        f"--model {folder}/heads": "num_attention_heads 8 is not a multiple of num_key_value_heads 3",
+        f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
         f"--model {folder}/broken": "is not a valid JSON file",
-        f"--init_from {folder}/empty": "not to be had, or damaged (",
-        f"--init_from {folder}/damaged": "not to be had, or damaged (",
-        f"--init_from {folder}/nowhere": "not to be had, or damaged (",
+        f"--init_from {folder}/empty": "not found or corrupt (",
+        f"--init_from {folder}/damaged": "not found or corrupt (",
+        f"--init_from {folder}/nowhere": "not found or corrupt (",
         "--dataset nowhere.npy": "No such file",
-        "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: not to be had",
-        f"--dataset {folder}/text.txt": "a text needs --tokenizer",
-        f"--dataset {folder}/short.npy": "100 tokens; one sequence takes seq_len + 1 = 129, so --seq_len could be at most 99",
+        "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: cannot be loaded",
+        f"--dataset {folder}/text.txt": "text needs --tokenizer",
+        f"--dataset {folder}/short.npy": "has 100 tokens, but a sequence needs seq_len + 1 = 129; use --seq_len 99 or less",
         f"--dataset {folder}/square.npy": "2-D array",
         f"--dataset {folder}/floats.npy": "float64",
         f"--dataset {folder}/no.npy": "not a file of tokens",
         f"--dataset {folder}/nothing.npy": "not a file of tokens",
-        f"--dataset {folder}/large.npy": "tokens from 256 to 256; with a vocabulary of 256 the --model takes 0 to 255",
-        "--attention flash": "--attention flash needs --device cuda",
+        f"--dataset {folder}/large.npy": "tokens range from 256 to 256, but the vocabulary of --model has 256, numbered from 0",
+        "--attention flash": "--attention flash: requires --device cuda",
         f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
         f"--save {folder}/short.npy": "--save",
         f"--profile {folder}/short.npy": "--profile",
@@ -547,7 +551,7 @@ def test_bad_input_is_refused_in_one_line(pool, tmp_path):
         with pytest.raises(Refused) as refused:
             pool.call(main_job, STEP, argv=f"--steps 1 {flags}".split())
         lines = str(refused.value).strip().splitlines()
-        lines = lines[1:] if lines[0].startswith("a step: ") else lines            # of a log: after the banner
+        lines = lines[1:] if lines[0].startswith("a step: ") else lines            # with a log, the banner comes first
         assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], f"{flags}: {lines}"
 
 
@@ -565,7 +569,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer
 @pytest.mark.parametrize("wrong", [256, -1])
 def test_a_token_outside_the_vocabulary_ends_the_run_in_any_step(pool, tmp_path, wrong):
     tokens = np.zeros(16 * 8 * 4, dtype=np.int32)
-    tokens[16 * 8 * 2 + 5] = wrong                        # of the third step
+    tokens[16 * 8 * 2 + 5] = wrong                        # the third step reads it
     np.save(tmp_path / "tokens.npy", tokens)
     with pytest.raises(Refused, match=f"tokens from {min(0, wrong)} to {max(0, wrong)}; with a vocabulary of 256"):
         pool.call(main_job, STEP, argv=f"--dataset {tmp_path / 'tokens.npy'} --steps 3 --seq_len 16 --global_batch_size 8".split())

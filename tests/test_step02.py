@@ -61,14 +61,14 @@ def test_the_ledgers_table(pool, flags, mode, calls):
 
 
 def order_job(argv):
-    """What happens in the last micro-batch of one training step, in order: gradients, sends, waits."""
+    """Train for one step. Return what happens in its last micro-batch, in order: gradients, sends, waits."""
     import torch.distributed as dist
 
     import train
     events, all_reduce, build = [], dist.all_reduce, train.build_model
 
     class Slow:
-        """A work that does nothing before it is waited for: the worst that a slow network can do."""
+        """A handle of an operation that does nothing until it is waited for: the worst that a slow network can do."""
         def __init__(self, work):
             self.work = work
 
@@ -113,18 +113,19 @@ def test_sends_are_hidden_behind_backward(pool, flags, mode):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--dp 4", "dp(4) != world size (2)"),
-    (1, "--dp 2", "dp(2) != world size (1)"),
-    (3, "--global_batch_size 16", "global_batch_size 16 is not a multiple of dp(3); it could be 15 or 18"),
+    (2, "--dp 4", "--dp 4: must equal the world size, 2"),
+    (1, "--dp 2", "--dp 2: must equal the world size, 1"),
+    (3, "--global_batch_size 16", "--global_batch_size 16: must be a multiple of dp 3; choose 15 or 18"),
     (2, "--global_batch_size 12 --micro_batch_size 4",
-     "12 / dp(2) = 6 is not a multiple of micro_batch_size 4; micro_batch_size could be 1, 2, 3, 6"),
-    (2, "--bucket_mb 0", "argument --bucket_mb: 0 is not a number from 0.001 on"),
+     "--micro_batch_size 4: must divide global_batch_size 12 / dp 2 = 6; choose from 1, 2, 3, 6"),
+    (2, "--bucket_mb 0", "argument --bucket_mb: must be at least 0.001 and below 100000000, but is 0"),
     (2, "--dp_mode ring", "invalid choice: 'ring'")])
 def test_bad_layouts_are_refused(pool, world, more, message):
     assert_refused(pool, STEP, world, more, message)
 
 
-@pytest.mark.parametrize("more, message", [("--dp 4", "dp(4) != world size (2)"), ("--dataset nowhere.npy", "No such file")])
+@pytest.mark.parametrize("more, message", [
+    ("--dp 4", "--dp 4: must equal the world size, 2"), ("--dataset nowhere.npy", "No such file")])
 def test_rank_0_alone_says_so_and_all_end(pool, more, message):
     assert_refused(pool, STEP, 2, more, message, job=main_job)
 
@@ -139,7 +140,7 @@ def test_torchrun_ends_at_once_on_bad_input():
 
 
 def late_job(argv):
-    """Rank 1 never comes to the all-reduce."""
+    """Train, but let rank 1 never come to the all-reduce."""
     import datetime
 
     import mesh

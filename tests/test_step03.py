@@ -1,10 +1,10 @@
-"""Step 3: every stage of ZeRO, whole or hybrid, trains as one process does and holds what the formula says."""
+"""Step 3: every stage of ZeRO, fully sharded or hybrid, trains as one process does and holds what the formula says."""
 import cases
 import layouts
 import pytest
 import toy
 from harness import assert_same_run
-from jobs import assert_refused, profile_job, storage_bytes, trained_parts
+from jobs import assert_refused, memory_job, storage_bytes, trained_parts
 from layouts import Layout
 from observe import check
 
@@ -14,7 +14,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(3),
-    # slices of three on six ranks
+    # six ranks, sharded over groups of three
     pytest.param(Layout(STEP, 6, "dense-2", "adamw", f"{EXACT} --micro_batch_size 2 --zero 3 --zero_shard 3"),
                  id="six ranks", marks=slow)])
 def test_layout(pool, layout):
@@ -51,7 +51,7 @@ def test_compile(pool, tmp_path, stage):
 
 @slow
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
-    """Several steps from the same checkpoint, whichever way the weights are cut."""
+    """Train several steps from the same checkpoint, with different ways of sharding the weights."""
     base = f"{flags} --micro_batch_size 6 --dtype float64"
     pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
     one = pool.train(BASELINE, f"{base} --init_from {tmp_path}")
@@ -61,19 +61,20 @@ def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
 
 # ------------------------------------------------------------------------------------- memory
 def persistent_job(argv):
-    """Bytes alive between two steps, every storage once: weights, gradients, masters of their own, Adam's states."""
+    """Train. Return the bytes alive between two steps, counting each storage once: weights, gradients, separate masters, Adam's
+    states."""
     model, optimizer = trained_parts(argv)
-    units = list(dict.fromkeys(p.unit for p in model.parameters()))
+    units = model.zero_units
     weights = list(model.parameters()) + [unit.param_shard for unit in units]
-    grads = [unit.grad_shard for unit in units] + [unit.grads for unit in units if unit.grads is not None]
-    masters = [m for m in optimizer.masters if m.dtype != units[0].weights.dtype]
+    grads = [unit.grad_shard for unit in units] + [unit.flat_grad for unit in units if unit.flat_grad is not None]
+    masters = [m for m in optimizer.masters if m.dtype != units[0].flat_param.dtype]
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
     assert all(p.grad is None for p in model.parameters())
     return [storage_bytes(weights), storage_bytes(grads), storage_bytes(masters), storage_bytes(states)]
 
 
 def unit_sizes():
-    """Parameters of the embedding, of each block, and of the last norm with the head."""
+    """Return the numbers of parameters of the embedding, of each block, and of the last norm with the head."""
     return [61 * 40] + 3 * [2 * 40 * 40 + 2 * 20 * 40 + 3 * 40 * 56 + 2 * 40] + [40 + 61 * 40]
 
 
@@ -91,7 +92,7 @@ def test_bytes_that_persist(pool, flags, dtype, weight, master, adam, stage, dp,
         return padded // shard if cut else padded
     grads = 4 * kept(stage >= 2)
     for rank, measured in enumerate(per_rank):
-        # the padding at the end of the last slice has no master and no states
+        # the padding at the end of the last shard has no master and no states
         pieces = sum(owned(size, shard, rank % shard) for size in unit_sizes())
         assert measured == [weight * kept(stage == 3), grads, master * pieces, adam * pieces], (rank, measured)
 
@@ -102,11 +103,11 @@ def owned(size, shard, rank):
 
 
 def residency_job(argv):
-    """The most blocks that were whole at any moment, seen whenever a unit is gathered; and the events in their order."""
+    """Train. Return the most blocks that were whole at any moment, checked at every gather of a unit; and the events in order."""
     import train
     import zero
     most, events, units = [0], [], []
-    gather, build = zero.Zero1Unit.gather, train.build_model
+    gather, build = zero.Zero1Unit.start_all_gather, train.build_model
 
     def watched_gather(self):
         gather(self)
@@ -116,16 +117,16 @@ def residency_job(argv):
 
     def watched_build(*args):
         model = build(*args)
-        units.extend(dict.fromkeys(p.unit for p in model.parameters()))
+        units.extend(model.zero_units)
         for i, layer in enumerate(model.model.layers.values(), start=1):
             layer.register_forward_hook(lambda *_, i=i: events.append(f"forward {i} done"))
             layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i} done"))
         return model
-    zero.Zero1Unit.gather, train.build_model = watched_gather, watched_build
+    zero.Zero1Unit.start_all_gather, train.build_model = watched_gather, watched_build
     try:
         train.main(argv)
     finally:
-        zero.Zero1Unit.gather, train.build_model = gather, build
+        zero.Zero1Unit.start_all_gather, train.build_model = gather, build
     return most[0], events
 
 
@@ -141,7 +142,7 @@ def test_at_most_two_blocks_are_whole_and_the_next_is_under_way(pool, tmp_path, 
         forward, backward = one[:one.index("forward 5 done") + 1], one[one.index("forward 5 done") + 1:]
         assert [e for e in forward if "gather" in e] == [f"gather {i}" for i in range(7)]
         assert [e for e in backward if "gather" in e] == ["gather 4", "gather 3", "gather 2", "gather 1"]
-        for i in range(1, 5):                             # asked for while the block before it was still computed
+        for i in range(1, 5):                             # gathered while the block before it was still computing
             assert one.index(f"gather {i + 1}") < one.index(f"forward {i} done")
         for i in range(2, 5):
             assert backward.index(f"gather {i - 1}") < backward.index(f"backward {i} done")
@@ -161,33 +162,32 @@ def test_stage_3_needs_no_more_memory_than_fsdp2(pool):
 
 
 @slow
-def test_profile_sees_weights_come_and_go(pool, tmp_path):
+def test_weights_come_and_go(pool, tmp_path):
     flags = cases.make(tmp_path, num_hidden_layers=5) + " --micro_batch_size 6 --steps 4 --zero 3"
     embedding, block, *_, head = unit_sizes()
-    for _, rows in pool.call(profile_job, STEP, world=2, argv=f"{flags} --profile {tmp_path}".split()):
+    for _, rows in pool.call(memory_job, STEP, world=2, argv=flags.split()):
         weights = [row[1] for row in rows]
         slices = 4 * (embedding + 5 * block + head) / 2
-        assert weights[-1] == slices                      # between steps a rank has its slices alone
+        assert weights[-1] == slices                      # between steps a rank has only its shards
         most = max(weights) - slices                      # two blocks, or a block and an end of the model
         assert 4 * block < most <= 4 * (2 * block + head), (most, block, head)
         assert rows[-1][3] == slices and abs(rows[-1][2] - 2 * slices) < 1000
 
 
 def nothing_whole_job(argv):
-    """The most bytes of whole weights at any time while the model is built."""
-    import train
-    import zero
-    most, alive, add = [0], {}, zero.Zero1Unit.add
+    """Build the model. Return the most bytes of whole weights that exist at any time meanwhile."""
+    from unittest.mock import patch
 
-    def watched(self, param):
+    import checkpoint
+    import train
+    most, alive, add_to_unit = [0], {}, checkpoint.add_to_unit
+
+    def watched(param, unit):
         alive[id(param)] = param
-        add(self, param)
+        add_to_unit(param, unit)
         most[0] = max(most[0], storage_bytes(alive.values()))
-    zero.Zero1Unit.add = watched
-    try:
+    with patch.object(checkpoint, "add_to_unit", watched):
         train.main(argv)
-    finally:
-        zero.Zero1Unit.add = add
     return most[0]
 
 
@@ -198,19 +198,19 @@ def test_no_rank_ever_has_the_whole_model(pool, flags):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (4, "--zero 3 --zero_shard 3", "dp(4) is not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
-    (2, "--zero 3 --zero_shard 0", "argument --zero_shard: 0 is not a number from 1 on"),
+    (4, "--zero 3 --zero_shard 3", "--zero_shard 3: must divide dp 4; choose from 1, 2, 4"),
+    (2, "--zero 3 --zero_shard 0", "argument --zero_shard: must be at least 1 and below 100000000, but is 0"),
     (2, "--zero 4", "invalid choice: 4"),
-    (2, "--zero_shard 1", "--zero_shard needs --zero 1, 2 or 3")])
+    (2, "--zero_shard 1", "--zero_shard: requires --zero 1, 2 or 3")])
 def test_bad_layouts_are_refused(pool, world, more, message):
     assert_refused(pool, STEP, world, more, message)
 
 
 def test_a_reduction_is_waited_for_when_the_next_has_begun(pool):
-    """So it has the time of a unit's backward to hide behind."""
+    """Check the order of starts and waits: each reduce-scatter must have the backward of a unit to hide behind."""
     seen = toy.run(pool, STEP, 2, "--zero 2")[0]
     order = [note[:2] for note in seen.notes if note[0] in ("start", "wait") and seen.operations[note[1]].what == "reduce_scatter"]
     started = [n for what, n in order if what == "start"]
-    assert len(started) == 4 * (4 + 2)                    # of each micro-batch: every layer, the embedding, the head with the norm
+    assert len(started) == 4 * (4 + 2)                    # in each micro-batch: every layer, the embedding, the head with the norm
     for this, following in zip(started, started[1:]):
         assert order.index(("wait", this)) > order.index(("start", following))

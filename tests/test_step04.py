@@ -1,4 +1,5 @@
-"""Step 4: every matrix cut over tp, the sequence too or not, trains as one process does, and keeps what the formula says."""
+"""Step 4: with every matrix sharded over tp, and the sequence too or not, it trains as one process does, and keeps what the formula
+says."""
 import re
 
 import cases
@@ -7,7 +8,7 @@ import pytest
 import torch
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, SHAPE, VOCAB
 from harness import assert_same_run
-from jobs import assert_refused, compiled_job, kept_by_a_layer, kept_job, profile_job
+from jobs import assert_refused, compiled_job, kept_by_a_layer, kept_job, memory_job
 from layouts import Layout
 from observe import check
 
@@ -24,7 +25,7 @@ def few_heads(world, shape, more):
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(4),
-    # with fewer key-value heads than ranks their gradients are the sums of what the ranks that share a head have
+    # with fewer key-value heads than ranks, the ranks that share a head must sum its gradients
     pytest.param(few_heads(4, "dense-2-kv2", "--tp 4 --sp on"), id="shared heads", marks=slow),
     pytest.param(few_heads(4, "dense-2-kv1", "--tp 2 --sp off --zero 3"), id="one head", marks=slow),
     pytest.param(few_heads(8, "dense-2", "--tp 8 --sp on --micro_batch_size 24"), id="eight ranks", marks=slow)])
@@ -57,7 +58,7 @@ def flags(tmp_path_factory):
 @pytest.mark.parametrize("more, graphs", layouts.in_turn(
     ("--sp on", 1), ("--recompute full", 4), ("--sp off", 1), ("--recompute selective", 4)))
 def test_compile(pool, flags, more, graphs):
-    """With recomputation, too, the pieces of a layer are compiled, and not only the loss."""
+    """Check that even with recomputation the pieces of a layer are compiled, and not only the loss."""
     base = f"{flags} --steps 3 --micro_batch_size 12"
     trained = pool.train(STEP, f"{base} --tp 2 --compile {more}", world=2, timeout=200, job=compiled_job)
     assert min(trained.answers) >= graphs
@@ -75,7 +76,7 @@ def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
 
 # ------------------------------------------------------------------------------------- one linear by itself
 def alone_job(argv):
-    """Whether q_proj and up_proj, called by themselves, make what the region makes of all its first linears at once."""
+    """Tell whether q_proj and up_proj, called by themselves, return the same as the region, which fuses all its first linears."""
     from unittest.mock import patch
 
     import torch
@@ -103,8 +104,8 @@ def test_a_linear_called_by_itself_computes_from_its_input(pool, tmp_path, step)
 
 # ------------------------------------------------------------------------------------- the four pairs, by finite differences
 def gradcheck_job(sp, kind):
-    """Rank r's input is row r of one tensor that all ranks know, or the tensor itself where all have the same; likewise
-    the output. So every rank checks the whole map, from all inputs to all outputs."""
+    """Check gradients by finite differences, on every rank for the whole map, from all inputs to all outputs. To this end, rank r's
+    input is row r of a tensor that all ranks know, or the tensor itself if all have the same input; likewise the output."""
     import os
 
     import torch.distributed as dist
@@ -157,7 +158,8 @@ def gradcheck_job(sp, kind):
         assert torch.equal(EnterRegion.apply(mine(x), *comm), whole)
     else:
         weights = random_tensor(group.size(), 5, 3), random_tensor(group.size(), 2, 3)
-        products = lambda x, *weights: [AllRows.apply(y) for y in ColumnParallelLinears.apply(mine(x), *comm, *map(MyRow.apply, weights))]
+        def products(x, *weights):
+            return [AllRows.apply(y) for y in ColumnParallelLinears.apply(mine(x), *comm, *map(MyRow.apply, weights))]
         assert torch.autograd.gradcheck(products, (x, *weights))
         for product, weight in zip(products(x, *weights), weights):
             torch.testing.assert_close(product, torch.stack([F.linear(whole, w) for w in weight]))
@@ -171,14 +173,14 @@ def test_pairs_are_conjugate(pool, sp, kind):
 
 # ------------------------------------------------------------------------------------- what is kept
 def some(*cases):
-    """All but the first are slow."""
+    """Return the cases, with all but the first marked as slow."""
     return [cases[0], *(pytest.param(*case, marks=slow) for case in cases[1:])]
 
 
 @pytest.mark.parametrize("world, more", some((2, "--tp 2"), (1, ""), (2, "--tp 2 --sp off"), (4, "--tp 4")))
 def test_what_a_layer_keeps(pool, tmp_path, world, more):
-    """The interior of the regions divided by tp; with sp all of it. A norm keeps its input, that input normalised, one
-    number per token and, as the input of what follows, its output."""
+    """Check that the interior of the regions is divided by tp and, with sp, everything is. A norm keeps its input, the normalized
+    input, one number per token and, as the input of what follows, its output."""
     tokens, tp = 24 * 16, world
     outside = tokens // (tp if "off" not in more else 1)
     interior = tokens // tp * (2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM + HEADS + 4 * MLP)
@@ -187,8 +189,8 @@ def test_what_a_layer_keeps(pool, tmp_path, world, more):
 
 @pytest.mark.parametrize("world, more", some((2, "--tp 2"), (1, ""), (4, "--tp 4 --sp off")))
 def test_what_a_layer_keeps_with_selective_recomputation(pool, tmp_path, world, more):
-    """The first products of a region, attention's output and the layer's input. The last products only without tp: with it
-    they are sums that are not whole yet, of all tokens."""
+    """Check that a layer keeps the first products of a region, attention's output, and its own input. It keeps the last products
+    only without tp: with tp, they are still partial sums, of all tokens."""
     tokens, tp = 24 * 16, world
     interior = tokens // tp * (2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM + HEADS + 2 * MLP)
     outside = tokens // (tp if "off" not in more else 1) * (3 if tp == 1 else 1) * HIDDEN
@@ -207,27 +209,28 @@ def test_a_rank_has_its_part_of_the_weights(pool, flags, tp):
 
 @slow
 @pytest.mark.parametrize("tp, sp", [(2, "off"), (2, "on")])
-def test_the_memory_that_the_readme_shows(pool, tmp_path, tp, sp):
-    """What our own functions make in forward, with autograd off, are activations, too."""
+def test_the_memory_that_the_readme_shows(pool, tp, sp):
+    """Compare with the README. Tensors that our own functions create in forward with autograd off are activations, too."""
     (keeps, activations), = re.findall(rf"^\| `--tp {tp} --sp {sp}` \|.*\| ([\d.]+) MiB \| ([\d.]+) MiB \|$",
                                        (ROOT / STEP / "README.md").read_text(), re.MULTILINE)
-    argv = f"--tp {tp} --sp {sp} --steps 2 --profile {tmp_path}".split()
-    _, rows = pool.call(profile_job, STEP, world=tp, argv=argv)[0]
+    argv = f"--tp {tp} --sp {sp} --steps 2".split()
+    _, rows = pool.call(memory_job, STEP, world=tp, argv=argv)[0]
     assert f"{sum(rows[-1][1:]) / 2**20:.1f}" == keeps
     assert abs(max(row[4] for row in rows) / 2**20 - float(activations)) < 0.15
 
 
 @slow
 def test_the_head_is_cut_though_no_number_tells(pool, flags):
-    """With --sp off a whole head on every rank gives the same loss, norm and weights, and takes tp times the memory."""
+    """Check the memory: with --sp off, a whole head on every rank would give the same loss, norm and weights, but take tp times as
+    much."""
     whole, cut = (pool.call(kept_job, STEP, world=world, argv=f"{flags} --steps 1 --tp {world} --sp off".split())[0][1]
                   for world in (1, 2))
-    assert cut == (whole + 4 * (2 * LAYERS + 1) * HIDDEN) / 2           # norms are whole on both
+    assert cut == (whole + 4 * (2 * LAYERS + 1) * HIDDEN) / 2           # both ranks have whole norms
 
 
 # ------------------------------------------------------------------------------------- what can go wrong
 def stuck_job(argv):
-    """Wait in a sub-group's collective that nobody else joins; return what ends the wait."""
+    """Wait in a sub-group's collective that nobody else joins. Return what ends the wait."""
     import datetime
     from unittest.mock import patch
 
@@ -251,21 +254,21 @@ def stuck_job(argv):
 
 
 def test_a_sub_group_has_the_time_out_too(pool):
-    """torch's own is 30 minutes, whatever the world's is."""
+    """Check that a sub-group does not get torch's default of 30 minutes, which is independent of the world's timeout."""
     error, *others = pool.call(stuck_job, STEP, world=4, timeout=100, argv=["--tp", "2", "--dp", "2"])
     assert "timed out" in error.lower() or "timeout" in error.lower(), error
     assert others == [None] * 3
 
 
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--tp 3", "num_attention_heads 8 is not a multiple of tp(3); tp could be 1, 2, 4, 8"),
-    (3, "--tp 2", "dp(1) x tp(2) != world size (3); tp could be 1, 3, with --dp left out"),
-    (4, "--tp 2 --dp 4", "dp(4) x tp(2) != world size (4)"),
-    (2, "--tp 0", "--tp: 0 is not a number from 1 on"),
-    (2, "--tp 2 --seq_len 15", "seq_len 15 is not a multiple of tp(2); it could be 14 or 16; or --sp off"),
-    (4, "--tp 4 --model {folder}/a", "num_key_value_heads 6 is neither a multiple of tp(4) nor a divisor; tp could be 1, 2"),
-    (2, "--tp 2 --model {folder}/b", "vocab_size 61 is not a multiple of tp(2); tp could be 1"),
-    (4, "--tp 4 --model {folder}/c", "intermediate_size 58 is not a multiple of tp(4); tp could be 1, 2")])
+    (2, "--tp 3", "--tp 3: must divide num_attention_heads 8; choose from 1, 2, 4, 8"),
+    (3, "--tp 2", "dp 1 x tp 2: must equal the world size, 3; leave --dp out and choose --tp from 1, 3"),
+    (4, "--tp 2 --dp 4", "dp 4 x tp 2: must equal the world size, 4"),
+    (2, "--tp 0", "--tp: must be at least 1 and below 100000000, but is 0"),
+    (2, "--tp 2 --seq_len 15", "--seq_len 15: must be a multiple of tp 2; choose 14 or 16, or --sp off"),
+    (4, "--tp 4 --model {folder}/a", "--tp 4: must divide num_key_value_heads 6, or be a multiple of it; choose from 1, 2"),
+    (2, "--tp 2 --model {folder}/b", "--tp 2: must divide vocab_size 61; choose from 1"),
+    (4, "--tp 4 --model {folder}/c", "--tp 4: must divide intermediate_size 58; choose from 1, 2")])
 def test_bad_layouts_are_refused(pool, tmp_path, flags, world, more, message):
     cases.make(tmp_path / "a", **SHAPE | dict(hidden_size=48, num_attention_heads=12, num_key_value_heads=6))
     cases.make(tmp_path / "b", **SHAPE | dict(vocab_size=61))

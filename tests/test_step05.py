@@ -1,4 +1,4 @@
-"""Step 5: every sequence cut over cp, in four modes, trains as one process does; attention in blocks is attention."""
+"""Step 5: with every sequence sharded over cp, in four modes, it trains as one process does; attention in blocks is attention."""
 import cases
 import layouts
 import pytest
@@ -20,7 +20,7 @@ def few_heads(shape, cp, tp):
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(5),
-    # ulysses where key-value heads are fewer than ranks
+    # ulysses with fewer key-value heads than ranks
     pytest.param(few_heads("dense-2-kv1", 4, 1), id="one head", marks=slow),
     pytest.param(few_heads("dense-2-kv2", 2, 2), id="two heads", marks=slow),
     pytest.param(few_heads("dense-2-heads20-kv10", 4, 1), id="ten heads", marks=slow)])
@@ -61,7 +61,8 @@ def test_compile(pool, flags, more, graphs):
 # ------------------------------------------------------------------------------------- attention in blocks is attention
 @slow
 def test_blocks_are_attention(pool):
-    """4,096 tokens on 8 ranks. In bfloat16 the blocks are added up in float32: no worse than the kernel on the whole."""
+    """Compare errors on 4,096 tokens and 8 ranks. In bfloat16 the blocks are added up in float32, so they should be no worse than
+    the kernel on the whole sequence."""
     per_rank = pool.call(attention_job, STEP, world=8, timeout=200, modes=MODES, seq_len=4096,
                          dtypes=["float64", "float32", "bfloat16"])
     worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
@@ -73,7 +74,7 @@ def test_blocks_are_attention(pool):
 
 
 def computed_job(argv):
-    """Multiplications in the blocks of attention on this rank, counted as the kernels are called."""
+    """Train. Return the multiplications in this rank's blocks of attention, counted as the kernels are called."""
     import context_parallel
     import train
     counted, flash = [0], context_parallel.flash
@@ -109,12 +110,12 @@ def test_who_computes_how_much(pool, flags, mode):
     ("zigzag", 1, 1, "on"), ("ulysses", 4, 1, "on"), ("ulysses", 2, 2, "off"), ("ring", 2, 2, "off"), ("allgather", 4, 1, "on"),
     ("allgather", 2, 2, "on")])])
 def test_what_a_layer_keeps(pool, tmp_path, mode, cp, tp, sp):
-    """All that step 4 counts, divided by cp. With ulysses the input of o_proj is a tensor of its own, put together from what
-    comes back; in the other modes it is the output that attention keeps anyway."""
+    """Check that a layer keeps all that step 4 counts, divided by cp. With ulysses, o_proj's input is a tensor of its own, which is
+    assembled from what comes back. In the other modes it is the output, which attention keeps anyway."""
     tokens = 24 * 16 // cp
     outside = tokens // (tp if sp == "on" else 1)
     interior = tokens // tp * (2 * HEADS * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM + HEADS + 4 * MLP)
-    if cp > 1 and mode == "ulysses":                      # o_proj's input is put together from what comes back
+    if cp > 1 and mode == "ulysses":                      # o_proj's input is assembled from what comes back
         interior += tokens // tp * HEADS * HEAD_DIM
     kept = kept_by_a_layer(pool, tmp_path, STEP, cp * tp, f"--cp {cp} --tp {tp} --sp {sp} --cp_mode {mode}")
     assert kept == pytest.approx(interior + outside * (6 * HIDDEN + 2), rel=1e-3)
@@ -130,7 +131,7 @@ def long_sequence_job(argv):
 
 @pytest.mark.sweep
 def test_a_long_sequence(pool):
-    """32,768 tokens on 8 ranks, in fresh processes, since a process never gives its peak back."""
+    """Train on 32,768 tokens and 8 ranks, in fresh processes, because a process's peak memory never goes down."""
     pool.stop()
     argv = "--seq_len 32768 --global_batch_size 1 --micro_batch_size 1 --steps 1 --cp 8 --recompute full".split()
     used = pool.call(long_sequence_job, STEP, world=8, timeout=600, argv=argv)
@@ -140,20 +141,20 @@ def test_a_long_sequence(pool):
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
     (2, "--cp 3",
-     "seq_len 16 is not a multiple of 6, which cp(3) with --cp_mode zigzag and tp(1) with --sp on take; it could be 12 or 18"),
-    (2, "--cp 0", "--cp: 0 is not a number from 1 on"),
-    (3, "--cp 2", "dp(1) x cp(2) x tp(1) != world size (3); cp x tp could be 1, 3, with --dp left out"),
-    (8, "--cp 8 --tp 8 --cp_mode ring", "seq_len 16 is not a multiple of 64"),
-    (4, "--cp 4 --zero 3 --zero_shard 3", "dp(1) x cp(4) is not a multiple of zero_shard(3); zero_shard could be 1, 2, 4"),
+     "--seq_len 16: must be a multiple of 6, because of cp 3 with --cp_mode zigzag and tp 1 with --sp on; choose 12 or 18"),
+    (2, "--cp 0", "--cp: must be at least 1 and below 100000000, but is 0"),
+    (3, "--cp 2", "dp 1 x cp 2 x tp 1: must equal the world size, 3; leave --dp out and choose cp x tp from 1, 3"),
+    (8, "--cp 8 --tp 8 --cp_mode ring", "--seq_len 16: must be a multiple of 64"),
+    (4, "--cp 4 --zero 3 --zero_shard 3", "--zero_shard 3: must divide dp 1 x cp 4 = 4; choose from 1, 2, 4"),
     (16, "--cp 16 --cp_mode ulysses",
-     "num_attention_heads 8 / tp(1) = 8 is not a multiple of cp(16); with --cp_mode ulysses cp could be 1, 2, 4, 8"),
+     "--cp 16: with --cp_mode ulysses, must divide num_attention_heads 8 / tp 1 = 8; choose from 1, 2, 4, 8"),
     (2, "--cp 2 --cp_mode helix", "invalid choice: 'helix'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags} {more}", message)
 
 
 def flash_job(argv, world_size):
-    """check_job where there are a GPU and flash-attn."""
+    """Run check_job as if there were a GPU and flash-attn."""
     import importlib.util
     from unittest.mock import patch
 
@@ -164,10 +165,11 @@ def flash_job(argv, world_size):
 
 @pytest.mark.parametrize("cp, mode", [(2, "zigzag"), (2, "ring"), (2, "allgather"), (2, "ulysses"), (1, "zigzag")])
 def test_the_package_computes_no_blocks(pool, flags, cp, mode):
-    """Where attention is in blocks the kernels are PyTorch's, and --attention flash would change nothing."""
+    """Check that --attention flash is refused where attention is in blocks: the kernels are PyTorch's, and the flag would change
+    nothing."""
     argv = f"{flags} --device cuda --dtype bfloat16 --attention flash --model tiny --cp {cp} --cp_mode {mode}".split()
     if cp == 1 or mode == "ulysses":
         pool.call(flash_job, STEP, argv=argv, world_size=cp)
     else:
-        with pytest.raises(Refused, match=f"--attention flash: --cp_mode {mode} has kernels of its own; ulysses takes flash"):
+        with pytest.raises(Refused, match=f"--attention flash: --cp_mode {mode} has its own kernels; use --cp_mode ulysses"):
             pool.call(flash_job, STEP, argv=argv, world_size=cp)

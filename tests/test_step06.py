@@ -1,4 +1,4 @@
-"""Step 6: every schedule trains as one process does; the lists are complete, meet on the network, and cost what is said."""
+"""Step 6: every schedule trains as one process does; its lists are complete, meet on the network, and cost what the table says."""
 import importlib.util
 import json
 import os
@@ -23,7 +23,7 @@ STEP, BASELINE = "step06_pp", "step01_single_gpu"
 
 
 def load_schedules():
-    """The module of that name, which belongs to no one step's job here."""
+    """Load schedules.py for the test process itself, apart from the modules of jobs."""
     spec = importlib.util.spec_from_file_location("schedules", step_dir(STEP) / "schedules.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -41,7 +41,7 @@ def special(name, world, shape, more):
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(6),
     special("three stages each", 2, "dense-9", "--micro_batch_size 4 --pp 2 --schedule interleaved --stages_per_rank 3"),
-    special("no pipeline", 2, "dense-2", "--micro_batch_size 3 --zero 3 --schedule afab"),          # any schedule is then 1f1b
+    special("no pipeline", 2, "dense-2", "--micro_batch_size 3 --zero 3 --schedule afab"),          # then any schedule is 1f1b
     special("eight stages", 8, "dense-9", "--micro_batch_size 3 --pp 8 --schedule zerobubble"),
     special("rounds of two lengths", 4, "dense-9", "--micro_batch_size 4 --pp 4 --schedule interleaved")])
 def test_layout(pool, layout):
@@ -77,7 +77,7 @@ def test_eight_ranks_of_two_stages(pool, tmp_path, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_number_of_micro_batches(pool, flags, schedule, pp):
-    """From the fewest to 4 pp, not multiples of anything only."""
+    """Train with every number from the fewest to 4 pp, not only with multiples of something."""
     layers = 9 if pp == 4 else 5
     for count in range(SCHEDULES[schedule].min_micro_batches(pp), 4 * pp + 1):
         base = f"{flags[layers]} --dtype float64 --global_batch_size {count} --micro_batch_size 1 --steps 2"
@@ -127,8 +127,8 @@ def every_case():
                     yield name, p, m, v
 
 
-# What is known in closed form, of v stages on each of p ranks: the idle time of F, I, W of a rank's whole share, or None where
-# there is no formula, and the (stage, micro-batch)es that rank r keeps. A schedule that is not here is simulated and counted.
+# Closed forms for v stages on each of p ranks: the idle time if a rank's whole share takes F, I and W (None where no formula is
+# known), and the number of (stage, micro-batch)es that rank r keeps. A schedule without an entry is simulated and counted.
 IDLE = {
     "afab": lambda p, m, v, F, I, W: (p - 1) * (F + I + W),
     "1f1b": lambda p, m, v, F, I, W: (p - 1) * (F + I + W),
@@ -146,7 +146,8 @@ KEPT = {
 
 
 def test_lists_are_complete_and_meet(schedules):
-    """Once F, I, W of each micro-batch in each stage; and on a network without buffers, nobody waits for ever."""
+    """Check that each stage runs F, I and W once for each micro-batch, and that nobody waits for ever on a network without
+    buffers."""
     for name, p, m, v in every_case():
         lists = schedules.make(name, p, m, v)
         done = sorted((kind, action.stage, action.micro_batch) for actions in lists for action in actions
@@ -159,7 +160,7 @@ def test_lists_are_complete_and_meet(schedules):
 
 
 def test_the_check_finds_what_hangs(schedules):
-    """Receives just before use, sends just after: the order that comes to mind, and that a network without buffers hangs in."""
+    """Receive just before use and send just after: that order comes to mind first, but it hangs on a network without buffers."""
     lists = schedules.make("interleaved", 2, 4, 2)
     rank_of, last = schedules.rank_of_stage(lists), 3
 
@@ -179,8 +180,9 @@ def test_the_check_finds_what_hangs(schedules):
 
 
 def test_no_message_waits_behind_one_that_nobody_needs_yet(schedules):
-    """The programs on links that take half an F of a rank's share for a message: as fast as if each left when it was made,
-    to one message. A V's two ways meet on each link, and are not."""
+    """Play the programs on links where a message takes half as long as the F of a rank's share. They must be as fast as if each
+    message left when it was made, to within one message. Skip V-shaped ones: their two directions share every link, so they are
+    slower."""
     for name, row in SCHEDULES.items():
         if row.v_shaped:
             continue
@@ -190,7 +192,7 @@ def test_no_message_waits_behind_one_that_nobody_needs_yet(schedules):
                     for rank, program in enumerate(programs(schedules, lists))}
         events = schedules.simulate(lists, message=message)
         late = toy.play(of_ranks, message).seconds - max(event.end for event in events)
-        assert 0 <= late <= message, name                 # of two that leave at the same time both come later
+        assert 0 <= late <= message, name                 # two that leave at the same time slow each other down
 
 
 def test_a_list_that_waits_for_itself_is_seen(schedules):
@@ -203,7 +205,7 @@ def test_a_list_that_waits_for_itself_is_seen(schedules):
 @pytest.mark.parametrize("F, I, W", [(5, 4, 3), *(pytest.param(*case, marks=slow) for case in [
     (1, 1, 1), (7, 7, 2), (4, 4, 4), (2, 3, 5), (3, 5, 1)])])
 def test_bubbles(schedules, F, I, W):
-    """Idle time is the formula's, in units of which a stage takes F, I and W."""
+    """Compare the idle time with the formula's, in units of which a stage takes F, I and W."""
     for name, p, m, v in every_case():
         idle = schedules.bubble(schedules.simulate(schedules.make(name, p, m, v), F, I, W))
         expected = IDLE[name](p, m, v, F, I, W) if name in IDLE else None
@@ -213,7 +215,7 @@ def test_bubbles(schedules, F, I, W):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_four_times_the_micro_batches_are_four_times_the_work(schedules, monkeypatch, name):
-    """Of who makes a rank's program: messages are looked up, and not looked for."""
+    """Count the work of making a rank's program: messages are looked up, not searched for."""
     looked = []
 
     class Counted(schedules.Message):
@@ -242,7 +244,7 @@ def test_activations_in_flight(schedules):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_is_true_of_its_lists(schedules, name):
-    """The stages of a rank, whether backward is split, and that it takes the fewest micro-batches that it says."""
+    """Check the stages of a rank, whether backward is split, and that the fewest micro-batches that the row names are enough."""
     row = SCHEDULES[name]
     for p in (1, 2, 4):
         m = row.min_micro_batches(p)
@@ -255,7 +257,7 @@ def test_a_row_is_true_of_its_lists(schedules, name):
 
 
 def torch_lists(name, p, m):
-    """The lists of torch's schedules of the same name, without a process group or a model."""
+    """Return the lists of torch's schedule of the same name, made without a process group or a model."""
     from types import SimpleNamespace
 
     from torch.distributed.pipelining import schedules as theirs
@@ -289,7 +291,7 @@ def test_lists_are_those_of_torch(schedules, name):
         for m in (2 * p, 3 * p, 4 * p):
             ours = [[tuple(action) for action in actions] for actions in schedules.make(name, p, m, 2)]
             theirs = torch_lists(name, p, m)
-            # as torch 2.13 lists it, though not as it runs: the last rank's F one too high
+            # torch 2.13 lists the last rank's F one too high, though it does not run it like that
             if name == "1f1b":
                 theirs[-1] = [(kind, stage, i - (kind == "F" and theirs[-1][0][2])) for kind, stage, i in theirs[-1]]
             assert ours == theirs, (name, p, m)
@@ -297,8 +299,9 @@ def test_lists_are_those_of_torch(schedules, name):
 
 # ------------------------------------------------------------------------------------- a run does what the list says
 def watched_job(argv):
-    """Of this rank: the actions as they ran, those of the list, the hooks that fired per parameter, products multiplied,
-    and the most bytes that forward passes had saved for backward at one time."""
+    """Train. Return for this rank: the actions as they ran, those of the list, how often hooks fired per parameter, the FLOPs, how
+    many entries are left in the pipeline's queues, the most bytes that forward passes had saved for backward at one time, and the
+    parameters whose gradients came in an I."""
     import pipeline_parallel
     import train
     from torch.utils.flop_counter import FlopCounterMode
@@ -351,7 +354,7 @@ def watched_job(argv):
 
 @pytest.fixture(scope="module")
 def watched(pool, flags):
-    """A model whose stages are equal, but for a tiny embedding and head: {schedule: what watched_job saw on 4 ranks}."""
+    """Return {schedule: what watched_job saw on 4 ranks}. The model's stages are equal except for a tiny embedding and head."""
     base = f"{flags[8]} --micro_batch_size 2 --steps 1 --pp 4"
     return {schedule: pool.call(watched_job, STEP, world=4, argv=f"{base} --schedule {schedule}".split())
             for schedule in SCHEDULES}
@@ -370,7 +373,8 @@ def test_a_run_follows_its_list(watched, schedule):
 @slow
 @pytest.mark.parametrize("step", [STEP, "step08_5d"])
 def test_a_weight_has_its_gradient_in_W(pool, flags, step):
-    """In I only norms have theirs, and what has no W: the embedding, and the head, whose gradient the loss makes."""
+    """Check that in I, gradients come only for norms and for what has no W: the embedding, and the head, whose gradient the loss
+    makes."""
     argv = f"{flags[8]} --micro_batch_size 2 --steps 1 --pp 2 --schedule zerobubble".split()
     for *_, in_I in pool.call(watched_job, step, world=2, argv=argv):
         products = {name for name in in_I if name.endswith("_proj.weight")}
@@ -385,8 +389,8 @@ def test_nothing_is_computed_twice(watched):
 
 @slow
 def test_memory_follows_what_is_in_flight(watched, schedules):
-    """Saved by forward passes, of who does not split backward against afab's 12 micro-batches, on the ranks without embedding or
-    head."""
+    """Compare what forward passes save with afab's 12 micro-batches, for schedules that do not split backward, and on the ranks
+    without embedding or head."""
     lists = {name: schedules.make(name, 4, 12, row.stages_per_rank) for name, row in SCHEDULES.items()}
     afab = watched["afab"][1][5] / 12
     for name in [name for name, row in SCHEDULES.items() if not row.split_backward]:
@@ -396,7 +400,7 @@ def test_memory_follows_what_is_in_flight(watched, schedules):
 
 
 def most_alive_job(argv):
-    """The most bytes alive in a pipeline's step, beyond those before it, of what operations made."""
+    """Train. Return the most bytes of operations' results that are alive in the pipeline's step, without those from before it."""
     import live_storages
     import train
 
@@ -420,7 +424,7 @@ def most_alive_job(argv):
 
 @slow
 def test_more_micro_batches_keep_no_more(pool, flags):
-    """Of zero bubble: as many are in flight, and each weight's gradient is added up at once."""
+    """Check zero bubble: the number in flight stays the same, and each weight's gradient is added up at once."""
     few, many = (pool.call(most_alive_job, STEP, world=2, argv=(
         f"{flags[8]} --steps 1 --pp 2 --schedule zerobubble --micro_batch_size {size} --global_batch_size {count * size}").split())
         for size, count in ((2, 4), (2, 12)))
@@ -438,18 +442,18 @@ def test_zero_3_gathers_once_a_step(pool, flags):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--pp 3", "pp(3) x dp(0) x cp(1) x tp(1) != world size (2); pp x cp x tp could be 1, 2, with --dp left out"),
-    (8, "--pp 8", "num_hidden_layers 5 are fewer than pp(8) x stages_per_rank(1) = 8 stages; pp could be up to 5"),
+    (2, "--pp 3", "pp 3 x dp 0 x cp 1 x tp 1: must equal the world size, 2; leave --dp out and choose pp x cp x tp from 1, 2"),
+    (8, "--pp 8", "--pp 8: with stages_per_rank 1 there are 8 stages, but only 5 layers (num_hidden_layers); use --pp 5 or less"),
     (4, "--pp 4 --schedule interleaved",
-     "num_hidden_layers 5 are fewer than pp(4) x stages_per_rank(2) = 8 stages; pp could be up to 2"),
+     "--pp 4: with stages_per_rank 2 there are 8 stages, but only 5 layers (num_hidden_layers); use --pp 2 or less"),
     (2, "--pp 2 --schedule dualpipe --micro_batch_size 8",
-     "24 / dp(1) / micro_batch_size 8 = 3 micro-batches; --schedule dualpipe with pp(2) takes 4 or more: "
-     "global_batch_size could be 32"),
-    (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved with pp(2) takes 2 or more"),
-    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b takes 1"),
-    (2, "--pp 2 --schedule dualpipe --stages_per_rank 3", "--stages_per_rank 3: --schedule dualpipe takes 2"),
-    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--stages_per_rank 1: --schedule interleaved takes 2 or more"),
-    (2, "--pp 0", "argument --pp: 0 is not a number from 1 on"),
+     "--schedule dualpipe: needs 4 micro-batches or more with pp 2, but global_batch_size 24 / dp 1 / "
+     "micro_batch_size 8 = 3; use --global_batch_size 32"),
+    (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved: needs 2 micro-batches or more with pp 2"),
+    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b needs 1"),
+    (2, "--pp 2 --schedule dualpipe --stages_per_rank 3", "--stages_per_rank 3: --schedule dualpipe needs 2"),
+    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--stages_per_rank 1: --schedule interleaved needs 2 or more"),
+    (2, "--pp 0", "argument --pp: must be at least 1 and below 100000000, but is 0"),
     (2, "--pp 2 --schedule chimera", "invalid choice: 'chimera'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags[5]} {more}", message)
@@ -466,7 +470,7 @@ def test_it_shows_a_schedule(tmp_path):
 
 @slow
 def test_the_trace_shows_the_actions(pool, flags, tmp_path):
-    """As the list has them: of zerobubble on the first of two ranks, with two micro-batches."""
+    """Check that the trace has the actions of the list, for zerobubble on the first of two ranks, with two micro-batches."""
     more = "--steps 5 --micro_batch_size 12 --pp 2 --schedule zerobubble"
     pool.train(STEP, f"{flags[3]} {more} --profile {tmp_path}", world=2, weights=False)
     events = json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Step 7: experts spread over ep train as one process does and as transformers' Mixtral does, however tokens are routed."""
+"""Step 7: with experts spread over ep, it trains as one process and as transformers' Mixtral do, however tokens are routed."""
 import json
 import math
 import os
@@ -58,7 +58,7 @@ def test_other_draws(pool, draw):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """{(top_k, layers): the flags of a run}"""
+    """Return {(top_k, layers): the flags of a run}."""
     folder = tmp_path_factory.mktemp("case")
     return {(top_k, layers): cases.make(folder / f"{top_k}_{layers}", **cases.shape(f"top{top_k}-{layers}"))
             for top_k, layers in [(2, 2), (2, 4)]}
@@ -72,7 +72,7 @@ def load(trained):
 @pytest.mark.parametrize("more, graphs", layouts.in_turn(("--ep 2", 1), ("--tp 2", 1), ("--ep 2 --recompute full", 3)))
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[2, 2]} --micro_batch_size 6"
-    # torch 2.11 cannot in float64
+    # torch 2.11 cannot compile it in float64
     trained = pool.train(STEP, f"{base} {more} --compile", world=2, timeout=200, job=compiled_job)
     assert min(trained.answers) >= graphs
     assert_same_run(trained, pool.reference(STEP, f"{base} --dtype float64"), 1e-4, weights=False)
@@ -80,7 +80,7 @@ def test_compile(pool, flags, more, graphs):
 
 # ------------------------------------------------------------------------------------- extreme routing
 def routed_job(argv, bias, folder):
-    """Training with a bias that leaves the router little choice, or none."""
+    """Train with a bias that leaves the router little choice, or none."""
     import expert_parallel
     import train
 
@@ -99,7 +99,7 @@ def routed_job(argv, bias, folder):
 @pytest.mark.parametrize("bias", [[9.0, 5] + [0] * 6, [0] * 6 + [5, 9.0], [9.0, 0, 0, 0, 9.0, 0, 0, 0]],
                          ids=["first", "last", "two ranks"])
 def test_all_tokens_to_two_experts(pool, flags, tmp_path, bias):
-    """Experts, and ranks, with no token at all."""
+    """Check runs in which some experts, and some ranks, get no token at all."""
     def train(world, more):
         folder = tmp_path / more.replace(" ", "")
         folder.mkdir()
@@ -118,7 +118,7 @@ def test_all_tokens_to_two_experts(pool, flags, tmp_path, bias):
 
 
 def hooks_job(argv, bias):
-    """How often each parameter's gradient came, of a run in which this bias chooses."""
+    """Train with a bias that chooses the experts. Return how often each parameter's gradient came."""
     import expert_parallel
     import train
 
@@ -138,7 +138,7 @@ def hooks_job(argv, bias):
 
 
 def test_a_rank_without_tokens_does_what_the_others_do(pool, flags):
-    """Its experts have gradients, of zero: another rank with the same experts, and tokens for them, waits for these."""
+    """Check that its experts get gradients, of zero: another rank with the same experts, and tokens for them, waits for these."""
     argv = f"{flags[2, 2]} --steps 1 --balance none --micro_batch_size 6 --ep 2".split()
     some, none = pool.call(hooks_job, STEP, world=2, argv=argv, bias=[9.0, 5] + [0] * 6)
     assert some == none and len(set(none.values())) == 1 and min(none.values()) > 0
@@ -170,7 +170,7 @@ def test_trains_as_transformers(pool, tmp_path, family, world, more, exact, tole
     assert max(norms) > 0.5, "the test should clip"
     for ours, theirs in zip(trained.losses + trained.grad_norms, losses + norms):
         assert relative(ours, theirs) < tolerance
-    assert_same_tensors(trained.weights, huggingface.to_hf_tensors(model, tmp_path), tolerance if exact else 1e-3)
+    assert_same_tensors(trained.weights, huggingface.on_disk(model, tmp_path), tolerance if exact else 1e-3)
 
 
 @slow
@@ -184,7 +184,7 @@ def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path, family
         head_dim=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3, **more)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
-    saved = huggingface.to_hf_tensors(model, tmp_path / "theirs")
+    saved = huggingface.on_disk(model, tmp_path / "theirs")
     flags = cases.make(tmp_path / "case").split(" ", 2)[2]
     theirs = f"--model {tmp_path / 'theirs'} --init_from {tmp_path / 'theirs'} {flags} --dtype float64 --steps 0"
     one = pool.train(STEP, theirs)
@@ -203,7 +203,7 @@ def test_several_files_have_an_index_of_the_experts(pool, flags, tmp_path):
     pool.call(save_in_pieces_job, STEP, argv=f"{flags[2, 2]} --dtype float64 --steps 1 --save {tmp_path}".split())
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     back = huggingface.load(tmp_path, torch.float64)
-    assert_same_tensors(huggingface.to_hf_tensors(back, tmp_path / "again"), one.weights, 0)
+    assert_same_tensors(huggingface.on_disk(back, tmp_path / "again"), one.weights, 0)
 
 
 def save_in_pieces_job(argv):
@@ -217,12 +217,12 @@ def save_in_pieces_job(argv):
         train.main(argv)
 
 
-# the parameters of the released models: all, and those that one token meets
+# the parameters of the released models: all of them, and those that are active for one token
 RELEASED = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704)}
 
 
 def parameters_job():
-    """Return for each preset with experts the parameters of our model, of transformers', and those that one token meets."""
+    """Return for each preset with experts the parameters of our model, of transformers', and those active for one token."""
     import config
     import metrics
     import model
@@ -251,13 +251,13 @@ def test_grouped_products_against_a_loop(pool, dtype, tolerance):
 
 
 def no_rows_job():
-    """Return the gradient of experts without tokens; no kernel is asked for a product without rows."""
+    """Return the gradient of experts without tokens. Fail if the kernel is called for a product without rows."""
     from unittest.mock import patch
 
     import moe
     weight = torch.randn(2, 24, 16, dtype=torch.bfloat16)
     with patch.object(torch.nn.functional, "grouped_mm", side_effect=AssertionError("asked the kernel")):
-        return moe.grouped_gradient(torch.empty(0, 24).bfloat16(), torch.empty(0, 16).bfloat16(), weight, torch.tensor([0, 0]))
+        return moe.grouped_weight_grad(torch.empty(0, 24).bfloat16(), torch.empty(0, 16).bfloat16(), weight, torch.tensor([0, 0]))
 
 
 def test_a_rank_without_tokens_asks_no_kernel_for_its_gradient(pool):
@@ -286,8 +286,8 @@ def grouped_job(dtype):
 
 
 def unwritten_job(argv, garbage, folder):
-    """Trains with products of a kernel that writes no gradient for experts without rows, as a GPU's may: there is what was in the
-    memory. Returns how many such gradients there were in autograd, and in W."""
+    """Train with a kernel that, as a GPU's may, writes no gradient for experts without rows: there, whatever was in memory stays.
+    Return how many such gradients there were in autograd, and in W."""
     from unittest.mock import patch
 
     import train
@@ -327,7 +327,7 @@ def unwritten_job(argv, garbage, folder):
     pytest.param(*case, marks=slow) for case in [(1, "--recompute full", "autograd"), (2, "--ep 2 --zero 2", "autograd"),
                                                  (2, "--pp 2 --schedule dualpipe --stages_per_rank 2", "W")])])
 def test_what_a_kernel_leaves_unwritten_reaches_no_weight(pool, tmp_path, world, more, where):
-    """Experts without tokens: NaN would end the run, any other number would go unseen."""
+    """Check experts without tokens: NaN in their gradients would end the run, any other number would go unnoticed."""
     flags = cases.make(tmp_path / "case", **cases.shape("top2-4")).replace("--global_batch_size 24", "--global_batch_size 8")
     argv = f"{flags} --dtype bfloat16 --micro_batch_size 1 --seq_len 4 {more}".split()
     trained = {}
@@ -345,7 +345,8 @@ def test_what_a_kernel_leaves_unwritten_reaches_no_weight(pool, tmp_path, world,
 
 # ------------------------------------------------------------------------------------- balance
 def auxiliary_job(argv):
-    """The gradients that --balance aux adds, beside those that autograd takes of the loss as the papers write it."""
+    """Return the gradients with --balance aux, those that autograd computes from the loss as the papers write it, and those without
+    a balance loss."""
     import config
     import expert_parallel
     import train
@@ -382,7 +383,8 @@ def test_the_auxiliary_loss_has_the_gradient_of_its_formula(pool, flags):
 
 
 def biased_layer_job(argv, bias):
-    """One layer under a bias, and the sum over its chosen experts written out, with shares that do not know the bias."""
+    """Return the output of one layer under a bias, and the sum over its chosen experts written out, with routing weights that do
+    not know the bias."""
     import config
     import expert_parallel
     import train
@@ -432,7 +434,7 @@ def test_the_bias_evens_out_the_load_of_a_whole_run(pool):
 
 # ------------------------------------------------------------------------------------- in a region of tp
 def logits_job(argv):
-    """The bits of all logits of a run, of this rank's routers."""
+    """Train. Return hashes of the bits of all logits of this rank's routers."""
     import hashlib
 
     import expert_parallel
@@ -457,7 +459,8 @@ def logits_job(argv):
     (8, "--tp 4 --dp 2 --zero 3 --sp off")])])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_ranks_of_tp_choose_alike(pool, flags, world, more, dtype):
-    """To the last bit: each adds its part of what an expert makes of a token, so the others must have sent it to the same."""
+    """Compare logits to the last bit: each rank adds its part of an expert's output for a token, so all of them must have sent the
+    token to the same expert."""
     tp = int(more.split("--tp ")[1][0])
     argv = f"{flags[2, 4]} --micro_batch_size 6 --dtype {dtype} {more}".split()
     seen = pool.call(logits_job, STEP, world=world, argv=argv)
@@ -467,23 +470,24 @@ def test_all_ranks_of_tp_choose_alike(pool, flags, world, more, dtype):
 
 # ------------------------------------------------------------------------------------- what is sent and what is kept
 def test_all_to_all_bytes(pool, flags):
-    """Written out for one layout: there and back, forward and backward, top_k x tokens x hidden; and the counts."""
+    """Compare with the bytes written out for one layout: top_k x tokens x hidden, there and back, in forward and backward; and the
+    counts."""
     argv = f"{flags[2, 4]} --steps 1 --micro_batch_size 3 --dtype bfloat16 --ep 2".split()
     answers = pool.call(observed_job, STEP, world=2, argv=argv, optimizer="adamw")
-    # of a rank and layer: bytes one way; bytes of four micro-batches
+    # for a rank and layer: the bytes one way, and the counts' bytes in four micro-batches
     rows, counts = 2 * (12 * 16) * HIDDEN * 2, 4 * EXPERTS * 8
     sent = [seen for _, rank in answers for (_, collective), (seen, _) in rank.items() if collective == "all_to_all"]
     assert sum(sent) == 2 * 4 * (4 * rows + counts)
 
 
 def expert_bytes_job(argv):
-    """Bytes of this rank's experts, their gradients and their optimizer states."""
+    """Train. Return the bytes of this rank's experts, of their gradients and of their optimizer states."""
     model, optimizer = trained_parts(argv)
     experts = [param for name, param in model.named_parameters() if ".experts." in name]
     if "--zero" in argv:
         units = list(dict.fromkeys(param.unit for param in experts))
         weights = [tensor for unit in units for tensor in (unit.flat_param, unit.param_shard)]
-        grads = [unit.grad_shard if unit.grads is None else unit.grads for unit in units]
+        grads = [unit.grad_shard if unit.flat_grad is None else unit.flat_grad for unit in units]
         ours = {tensor.untyped_storage()._cdata for tensor in grads}
         of_experts = [grad.untyped_storage()._cdata in ours for grad in optimizer.grads]
     else:
@@ -515,9 +519,9 @@ def test_the_log_has_a_balance_where_there_are_experts(pool, tmp_path, shape, ha
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("model, world, more, message", [
-    ("moe", 4, "--tp 2 --ep 4", "dp(2) x cp(1) = 2 is not a multiple of ep(4); ep could be 1, 2"),
-    ("moe", 3, "--ep 3", "num_local_experts 8 is not a multiple of ep(3); ep could be 1"),
-    ("moe", 2, "--ep 0", "argument --ep: 0 is not a number from 1 on"),
+    ("moe", 4, "--tp 2 --ep 4", "--ep 4: must divide dp 2 x cp 1 = 2; choose from 1, 2"),
+    ("moe", 3, "--ep 3", "--ep 3: must divide num_local_experts 8; choose from 1"),
+    ("moe", 2, "--ep 0", "argument --ep: must be at least 1 and below 100000000, but is 0"),
     ("moe", 2, "--balance both", "invalid choice: 'both'"),
     ("dense", 2, "--ep 2", "has no experts"),
     ("sliding", 1, "", "sliding_window is 64; only None is supported")])

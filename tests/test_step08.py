@@ -1,4 +1,4 @@
-"""Step 8: every layout of all dimensions at once trains as one process does; a run that was stopped or killed goes on, under any
+"""Step 8: every layout of all dimensions at once trains as one process does; a run that was stopped or killed can resume under any
 layout."""
 import itertools
 import json
@@ -35,7 +35,7 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(pool, flags):
-    """{kind: the run that others are compared with}, made when first asked for."""
+    """Return {kind: the run that others are compared with}. A run is made when it is first asked for."""
     class Runs(dict):
         def __missing__(self, kind):
             return self.setdefault(kind, pool.train(STEP, f"{flags[kind]} --micro_batch_size 6"))
@@ -51,7 +51,7 @@ def of_kind(kind, world, more):
 EIGHT = [of_kind(kind, 8, more) for kind, more in all_of_a_world(8)]
 SIXTEEN = [of_kind("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.Random(i), 2, 2, 2, 2, stage, schedule))
            for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4], [0, 1, 2, 3], SCHEDULES))]
-SIXTEEN = [layout._replace(shape="top2-5") for layout in SIXTEEN]                  # of four stages: more layers show no more
+SIXTEEN = [layout._replace(shape="top2-5") for layout in SIXTEEN]                  # four stages: more layers would show nothing new
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(8),
@@ -82,7 +82,7 @@ def test_other_draws(pool, draw):
         check(pool, layout)
 
 
-# ------------------------------------------------------------------------------------- stopped, and gone on with
+# ------------------------------------------------------------------------------------- stopping and resuming
 SAVED = [(1, "--micro_batch_size 6"), (8, "--tp 2 --pp 2 --ep 2 --zero 3 --schedule dualpipe --micro_batch_size 3"),
          (4, "--ep 2 --zero 2 --micro_batch_size 3"), (8, "--tp 8 --micro_batch_size 24"),
          (6, "--pp 3 --zero 1 --micro_batch_size 3 --schedule zerobubble"),
@@ -95,7 +95,7 @@ PAIRS = list(itertools.product(SAVED, RESUMED))
 
 @pytest.fixture(scope="module")
 def saved(pool, flags, tmp_path_factory):
-    """Checkpoints after two of four steps, by runs that were told to end then, made when first asked for."""
+    """Return a function that makes a checkpoint after two of four steps, by telling the run to end then. Each is made once."""
     made = {}
 
     def saved(world, more, kind="moe"):
@@ -140,7 +140,7 @@ def test_a_dense_model_goes_on_too(pool, flags, one_process, saved, tmp_path):
 
 
 def test_bfloat16_goes_on_to_the_bit(pool, flags, tmp_path):
-    """Only if masters and averages are kept in float32, for a weight in bfloat16 would have lost what small steps added."""
+    """Check that masters and averages are saved in float32: a bfloat16 weight would have lost what small steps added."""
     base = f"{flags['moe'].replace('float64', 'bfloat16')} --micro_batch_size 6 --ep 2 --zero 1"
     whole = pool.train(STEP, f"{base} --checkpoint {tmp_path} --save_every 2", world=2)
     shutil.rmtree(tmp_path / "step_00000004")
@@ -164,14 +164,15 @@ def test_every_element_is_written_once_and_by_all_ranks(pool, flags, saved, worl
     weights = pool.train(STEP, f"{flags['moe']} --steps 0").weights
     assert sum(stored.pop(name) for name in list(stored) if name == "balance.bias") > 0
     numbers = sum(weight.numel() for weight in weights.values())
-    for end in (".weight", ".exp_avg", ".exp_avg_sq"):    # once, however many ranks had it
+    for end in (".weight", ".exp_avg", ".exp_avg_sq"):    # saved once, however many ranks had it
         assert sum(size for name, size in stored.items() if name.endswith(end)) == numbers
     sizes = [file.stat().st_size for file in files]
     assert max(sizes) < 1.5 * min(sizes), sizes
 
 
 def boxes_job(draws):
-    """Cuts a tensor at random into parts, the parts into runs, and reads all that under other cuts; what did not come back."""
+    """Split a tensor at random into parts and the parts into runs, save these, and load them under another split. Return the draws
+    that did not come back."""
     import random
     from types import SimpleNamespace
 
@@ -186,14 +187,14 @@ def boxes_job(draws):
         state, truth = {}, []
         for index, part in enumerate(whole.chunk(parts, dim)):
             part = part.contiguous()
-            placement = SimpleNamespace(parts=[SimpleNamespace(dim=dim, parts=parts, index=index)])
+            placement = SimpleNamespace(shards=[SimpleNamespace(dim=dim, num_shards=parts, index=index)])
             param = SimpleNamespace(shape=part.shape, dim=part.dim, placement=placement)
             ends = sorted([0, part.numel(), *(draw.randrange(part.numel() + 1) for _ in range(draw.randrange(4)))])
             for first, last in zip(ends, ends[1:]):
                 if first < last:
                     run = part.flatten()[first:last].clone()
                     truth.append((run, run.clone()))
-                    state |= boxes(param=param, name="w", first=first, run=run.zero_() if fresh else run)
+                    state |= boxes(param=param, name="w", start=first, elements=run.zero_() if fresh else run)
         return state, truth
     for seed in range(draws):
         draw = random.Random(seed)
@@ -242,7 +243,7 @@ def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp
 
 
 def saving_job(argv):
-    """The most memory that saving takes, of storages made in it; the bytes of what this rank saves."""
+    """Train. Return for each save the most memory that it takes in new storages, and the bytes of what this rank saves."""
     import train
     from live_storages import LiveStorages
     from resume import Checkpoints
@@ -250,7 +251,7 @@ def saving_job(argv):
 
     def watched(self, steps):
         seen, state = LiveStorages(), self.state()
-        for box in state.values():                        # what is there already
+        for box in state.values():                        # these exist already
             seen.note(box, "optimizer states")
         before = len(seen.events)
         with seen:
@@ -273,7 +274,7 @@ def saving_job(argv):
 def test_saving_takes_no_memory(pool, flags, tmp_path, more):
     argv = f"{flags['dense']} --steps 2 --micro_batch_size 3 --checkpoint {tmp_path} {more}".split()
     for peaks in pool.call(saving_job, STEP, world=4, argv=argv):
-        # the keys of all ranks' boxes are exchanged; this model is so small that they are a tenth of it
+        # the ranks exchange the keys of all boxes; this model is so small that the keys are a tenth of it
         assert peaks and all(0 < most < state / 8 for most, state in peaks), peaks
 
 
@@ -302,7 +303,7 @@ def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_pa
 
 
 def told_to_end_job(argv, rank, at):
-    """One rank hears SIGTERM in the middle of a step."""
+    """Train, but send one rank SIGTERM in the middle of a step."""
     import train
     own, calls = train.Pipeline.forward_backward, itertools.count()
 
@@ -322,7 +323,7 @@ def told_to_end_job(argv, rank, at):
 def test_told_to_end_it_saves_and_ends(pool, flags, one_process, tmp_path, more):
     argv = f"{flags['moe']} {more} --checkpoint {tmp_path / 'c'}".split()
     pool.call(told_to_end_job, STEP, world=4, timeout=40, argv=argv, rank=2, at=1)
-    assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
+    assert "stopped by SIGTERM after step 2" in pool.output and "step 3/4" not in pool.output
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step_00000002"]
     assert_goes_on(pool, flags, one_process, tmp_path / "c", tmp_path, *RESUMED[0])
 
@@ -349,7 +350,7 @@ def wait_until(condition, process, seconds=240):
 
 
 def ranks_of(process):
-    """The workers' process ids, by rank order of their start."""
+    """Return the process ids of torchrun's workers, in the order in which they started."""
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
     return sorted(int(pid) for pid in children)
 
@@ -396,7 +397,7 @@ def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
 
 
 def killed_at_random(pool, flags, tmp_path, draw):
-    """A run that saves after every step is killed some moments later, and its checkpoints must be of use."""
+    """Kill a run that saves after every step at a random moment, and check that its checkpoints are usable."""
     log, folder = tmp_path / "log", tmp_path / "c"
     more = f"--checkpoint {folder} --save_every 1 --zero {draw.choice([0, 1, 3])} --log_file {log}"
     process = start(tmp_path, torchrun() + f"{flags} --micro_batch_size 6 {more}".split())
@@ -443,16 +444,16 @@ def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
     finally:
         end(process)
     output = (tmp_path / "output").read_text()
-    assert "told to end (SIGTERM) after step" in output, output[-2000:]
-    assert len(os.listdir(tmp_path / "c")) == 2           # and the lock
+    assert "stopped by SIGTERM after step" in output, output[-2000:]
+    assert len(os.listdir(tmp_path / "c")) == 2           # the checkpoint and the lock
 
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("more, message", [
-    ("--resume", "--resume needs --checkpoint DIR"),
-    ("--checkpoint {here} --save_every 0", "argument --save_every: 0 is not a number from 1 on"),
-    ("--checkpoint {here} --keep 0", "argument --keep: 0 is not a number from 1 on"),
-    ("--checkpoint /proc/nowhere", "cannot write there")])
+    ("--resume", "--resume: requires --checkpoint DIR"),
+    ("--checkpoint {here} --save_every 0", "argument --save_every: must be at least 1 and below 100000000, but is 0"),
+    ("--checkpoint {here} --keep 0", "argument --keep: must be at least 1 and below 100000000, but is 0"),
+    ("--checkpoint /proc/nowhere", "--checkpoint /proc/nowhere: cannot be written to")])
 def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
     assert_refused(pool, STEP, 2, f"{flags['dense']} {more.format(here=tmp_path)}", message)
 
@@ -478,7 +479,7 @@ def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, 
 
 
 def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_path):
-    """Of a dense Llama each of these is at its default, so an older trainer would have resumed the same run."""
+    """Remove newer fields from a checkpoint and resume. A dense Llama has their defaults, so it is still the same run."""
     newer = {"qk_norm", "num_local_experts", "num_experts_per_tok", "rope_scaling"}
     base = f"{flags['dense']} --checkpoint {tmp_path}"
     pool.train(STEP, f"{base} --steps 1", weights=False)
@@ -492,7 +493,8 @@ def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_
 
 
 def signals_job():
-    """What is heard of SIGHUP and SIGINT, both of which the shell had told the process to ignore: nohup, and a background job."""
+    """Send SIGHUP and SIGINT to a process that its shell told to ignore both, as nohup and a background job do. Return what it
+    hears."""
     import resume
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
     before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
@@ -520,7 +522,7 @@ def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_pa
     files = {f"trace_rank{rank}.json" for rank in range(2)} | {f"memory_rank{rank}.png" for rank in range(2)}
     assert files == set(os.listdir(tmp_path / "profile"))
     pool.call(train_with_log_job, STEP, argv=argv.replace("--ep 2", "").split())
-    assert "8 steps are done, of --steps 8: nothing is left to do" in pool.output
+    assert "--steps 8: 8 steps are already done; nothing is left to train" in pool.output
 
 
 def test_a_run_of_its_own_leaves_other_checkpoints_alone(pool, flags, saved, tmp_path):
@@ -528,11 +530,11 @@ def test_a_run_of_its_own_leaves_other_checkpoints_alone(pool, flags, saved, tmp
     there = sorted(os.listdir(tmp_path / "c"))
     with pytest.raises(Refused) as refused:
         pool.call(main_job, STEP, world=2, argv=f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'}".split())
-    assert f"{there[-1]} is in there already; --resume goes on from it" in str(refused.value)
+    assert f"already contains {there[-1]}; add --resume to continue from it" in str(refused.value)
     assert sorted(os.listdir(tmp_path / "c")) == there
 
 
 def test_nothing_to_resume_is_a_beginning(pool, flags, one_process, tmp_path):
     trained = pool.train(STEP, f"{flags['moe']} --micro_batch_size 6 --checkpoint {tmp_path / 'new'} --resume")
-    assert "starting at the beginning" in trained.output
+    assert "starting from the beginning" in trained.output
     assert_same_run(trained, one_process["moe"], 1e-9)

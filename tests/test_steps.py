@@ -1,4 +1,4 @@
-"""Adjacent steps differ where the later one says so and nowhere else; the planted mistakes apply."""
+"""Adjacent steps differ only where the later one declares it; the planted mistakes apply."""
 import ast
 import re
 import shutil
@@ -17,7 +17,7 @@ PLANNER = "tools/plan"
 
 # ------------------------------------------------------------------------------- what differs is what is declared
 def undeclared(old, new, declared):
-    """What two adjacent steps' folders and the later one's declaration disagree on."""
+    """Return where the folders of two adjacent steps disagree with the later one's declaration."""
     before, after = set(step_files(old)), set(step_files(new))
     same = {name for name in before & after if (old / name).read_bytes() == (new / name).read_bytes()}
     different = (before | after) - same
@@ -59,14 +59,14 @@ def two_folders(tmp_path):
 
 # ------------------------------------------------------------------------------------ no noise in what differs
 def essence(line):
-    """A line without its spaces and without its comment; of a comment the words; '' where there is nothing to read."""
+    """Return a line without its spaces and its comment; for a comment, its words; '' if there is nothing to read."""
     code = re.sub(r"(^|\s)#.*", "", line)
     text = "".join((code if code.strip() else line.strip().lstrip("#")).split())
     return text if re.search(r"\w", text) and text not in ("else:", "try:", "finally:") else ""
 
 
 def changed_lines(old, new):
-    """The removed and the added lines of a file, as {essence: (number, line)}."""
+    """Return the removed and the added lines of a file, as {essence: (number, line)}."""
     output = subprocess.run(["diff", "-U0", old, new], capture_output=True, text=True).stdout
     removed, added = {}, {}
     for line in output.splitlines()[2:]:
@@ -82,7 +82,7 @@ def changed_lines(old, new):
 
 
 def moved(old, new):
-    """The lines that a diff shows though they are only moved, re-indented or re-commented."""
+    """Return the lines that a diff shows although they were only moved, re-indented or re-commented."""
     removed, added = changed_lines(old, new)
     return [f"{new}: line {removed[text][0]} of before comes back as line {added[text][0]}: {added[text][1]}"
             for text in removed.keys() & added.keys() - {""}]
@@ -110,7 +110,7 @@ def test_noise_is_seen(tmp_path, after, noisy):
 
 # ------------------------------------------------------------------------------------------------- self-contained
 def imports(path):
-    """The top-level names of all modules that a file imports, inside functions too."""
+    """Yield the top-level names of all modules that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -131,7 +131,7 @@ def test_steps_import_only_their_own_files_and_the_packages():
     assert "plan.py" in step_files(ROOT / PLANNER)
     reaching_out = [f"{folder}/{name}" for folder in [*STEPS, PLANNER] for name in step_files(ROOT / folder)
                     if "sys.path" in (ROOT / folder / name).read_text()]
-    assert reaching_out == [f"{PLANNER}/speed.py"]        # one thing knows what a GPU does: tools/simulate
+    assert reaching_out == [f"{PLANNER}/speed.py"]        # it uses tools/simulate, which alone knows what a GPU does
 
 
 def test_a_foreign_import_is_seen(two_folders):
@@ -151,7 +151,7 @@ def test_exercise_takes_the_place_of_one_step(monkeypatch, tmp_path):
     assert step_dir(4) == ROOT / "step04_tp_sp"
 
 
-# ------------------------------------------------------------------------------------ nothing of one machine in it
+# ------------------------------------------------------------------------------------ nothing specific to one machine
 MACHINE = re.compile(r"(?<![\w.~>}])/(work|root|home|Users)/|pypi\.org|pythonhosted\.org|download\.pytorch\.org|npmjs\.org"
                      r"|debian\.org|anaconda\.org")
 
@@ -188,7 +188,7 @@ def test_every_planted_mistake_is_a_row_of_a_table_and_the_other_way_round():
     assert sorted(sum(tables, others)) == [patch.stem for patch in planted_mistakes()]
 
 
-# ------------------------------------------------------------------------------------- each step is all there
+# ------------------------------------------------------------------------------------- each step is complete
 @pytest.mark.parametrize("step", STEPS)
 def test_copied_alone_it_trains(pool, tmp_path, step):
     shutil.copytree(step_dir(step), tmp_path / step, ignore=shutil.ignore_patterns("__pycache__", "README.md", "figures"))

@@ -1,4 +1,4 @@
-"""The tools behind the make targets, each on a small repository of its own or on files made here."""
+"""The tools behind the make targets. Each runs in a small repository of its own or on files made here."""
 import json
 import math
 import os
@@ -24,7 +24,7 @@ from unforgiving import unforgiving
 
 @pytest.fixture
 def small_repository(tmp_path):
-    """Two steps of one line each, a test for the second, and the real tools."""
+    """Make a repository with two steps of one line each, a test for the second, and the real tools."""
     folder = tmp_path / "repository"
     for name in ("tests", "tools", "dev", "exercises/mistakes", "exercises/ladder"):
         (folder / name).mkdir(parents=True)
@@ -54,7 +54,7 @@ def make(folder, *arguments, **environment):
 # --------------------------------------------------------------------------------------------------- make targets
 @pytest.mark.parametrize("target, status", [("help", 0), ("", 0), ("nonsense", 2)])
 def test_make_help_names_every_target(small_repository, target, status):
-    """Also plain make, and make with a target that does not exist."""
+    """Check plain make as well, and make with a target that does not exist."""
     found, output = make(small_repository, *target.split())
     phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     targets = {name for line in phony for name in line.split() if "/" not in name} - {"help"}
@@ -65,7 +65,7 @@ def test_make_help_names_every_target(small_repository, target, status):
 
 @pytest.fixture
 def two_steps(small_repository):
-    """With a file of each kind: changed, unchanged, new, and what is no part of a step's diff."""
+    """Add a file of each kind: changed, unchanged, new, and no part of a step's diff."""
     old, new = (small_repository / name for name in NAMES[:2])
     for step in (old, new):
         (step / "data.py").write_text(f"first = {step is new}\nsecond = 2\n")
@@ -196,7 +196,7 @@ def test_make_exercise(small_repository):
 
 
 @pytest.mark.parametrize("step, message", [("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("²", "N from 2 to 8"),
-                                           ("4", "step 4 is not there")])
+                                           ("4", "step 4 does not exist")])
 def test_make_exercise_refuses(small_repository, step, message):
     status, output = make(small_repository, "exercise", f"STEP={step}")
     assert status == 2 and message in output and not (small_repository / "exercise").exists() and "Traceback" not in output
@@ -320,9 +320,9 @@ def test_a_planted_mistake_that_goes_red(small_repository):
 
 @pytest.mark.parametrize("test, line, message", [
     ("test_anything", "answer = 40", "| NO |"),                                    # stays green
-    ("test_import", "import nowhere", "| NO | ModuleNotFoundError"),               # red, but for no lesson
+    ("test_import", "import nowhere", "| NO | ModuleNotFoundError"),               # red, but it teaches nothing
     ("test_gone", "answer = 40", "| NO | there is no such test"),
-    ("test_long", "answer = 40", "| NO | there is no such test")])                 # one that is not run
+    ("test_long", "answer = 40", "| NO | there is no such test")])                 # a test that is not run
 def test_a_planted_mistake_that_shows_nothing_is_seen(small_repository, test, line, message):
     status, output = break_it(small_repository, test, line)
     assert status == 1 and message in output, output
@@ -403,7 +403,7 @@ def test_plot_replaces_nothing_but_a_picture(tmp_path):
         before = (tmp_path / out).read_bytes()
         status, output = run([sys.executable, ROOT / "tools/plot.py", log, "--out", out], tmp_path, timeout=120)
         assert status == 2 and message in output and (tmp_path / out).read_bytes() == before
-    assert other.read_text() and draw(tmp_path, log)[0] == 0 and draw(tmp_path, log)[0] == 0       # its own picture it replaces
+    assert other.read_text() and draw(tmp_path, log)[0] == 0 and draw(tmp_path, log)[0] == 0       # it replaces its own picture
 
 
 @pytest.mark.parametrize("words, message", [
@@ -439,6 +439,81 @@ def test_plot_refuses_an_out_that_cannot_be_drawn(tmp_path, out):
     log = write_log(tmp_path / "a.jsonl", [5, 4])
     status, output = run([sys.executable, ROOT / "tools/plot.py", log, "--out", out], tmp_path, timeout=120)
     assert status == 2 and output.startswith(f"error: --out {out}: ") and "Traceback" not in output
+
+
+# ------------------------------------------------------------------------------------------------- tools/memory.py
+TINY = 427_072                                            # parameters
+
+
+def both_job(argv):
+    """Watch the second training step with tools/memory.py and with live_storages. Return the last row and the peak of each."""
+    import contextlib
+
+    import live_storages
+    import memory
+    import train
+    ours, others, found = memory.LiveMemory(), live_storages.LiveStorages(), []
+
+    @contextlib.contextmanager
+    def watch(step, model, optimizer, args):
+        ours.tag_state(model, optimizer)
+        live_storages.tag_state(others, model, optimizer)
+        if step == 0:
+            yield
+            return
+        with ours, others:
+            yield
+        for rows in (ours.rows, others.timeline()):
+            found.append((rows[-1][1:], max(sum(row[1:]) for row in rows)))
+    with memory.replaced_profiler(watch):
+        train.main(argv)
+    return found
+
+
+@pytest.mark.parametrize("flags", ["--zero 2", "--zero 3 --recompute full"])
+def test_memory_is_what_another_watcher_sees(pool, flags):
+    """tools/memory.py counts again after each operation; live_storages learns from weak references when a storage ends."""
+    argv = f"{flags} --dtype bfloat16 --steps 2 --seq_len 64 --global_batch_size 4 --micro_batch_size 1".split()
+    for (last, peak), (other_last, other_peak) in pool.call(both_job, NAMES[2], world=2, argv=argv):
+        assert last[:3] == other_last[:3] and min(last[:3]) > 0
+        assert sum(last[:3]) < 0.9 * peak and peak == pytest.approx(other_peak, rel=0.02)
+
+
+@pytest.mark.parametrize("step, ranks, flags", [
+    (NAMES[0], 1, ""), pytest.param(NAMES[2], 2, "--zero 3", marks=pytest.mark.slow),
+    pytest.param(NAMES[7], 4, "--tp 2 --pp 2", marks=pytest.mark.slow)])
+def test_memory_is_drawn(tmp_path, step, ranks, flags):
+    out = tmp_path / "new/folder"
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split() if ranks > 1 else []
+    flags += " --dtype float32 --steps 5 --seq_len 32 --global_batch_size 4"
+    status, output = run([sys.executable, *torchrun, "tools/memory.py", f"{step}/train.py", "--out", out, *flags.split()], ROOT,
+                         timeout=300)
+    assert status == 0, output
+    line = r"^step 3/5 .*\nmemory of a rank: ([\d.]+) MiB between steps, ([\d.]+) MiB at the peak\nstep 4/5 "
+    (between, peak), = re.findall(line, output, re.M)
+    if step != NAMES[7]:                                  # weights, gradients, and two moments
+        assert between == f"{4 * 4 * TINY / ranks / 2**20:.1f}"
+    assert float(peak) > float(between)
+    pictures = sorted(out.iterdir())
+    assert [picture.name for picture in pictures] == [f"memory_rank{rank}.png" for rank in range(ranks)]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize("words, message", [
+    ("", "required: TRAINER, --out"), ("step03_zero/train.py", "required: --out"), ("--out x", "required: TRAINER"),
+    ("gone/train.py --out x", "TRAINER gone/train.py: must be a step's train.py"),
+    ("step03_zero/zero.py --out x", "TRAINER step03_zero/zero.py: must be a step's train.py"),
+    ("step03_zero/train.py --out README.md/x", "--out README.md/x: cannot be written"),
+    ("step03_zero/train.py --out x --compile", "--compile: does not work while every operation is watched; leave it out"),
+    ("step03_zero/train.py --out x --profile=y", "--profile: does not work")])
+def test_memory_refuses(monkeypatch, capsys, words, message):
+    import memory
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as refused:
+        memory.main(words.split())
+    output = "".join(capsys.readouterr())
+    assert refused.value.code == 2 and output.startswith("error: ") and message in output and output.count("\n") == 1, output
+    assert not (ROOT / "x").exists()
 
 
 # ------------------------------------------------------------------------------------------------ shared functions
@@ -486,7 +561,7 @@ def test_operations_meet_one_after_the_other(ranks, meets):
 
 
 def misdeed(name):
-    """Run on two ranks: one thing that gloo forgives."""
+    """Do one thing that gloo forgives. Two ranks run this."""
     dist.init_process_group("gloo")
     mine, sums, peer = torch.full((4,), dist.get_rank() + 1.), torch.zeros(8), 1 - dist.get_rank()
     with unforgiving():

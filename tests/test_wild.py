@@ -1,4 +1,4 @@
-"""docs/wild.md names patches and tests that are there."""
+"""The patches and tests that docs/wild.md names exist."""
 import re
 
 from steps import ROOT

@@ -1,4 +1,4 @@
-"""docs/workshop/: its timetables add up, its sourced files do what they say in bash and zsh, its key is what comes."""
+"""docs/workshop/: its timetables add up, its sourced files do what they say in bash and zsh, and its key has the right answers."""
 import json
 import os
 import re
@@ -37,7 +37,7 @@ def test_the_timetables_add_up():
 # ------------------------------------------------------------------------------------------------ the files to source
 @pytest.fixture
 def room(tmp_path):
-    """A place with this repository's folders, and a node of eight GPUs as nvidia-smi would describe them."""
+    """Return a function that makes a place with this repository's folders and with an nvidia-smi that shows eight GPUs."""
     def make(mib=81559):
         for name in ("docs", *STEPS):
             if not (tmp_path / name).exists():
@@ -54,7 +54,7 @@ def commands_of(page):
 
 @pytest.mark.parametrize("source", ["laptop.sh", "pair.sh 2", "slurm.sh"])
 def test_no_command_would_be_refused(room, source):
-    """In either room; but for the two that are there to be."""
+    """Check the commands in every kind of room. Only the two that are meant to be refused may be refused."""
     begin = f"export SLURM_JOB_ID=7\nsource docs/workshop/{source}\n"
     texts = [begin + commands_of(page) for page in PAGES if page != "README.md"]
     commands = trainings(called(texts, room()))
@@ -79,7 +79,7 @@ def test_no_command_would_be_refused(room, source):
 def test_what_is_sourced(room, shell, text, shown):
     folder = room()
     (folder / "called").touch()
-    called([], folder)                                    # makes the programs that only write down how they were called
+    called([], folder)                                    # makes the programs that only record how they are called
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": os.devnull, "HOME": str(folder)}
     done = subprocess.run([shell, "-c", text], cwd=folder, env=env, capture_output=True, text=True)
     assert shown in done.stdout + done.stderr and "bad" not in done.stderr, done.stderr
@@ -118,13 +118,13 @@ def test_a_machine_without_gpus_is_told():
 
 # ------------------------------------------------------------------------------------------------ the key
 def key():
-    """[(what, answer, the words of the command)]"""
+    """Return [(what, answer, the words of the command)]."""
     rows = re.findall(r"^\| [\d.]+ \| (.*?) \| ([\d.,]+) \| `(.*)` \|$", (FOLDER / "key.md").read_text(), re.M)
     return [(what, float(answer.replace(",", "")), shlex.split(command)) for what, answer, command in rows]
 
 
 def commands(*verbs):
-    """{command: [(what, answer)]}"""
+    """Return {command: [(what, answer)]}."""
     found = {}
     for what, answer, words in key():
         if words[0] in verbs:

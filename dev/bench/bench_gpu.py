@@ -107,7 +107,7 @@ def one_of_many(world, argv):
     def fake(backend, **_):
         return init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     os.environ.update(WORLD_SIZE=str(world), RANK="0")
-    with patch("torch.distributed.init_process_group", fake), patch("mesh.from_all_ranks", lambda value: [value] * world), \
+    with patch("torch.distributed.init_process_group", fake), patch("mesh.all_gather_object", lambda value: [value] * world), \
             patch("torch.distributed.Work.is_completed", lambda work: True), patch.object(Pipeline, "wait_for", taken), \
             patch("torch.distributed.batch_isend_irecv", zeros), \
             patch("torch.distributed.reduce_scatter_tensor", own_part), patch("torch.distributed.all_to_all_single", own_rows), \

@@ -30,7 +30,6 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 import warnings
 import weakref
 from pathlib import Path
@@ -48,7 +47,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-from steps import step_dir
+from steps import PYTHONPATH, step_dir
+
+sys.path += PYTHONPATH
 
 warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor")      # which torch 2.13 renamed
 RANKS, SEQ_LEN, MICRO_BATCH, MICRO_BATCHES, LR = 2, 256, 2, 4, 3e-4                # MICRO_BATCHES of all ranks together
@@ -103,7 +104,7 @@ def ours(args, shape, mesh):
     forward_backward = forward_and_backward(model, shape, mesh, args)
     zero = train.Zero(model, mesh, args)
     adamw = optimizer.Optimizer(zero.params, args)
-    all_reduce_partial_grads = getattr(train, "sum_partial_gradients", lambda params: None)       # from step 4 on
+    all_reduce_partial_grads = getattr(train, "all_reduce_partial_grads", lambda params: None)    # from step 4 on
 
     def turn(batches):
         for rows in batches:
@@ -204,12 +205,11 @@ def ddp_gathered(model, mesh):
 
 
 def pipelined(schedule, args, shape, mesh):
-    from pipeline_parallel import Pipeline, stage_boundaries, local_stages
+    from pipeline_parallel import Stage, local_stages, stage_boundaries
     model, last, mine, stages = build_model(args, shape, mesh), args.pp * args.stages_per_rank - 1, local_stages(mesh, args), []
     first, positions = stage_boundaries(shape, last + 1), torch.arange(SEQ_LEN)
     for stage in mine:
-        layers = {name: model.model.layers[name] for name in map(str, range(first[stage], first[stage + 1]))}
-        part = Pipeline.part(types.SimpleNamespace(model=model, last=last), stage, layers)
+        part = Stage(model.model, range(first[stage], first[stage + 1]), stage == 0, stage == last)
         part.forward = functools.partial(part.forward, positions=positions)
         part.lm_head = model.lm_head if stage == last else None                    # the loss calls it; it is here for its weights
         stages.append(pipelining.PipelineStage(part, stage, last + 1, torch.device("cpu"), group=mesh.get_group("pp")))
@@ -254,7 +254,7 @@ def asleep(args, shape, mesh):
     pipeline = forward_and_backward(build_model(args, shape, mesh), shape, mesh, args).__self__
     output = torch.zeros(pipeline.shape)
 
-    def sleep(stage, i, came):
+    def sleep(stage, i, received):
         time.sleep(SECONDS / args.stages_per_rank)
         return output
     pipeline.forward = pipeline.input_gradient = pipeline.weight_gradient = sleep

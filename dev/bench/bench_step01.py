@@ -42,7 +42,7 @@ def ours(step, folder, recompute):
         positions = torch.arange(SEQ_LEN)
         micro_batches = [(row[:, :-1], positions, row[:, 1:]) for row in rows.split(MICRO_BATCH)]
         loss = train.forward_backward(model, micro_batches, args)
-        adamw.clip()
+        adamw.clip_grad_norm()
         adamw.step(1e-3)
         return loss.item()
     return step

@@ -62,7 +62,7 @@ def notes_of(run, kept):
         with tempfile.TemporaryDirectory() as folder:
             flags, batch = flags_of(run, folder)
             ranks = Ranks(look(flags, int(run["gpus"]), 0), 0)
-            with patch("recompute.keep_products", every_second()) if "every second" in file.name else nullcontext():
+            with patch("recompute.save_matmuls_policy", every_second()) if "every second" in file.name else nullcontext():
                 file.write_bytes(pickle.dumps((record_all(flags, int(run["gpus"]), ranks.recorded), ranks, batch)))
     return pickle.loads(file.read_bytes())
 

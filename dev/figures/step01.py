@@ -3,9 +3,9 @@
     python dev/figures/step01.py                    everything (about three minutes on two cores)
     python dev/figures/step01.py attention fits     only these pictures, and no table
 """
+import contextlib
 import os
 import sys
-import tempfile
 from dataclasses import replace
 
 from common import bytes_of, paths_of, put_into_page
@@ -20,35 +20,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import config
 import data
 import metrics
+import memory
 import model as llama
-import profiling
 import train
 
-COLORS = profiling.KINDS
+COLORS = memory.KINDS
 H100 = 80                                                 # GB
 MODES = ["none", "selective", "full"]
 
 
 def run(flags, keep):
     """Run the trainer; return the rows of its memory picture, and what `keep` returns for its model and optimizer."""
-    kept = {}
-    class Keeping(train.Profiler):
-        def __init__(self, model, optimizer, args):
-            super().__init__(model, optimizer, args)
-            kept.update(model=model, optimizer=optimizer)
-            self.memory.rows = rows
-    with tempfile.TemporaryDirectory() as folder:
-        original, train.Profiler, rows = train.Profiler, Keeping, []
-        try:
-            train.main([*flags.split(), "--profile", folder])
-        finally:
-            train.Profiler = original
-    return rows, keep(**kept)
+    kept, live = {}, memory.LiveMemory()
+
+    @contextlib.contextmanager
+    def watch(step, model, optimizer, args):
+        kept.update(model=model, optimizer=optimizer)
+        live.tag_state(model, optimizer)
+        with live:
+            yield
+    with memory.replaced_profiler(watch):
+        train.main(flags.split())
+    return live.rows, keep(**kept)
 
 
-def alive(memory, *kinds):
+def alive(live, *kinds):
     """Return the bytes of the storages of these kinds that a LiveMemory has seen made and that are still alive."""
-    return sum(storage.nbytes() for storage, kind in memory.kinds.items() if kind in kinds)
+    return sum(storage.nbytes() for storage, kind in live.kinds.items() if kind in kinds)
 
 
 def persistent(model, optimizer):
@@ -77,7 +75,7 @@ def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
     for layers in (2, 4):
         args = config.parse_args(["--dtype", dtype, "--recompute", mode])
         model = train.build_model(replace(shape, num_hidden_layers=layers), args)
-        live = profiling.LiveMemory()
+        live = memory.LiveMemory()
         live.kinds.update({param.untyped_storage(): "parameters" for param in model.parameters()})
         with live:
             out = model.model(torch.zeros(batch, seq_len, dtype=torch.long), torch.arange(seq_len))
@@ -193,7 +191,7 @@ def kept_at_full_size(c, seq_len, core=None):
             norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight, norm.eps)
         x = torch.empty(1, seq_len, c.hidden_size, dtype=torch.bfloat16)
         tables = llama.rotary_tables(torch.arange(seq_len), c, x.dtype)
-        live = profiling.LiveMemory()
+        live = memory.LiveMemory()
         live.kinds.update({tensor.untyped_storage(): "parameters" for tensor in (*block.parameters(), *tables)})
         live.kinds[x.untyped_storage()] = "activations"
         with live:

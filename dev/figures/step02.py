@@ -74,7 +74,8 @@ def shares_of(ranks):
     shape = config.load_config(args)
     tokens, shares = train.load_tokens(args, shape.vocab_size), []
     for rank in range(ranks):
-        model = train.build_model(shape, args)
+        with mesh.init_distributed():                     # build_model asks whether all ranks succeed
+            model = train.build_model(shape, args)
         optimizer.add_main_grads(model.parameters())
         here = types.SimpleNamespace(get_local_rank=lambda name, rank=rank: rank)
         loss = train.forward_backward(model, data.micro_batches(tokens, shape, here, args, 0), args)
@@ -269,7 +270,7 @@ def buckets_worker(rank, port, folder, results):
     note = lambda param: came.append((names[id(param)], param.main_grad.nbytes, time.perf_counter()))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(note)
-    sum_gradients = dp.make_reducer(model.parameters(), the_mesh.get_group("dp"), args)
+    reducer = dp.make_reducer(model.parameters(), the_mesh.get_group("dp"), args)
 
     def watched(tensor, **how):
         times = [time.perf_counter(), None]
@@ -286,7 +287,7 @@ def buckets_worker(rank, port, folder, results):
         start = time.perf_counter()
         loss.backward()
         end = time.perf_counter()
-        sum_gradients()
+        reducer.finish()
         time.sleep(0.05)                                  # until all callbacks have run
         step = dict(end=1e3 * (end - start), came=[(name, size, 1e3 * (t - start)) for name, size, t in came],
                     reduces=[(last, 1e3 * (a - start), 1e3 * (b - start)) for last, (a, b) in reduces])
@@ -399,9 +400,9 @@ def bfloat16_table():
     args = config.parse_args("--global_batch_size 64 --micro_batch_size 1".split())
     args.dp = 1
     shape = config.load_config(args)
-    model = train.build_model(shape, args)
     grads = []
     with mesh.init_distributed():
+        model = train.build_model(shape, args)
         _, one = next(train.batches(train.load_tokens(args, shape.vocab_size), shape, mesh.build_mesh(args), args))
     for inputs, positions, targets in one:
         model(inputs, positions, targets).backward()

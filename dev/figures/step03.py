@@ -24,12 +24,12 @@ import torch
 import config
 import ledger
 import live_storages
+import memory
 import metrics
-import profiling
 import train
 import zero
 
-COLORS = profiling.KINDS
+COLORS = memory.KINDS
 WHAT = ["parameters", "gradients", "optimizer states"]
 P = metrics.parameter_count(config.PRESETS["tiny"])
 DP = 4
@@ -70,7 +70,7 @@ class Watch(live_storages.LiveStorages):
 
 def tensors_of(model, optimizer):
     """Return the tensors that persist, by kind."""
-    params, units = list(model.parameters()), zero.zero_units(model)
+    params, units = list(model.parameters()), model.zero_units
     masters = [master for master in optimizer.masters if master.dtype != params[0].dtype]
     grads = [t for unit in units for t in (unit.flat_grad, unit.grad_shard) if t is not None]
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if t.dim()]
@@ -92,28 +92,31 @@ def cut_into_units(group, model, mesh, args):
         blocks = (sum(halves, []) if group == "half" else
                   [layers[i:i + int(group)] for i in range(0, len(layers), int(group))])
         units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
+    made = []
     for modules in units:
         params = [param for module in modules for param in module.parameters()]
-        zero.Zero3Unit(modules, params, shards, args)
+        made.append(zero.Zero3Unit(modules, len(params), shards, args))
+        for param in params:
+            param.unit = made[-1]
+    return made
 
 
 def watch(argv, group):
     """Run the trainer; return the bytes that persist, what the ledger saw, and memory over the last step."""
     seen, live, kept, buffers = {}, Watch(), {}, set()
 
-    class Keeping(profiling.Profiler):
-        @contextlib.contextmanager
-        def step(self, step):
-            kinds = tensors_of(self.model, self.optimizer)
-            seen["persistent"] = {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
-            for kind, tensors in kinds.items():
-                for tensor in tensors:
-                    live.note(tensor, kind)
-            kept["first"] = len(live.events)
-            yield
-            kept["last"] = len(live.events)
+    @contextlib.contextmanager
+    def noted_step(step, model, optimizer, args):
+        kinds = tensors_of(model, optimizer)
+        seen["persistent"] = {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
+        for kind, tensors in kinds.items():
+            for tensor in tensors:
+                live.note(tensor, kind)
+        kept["first"] = len(live.events)
+        yield
+        kept["last"] = len(live.events)
     add, gather = zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard
-    cut, profiler = zero.make_units, train.Profiler
+    cut = zero.make_units
 
     def noted_add(unit, param):
         add(unit, param)
@@ -125,19 +128,19 @@ def watch(argv, group):
         seen["whole"] = max(seen.get("whole", 0), sum(u.flat_param.untyped_storage().nbytes() for u in unit.all))
 
     def noted_units(model, mesh, args):
-        cut_into_units(group, model, mesh, args) if group != "1" else cut(model, mesh, args)
-        zero.Zero1Unit.all = zero.zero_units(model)
+        zero.Zero1Unit.all = cut_into_units(group, model, mesh, args) if group != "1" else cut(model, mesh, args)
+        return zero.Zero1Unit.all
     zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = noted_add, noted_gather
     ledger.print_table = lambda sent, formula: seen.update(
         calls={" ".join(key): n for key, n in sent.calls.items()},
         wire={" ".join(key): n for key, n in sent.wire.items()},
         payload={" ".join(key): n for key, n in sent.payload.items()},
         formula={" ".join(key): n for key, n in formula.items()})
-    train.Profiler, train.make_units = Keeping, noted_units
-    with live:
+    train.make_units = noted_units
+    with live, memory.replaced_profiler(noted_step):
         train.main([*argv.split(), "--steps", "3", "--ledger"])
     zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = add, gather
-    train.make_units, train.Profiler = cut, profiler
+    train.make_units = cut
     alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
     seen["grads"] = max(alive)                            # including those that are being reduced
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
@@ -159,11 +162,10 @@ def trace(out, argv):
     The times are by this thread's clock, which stands still while it waits."""
     steps, number = [], {}
 
-    class Traced(profiling.Profiler):
-        @contextlib.contextmanager
-        def step(self, step):
-            steps.append([])
-            yield
+    @contextlib.contextmanager
+    def traced_step(*_):
+        steps.append([])
+        yield
 
     def note(what, unit):
         if steps:                                         # skip what happens while the model is built
@@ -182,11 +184,11 @@ def trace(out, argv):
             note("forward done", unit)
             return result
         return call
-    build, wait = train.build_model, zero.Zero1Unit.wait
+    build, wait = train.build_model, zero.Zero1Unit.wait_for_all_gather
 
     def noted_build(*args):
         model = build(*args)
-        number.update((unit, i) for i, unit in enumerate(zero.zero_units(model)))
+        number.update((unit, i) for i, unit in enumerate(model.zero_units))
         for unit in number:
             for module in unit.modules:
                 module.forward = noted_forward(unit, module.forward)
@@ -197,12 +199,13 @@ def trace(out, argv):
         wait(unit)
         if gathering:
             note("there", unit)
-    train.build_model, train.Profiler, zero.Zero1Unit.wait = noted_build, Traced, noted_wait
-    zero.Zero1Unit.gather = noted("ask", zero.Zero1Unit.gather)
-    zero.Zero3Unit.release = noted("drop", zero.Zero3Unit.release)
+    train.build_model, zero.Zero1Unit.wait_for_all_gather = noted_build, noted_wait
+    zero.Zero1Unit.start_all_gather = noted("ask", zero.Zero1Unit.start_all_gather)
+    zero.Zero3Unit.reshard = noted("drop", zero.Zero3Unit.reshard)
     zero.Zero3Unit.start_reduce_scatter = noted("reduce", zero.Zero3Unit.start_reduce_scatter)
     zero.Zero3Unit.finish_reduce_scatter = noted("summed", zero.Zero3Unit.finish_reduce_scatter)
-    train.main(argv)
+    with memory.replaced_profiler(traced_step):
+        train.main(argv)
     if os.environ["RANK"] == "0":
         with open(out, "w") as file:
             json.dump(steps, file)

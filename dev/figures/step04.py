@@ -26,7 +26,7 @@ import config
 import data
 import ledger
 import live_storages
-import profiling
+import memory
 import recompute
 import tensor_parallel
 import train
@@ -174,12 +174,12 @@ def walk(flags):
             return products
         region.project = noted_project
 
-    def noted_leave(x, border):                           # in the order of forward
+    def noted_leave(x, comm):                             # in the order of forward
         events.note(next(partial_sums), x)
-        return leave(x, border)
+        return leave(x, comm)
 
-    def noted_enter(x, border):                           # only the head's; the regions enter in `project`
-        events.note("head's input", gathered := enter(x, border))
+    def noted_enter(x, comm):                             # only the head's; the regions enter in `project`
+        events.note("head's input", gathered := enter(x, comm))
         return gathered
     enter, leave, partial_sums = tensor_parallel.enter_region, tensor_parallel.leave_region, iter(PARTIAL_SUMS)
     tensor_parallel.enter_region, tensor_parallel.leave_region = noted_enter, noted_leave
@@ -311,7 +311,7 @@ def heads_table():
 
 
 # ----------------------------------------------------------------------------------------------- the pictures
-BLUE, ORANGE = profiling.KINDS["parameters"], profiling.KINDS["gradients"]
+BLUE, ORANGE = memory.KINDS["parameters"], memory.KINDS["gradients"]
 #          a tensor: its title, and whether a rank has part of the stream (as --sp says), half of the columns, or a
 #          partial sum; or a border: its name, and the walk's places before and behind it
 BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
@@ -459,7 +459,7 @@ def tensor(axes, x, y, rank, kind, sp):
 def kept_picture():
     """Plot what a layer keeps per token against tp: measured, beside the formula; and for a large model, the formula alone."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
-    off_color, on_color = profiling.KINDS["activations"], BLUE
+    off_color, on_color = memory.KINDS["activations"], BLUE
     places = range(len(TPS))
     for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
         kept = [kept_per_token(tp, sp if tp > 1 else "on") for tp in TPS]

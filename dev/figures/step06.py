@@ -24,8 +24,8 @@ import torch.distributed as dist
 from matplotlib.legend_handler import HandlerTuple
 
 import live_storages
+import memory
 import pipeline_parallel
-import profiling
 import schedule as shown
 import schedules
 import train
@@ -49,27 +49,28 @@ SEEN = {}                                                 # by (kind of run, fla
 def one_run(kind, argv):
     """Run the trainer; return a list with what each rank saw."""
     seen, ranks = {}, []
-    kept = {name: getattr(train, name) for name in ("Pipeline", "Profiler", "Zero")}
+    kept = {name: getattr(train, name) for name in ("Pipeline", "Zero")}
 
     class Finishing(zero.Zero):
-        def wait(self):                                   # the last call before the processes part
-            super().wait()
+        def wait_for_all_gather(self):                    # the last call before the processes part
+            super().wait_for_all_gather()
             ranks.extend([None] * dist.get_world_size())
             dist.all_gather_object(ranks, seen)
     train.Zero = Finishing
     if kind == "watch":
-        watch(seen)
+        with memory.replaced_profiler(watch(seen)):
+            train.main(argv.split())
     else:
         train.Pipeline = sleeping(seen)
-        argv += " --steps 8"
-    train.main(argv.split())
+        train.main(f"{argv} --steps 8".split())
     for name, value in kept.items():
         setattr(train, name, value)
     return ranks
 
 
 def watch(seen):
-    """Replace train's Pipeline and Profiler by ones that note the bytes alive between the second step's actions."""
+    """Replace train's Pipeline by one that notes the bytes alive between the second step's actions. Return what is to surround
+    each step."""
     live, marks = live_storages.LiveStorages(), []
 
     class Watched(pipeline_parallel.Pipeline):
@@ -82,19 +83,19 @@ def watch(seen):
             super().compute(action)
             marks.append(len(live.events))
 
-    class Keeping(profiling.Profiler):
-        @contextlib.contextmanager
-        def step(self, step):
-            live_storages.tag_state(live, self.model, self.optimizer)
-            with live:
-                yield
-            live_storages.tag_state(live, self.model, self.optimizer)                 # AdamW makes its states in step 0
-            alive = [0]
-            for _, _, size in live.events:
-                alive.append(alive[-1] + size)
-            between = [alive[mark] - alive[marks[0]] for mark in marks[1:]]
-            seen.update(kept=max(between), of_one=between[0])
-    train.Pipeline, train.Profiler = Watched, Keeping
+    @contextlib.contextmanager
+    def noted_step(step, model, optimizer, args):
+        live_storages.tag_state(live, model, optimizer)
+        with live:
+            yield
+        live_storages.tag_state(live, model, optimizer)   # AdamW makes its states in step 0
+        alive = [0]
+        for _, _, size in live.events:
+            alive.append(alive[-1] + size)
+        between = [alive[mark] - alive[marks[0]] for mark in marks[1:]]
+        seen.update(kept=max(between), of_one=between[0])
+    train.Pipeline = Watched
+    return noted_step
 
 
 def sleeping(seen):

@@ -23,10 +23,10 @@ import config
 import expert_parallel
 import ledger
 import live_storages
+import memory
 import metrics
 import model
 import moe
-import profiling
 import train
 
 RANKS, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, SEQ = 4, 8, 8, 2, 64, 96, 32
@@ -64,8 +64,7 @@ SEEN = {}                                                 # by (kind of run, fla
 def one_run(kind, argv):
     """Run the trainer; return a list with what each rank saw."""
     seen, ranks, balances, batches = {}, [], [], []
-    kept = dict(batches=train.batches, Profiler=train.Profiler, ledger=train.ledger, Zero=train.Zero,
-                Metrics=train.Metrics, LoadBalancer=train.LoadBalancer)
+    kept = dict(batches=train.batches, ledger=train.ledger, Zero=train.Zero, Metrics=train.Metrics, LoadBalancer=train.LoadBalancer)
     compute = moe.Experts.forward
 
     class Finishing(train.Zero):
@@ -73,8 +72,8 @@ def one_run(kind, argv):
             super().__init__(of, mesh, args)
             self.of = of
 
-        def wait(self):                                   # the last call before the processes part
-            super().wait()
+        def wait_for_all_gather(self):                    # the last call before the processes part
+            super().wait_for_all_gather()
             if kind == "balance":
                 seen["without_bias"] = without_bias(self.of, balances[0], batches[-10:])
             ranks.extend([None] * dist.get_world_size())
@@ -96,8 +95,8 @@ def one_run(kind, argv):
         def update(self):
             if kind != "balance":
                 return super().update()
-            counts = self.counts.clone()
-            dist.all_reduce(counts, group=self.data)
+            counts = self.tokens_per_expert.clone()
+            dist.all_reduce(counts, group=self.data_group)
             seen.setdefault("counts", []).append(counts.tolist())
             return super().update()
     def noted_batches(*arguments):
@@ -105,9 +104,9 @@ def one_run(kind, argv):
             batches.append(micro_batches)
             yield step, micro_batches
     train.Zero, train.Metrics, train.LoadBalancer, train.batches = Finishing, Quiet, Noting, noted_batches
-    if kind in ("watch", "forced"):
-        watch(seen)
-    train.main(argv.split())
+    noted = memory.replaced_profiler(watch(seen)) if kind in ("watch", "forced") else contextlib.nullcontext()
+    with noted:
+        train.main(argv.split())
     moe.Experts.forward = compute
     for name, value in kept.items():
         setattr(train, name, value)
@@ -124,14 +123,18 @@ def without_bias(of, balance, batches):
         chosen, loss, tokens = [], torch.zeros(()), 0
         balance.bias.copy_(bias if biased else torch.zeros_like(bias))
         for i, layer in enumerate(balance.layers):
-            layer.choose = lambda logits, i=i: chosen.append(balance.choose(i, logits)) or chosen[-1]
+            def noted_choose(logits, i=i):
+                selected, logits = balance.choose(i, logits)
+                chosen.append(selected)
+                return selected, logits
+            layer.choose = noted_choose
         for inputs, positions, targets in (micro_batch for batch in batches for micro_batch in batch):
             loss += of(inputs, positions, targets)
             tokens += targets.numel()
         sums = torch.tensor([float(loss), tokens], dtype=torch.float64)
         dist.all_reduce(sums)
         losses.append(float(sums[0] / sums[1]))
-        choices.append(torch.cat([expert.flatten(0, 1) for expert in chosen]))
+        choices.append(torch.cat([selected.flatten(0, 1) for selected in chosen]))
     there = (choices[1].unsqueeze(-1) == choices[0].unsqueeze(-2)).any(-1).double().mean()
     dist.all_reduce(there)
     return dict(losses=losses, changed=1 - float(there) / dist.get_world_size(),
@@ -148,7 +151,7 @@ def persistent(of, optimizer):
             size = lambda grads: sum(grad.nbytes for grad in grads)
             return [param.main_grad for param in params], lambda grad: grad.data_ptr(), size
         units = list(dict.fromkeys(param.unit for param in params))
-        grads = [t for unit in units for t in (unit.grads, unit.grad_shard) if t is not None]
+        grads = [t for unit in units for t in (unit.flat_grad, unit.grad_shard) if t is not None]
         return grads, lambda grad: grad.untyped_storage()._cdata, bytes_of
 
     def weights(params):
@@ -173,30 +176,30 @@ class Ledger(ledger.Ledger):
 
 
 def watch(seen):
-    """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had."""
+    """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had. Return what is to
+    surround each step."""
     live, compute, rows = live_storages.LiveStorages(), moe.Experts.forward, []
 
-    def counted(experts, x, counts):
+    def counted(experts, x, tokens_per_expert):
         rows.append(len(x))
-        return compute(experts, x, counts)
+        return compute(experts, x, tokens_per_expert)
     moe.Experts.forward = counted
 
-    class Keeping(profiling.Profiler):
-        @contextlib.contextmanager
-        def step(self, step):
-            if step < self.args.steps - 1:
-                yield
-                return
-            live_storages.tag_state(live, self.model, self.optimizer)
-            seen["persistent"], first = persistent(self.model, self.optimizer), len(live.events)
-            rows.clear()
-            with live:
-                yield
-            seen["rows"], alive, peak = list(rows), 0, 0
-            for i, (_, _, size) in enumerate(live.events):
-                alive += size
-                peak = max(peak, alive) if i >= first else 0
-            seen["peak"] = peak
+    @contextlib.contextmanager
+    def noted_step(step, of, optimizer, args):
+        if step < args.steps - 1:
+            yield
+            return
+        live_storages.tag_state(live, of, optimizer)
+        seen["persistent"], first = persistent(of, optimizer), len(live.events)
+        rows.clear()
+        with live:
+            yield
+        seen["rows"], alive, peak = list(rows), 0, 0
+        for i, (_, _, size) in enumerate(live.events):
+            alive += size
+            peak = max(peak, alive) if i >= first else 0
+        seen["peak"] = peak
 
     @contextlib.contextmanager
     def noted_ledger(step, of, mesh, args):
@@ -212,7 +215,8 @@ def watch(seen):
         names = lambda counter: {" ".join(key): n for key, n in counter.items()}
         seen.update(payload=names(sent.payload), wire=names(sent.wire),
                     formula={key: n for key, n in expected.items() if n}, counts_sent=sent.counts)
-    train.Profiler, train.ledger = Keeping, noted_ledger
+    train.ledger = noted_ledger
+    return noted_step
 
 
 # ------------------------------------------------------------------------------------------------ the runs

@@ -18,7 +18,7 @@ STEP, FIGURES = paths_of(8)
 import matplotlib.pyplot as plt
 
 import fit_plan
-from profiling import KINDS
+from memory import KINDS
 
 
 def at_the_peak(flags, ranks, batch, seq):

@@ -18,7 +18,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def output(*command):
-    """What a command prints; nothing if there is no such command or it fails."""
+    """Return what a command prints; nothing if there is no such command or it fails."""
     try:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=60).decode().strip()
     except (OSError, subprocess.SubprocessError):
@@ -106,7 +106,7 @@ def two_ranks(gpus):
 
 
 def train(**environment):
-    """What two ranks print in two steps, on the CPU; they are ended when they take too long."""
+    """Return what two ranks print in two training steps on the CPU. Stop them if they take too long."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                os.path.join(ROOT, "step02_dp", "train.py"), "--steps", "2", "--device", "cpu"]
     with tempfile.TemporaryFile("w+") as file:

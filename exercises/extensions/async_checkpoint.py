@@ -84,7 +84,7 @@ def late(more=0):
         now.updates += 1
 
     def announced(self):
-        now.waited_for = self.under_way is not None
+        now.waited_for = self.in_flight is not None
         publish(self)
         now.waited_for = False
 
@@ -105,7 +105,7 @@ def late_job(argv, job=main_job, forget=False, uneven=False, **more):
     def no_copy(self, key, box):
         self.tensors[key] = box
     with late(uneven * int(os.environ["RANK"])) as late_by:
-        with patch.object(async_save.Snapshot, "put", no_copy) if forget else contextlib.nullcontext():
+        with patch.object(async_save.Snapshot, "copy", no_copy) if forget else contextlib.nullcontext():
             job(argv, **more)
     return late_by
 
@@ -183,7 +183,7 @@ def killed_job(argv, rank, moment, number, after, noted):
     import async_save
     import train
     calls, write = itertools.count(1), async_save.Snapshot.write
-    owner, name = {"train": (train.Pipeline, "forward_backward"), "copy": (async_save.Snapshot, "put"),
+    owner, name = {"train": (train.Pipeline, "forward_backward"), "copy": (async_save.Snapshot, "copy"),
                    "write": (async_save, "save_file"),
                    "flush": (os, "fsync"), "meet": (torch.distributed, "all_gather_object"), "rename": (os, "rename"),
                    "delete": (shutil, "rmtree"), "make": (os, "mkdir")}[moment]
@@ -321,7 +321,7 @@ def test_told_to_end_it_waits_for_what_it_writes(pool, tmp_path):
     from test_step08 import told_to_end_job
     argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 1 --async_save").split()
     pool.call(late_job, STEP, world=2, argv=argv, job=told_to_end_job, rank=1, at=1)
-    assert "told to end (SIGTERM) after step 2" in pool.output and "step 3/4" not in pool.output
+    assert "stopped by SIGTERM after step 2" in pool.output and "step 3/4" not in pool.output
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
 
 
@@ -341,7 +341,7 @@ def test_a_full_disk_ends_the_run_in_a_line(pool, tmp_path, world):
     pool.call(main_job, STEP, world=world, argv=f"{base} --steps 2".split())
     line = refused(pool, STEP, f"{base} --resume", disk_full_job, world=world, bytes=100_000)
     assert "cannot be written (" in line and "File too large" in line
-    assert "checkpoints there: step_00000001, step_00000002" in line
+    assert "available checkpoints: step_00000001, step_00000002" in line
     assert [path.name for path in folders(tmp_path)] == ["step_00000001", "step_00000002"]
     assert_whole(tmp_path / "step_00000002")
 
@@ -355,7 +355,8 @@ def test_a_folder_that_is_gone_on_one_rank_ends_all_in_a_line(pool, tmp_path):
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 1 and len(said) == 1 and "failed in" not in output, output
     assert output.count("Traceback (most recent call last)") == 1, output          # torchrun's own, which is always there
-    assert said[0].startswith("error: rank 1: --checkpoint: ") and "cannot be written (" in said[0] and "No such file" in said[0]
+    assert said[0].startswith(f"error: rank 1: --checkpoint {tmp_path / 'c'}: ")
+    assert "cannot be written (" in said[0] and "No such file" in said[0]
     assert folders(tmp_path / "c") == []
 
 
@@ -374,7 +375,7 @@ def test_in_the_hosts_memory_is_one_copy_of_what_a_rank_writes(pool, tmp_path):
 
 
 def test_without_a_directory_it_is_refused(pool):
-    assert_refused(pool, STEP, 2, "--async_save", "--async_save needs --checkpoint DIR, the directory to save to")
+    assert_refused(pool, STEP, 2, "--async_save", "--async_save: requires --checkpoint DIR, the directory to save to")
 
 
 # ------------------------------------------------------------------------------------- how long training is held up

@@ -64,17 +64,18 @@ def test_meeting_after_every_step_of_gradient_descent_is_data_parallelism(pool, 
 
 def by_hand_job(argv, islands, inner_steps, lr, momentum):
     """Train one process with a model for each island, in turns, and with torch's own Nesterov. Return the final weights."""
+    import mesh
     import train
-    with train.processes():
+    with mesh.init_distributed():
         args, config, tokens = train.prepare(argv)
-        mesh = train.build_mesh(args)
+        device_mesh = train.build_mesh(args)
         models = [train.build_model(config, args) for _ in range(islands)]
         for model in models:
             train.add_main_grads(model.parameters())
         inner = [train.Optimizer(model.parameters(), args) for model in models]
         met = train.build_model(config, args)
         outer = torch.optim.SGD(met.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
-        for step, micro_batches in train.batches(tokens, config, mesh, args):
+        for step, micro_batches in train.batches(tokens, config, device_mesh, args):
             share = len(micro_batches) // islands
             for i, (model, optimizer) in enumerate(zip(models, inner)):
                 for x, positions, y in micro_batches[i * share:(i + 1) * share]:
@@ -204,7 +205,7 @@ def test_the_other_goes_on_until_they_meet(pool, tmp_path, more, goes_on):
 
 # ------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize("flags, message", [
-    ("--islands 3", "dp(4) is no multiple of --islands 3; it takes 1, 2, 4"),
-    ("--islands 2 --inner_steps 0", "--inner_steps: 0 is not a number from 1 on")])
+    ("--islands 3", "--islands 3: must divide dp 4; choose from 1, 2, 4"),
+    ("--islands 2 --inner_steps 0", "--inner_steps: must be at least 1 and below 100000000, but is 0")])
 def test_refused(pool, flags, message):
     assert_refused(pool, STEP, 4, f"{observe.case(pool, 'dense-2')} --micro_batch_size 1 {flags}", message)

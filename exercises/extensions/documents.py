@@ -109,12 +109,12 @@ def test_bfloat16(pool, flags, one, world, more):
 
 @pytest.mark.parametrize("more", ["--documents 64", "--documents -1"])
 def test_what_is_no_token_is_refused(pool, flags, more):
-    assert_refused(pool, STEP, 2, f"{flags} --cp 2 {more}", f"{more}: not a token of the model's, 0 to 63")
+    assert_refused(pool, STEP, 2, f"{flags} --cp 2 {more}", f"{more}: not a token of the model; choose from 0 to 63")
 
 
 def test_striped_takes_lengths_that_zigzag_does_not(pool, flags):
     with_six = f"{flags} {DOCUMENTS} --seq_len 6 --steps 1 --cp 2"
-    assert_refused(pool, STEP, 2, with_six, "seq_len 6 is not a multiple of 4")
+    assert_refused(pool, STEP, 2, with_six, "--seq_len 6: must be a multiple of 4")
     pool.train(STEP, f"{with_six} --cp_mode striped", 2, weights=False)
 
 

@@ -81,7 +81,7 @@ def test_one_chunk_is_the_step_itself(pool, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--expert_chunks 2", "--expert_chunks 2: with --ep 1 no row travels; it takes --ep 2 or more"),
-    ("--ep 2 --expert_chunks 0", "--expert_chunks: 0 is not a number from 1 on")])
+    ("--expert_chunks 2", "--expert_chunks 2: requires --ep 2 or more; with --ep 1 no row travels"),
+    ("--ep 2 --expert_chunks 0", "--expert_chunks: must be at least 1 and below 100000000, but is 0")])
 def test_refused(pool, tmp_path, flags, message):
     assert_refused(pool, STEP, 2, f"{cases.make(tmp_path, **cases.shape('top2-2'))} --micro_batch_size 1 {flags}", message)

@@ -55,16 +55,16 @@ def base(tmp_path_factory):
 def same_bits_job(scaling, cut, agree):
     """Return whether this rank's part of a matrix has the same bits and the same scales as in the whole matrix."""
     import eight_bits
+    import mesh
     import torch.distributed as dist
-    import train
-    with train.processes():
+    with mesh.init_distributed():
         group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         whole = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).exp()
         same = True
         for dtype in (eight_bits.E4M3, eight_bits.E5M2):
             q, scale = eight_bits.quantize(whole, dtype, (scaling, 8))
-            over = {"rows_over" if cut == 0 else "grad_reduce_group": group} if agree else {}
-            mine, its_scale = eight_bits.quantize(whole.chunk(size, cut)[rank], dtype, (scaling, 8), **over)
+            groups = {"row_group" if cut == 0 else "sum_group": group} if agree else {}
+            mine, its_scale = eight_bits.quantize(whole.chunk(size, cut)[rank], dtype, (scaling, 8), **groups)
             expected = scale.expand(64, -1)
             expected = expected.chunk(size, cut)[rank] if cut == 0 or scaling == "block" else expected
             same &= torch.equal(mine.view(torch.uint8), q.view(torch.uint8).chunk(size, cut)[rank])
@@ -144,7 +144,7 @@ def without_agreement_job(argv, optimizer):
 
     import eight_bits
     quantize = eight_bits.quantize
-    with patch.object(eight_bits, "quantize", lambda x, dtype, scales, *over: quantize(x, dtype, scales)):
+    with patch.object(eight_bits, "quantize", lambda x, dtype, scaling, *groups: quantize(x, dtype, scaling)):
         return observe.observed_job(argv, optimizer)
 
 
@@ -187,7 +187,7 @@ def test_learns_as_bfloat16_does(pool, scaling):
 
 def test_a_block_that_a_cut_crosses_is_refused(pool, base):
     assert_refused(pool, STEP, 4, f"{base} --micro_batch_size 1 --tp 4 --fp8 block --fp8_block 16",
-                   "--fp8_block 16: a rank sums over 8; it could be 1, 2, 4, 8")
+                   "--fp8_block 16: must divide 8, the length of a sum on one rank; choose from 1, 2, 4, 8")
 
 
 # ------------------------------------------------------------------------------------- simulated

@@ -65,7 +65,7 @@ def test_training_is_that_of_a_file_that_ends_there(pool, flags, tmp_path, seque
 
 def test_what_is_held_out_is_not_trained_on_and_the_reverse(pool, flags, tmp_path):
     """Change tokens, with lr 0: each loss must see only its own targets. The token at the border is a target of training."""
-    comm = (WHOLE - 24) * S
+    border = (WHOLE - 24) * S
     base, flags = flags, f"--dtype float64 --eval_every 1 --lr 0 --steps 1 --global_batch_size {WHOLE - 24} --micro_batch_size 23"
     flags += " --eval_sequences 24"
 
@@ -76,7 +76,7 @@ def test_what_is_held_out_is_not_trained_on_and_the_reverse(pool, flags, tmp_pat
         run = pool.train(STEP, f"{with_tokens(base, tmp_path / 'tokens.npy', tokens)} {flags}", weights=False)
         return run.losses[0], held_out_losses(run)[0]
     training, held_out = losses([])
-    for places, which in [([0, comm - 1], (True, False)), ([comm], (True, True)), ([comm + 1, WHOLE * S], (False, True)),
+    for places, which in [([0, border - 1], (True, False)), ([border], (True, True)), ([border + 1, WHOLE * S], (False, True)),
                           ([WHOLE * S + 1, WHOLE * S + TAIL], (False, False))]:
         changed = losses(places)
         assert (changed[0] != training, changed[1] != held_out) == which, places
@@ -146,7 +146,7 @@ def clock_job(argv):
     import metrics
     import train
     clock, evaluated = [0.0], []
-    make, log = train.evaluation, metrics.Metrics.log
+    make, log = train.make_evaluate, metrics.Metrics.log
 
     def slow(*arguments):
         evaluate = make(*arguments)
@@ -163,20 +163,20 @@ def clock_job(argv):
         clock[0] += 1
         return log(self, *arguments)
 
-    with (patch.object(metrics.time, "perf_counter", lambda: clock[0]), patch.object(train, "evaluation", slow),
+    with (patch.object(metrics.time, "perf_counter", lambda: clock[0]), patch.object(train, "make_evaluate", slow),
           patch.object(metrics.Metrics, "log", logged)):
         train.main(argv)
     return evaluated
 
 
 @pytest.mark.parametrize("more, message", [
-    ("--eval_every -1", "--eval_every: -1 is not a number from 0 on"),
-    ("--eval_every 1 --eval_sequences -3", "--eval_sequences: -3 is not a number from 0 on")])
+    ("--eval_every -1", "--eval_every: must be at least 0 and below 100000000, but is -1"),
+    ("--eval_every 1 --eval_sequences -3", "--eval_sequences: must be at least 0 and below 100000000, but is -3")])
 def test_refused(pool, flags, more, message):
     assert_refused(pool, STEP, 1, f"{flags} {more}", message)
 
 
 def test_something_must_be_left(pool, flags):
     from jobs import main_job
-    message = "--eval_sequences 70: the data are 70 sequences of 16 tokens, and one is to train on; it could be up to 69"
+    message = "--eval_sequences 70: the dataset has 70 sequences of 16 tokens, and training needs one; use 69 or less"
     assert_refused(pool, STEP, 1, f"{flags} --eval_every 1 --eval_sequences 70", message, job=main_job)

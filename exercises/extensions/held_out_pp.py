@@ -108,7 +108,7 @@ def evaluations_job(argv, optimizer):
     import ledger
     import live_storages
     import train
-    seen, make = [], evaluation.evaluation
+    seen, make = [], evaluation.make_evaluate
 
     def watched(model, config, zero, tokens, mesh, args):
         evaluate = make(model, config, zero, tokens, mesh, args)
@@ -126,7 +126,7 @@ def evaluations_job(argv, optimizer):
             seen.append((dict(sent.payload), before, whole(), held[-1], max(held)))
             return loss
         return watch
-    with patch.object(train, "evaluation", watched):
+    with patch.object(train, "make_evaluate", watched):
         train.main(argv)
     return seen
 
@@ -207,14 +207,14 @@ def test_lists_of_forwards(pool, name):
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
     (4, "--eval_sequences 6 --micro_batch_size 3",
-     "--eval_sequences 6 is no multiple of dp(4) x micro_batch_size 3 from 12 on; it could be 12 or 24"),
+     "--eval_sequences 6: must be a multiple of dp 4 x micro_batch_size 3, and 12 or more; choose 12 or 24"),
     (2, "--eval_sequences 9 --micro_batch_size 3 --pp 2 --schedule dualpipe",
-     "--eval_sequences 9 is no multiple of dp(1) x micro_batch_size 3 from 12 on; it could be 12 or 15"),
-    (2, "--eval_sequences -2", "--eval_sequences: -2 is not a number from 0 on")])
+     "--eval_sequences 9: must be a multiple of dp 1 x micro_batch_size 3, and 12 or more; choose 12 or 15"),
+    (2, "--eval_sequences -2", "--eval_sequences: must be at least 0 and below 100000000, but is -2")])
 def test_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags['all', 5]} --eval_every 1 {more}", message)
 
 
 def test_something_must_be_left(pool, flags):
-    message = "--eval_sequences 72: the data are 70 sequences of 16 tokens, and one is to train on; it could be up to 69"
+    message = "--eval_sequences 72: the dataset has 70 sequences of 16 tokens, and training needs one; use 69 or less"
     assert_refused(pool, STEP, 2, f"{flags['all', 3]} --eval_every 1 --eval_sequences 72 --pp 2", message, job=main_job)

@@ -51,7 +51,7 @@ def recurrence(q, k, v):
     return torch.stack(outputs, 1)
 
 
-def core_job(mode, tokens):
+def attention_job(mode, tokens):
     """Return the relative errors of the output and of three gradients, for this rank's tokens."""
     from types import SimpleNamespace
 
@@ -59,18 +59,18 @@ def core_job(mode, tokens):
     import linear_attention
     import torch.distributed as dist
     import train
-    with train.processes():
+    with train.init_distributed():
         group, cp, draw = dist.group.WORLD, dist.get_world_size(), torch.Generator().manual_seed(0)
         whole = [torch.randn(2, tokens, heads, 6, generator=draw, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
         weight = torch.randn(2, tokens, 4, 6, generator=draw, dtype=torch.float64)
         mesh, args = SimpleNamespace(get_local_rank=lambda _: group.rank()), SimpleNamespace(seq_len=tokens, cp=cp, cp_mode=mode)
-        mine = context_parallel.local_positions(mesh, args)
+        local = context_parallel.local_positions(mesh, args)
         expected = recurrence(*whole)
         (expected * weight).sum().backward()
-        parts = [t.detach()[:, mine].requires_grad_() for t in whole]
-        out = linear_attention.linear_core(2 if mode == "zigzag" else 1, group)(*parts)
-        (out * weight[:, mine]).sum().backward()
-        pairs = [(out, expected[:, mine]), *((part.grad, t.grad[:, mine]) for part, t in zip(parts, whole))]
+        parts = [t.detach()[:, local].requires_grad_() for t in whole]
+        out = linear_attention.linear_attention(mode, group)(*parts)
+        (out * weight[:, local]).sum().backward()
+        pairs = [(out, expected[:, local]), *((part.grad, t.grad[:, local]) for part, t in zip(parts, whole))]
         return [float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs]
 
 
@@ -78,7 +78,7 @@ def core_job(mode, tokens):
 def test_equals_a_plain_recurrence(pool, world, mode):
     """Use full blocks and one that is not full: 72 tokens on a rank, or runs of 72."""
     tokens = 72 * world * (2 if mode == "zigzag" else 1)
-    for errors in pool.call(core_job, STEP, world=world, mode=mode, tokens=tokens):
+    for errors in pool.call(attention_job, STEP, world=world, mode=mode, tokens=tokens):
         assert max(errors) < 1e-12, errors
 
 

@@ -122,9 +122,9 @@ def torch_muon_job(argv, optimizer, exact):
     import torch
 
     class Torchs:
-        def __init__(self, masters, states, units, args):
+        def __init__(self, masters, states, zero_units, args):
             self.muon = torch.optim.Muon(masters, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
-            assert masters and not units
+            assert masters and not zero_units
 
         def step(self, lr):
             self.muon.param_groups[0]["lr"] = lr
@@ -172,7 +172,7 @@ def orthogonal_job(shapes):
         draw = torch.Generator().manual_seed(rows)
         u, _, vt = torch.linalg.svd(torch.randn(rows, columns, generator=draw, dtype=torch.float64), full_matrices=False)
         matrix = u @ torch.linspace(0.1, 1, len(vt), dtype=torch.float64).diag() @ vt
-        inside = u.T @ matrices.orthogonal(matrix) @ vt.T / (0.2 * max(rows, columns) ** 0.5)
+        inside = u.T @ matrices.orthogonalize(matrix) @ vt.T / (0.2 * max(rows, columns) ** 0.5)
         values = inside.diagonal()                        # everything else is 0 if the singular vectors are the same
         found.append((float(values.min()), float(values.max()), float((inside - values.diag()).norm())))
     return found

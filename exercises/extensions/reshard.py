@@ -63,7 +63,7 @@ def engines_job(argv, optimizer):
     import boxes
     import engines
     import train
-    made, seen, make, log = [], [], engines.Reshard.__init__, train.Metrics.log
+    made, seen, make, log = [], [], engines.WeightSync.__init__, train.Metrics.log
 
     def keep(self, model, engine, optimizer):
         made.append(engine)
@@ -77,7 +77,7 @@ def engines_job(argv, optimizer):
         with torch.no_grad():
             seen.append((parts, float(made[0](tokens, torch.arange(16), targets))))
         log(self, *args, **more)
-    with patch.object(engines.Reshard, "__init__", keep), patch.object(train.Metrics, "log", look):
+    with patch.object(engines.WeightSync, "__init__", keep), patch.object(train.Metrics, "log", look):
         return observe.observed_job(argv, optimizer), seen
 
 
@@ -129,8 +129,8 @@ def bits_job(now, before, into):
     """Return whether `into` becomes equal to `now`, and how many bytes that takes."""
     import engines
     now, before, into = (torch.tensor(x, dtype=torch.bfloat16) for x in (now, before, into))
-    message = engines.changes([(now[:4], before[:4]), (now[4:].view(2, -1), before[4:].view(2, -1))])
-    engines.put(message, [into[:4], into[4:].view(2, -1)])
+    message = engines.encode([(now[:4], before[:4]), (now[4:].view(2, -1), before[4:].view(2, -1))])
+    engines.decode(message, [into[:4], into[4:].view(2, -1)])
     return into.view(torch.int16).tolist() == now.view(torch.int16).tolist(), len(message)
 
 
@@ -160,17 +160,17 @@ def every_send_job(argv):
     import live_storages
     import train
     seen, kept, made, build_mesh = [], [], [], train.build_mesh
-    make, send = engines.Reshard.__init__, engines.Reshard.send
+    make, send = engines.WeightSync.__init__, engines.WeightSync.send
 
     def keep(self, model, engine, optimizer):
         make(self, model, engine, optimizer)
         self.engine = engine
         self.others = [param for name, param in engine.named_parameters() if name not in dict(model.named_parameters())]
-        kept.extend(sum(x.nbytes for x in tensors) for tensors in (self.held.values(), self.sent.values(), engine.parameters()))
+        kept.extend(sum(x.nbytes for x in tensors) for tensors in (self.held.values(), self.last_sent.values(), engine.parameters()))
 
     def watched(self):
         before, memory = [param.clone() for param in self.others], live_storages.LiveStorages()
-        for tensor in (*self.held.values(), *self.sent.values(), *self.engine.parameters()):
+        for tensor in (*self.held.values(), *self.last_sent.values(), *self.engine.parameters()):
             memory.note(tensor, "parameters")
         there = len(memory.events)
         with ledger.Ledger(made[0]) as sent, memory:
@@ -178,7 +178,7 @@ def every_send_job(argv):
         alive = itertools.accumulate(size for _, _, size in memory.events[there:])
         changed = sum(int((a != b).sum()) for a, b in zip(before, self.others))
         seen.append((sum(size for (_, what), size in sent.payload.items() if what == "send"), changed, max(alive)))
-    with (patch.object(engines.Reshard, "__init__", keep), patch.object(engines.Reshard, "send", watched),
+    with (patch.object(engines.WeightSync, "__init__", keep), patch.object(engines.WeightSync, "send", watched),
           patch.object(train, "build_mesh", lambda args: made.append(build_mesh(args)) or made[-1])):
         train.main(argv)
     return seen, kept
@@ -226,15 +226,15 @@ def test_no_rank_has_the_whole_model(pool):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--infer_tp 3", "--infer_tp 3: of 4 ranks it could be 1, 2, 4"),
-    ("--infer_tp 0", "--infer_tp: 0 is not a number from 1 on")])
+    ("--infer_tp 3", "--infer_tp 3: must divide the world size, 4; choose from 1, 2, 4"),
+    ("--infer_tp 0", "--infer_tp: must be at least 1 and below 100000000, but is 0")])
 def test_refused(pool, flags, message):
     assert_refused(pool, STEP, 4, f"{observe.case(pool, 'dense-2')} --micro_batch_size 1 {flags}", message)
 
 
 def test_an_engine_that_heads_do_not_allow_is_refused(pool):
     assert_refused(pool, STEP, 16, f"{observe.case(pool, 'dense-2')} --global_batch_size 16 --micro_batch_size 1 --infer_tp 16",
-                   "num_attention_heads 8 is not a multiple of tp(16)")
+                   "--infer_tp 16: must divide num_attention_heads 8")
 
 
 # ------------------------------------------------------------------------------------- how long it takes, simulated
@@ -255,11 +255,12 @@ def one_of(argv, rank, every):
         return every or sys.exit()
 
     def planned(*args):
-        layers = engines.Reshard(*args).layers.items()
+        layers = engines.WeightSync(*args).layers.items()
         found.append({layer: {to: sum(now.nbytes for now, _ in views) for to, views in outgoing.items() if to != rank}
                       for layer, (outgoing, _) in layers})
         sys.exit()
-    with one_rank(RANKS, rank), patch.object(engines, "from_all_ranks", all_gather_object), patch.object(train, "Reshard", planned):
+    with (one_rank(RANKS, rank), patch.object(engines, "all_gather_object", all_gather_object),
+          patch.object(train, "WeightSync", planned)):
         try:
             train.main(argv)
         except SystemExit:

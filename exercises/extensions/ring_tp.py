@@ -80,7 +80,7 @@ def test_a_layer_keeps_no_more(pool, tmp_path):
 
 def test_refused_without_sequence_parallelism(pool):
     flags = observe.case(pool, "dense-2")
-    assert_refused(pool, STEP, 2, f"{flags} --tp 2 --sp off --tp_ring", "--tp_ring needs --sp on")
+    assert_refused(pool, STEP, 2, f"{flags} --tp 2 --sp off --tp_ring", "--tp_ring: requires --sp on")
 
 
 # ------------------------------------------------------------------------------------- time, played back

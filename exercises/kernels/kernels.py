@@ -142,7 +142,7 @@ def rotary(x, cos, sin):                                                      # 
     return y
 
 
-def rotary_twin(x, cos, sin):                                                 # rotate in step 1
+def rotary_twin(x, cos, sin):                                                 # apply_rotary_emb in step 1
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 

@@ -53,7 +53,7 @@ def test_rms_norm_and_swiglu(hidden):
 
 
 def test_rotary():
-    """Compare with the trainer's rotate, with the trainer's tables."""
+    """Compare with apply_rotary_emb of step 1, with its tables."""
     from config import PRESETS
     config = PRESETS["tiny"]
     cos, sin = (t.to(kernels.DEVICE) for t in rotary_tables(torch.arange(13), config, torch.float32))

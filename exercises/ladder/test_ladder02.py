@@ -18,7 +18,7 @@ ARGS = dict(global_batch_size=4, micro_batch_size=1, dp=2, bucket_mb=0.0001)
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def add_hook(param, noted=lambda param: None):
-    """Give a parameter a main_grad to which every backward adds, as accumulate_gradients does."""
+    """Give a parameter a main_grad to which every backward adds, as add_main_grads does."""
     def add(param):
         param.main_grad += param.grad
         param.grad = None
@@ -63,14 +63,14 @@ def two_steps_job(mode, sizes):
     for param in params:
         add_hook(param, watch.gradient)
     with patch.object(dist, "all_reduce", watch):
-        sum_gradients = data_parallel.make_reducer(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
-        assert callable(sum_gradients), f"with dp_mode {mode} it must return a function, not {sum_gradients!r}"
+        reducer = data_parallel.make_reducer(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
+        assert hasattr(reducer, "finish"), f"with dp_mode {mode} make_reducer must return a reducer, not {reducer!r}"
         for step in (1, 2):
             for micro_batch in (1, 2):
                 watch.now = step, f"in micro-batch {micro_batch}"
                 (share * 10**(micro_batch - 1) * sum(param.sum() for param in params)).backward()
-            watch.now = step, FUNCTION
-            sum_gradients()
+            watch.now = step, FINISH
+            reducer.finish()
             sums.append([int(param.main_grad.mean()) for param in params])
             for param in params:
                 param.main_grad.zero_()
@@ -78,7 +78,7 @@ def two_steps_job(mode, sizes):
 
 
 # ------------------------------------------------------------------------------------------------ what it has to show
-FUNCTION = "in the returned function"
+FINISH = "in finish()"
 SIZES = [2, 3, 40]
 
 
@@ -97,15 +97,15 @@ def assert_two_steps(pool, mode, sizes, begin, one):
             assert_waited(step, of_step)
             again = [call.numbers for call in calls if call.step < step and any(wait[0] == step for wait in call.waits)]
             assert not again, (f"step {step} waited for all-reduces of {again} numbers that were started in the step "
-                               "before: empty the list after the waits")
+                               "before: empty the list of handles after the waits")
             expected = [1111] * len(sizes)
             assert sums[step - 1] == expected, (
-                f"after the sum of step {step} the main_grads on rank {rank} are {sums[step - 1]}, not {expected}: 1 + 10 are the "
+                f"after finish() in step {step} the main_grads on rank {rank} are {sums[step - 1]}, not {expected}: 1 + 10 are the "
                 "shares of rank 0, 100 + 1000 those of rank 1")
 
 
 def assert_begun(step, calls, begin, one):
-    early = [call for call in calls if not call.where.startswith((FUNCTION, "in micro-batch 2"))]
+    early = [call for call in calls if not call.where.startswith((FINISH, "in micro-batch 2"))]
     assert not early, f"{len(early)} all-reduces were started before the last micro-batch: its share is not in them"
     numbers = sorted(call.numbers for call in calls)
     assert numbers == sorted(begin), (f"in step {step} there were all-reduces of {numbers} numbers, not of {sorted(begin)}: "
@@ -124,26 +124,28 @@ def assert_asynchronous(step, calls):
 
 def assert_waited(step, calls):
     for call in calls:
-        where = call.waits[0][1] if call.waits and call.waits[0][0] == step else FUNCTION
-        assert where == FUNCTION, (f"in step {step} the all-reduce of {call.numbers} numbers was waited for {where}: backward "
-                                   "stops meanwhile; the wait belongs in the returned function")
-    missed = [call.numbers for call in calls if call.asynchronous and (step, FUNCTION) not in call.waits]
+        where = call.waits[0][1] if call.waits and call.waits[0][0] == step else FINISH
+        assert where == FINISH, (f"in step {step} the all-reduce of {call.numbers} numbers was waited for {where}: backward "
+                                   "stops meanwhile; the wait belongs in finish()")
+    missed = [call.numbers for call in calls if call.asynchronous and (step, FINISH) not in call.waits]
     assert not missed, (f"in step {step} nobody waited for the all-reduces of {missed} numbers, out of {len(calls)} "
-                        "started: the returned function must wait for all of them")
+                        "started: finish() must wait for all of them")
 
 
-@rung({"make_reducer.py": ["naive"]}, hints="""
+@rung({"data_parallel.py": ["NaiveReducer.finish"]}, hints="""
     `param.main_grad` is this rank's sum. Which collective replaces it, on every rank, by the sum of all ranks'?
 
     `dist.all_reduce(tensor, group=group)` sums in place and returns when it is done. It is wanted once per parameter, after
-    backward: in a function that `naive` returns.
+    backward. The trainer calls `finish` there.
 
-    Define a function without arguments that loops over `params` and calls `dist.all_reduce(param.main_grad, group=group)`.
-    Return the function, not its result.""")
+    Loop over `self.params` and call `dist.all_reduce(param.main_grad, group=self.group)` for each.""")
 def test_a_sum_after_backward(pool):
-    """Write `naive`. It returns a function that is called after backward, and leaves the sum over all ranks in every parameter's
-    main_grad."""
-    assert_two_steps(pool, "naive", SIZES, dict.fromkeys(SIZES, FUNCTION), "parameter")
+    """Write `NaiveReducer.finish`, which the trainer calls after backward. It leaves the sum over all ranks of the group in every
+    parameter's main_grad. `__init__`, which is there, keeps params and group."""
+    assert_two_steps(pool, "naive", SIZES, dict.fromkeys(SIZES, FINISH), "parameter")
+
+
+GROUP = "the group"                                       # nothing is sent in the second rung
 
 
 def counted_job():
@@ -160,51 +162,61 @@ def counted_job():
         shares.append(int(param.main_grad[0]))
         assert came[-1:] == called[-1], ("start was called for a parameter only after the gradient of another had come: it "
                                          "must be called as soon as its own is final, while backward computes the others")
-    data_parallel.on_grad(params, 3, start)
+
+    class Counting(data_parallel.OverlapReducer):
+        def start(self, param):
+            start(param)
+    reducer = Counting(params, GROUP, 3)
     for backward in range(6):
         (params[0].sum() + params[1].sum()).backward()
         seen.append(len(called))
         if backward == 2:
             for param in params:
                 param.main_grad.zero_()
-    return seen, called, shares
+    handles = getattr(reducer, "handles", "missing")
+    return seen, called, shares, [getattr(reducer, "group", None) == GROUP, getattr(reducer, "micro_batches", None), handles]
 
 
-@rung({"make_reducer.py": ["on_grad"]}, hints="""
+@rung({"data_parallel.py": ["OverlapReducer.__init__", "OverlapReducer.on_grad"]}, hints="""
     Backward runs once per micro-batch. How does a parameter find out that this was the last one? It can count.
 
     `param.register_post_accumulate_grad_hook(f)` calls f(param) each time that backward has made this parameter's gradient.
-    Hooks run in the order in which they were registered, so accumulate_gradients' own has already added it to main_grad;
+    Hooks run in the order in which they were registered, so accumulate_in_main_grad has already added it to main_grad;
     `register_hook` would be too early. Keep a count per parameter, in a dictionary.
 
-    In the hook: add one to the parameter's count; if the count can be divided by `micro_batches` without a rest, call
-    `start(param)`. Do not reset at the end of a step: the rest of the division does that.""")
+    `__init__`: `self.backwards = dict.fromkeys(params, 0)`, and register `self.on_grad` as the hook of each parameter. `on_grad`:
+    add one to the parameter's count; if `self.micro_batches` divides it, call `self.start(param)`. Do not reset the count at the
+    end of a step: the division takes care of that.""")
 def test_knowing_when_a_gradient_is_final(pool):
-    """Call `start` once for each parameter when its gradient is final. With 3 micro-batches that is in the 3rd backward, when
-    main_grad has its share already, and before backward goes on to the next parameter; then again in the 6th, and in no other."""
-    (seen, called, shares), = pool.call(counted_job, STEP)
+    """Write `OverlapReducer.__init__`: keep the group and the number of micro-batches in self.group and self.micro_batches, and
+    make self.handles, an empty list for the next rung. Have on_grad called when backward has made a parameter's gradient. Write
+    `on_grad`: call self.start(param) once for each parameter when its gradient is final. With 3 micro-batches that is in the 3rd
+    backward, when main_grad has its share already, and before backward goes on to the next parameter; then again in the 6th, and
+    in no other."""
+    (seen, called, shares, attributes), = pool.call(counted_job, STEP)
     expected = [0, 0, 2, 2, 2, 4]
     assert seen == expected, f"calls of start so far (2 parameters), after each of six backwards: {seen}, not {expected}"
     assert sorted(called[:2]) == sorted(called[2:]) == [[0], [1]], (
         "start must be called once for each parameter, with the parameter as its argument")
     held = min(shares)
     assert held == 3, f"when start was called, main_grad held {held} of 3 shares: the hook runs before the gradient is added"
+    assert attributes == [True, 3, []], (
+        "`__init__` must keep what it is given in self.group and self.micro_batches, and make an empty list, self.handles")
 
 
-@rung({"make_reducer.py": ["overlap", "wait_for_all"]}, hints="""
-    An all-reduce can be started and waited for later: then backward goes on meanwhile. Which argument of dist.all_reduce
+@rung({"data_parallel.py": ["OverlapReducer.start", "OverlapReducer.all_reduce", "OverlapReducer.finish"]}, hints="""
+    An all-reduce can be started now and waited for later; backward goes on meanwhile. Which argument of dist.all_reduce
     asks for that, and what does it return then?
 
-    `dist.all_reduce(..., async_op=True)` returns a work with a method `wait()`. Start one for each parameter when it is
-    final, and keep the works in a list.
+    `dist.all_reduce(..., async_op=True)` returns a handle with a method `wait()`. `on_grad` calls `start` for each parameter whose
+    gradient is final: start its all-reduce there, and keep the handle in `self.handles`.
 
-    `overlap`: a list, a function start(param) that appends the work, `when_final(params, micro_batches, start)`, and return
-    `functools.partial(wait_for_all, under_way)`. `wait_for_all` waits for each of the list, and empties it for the next
-    step.""")
+    `start`: `self.all_reduce(param.main_grad)`. `all_reduce`: append `dist.all_reduce(tensor, group=self.group, async_op=True)` to
+    `self.handles`. `finish`: call `wait()` of each handle in the list, then `self.handles.clear()` for the next step.""")
 def test_sending_while_backward_goes_on(pool):
-    """Write `overlap`. It starts a parameter's all-reduce as soon as its gradient is final, without waiting for it, and returns a
-    function that waits for all that were started in this step. `wait_for_all` waits for every work in the list, and empties it for
-    the next step."""
+    """Write the rest of `OverlapReducer`. `start(param)` starts the all-reduce of a parameter's main_grad, without waiting for it;
+    `all_reduce(tensor)` does so for any tensor, and keeps the handle in self.handles. `finish` waits for all that were started in
+    this step, and empties the list for the next step."""
     assert_two_steps(pool, "overlap", SIZES, {size: after(size) for size in SIZES}, "parameter")
 
 
@@ -215,7 +227,8 @@ def bucket_job():
         param.main_grad = torch.full_like(param, 100.0 + 10 * i, dtype=torch.float64).detach()
     bucket = data_parallel.Bucket(params)
     kinds = bucket.flat_grad.dtype, *(param.main_grad.dtype for param in params)
-    assert set(kinds) == {torch.float64}, f"main_grads are in float64, but then flat and they are in {', '.join(map(str, kinds))}"
+    found = ", ".join(map(str, kinds))
+    assert set(kinds) == {torch.float64}, f"main_grads are in float64, but then flat_grad and they are in {found}"
     kept = len(bucket.params) == 2 and all(a is b for a, b in zip(bucket.params, params))
     before = bucket.flat_grad.tolist()
     bucket.flat_grad += 1
@@ -223,29 +236,32 @@ def bucket_job():
     return kept, before, shapes, [param.main_grad.flatten().tolist() for param in params], bucket.num_pending
 
 
-@rung({"make_reducer.py": ["Bucket.__init__"]}, hints="""
+@rung({"data_parallel.py": ["Bucket.__init__"]}, hints="""
     One large message is faster than many small ones. To send several main_grads at once, they must lie side by side in
     one flat tensor. Copying them there in every step would take time: how can they always lie there?
 
     Make one flat tensor of all main_grads (torch.cat of the flattened ones), then let each parameter's main_grad be a view
     of its part: split and view_as.
 
-    `self.params`, `self.missing` (how many gradients have not come yet: all), `self.flat = torch.cat([... .flatten()
-    ...])`; then `for param, view in zip(params, self.flat.split(sizes)): param.main_grad = view.view_as(param)`.""")
+    `self.params`, `self.num_pending` (the number of gradients that are not final yet: all), `self.flat_grad = torch.cat([...
+    .flatten() ...])`; then, for each `param, view` of `zip(params, self.flat_grad.split(sizes))`, `param.main_grad =
+    view.view_as(param)`.""")
 def test_gradients_side_by_side(pool):
-    """Give a Bucket `params`, the list that it gets; `flat`, one tensor with the values of all their main_grads, and make every
-    main_grad a view of it; and `missing`, the number of parameters whose gradients have not come yet: at first len(params)."""
+    """Give a Bucket `params`, the list that it gets; `flat_grad`, one tensor with the values of all their main_grads, and make
+    every main_grad a view of it; and `num_pending`, the number of parameters whose gradients are not final yet: at first
+    len(params)."""
     (kept, before, shapes, main_grads, num_pending), = pool.call(bucket_job, STEP)
     assert kept, "`params` is not the list of parameters that Bucket was given"
     expected = [100, 100, 110, 110, 110]
-    assert before == expected, f"`flat` has {before}, not {expected}: the values of main_grad, one parameter after the other"
+    assert before == expected, f"`flat_grad` has {before}, not {expected}: the values of main_grad, one parameter after the other"
     assert shapes == [(2,), (3, 1)], f"the main_grads have the shapes {shapes}, not those of their parameters, [(2,), (3, 1)]"
     assert main_grads == [[101, 101], [111, 111, 111]], (
-        f"after flat += 1 the main_grads are {main_grads}: what is added to flat must be seen in main_grad: a view, not a copy")
-    assert num_pending == 2, f"`missing` is {num_pending}, not 2: it counts parameters"
+        f"after flat_grad += 1 the main_grads are {main_grads}: an addition to flat_grad must be seen in main_grad: make it a "
+        "view, not a copy")
+    assert num_pending == 2, f"`num_pending` is {num_pending}, not 2: it counts parameters"
 
 
-def runs_job(bucket_bytes):
+def groups_job(bucket_bytes):
     import data_parallel
     params = []
     for size in (10, 20, 30, 40):
@@ -258,14 +274,14 @@ def runs_job(bucket_bytes):
     return [[len(param) for param in bucket.params] for bucket in buckets]
 
 
-@rung({"make_reducer.py": ["make_buckets"]}, hints="""
+@rung({"data_parallel.py": ["make_buckets"]}, hints="""
     Backward reaches the parameters in the reverse of their order in the model. Which of them should share a bucket, so that
     the first bucket is full early?
 
-    Go through `reversed(params)` and fill lists. When the present list has reached `bucket_bytes` (main_grad.nbytes), begin
+    Go through `reversed(params)` and fill lists. When the last list has reached `bucket_bytes` (main_grad.nbytes), begin
     another.
 
-    Keep `runs = [[]]` and `size = 0`. For each parameter: if size >= bucket_bytes, append a new list and set size to 0;
+    Keep `groups = [[]]` and `size = 0`. For each parameter: if size >= bucket_bytes, append a new list and set size to 0;
     then append the parameter and add its bytes. Make a Bucket of each list.""")
 def test_which_gradients_share_a_bucket(pool):
     """Return a list of Bucket. Put parameters in, the last first, and close a bucket when its main_grads have at least
@@ -274,58 +290,62 @@ def test_which_gradients_share_a_bucket(pool):
                         280: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]],
                         10**6: [[40, 30, 20, 10]]}
     for size, expected in expected_by_size.items():
-        found = pool.call(runs_job, STEP, bucket_bytes=size)[0]
+        found = pool.call(groups_job, STEP, bucket_bytes=size)[0]
         assert found == expected, (f"with {size} bytes, parameters of 10, 20, 30, 40 numbers in bfloat16, their main_grads in "
                                    f"float32, are put together as {found}, not {expected}")
 
 
-@rung({"make_reducer.py": ["bucketed"]}, hints="""
-    It is `overlap` with one change: it sends a bucket's flat tensor, not a parameter's main_grad. When may it be
+@rung({"data_parallel.py": ["BucketReducer.__init__", "BucketReducer.start"]}, hints="""
+    It is `OverlapReducer` with one change: it sends a bucket's flat_grad, not a parameter's main_grad. When may it be
     sent?
 
-    Let each bucket count the gradients that are still missing. A dictionary says which bucket a parameter is in.
+    Each bucket counts the gradients that are not final yet. A dictionary says which bucket a parameter is in.
 
-    start_when_full(param): take one from bucket.missing; when it is 0, start the all-reduce of bucket.flat, keep the work,
-    and set missing to len(bucket.params) again for the next step.""")
+    `__init__`: `super().__init__(params, group, micro_batches)`, then `self.bucket_of` has, for each bucket that
+    `make_buckets(params, bucket_bytes)` returns, the bucket under each of its params. `start`: take one from bucket.num_pending;
+    when it is 0, set it to len(bucket.params) again for the next step, and call `self.all_reduce(bucket.flat_grad)`.""")
 def test_a_bucket_is_sent_when_it_is_full(pool):
-    """Write `bucketed`. It starts one all-reduce per bucket when the last gradient of the bucket is final, without waiting for it,
-    and returns a function that waits for all that were started in this step. It does so in every step."""
+    """Write `BucketReducer.__init__` and `start`. It starts one all-reduce per bucket when the last gradient of the bucket is
+    final, without waiting for it. It does so in every step. It inherits the rest: OverlapReducer calls start(param) for each
+    gradient that is final."""
     # buckets of at least 105 bytes: 20 + 30 numbers, 10 + 25, and the rest
     assert_two_steps(pool, "bucket", [3, 2, 25, 10, 30, 20], {50: after(30), 35: after(25), 5: after(3)}, "bucket")
 
 
-def formula_job():
-    """Return what formula says for gradients of 180 bytes on four ranks."""
-    import data_parallel
+def traffic_job():
+    """Return what data_parallel_traffic says for gradients of 180 bytes on four ranks."""
+    import traffic
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = torch.nn.ParameterList([torch.zeros(size, dtype=torch.bfloat16) for size in (5, 40)])
     for param in model:
         param.main_grad = torch.zeros(param.shape)
     args = SimpleNamespace(dp_mode="naive", **ARGS | dict(dp=4), dtype=torch.bfloat16)
-    entries = data_parallel.formula(model, mesh, args)
-    assert isinstance(entries, list), f"formula returned a {type(entries).__name__}, not a list of (group, collective, bytes)"
+    entries = traffic.data_parallel_traffic(model, mesh, args)
+    assert isinstance(entries, list), (
+        f"data_parallel_traffic returned a {type(entries).__name__}, not a list of (group, collective, bytes)")
     for entry in entries:
-        assert isinstance(entry, tuple) and len(entry) == 3, f"{entry} in formula's list is not a (group, collective, bytes)"
+        assert isinstance(entry, tuple) and len(entry) == 3, f"{entry} in its list is not a (group, collective, bytes)"
     group, sent = mesh.get_group("dp"), Counter()
     for of, collective, size in entries:
         sent["dp" if of == group else str(of), collective] += size
     return dict(sent)
 
 
-def assert_formula(pool):
-    found = pool.call(formula_job, STEP, world=4)[0]
+def assert_traffic(pool):
+    found = pool.call(traffic_job, STEP, world=4)[0]
     expected = {("dp", "all_reduce"): 180}
-    assert found == expected, (f"for main_grads of 180 bytes in all, on four ranks, formula says {found}, not {expected}: count "
-                               "the payload that the all-reduce is given, not the bytes that a ring moves for it")
+    assert found == expected, (
+        f"for main_grads of 180 bytes in all, on four ranks, data_parallel_traffic says {found}, not {expected}: count the payload "
+        "that the all-reduce is given, not the bytes that a ring moves for it")
 
 
-WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
+WRITTEN = {"naive": "NaiveReducer", "overlap": "OverlapReducer", "bucket": "BucketReducer"}
 
 
 @pytest.mark.slow
-@rung({"make_reducer.py": ["formula"]}, hints="""
-    The ledger compares the bytes sent with a technique's own formula. How many bytes of gradients does a rank sum
+@rung({"traffic.py": ["data_parallel_traffic"]}, hints="""
+    The ledger compares the bytes sent with those that traffic.py expects. How many bytes of gradients does a rank sum
     in a step?
 
     Return a list of (group, collective, bytes). The group of the data-parallel ranks is `data_mesh(mesh).get_group()`.
@@ -333,9 +353,10 @@ WRITTEN = {"naive": "naive", "overlap": "overlap", "bucket": "bucketed"}
     One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. The buckets have the same bytes in total.""")
 @pytest.mark.parametrize("mode", ["naive", "overlap", "bucket"])
 def test_a_training_run(pool, mode):
-    """Write `formula`. It returns a list of (group, collective, payload bytes), which must equal the ledger's bytes. Four steps on
-    two ranks must give the losses, gradient norms and weights of one process."""
-    assert_formula(pool)
+    """Write `data_parallel_traffic`. It returns what the sums of gradients should send in a training step, a list of (group,
+    collective, payload bytes); with the bytes of the loss it must equal the ledger's. Four steps on two ranks must give the losses,
+    gradient norms and weights of one process."""
+    assert_traffic(pool)
     flags = f"--dtype float64 --recompute none --micro_batch_size 6 --dp_mode {mode}"
     try:
         check(pool, layouts.Layout(STEP, 2, "dense-3", "adamw", flags))
@@ -343,5 +364,5 @@ def test_a_training_run(pool, mode):
         first = str(error).splitlines()[0]
         if isinstance(error, JobFailed) or "its formula says" in first:
             raise
-        raise AssertionError(f"{first}. The fault may be in {WRITTEN[mode]} (dp_mode is {mode}), not in formula: losses[0] is "
-                             "before any update, losses[1] after the first sum") from None
+        raise AssertionError(f"{first}. The fault may be in {WRITTEN[mode]} (dp_mode is {mode}), not in "
+                             "data_parallel_traffic: losses[0] is before any update, losses[1] after the first sum") from None

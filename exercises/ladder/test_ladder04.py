@@ -36,7 +36,7 @@ def answers(pool, job, **arguments):
     return [(i % 2, answer) for i, answer in enumerate(pool.call(job, STEP, world=4, **arguments))]
 
 
-def border_without_sp(group):
+def comm_without_sp(group):
     from tensor_parallel import all_reduce, identity
     return identity, all_reduce, group
 
@@ -46,9 +46,9 @@ def watched():
     """Yield a list of the collectives that are started, each with the number of elements of its output, and of the waits."""
     calls = []
 
-    def wait(work):
+    def wait(handle):
         calls.append(("wait", 0))
-        return work and work.wait()
+        return handle and handle.wait()
 
     def noted(name, collective):
         def start_it(*args, **kwargs):
@@ -57,36 +57,37 @@ def watched():
             assert all(tensor.is_contiguous() for tensor in tensors), (
                 f"dist.{name} was called with a tensor that is not contiguous, which GPUs refuse; use x.contiguous() (in "
                 "all_reduce, see clone's memory_format)")
-            work = collective(*args, **kwargs)            # None: it has been waited for
-            return SimpleNamespace(wait=lambda: wait(work)) if work else wait(work)
+            handle = collective(*args, **kwargs)          # None: it has been waited for
+            return SimpleNamespace(wait=lambda: wait(handle)) if handle else wait(handle)
         return start_it
     names = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
     with patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
         yield calls
 
 
-def parts_job():
+def shards_job():
     import shards
     whole, found = torch.arange(1.0, 17).view(4, 4), []
-    for cuts in ([(0, 2, 1)], [(1, 2, 0)], [(1, 4, 2)], [(0, 2, 1), (1, 2, 0)], []):
+    for splits in ([(0, 2, 1)], [(1, 2, 0)], [(1, 4, 2)], [(0, 2, 1), (1, 2, 0)], []):
         shape = [4, 4]
-        for dim, count, _ in cuts:
+        for dim, count, _ in splits:
             shape[dim] //= count
         param = nn.Parameter(torch.zeros(shape))
-        param.placement = SimpleNamespace(parts=[shards.Shard(None, *cut) for cut in cuts])
+        param.placement = SimpleNamespace(shards=[shards.Shard(None, *split) for split in splits])
         index = shards.local_slices(param)
-        assert type(index) is tuple and len(index) == 2, f"for a matrix, my_part must return a tuple of two slices; got {index}"
-        found.append((cuts, whole[index].tolist(), shards.global_shape(param)))
+        assert type(index) is tuple and len(index) == 2, (
+            f"for a matrix, local_slices must return a tuple of two slices; got {index}")
+        found.append((splits, whole[index].tolist(), shards.global_shape(param)))
     norm = nn.Parameter(torch.zeros(4))
-    norm.placement = SimpleNamespace(parts=[])
+    norm.placement = SimpleNamespace(shards=[])
     index = shards.local_slices(norm)
-    assert index in ((slice(None),), (slice(0, 4),)), \
-        f"for a norm, which has one dimension, my_part must return a tuple of one slice; got {index}"
+    assert index in ((slice(None),), (slice(0, 4),)), (
+        f"for a norm, which has one dimension, local_slices must return a tuple of one slice; got {index}")
     products = []
     for rank in (0, 1):
         rows, columns = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
         for param, dim in ((rows, 0), (columns, 1)):
-            param.placement = SimpleNamespace(parts=[shards.Shard(None, dim, 2, rank)])
+            param.placement = SimpleNamespace(shards=[shards.Shard(None, dim, 2, rank)])
         outputs = F.linear(torch.tensor([1.0, 2.0]), torch.tensor(UP)[shards.local_slices(rows)])
         terms = F.linear(outputs, torch.tensor(DOWN)[shards.local_slices(columns)])
         products.append((outputs.tolist(), terms.tolist()))
@@ -94,27 +95,27 @@ def parts_job():
 
 
 @rung({"shards.py": ["local_slices", "global_shape"]}, hints="""
-    `param` is the part that this rank has, and `param.placement.parts` says how it was cut: a list of Parts, which may be empty. To
-    cut a matrix in two along dimension 0 means that each rank has half of the rows.
+    `param` is the shard that this rank has, and `param.placement.shards` says how the parameter was split: a list of Shard, which
+    may be empty. To split a matrix in two along dimension 0 means that each rank has half of the rows.
 
     An index over all dimensions is a tuple with one slice for each: `whole[slice(0, 2), slice(None)]` is the first two rows;
-    `slice(None)` takes all of a dimension. The slice is as long as the part: `param.shape[part.dim]`.
+    `slice(None)` takes all of a dimension. The slice is as long as the shard: `param.shape[shard.dim]`.
 
-    my_part: begin with `index = [slice(None)] * param.dim()`. For each part: `size = param.shape[part.dim]`, and
-    `index[part.dim] = slice(part.index * size, (part.index + 1) * size)`. Return tuple(index). whole_shape: begin with
-    `list(param.shape)`, and multiply the entry of each `part.dim` by `part.parts`.""")
-def test_which_part_of_a_matrix_a_rank_has(pool):
-    """Write `my_part(param)`, which returns the index of this rank's part: whole[my_part(param)] is the part that the rank has.
-    Write `whole_shape(param)`, which returns the shape of the whole parameter, a list. Both follow the Parts in
-    param.placement.parts."""
-    (found, products), = pool.call(parts_job, STEP)
+    local_slices: begin with `slices = [slice(None)] * param.dim()`. For each shard: `size = param.shape[shard.dim]`, and
+    `slices[shard.dim] = slice(shard.index * size, (shard.index + 1) * size)`. Return tuple(slices). global_shape: begin with
+    `list(param.shape)`, and multiply the entry of each `shard.dim` by `shard.num_shards`.""")
+def test_which_shard_of_a_matrix_a_rank_has(pool):
+    """Write `local_slices(param)`, which returns the place of this rank's shard: whole[local_slices(param)] is the shard that the
+    rank has. Write `global_shape(param)`, which returns the shape of the whole parameter, a list. Both follow the entries of
+    param.placement.shards."""
+    (found, products), = pool.call(shards_job, STEP)
     expected = [[[9, 10, 11, 12], [13, 14, 15, 16]], [[1, 2], [5, 6], [9, 10], [13, 14]], [[3], [7], [11], [15]],
                 [[9, 10], [13, 14]], [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]]
-    for (cuts, part, shape), want in zip(found, expected):
-        cut = " and ".join(f"part {index} of {count} along dimension {dim}" for dim, count, index in cuts) or "all"
-        assert part == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {cut}: expected {want}, got {part}"
-        assert shape == [4, 4], f"a rank has {cut} of a matrix of the shape [4, 4]: whole_shape returns {shape}, not this list"
-    # the purpose of the two cuts: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
+    for (splits, numbers, shape), want in zip(found, expected):
+        has = " and ".join(f"shard {index} of {count} along dimension {dim}" for dim, count, index in splits) or "all"
+        assert numbers == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {has}: expected {want}, got {numbers}"
+        assert shape == [4, 4], f"a rank has {has} of a matrix of the shape [4, 4]: global_shape returns {shape}, not this list"
+    # the purpose of the two ways to split: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
     assert products == [([1, 2], [3, 2]), ([3, -1], [2, -1])], (
         f"outputs of the first matrix, terms of the second: expected [1, 2], [3, 2] and [3, -1], [2, -1], got {products}")
 
@@ -138,12 +139,12 @@ def all_reduce_job():
     `identity`, above it, shows the form: it does its work and returns a function that gives the result. Here that function has to
     wait first. Between the two calls, the caller can compute something else.
 
-    `dist.all_reduce(tensor, group=group, async_op=True)` returns a work at once; after `work.wait()` the tensor has the sums. It
-    changes the tensor in place, so make a copy first: `x.clone(memory_format=torch.contiguous_format)`. The elements of this copy
-    lie in order in memory, also where x is a transposed tensor.
+    `dist.all_reduce(tensor, group=group, async_op=True)` returns a handle at once; after `handle.wait()` the tensor has the sums.
+    It changes the tensor in place, so make a copy first: `x.clone(memory_format=torch.contiguous_format)`. The elements of this
+    copy lie in order in memory, also where x is a transposed tensor.
 
-    `x = x.clone(memory_format=torch.contiguous_format)`; `work = dist.all_reduce(x, group=group, async_op=True)`; then define a
-    function `result()` that calls `work.wait()` and returns x; return the function, not its result.""")
+    `x = x.clone(memory_format=torch.contiguous_format)`; `handle = dist.all_reduce(x, group=group, async_op=True)`; then define a
+    function `result()` that calls `handle.wait()` and returns x; return the function, not its result.""")
 def test_a_sum_that_is_waited_for_later(pool):
     """Write `all_reduce(x, group)`. It starts to sum x over the ranks of the group, and returns a function. That function waits,
     and returns the sum. x itself must not change. x may also be a transposed tensor."""
@@ -157,25 +158,31 @@ def test_a_sum_that_is_waited_for_later(pool):
             assert unchanged, "all_reduce has changed x: others still need it, so the sum must be made in a copy"
 
 
+EXCHANGED = ", with gather and reduce exchanged"
+
+
 def f_and_g_job():
     from tensor_parallel import EnterRegion, LeaveRegion
     rank, group = start()
-    gather, reduce, _ = comm = border_without_sp(group)
+    gather, reduce, _ = comm = comm_without_sp(group)
     found, saved = {}, []
     for name, kind, mine, gradient in [("EnterRegion", EnterRegion, [1.0, 2.0], [[1.0, 1.0], [2.0, 0.0]][rank]),
                                        ("LeaveRegion", LeaveRegion, [[3.0, 2.0], [2.0, -1.0]][rank], [1.0, 0.0])]:
         # with gather and reduce exchanged, a sum must appear where there was none, and the other way round
-        for how, a_border in (("", comm), (", with gather and reduce exchanged", (reduce, gather, group))):
+        for how, used in (("", comm), (EXCHANGED, (reduce, gather, group))):
             x = torch.tensor([[mine]], requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(name) or tensor, lambda tensor: tensor):
-                y = kind.apply(x, *a_border)
+                y = kind.apply(x, *used)
             y.backward(torch.tensor([[gradient]]))
             found[name + how] = y.flatten().tolist(), x.grad.flatten().tolist()
     assert not saved, f"{saved[0]} saves a tensor for backward, and so keeps its memory; gather and reduce need none"
     return found
 
 
-@rung({"tensor_parallel.py": ["EnterRegion.forward", "EnterRegion.backward", "LeaveRegion.forward", "LeaveRegion.backward"]}, hints="""
+F_AND_G = ["EnterRegion.forward", "EnterRegion.backward", "LeaveRegion.forward", "LeaveRegion.backward"]
+
+
+@rung({"tensor_parallel.py": F_AND_G}, hints="""
     When a region is entered, all ranks already have the input, so forward has nothing to do with --sp off. But each rank finds
     only its own share of the input's gradient: backward has to add them up. When a region is left, it is the other way round. Both
     classes get the functions that do that as arguments: `gather` and `reduce`.
@@ -184,15 +191,15 @@ def f_and_g_job():
     needs, forward keeps on ctx: `ctx.reduce, ctx.group = reduce, group`. backward returns a gradient for every argument of forward
     but ctx: x, gather, reduce, group. For an argument that is not a tensor it is None.
 
-    Enter.forward: keep reduce and group on ctx, return `gather(x, group)()`. Enter.backward: return
-    `ctx.reduce(grad, ctx.group)(), None, None, None`. Leave is the same, with gather and reduce exchanged.""")
+    EnterRegion.forward: keep reduce and group on ctx, return `gather(x, group)()`. EnterRegion.backward: return
+    `ctx.reduce(grad, ctx.group)(), None, None, None`. LeaveRegion is the same, with gather and reduce exchanged.""")
 def test_f_and_g(pool):
-    """Write f and g. Enter is f: forward returns `gather` of x, and backward returns `reduce` of the gradient. Leave is g: forward
-    does `reduce`, backward does `gather`. Use the functions that come as arguments: with --sp off they are identity and all_reduce,
-    later others."""
+    """Write f and g. EnterRegion is f: forward returns `gather` of x, and backward returns `reduce` of the gradient. LeaveRegion is
+    g: forward does `reduce`, backward does `gather`. Use the functions that come as arguments: with --sp off they are identity and
+    all_reduce, later others."""
     for rank, found in answers(pool, f_and_g_job):
-        expected = {"EnterRegion": ([1, 2], [3, 1]), "Enter, with gather and reduce exchanged": ([2, 4], [[1, 1], [2, 0]][rank]),
-                    "LeaveRegion": ([5, 1], [1, 0]), "Leave, with gather and reduce exchanged": ([[3, 2], [2, -1]][rank], [2, 0])}
+        expected = {"EnterRegion": ([1, 2], [3, 1]), "EnterRegion" + EXCHANGED: ([2, 4], [[1, 1], [2, 0]][rank]),
+                    "LeaveRegion": ([5, 1], [1, 0]), "LeaveRegion" + EXCHANGED: ([[3, 2], [2, -1]][rank], [2, 0])}
         for name, (forward, backward) in found.items():
             want, want_backward = expected[name]
             assert forward == want, f"{name}: forward returns {forward} on rank {rank}, expected {want}"
@@ -202,7 +209,7 @@ def test_f_and_g(pool):
 def region_job():
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     rank, group = start()
-    (gather, reduce, _), mine, used = border_without_sp(group), slice(2 * rank, 2 * rank + 2), []
+    (gather, reduce, _), mine, used = comm_without_sp(group), slice(2 * rank, 2 * rank + 2), []
     comm = (lambda *args: used.append("gather") or gather(*args), lambda *args: used.append("reduce") or reduce(*args), group)
     first = ColumnParallelLinear(nn.Linear(2, 4, bias=False), 2, comm)
     last = RowParallelLinear(nn.Linear(4, 2, bias=False), 2, comm)
@@ -219,11 +226,11 @@ def region_job():
     Two linears make a region: the first one computes some of the inner numbers on each rank, the second turns them into a term of
     every output. Where does f belong, and where does g? One of the two is called before the product, the other after it.
 
-    `F.linear(x, self.weight)` is the product with the part that this rank has. `enter(x, self.border)` is f and `leave(x,
-    self.border)` is g.
+    `F.linear(x, self.weight)` is the product with the shard that this rank has. `enter_region(x, self.comm)` is f and
+    `leave_region(x, self.comm)` is g.
 
-    ColumnParallelLinear: return `F.linear(enter(x, self.border), self.weight)`. RowParallelLinear: return
-    `leave(F.linear(x, self.weight), self.border)`.""")
+    ColumnParallelLinear: return `F.linear(enter_region(x, self.comm), self.weight)`. RowParallelLinear: return
+    `leave_region(F.linear(x, self.weight), self.comm)`.""")
 def test_a_region_of_two_linears(pool):
     """Write both forwards. ColumnParallelLinear computes some of the outputs; it stands where a region is entered.
     RowParallelLinear has some of the inputs; it stands where the region is left. Together they must return on all ranks what two
@@ -233,7 +240,7 @@ def test_a_region_of_two_linears(pool):
                 ("the gradient of x is", [[2, 2], [2, 2]]),
                 ("the gradient of the first weight is", [[[1, 2], [1, 2]], [[1, 2], [0, 0]]]),
                 ("the gradient of the last weight is", [[[1, 2], [0, 0]], [[3, 0], [0, 0]]]),
-                ("the functions called from self.border are", [["gather", "reduce", "gather", "reduce"]] * 2)]
+                ("the functions called from self.comm are", [["gather", "reduce", "gather", "reduce"]] * 2)]
     for rank, found in answers(pool, region_job):
         for (what, want), came in zip(expected, found):
             assert came == want[rank], f"{what} {came} on rank {rank}, expected {want[rank]}"
@@ -264,10 +271,10 @@ def sequence_job():
     want contiguous tensors. `t.unflatten(dim, (group.size(), -1))` splits a dimension into ranks and the rest, `transpose(0, 1)`
     swaps it with another one, and `flatten(i, i + 1)` merges two dimensions into one.
 
-    all_gather: the output is `parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])`, the input `x.contiguous()`; when it is
-    there return `parts.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)`. reduce_scatter: `parts = x.unflatten(1,
-    (group.size(), -1)).transpose(0, 1).flatten(0, 1)`; the output is `mine = torch.empty_like(parts[:len(x)])`, the input
-    `parts.contiguous()`; when it is there return mine.""")
+    all_gather: the output is `gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])`, the input `x.contiguous()`; after
+    the wait return `gathered.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)`. reduce_scatter: `parts =
+    x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)`; the output is `shard = torch.empty_like(parts[:len(x)])`, the
+    input `parts.contiguous()`; after the wait return shard.""")
 def test_parts_of_a_sequence(pool):
     """Write the collectives for --sp on. In `all_gather(x, group)`, x is this rank's part of the sequence, [batch, seq/tp,
     hidden], and the result is the whole, [batch, seq, hidden]. In `reduce_scatter(x, group)`, x is the whole sequence on each
@@ -292,7 +299,7 @@ def test_parts_of_a_sequence(pool):
 def embedding_job():
     from tensor_parallel import VocabParallelEmbedding
     rank, group = start()
-    embedding = VocabParallelEmbedding(nn.Embedding(6, 2), 2, border_without_sp(group))
+    embedding = VocabParallelEmbedding(nn.Embedding(6, 2), 2, comm_without_sp(group))
     rows = torch.tensor([[n, 10.0 * n] for n in (1, 2, 3, 4, 5, 6)])
     embedding.weight.data = rows[3 * rank:3 * rank + 3]
     tokens = torch.tensor([[1, 3, 3, 5]])
@@ -310,13 +317,13 @@ def embedding_job():
     first. A mask says which are between 0 and len(self.weight). The others must not be looked up: put 0 in their places, and
     multiply what comes by the mask, so that row 0 gets no gradient from them.
 
-    `_, _, group = self.border`; `tokens = tokens - group.rank() * len(self.weight)`; `mine = (tokens >= 0) & (tokens <
-    len(self.weight))`; `vectors = F.embedding(tokens.where(mine, 0), self.weight) * mine.unsqueeze(-1)`; return `leave(vectors,
-    self.border)`.""")
+    `_, _, group = self.comm`; `tokens = tokens - group.rank() * len(self.weight)`; `local_mask = (tokens >= 0) & (tokens <
+    len(self.weight))`; `vectors = F.embedding(tokens.where(local_mask, 0), self.weight) * local_mask.unsqueeze(-1)`; return
+    `leave_region(vectors, self.comm)`.""")
 def test_a_part_of_the_vocabulary(pool):
     """Write VocabParallelEmbedding.forward(tokens), which returns the vectors of all tokens, on all ranks. Each rank has the same
-    number of rows of the table, rank 0 the first ones. The region ends where the ranks' terms are added up, so return `leave` of
-    them."""
+    number of rows of the table, rank 0 the first ones. The region ends where the ranks' terms are added up, so return
+    `leave_region` of them."""
     for rank, (vectors, gradient) in answers(pool, embedding_job):
         expected = [[[2, 20], [4, 40], [4, 40], [6, 60]]]
         assert vectors == expected, f"with the rows [1, 10] ... [6, 60], the tokens 1 3 3 5 have {vectors}, expected {expected}"
@@ -344,14 +351,14 @@ def cross_entropy_job(more):
     first so that exp does not overflow; the sum; and the logit of the target, which one rank has.
 
     Compare `cross_entropy` in loss.py. For the largest: `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`. The sum and the
-    target's logit are both summed, so both can go in one tensor of shape [tokens, 2]. Targets are cut as the tokens were in the
-    embedding: subtract group.rank() * logits.shape[1], make a mask, put 0 where the target is not here.
+    target's logit are both summed, so both can go in one tensor of shape [tokens, 2]. Treat targets as you treated the tokens in
+    the embedding: subtract group.rank() * logits.shape[1], make a mask, put 0 where the target is not here.
 
-    `target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)`; `mine` as before; `target = target.where(mine, 0)`;
-    `largest = logits.amax(-1, keepdim=True)`, reduced by MAX; `logits = logits - largest`; `sums =
-    torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * mine), dim=-1)`, all-reduced; `log_sum = sums[:,
-    :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at the
-    target where it is mine: `gradient.scatter_add_(-1, target, -mine.type_as(gradient))`.""")
+    `target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)`; `local_mask` as before; `target = target.where(local_mask,
+    0)`; `largest = logits.amax(-1, keepdim=True)`, reduced by MAX; `logits = logits - largest`; `sums =
+    torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * local_mask), dim=-1)`, all-reduced; `log_sum =
+    sums[:, :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at the
+    target where local_mask is true: `gradient.scatter_add_(-1, target, -local_mask.type_as(gradient))`.""")
 def test_a_loss_over_all_parts_of_the_vocabulary(pool):
     """Write `cross_entropy(logits, targets)`. It gets the logits of this rank's part of the vocabulary, [tokens, vocab/tp], and all
     targets. Return the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large, and far
@@ -424,9 +431,10 @@ def linears_job(sp):
     ctx.group)`; `reduced = ctx.reduce(sum of grad @ weight, ctx.group)`; `x = gathered().flatten(0, 1)`; the weights' gradients;
     return `reduced(), None, None, None, *grad_weights`.""")
 def test_one_gathering_for_several_linears(pool):
-    """Write EnterLinears, which is f and the products after it in one. `forward(ctx, x, gather, reduce, group, *weights)` gathers x
-    and returns a tuple, the product with each weight. Save x for backward as it came, and the weights. `backward` starts to gather
-    x again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients meanwhile."""
+    """Write ColumnParallelLinears, which is f and the products after it in one. `forward(ctx, x, gather, reduce, group, *weights)`
+    gathers x and returns a tuple, the product with each weight. Save x for backward as it came, and the weights. `backward` starts
+    to gather x again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients
+    meanwhile."""
     for sp in (False, True):
         for right, more, forward, x_right, weights_right, backward in (answer for _, answer in answers(pool, linears_job, sp=sp)):
             here = f"with --sp {'on' if sp else 'off'}"
@@ -453,37 +461,38 @@ def partial_gradients_job():
 
 
 @pytest.mark.slow
-@rung({"tensor_parallel.py": ["all_reduce_partial_grads", "formula"]}, hints="""
-    Some parameters are on every rank of tp, but a rank finds only a share of their gradient: their `placement.sum_over` is the
-    group over which the shares are summed, once per step. For the formula, count how often a border is crossed: each time the
-    whole [batch, seq, hidden] is payload, of all sequences of the step.
+@rung({"tensor_parallel.py": ["all_reduce_partial_grads"], "traffic.py": ["tensor_parallel_traffic"]}, hints="""
+    Some parameters are on every rank of tp, but a rank finds only a share of their gradient: their `placement.grad_reduce_group` is
+    the group over which the shares are summed, once per step. For the traffic, count how often a region is entered or left: each
+    time the whole [batch, seq, hidden] is payload, of all sequences of the step.
 
-    A layer has two regions, each with a way in and a way out, and each of these four is crossed forward and backward. With --sp off
-    only one of the two directions is an all-reduce, so it is 4 in each layer, and 1 at each end of the model (embedding and
-    head). With --sp on both directions send: a reduce-scatter one way, an all-gather the other way; and EnterLinears gathers twice
-    more per layer. The cross-entropy sends three numbers of each token.
+    A layer has two regions, and each is entered and left once in forward and once in backward. With --sp off only one of the two
+    directions is an all-reduce, so there are 4 in each layer, and 1 at each end of the model (embedding and head). With --sp on
+    both directions send: a reduce-scatter one way, an all-gather the other way; and ColumnParallelLinears gathers twice more per
+    layer. The cross-entropy sends three numbers of each token.
 
-    sum_partial_gradients: for each param with a placement.sum_over, `dist.all_reduce(param.main_grad,
-    group=param.placement.sum_over)`. formula: `tokens = args.global_batch_size // args.dp * args.seq_len`; `stream = tokens *
-    model.model.config.hidden_size * args.dtype.itemsize`; `layers = len(model.model.layers)`; `borders = 4 * layers + 2`. --sp off:
-    (group, "all_reduce", borders * stream). --sp on: (group, "reduce_scatter", borders * stream) and (group, "all_gather",
-    (borders + 2 * layers) * stream). Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype,
-    torch.float32).itemsize), and (placement.sum_over, "all_reduce", main_grad.nbytes) of each parameter that has a sum_over. The
-    group is `mesh.get_group("tp")`. If args.tp is 1 the list is empty. (This counts neither --recompute nor --zero; ours
-    does.)""")
+    all_reduce_partial_grads: for each param with a placement.grad_reduce_group, `dist.all_reduce(param.main_grad,
+    group=param.placement.grad_reduce_group)`. tensor_parallel_traffic: `tokens = args.global_batch_size // args.dp * args.seq_len`;
+    `activation_bytes = tokens * model.model.config.hidden_size * args.dtype.itemsize`; `layers = len(model.model.layers)`;
+    `reductions = 4 * layers + 2`. --sp off: (group, "all_reduce", reductions * activation_bytes). --sp on: (group,
+    "reduce_scatter", reductions * activation_bytes) and (group, "all_gather", (reductions + 2 * layers) * activation_bytes).
+    Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype, torch.float32).itemsize), and
+    (placement.grad_reduce_group, "all_reduce", main_grad.nbytes) of each parameter that has a grad_reduce_group. The group is
+    `mesh.get_group("tp")`. If args.tp is 1 the list is empty. (This counts neither --recompute nor --zero; ours does.)""")
 @pytest.mark.parametrize("flags", [
     "float64 --tp 2 --sp off", "float64 --tp 2 --sp on", "float64 --tp 4 --sp on", "float64 --tp 1 --sp on",
     "bfloat16 --tp 2 --sp on"])
 def test_a_training_run(pool, flags):
-    """Write `sum_partial_gradients(params)`: for each parameter with a placement.sum_over, sum its main_grad over that group. Write
-    `formula`: return what one training step sends, as a list of (group, collective, payload bytes). Four steps on four ranks, with
-    tp 2, 4 or 1, must give the losses, gradient norms and weights of one process, and the ledger's bytes must equal the formula's,
-    here for --recompute none and --zero 0. (`make test` asks for the others as well: recomputation crosses a layer's borders again
-    except for its last g, and with --zero, unit.pieces() are summed instead of the parameters.)"""
+    """Write `all_reduce_partial_grads(params)`: for each parameter with a placement.grad_reduce_group, sum its main_grad over that
+    group. Write `tensor_parallel_traffic`: return what tensor parallelism should send in one training step, as a list of (group,
+    collective, payload bytes). Four steps on four ranks, with tp 2, 4 or 1, must give the losses, gradient norms and weights of one
+    process, and the ledger's bytes must be the expected ones, here for --recompute none and --zero 0. (`make test` asks for the
+    others as well: recomputation enters and leaves a layer's regions again, except that it does not leave the last one; and with
+    --zero, the sharded_params() of model.zero_units are summed instead of the parameters.)"""
     for rank, found in answers(pool, partial_gradients_job):
         expected = [[11, 11], [2 * 10**rank, 2 * 10**rank], [33, 33]]
         assert found == expected, (
             f"three parameters have the main_grads 1, 2, 3 on rank 0 and 10, 20, 30 on rank 1; the first and the last have a "
-            f"placement.sum_over; rank {rank} has {found} after sum_partial_gradients, expected {expected}")
+            f"placement.grad_reduce_group; rank {rank} has {found} after all_reduce_partial_grads, expected {expected}")
     shape = "dense-2-kv2" if "--tp 4" in flags else "dense-3"                      # fewer key-value heads than ranks
     check(pool, layouts.Layout(STEP, 4, shape, "adamw", f"--recompute none --micro_batch_size 6 --dtype {flags}"))

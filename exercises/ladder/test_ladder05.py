@@ -91,8 +91,8 @@ def positions_of(rank, mode, seq_len, cp):
 
 
 def attended(inner_attention, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="float64"):
-    """Yield the output and the gradients of q, k and v for the tokens at these positions; core takes [batch, seq, heads,
-    head_dim]."""
+    """Yield the output and the gradients of q, k and v for the tokens at these positions; inner_attention takes [batch,
+    seq, heads, head_dim]."""
     import torch
 
     def numbers(of_tokens, of_heads):
@@ -150,7 +150,7 @@ def attention_job(mode, backward):
     if not group:
         return None
     positions = positions_of(group.rank(), mode, TOKENS, RANKS).tolist()
-    kernel, update_out_and_lse = "flash_backward" if backward else "flash", context_parallel.merge
+    kernel, update_out_and_lse = "flash_backward" if backward else "flash", context_parallel.update_out_and_lse
     compute, kernels = getattr(context_parallel, kernel), []
     inner_attention = context_parallel.in_blocks(mode, group)
     with unforgiving() as handles, sent_in(group) as sent_wide:
@@ -167,7 +167,8 @@ def attention_job(mode, backward):
 
     def wide(out, lse, *block):
         assert out.dtype == lse.dtype == torch.float32, \
-            f"with q, k and v in bfloat16, merge in float32 (see no_block), not out in {out.dtype} and lse in {lse.dtype}"
+            f"with q, k and v in bfloat16, add blocks up in float32 (see init_out_and_lse), not with out in {out.dtype} and lse " \
+            f"in {lse.dtype}"
         return update_out_and_lse(out, lse, *block)
 
     def one_number(grad_out, q, k, v, out, lse, causal):
@@ -315,7 +316,7 @@ def merge_job():
         def logs(pair):
             return torch.tensor(pair, dtype=torch.float64).view(1, 1, 2)
         out, lse = output(first), logs(first_lse)
-        context_parallel.merge(out, lse, output(second, low), logs(second_lse))
+        context_parallel.update_out_and_lse(out, lse, output(second, low), logs(second_lse))
         return out.flatten().tolist(), lse.flatten().tolist()
     from math import inf, log
     return (merged([15, 1], [log(2), log(1)], [37.5, 3], [log(8), log(1)]), merged([0, 0], [-inf, -inf], [5, 6], [log(3), 0]),
@@ -328,16 +329,17 @@ def merge_job():
     The output of a block is a mean of values, and exp(lse) is the sum of its weights. The mean over both blocks is the mean
     of the two means, weighted by these sums: (2 * 15 + 8 * 37.5) / (2 + 8) = 33.
 
-    exp(lse) can overflow. Find the new lse first, by `torch.logaddexp(lse, block_lse)`. Then the weights
-    are exp(lse - new) and exp(block_lse - new): never above 1, and their sum is 1.
+    exp(lse) can overflow. First find the lse of both blocks: `total_lse = torch.logaddexp(lse, block_lse)`. Then the weights
+    are exp(lse - total_lse) and exp(block_lse - total_lse): never above 1, and their sum is 1.
 
     lse is [batch, heads, seq], out has one dimension more, so the weights need `.unsqueeze(-1)`. Change the given tensors in
-    place: `out.mul_(weight).add_(block_out * block_weight)`, and after it `lse.copy_(new)`.""")
+    place: `out.mul_(weight).add_(block_out * block_weight)`, and then `lse.copy_(total_lse)`.""")
 def test_two_blocks_of_softmax(pool):
-    """Write `merge`. It combines, in place, the outputs and the log-sum-exps (lse) of one attention over two blocks of keys:
-    afterwards `out` and `lse` are those over both blocks. A mean of 15 with weights of sum 2, and a mean of 37.5 with weights of
-    sum 8, make a mean of 33 with weights of sum 10. Where a query has seen no key yet, its lse is -inf. Two lse may lie far apart.
-    Blocks may be in bfloat16, but `out` and `lse` are wider, and must lose no precision."""
+    """Write `update_out_and_lse`. It adds a block to out and lse in place. These are the output and the log-sum-exp (lse) of one
+    attention over the keys so far, block_out and block_lse those over one more block of keys: afterwards `out` and `lse` are those
+    over both blocks. A mean of 15 with weights of sum 2, and a mean of 37.5 with weights of sum 8, make a mean of 33 with weights
+    of sum 10. Where a query has seen no key yet, its lse is -inf. Two lse may lie far apart. Blocks may be in bfloat16, but `out`
+    and `lse` are wider, and must lose no precision."""
     from math import log
     (plain, plain_lse), (first, first_lse), (huge, huge_lse), mixed, apart, low = pool.call(merge_job, STEP)[0]
     assert plain == pytest.approx([33, 330, 2, 20]), f"two queries with outputs of two numbers each: {plain}, not [33, 330, 2, 20]"
@@ -385,13 +387,13 @@ def visible_job():
     chunks are in the order of the ranks, and the late chunks the other way round. Which of the four pairs of chunks are
     visible if source < rank, and which if source > rank?
 
-    source == rank: (every, every, True), where every = slice(None). ring: (every, every, False) if source < rank, else
-    None. Otherwise: source < rank, (every, early, False); else (late, every, False), with early = slice(0, length // 2) and
-    late = slice(length // 2, None).""")
+    source == rank: (everything, everything, True), where everything = slice(None). ring: (everything, everything, False) if
+    source < rank, else None. Otherwise, with early = slice(0, length // 2) and late = slice(length // 2, None): (everything, early,
+    False) if source < rank, else (late, everything, False).""")
 def test_who_sees_whom(pool):
     """Write `visible(rank, source, mode, length)`. It says which queries of rank see which keys of source, each of which has
-    `length` tokens. Return (a slice of the queries, a slice of the keys, whether only up to the diagonal), or None if no query sees
-    a key. Every mode but "ring" has zigzag's chunks."""
+    `length` tokens. Return (a slice of the queries, a slice of the keys, whether the mask is causal: only up to the diagonal), or
+    None if no query sees a key. Every mode but "ring" has zigzag's chunks."""
     found, = pool.call(visible_job, STEP)
     for (mode, rank, source), (expected, came, nothing) in found.items():
         where = f"{mode}, queries of rank {rank} as rows, keys of rank {source} as columns"
@@ -417,18 +419,18 @@ def gather_job():
     Keys and values of all ranks come in one collective. Then a rank goes through the ranks as sources: which of this
     source's keys do my queries see? For a single source everything exists already: `visible` and `add_block`.
 
-    `gather`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(every, kv, group=group)` fills a tensor that
-    is group.size() times as long in its first dimension; `every.chunk(group.size())` are the ranks' parts. `forward`: begin
-    with `out, lse = no_block(q)`.
+    `gather`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(all_kv, kv, group=group)` fills a tensor that
+    is group.size() times as long in its first dimension; `all_kv.chunk(group.size())` are the ranks' parts. `forward`: begin
+    with `out, lse = init_out_and_lse(q)`.
 
     For source, kv in enumerate(gather(k, v, group)): `add_block(out, lse, q, kv, visible(group.rank(), source, mode,
     q.shape[2]))`. Then `out = out.type_as(q)`; for backward `ctx.save_for_backward(q, k, v, out, lse)` and `ctx.mode,
     ctx.group = mode, group`; return out.""")
 def test_all_keys_at_once(pool):
     """Write `gather`, which returns a list: for each rank of the group its keys and values, stacked, [2, batch, heads, seq/cp,
-    head_dim]. Write `GatherAttention.forward`, which returns the attention of this rank's queries to the keys of all ranks, one
+    head_dim]. Write `AllGatherAttention.forward`, which returns the attention of this rank's queries to the keys of all ranks, one
     block of keys after another. Save for backward q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing from other
-    ranks. Merge blocks in float32 or wider."""
+    ranks. Add blocks up in float32 or wider."""
     expected = [[[10 * rank, 10 * rank + 1], [10 * rank + 100, 10 * rank + 101]] for rank in range(RANKS)]
     for rank, (every, sent) in enumerate(answers_of(pool, gather_job)):
         assert every == expected, f"on rank {rank}, gather returns {every}; keys are 0 1, 10 11 and 20 21, values 100 more"
@@ -443,17 +445,17 @@ def test_all_keys_at_once(pool):
     final lse, it returns exact terms of the gradients for a block of keys, which only have to be added up. Whose
     gradients does a rank hold in the end that it has to send away?
 
-    `block_gradients`: cut grad_out, q, out and lse to the block's queries and kv to its keys, [:, :, rows] and [:, :, :,
-    columns], and call `flash_backward` (lse.contiguous()). Without a block it returns nothing. `backward`: gather again, and
+    `block_gradients`: take the block's queries of grad_out, q, out and lse, [:, :, queries], and its keys of kv, [:, :, :, keys],
+    and call `flash_backward` (lse.contiguous()). Without a block it returns nothing. `backward`: gather again, and
     let `add_gradients` add each block's terms to grad_q and to the part of a tensor [2 cp, ...] that is the source's.
 
-    grads = zeros of [2 * cp, *k.shape] in lse.dtype; for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group),
-    grads.chunk(cp))): add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block), block). Then
-    `dist.reduce_scatter_tensor(mine, grads, group=ctx.group)` with mine like grads[:2]; return grad_q, grad_k, grad_v (each
-    .type_as(q)), None, None.""")
+    all_grad_kv = zeros of [2 * cp, *k.shape] in lse.dtype; for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group),
+    all_grad_kv.chunk(cp))): add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block), block). Then
+    `dist.reduce_scatter_tensor(local_grad_kv, all_grad_kv, group=ctx.group)` with local_grad_kv like all_grad_kv[:2]; its two
+    parts are grad_k and grad_v. Return grad_q, grad_k, grad_v (each .type_as(q)), None, None.""")
 def test_gradients_of_all_keys(pool):
     """Write `block_gradients`, which returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
-    Write `GatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, with the shares of all
+    Write `AllGatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, with the shares of all
     ranks. Gather once more, and reduce-scatter the gradients; add them up in float32 or wider, in lse's dtype. (The value of token
     s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
     answers = answers_of(pool, attention_job, mode="allgather", backward=True)
@@ -461,9 +463,9 @@ def test_gradients_of_all_keys(pool):
     assert_work(answers, "allgather", backward=True)
 
 
-def pass_on_job():
-    """Pass on a tensor filled with its sender's rank, while the rank goes on writing to other memory. Return what `pass_on` brings,
-    and how much was under way when it returned."""
+def ring_send_recv_job():
+    """Pass on a tensor filled with its sender's rank, while the rank goes on writing to other memory. Return what
+    `ring_send_recv` brings, and how much was under way when it returned."""
     import context_parallel
     import torch
     from unforgiving import unforgiving
@@ -483,24 +485,24 @@ def pass_on_job():
     otherwise all ranks send and nobody receives. In forward a rank passes on what it has, works with it, and then waits for
     what comes. At hop h, whose keys and values does it have?
 
-    `pass_on`: `dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, group=group, group_peer=next), dist.P2POp(dist.irecv,
-    coming, group=group, group_peer=previous)])` returns works with wait(); both tensors must be contiguous. Return a function
-    that waits for all works and returns `coming`. `forward`: at hop h the source is (rank - h) % cp, and in the last hop
-    nothing is passed on.
+    `ring_send_recv`: `dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, group=group, group_peer=next), dist.P2POp(dist.irecv,
+    recv_buffer, group=group, group_peer=previous)])` returns handles with wait(); both tensors must be contiguous. Return a
+    function that waits for all handles and returns `recv_buffer`. `forward`: at hop h the source is (rank - h) % cp, and in the
+    last hop nothing is passed on.
 
-    For hop in range(cp): if hop < cp - 1, `receive = pass_on(kv, group)`; then `add_block(out, lse, q, kv, visible(rank, (rank -
-    hop) % cp, mode, q.shape[2]))`; then, if hop < cp - 1, `kv = receive()`. Before it `out, lse = no_block(q)` and `kv =
-    torch.stack((k, v))`; after it the same as in `GatherAttention.forward`.""")
+    For hop in range(cp): if hop < cp - 1, `receive_kv = ring_send_recv(kv, group)`; then `add_block(out, lse, q, kv, visible(rank,
+    (rank - hop) % cp, mode, q.shape[2]))`; then, if hop < cp - 1, `kv = receive_kv()`. Before it `out, lse = init_out_and_lse(q)`
+    and `kv = torch.stack((k, v))`; after it the same as in `AllGatherAttention.forward`.""")
 def test_keys_go_round_a_ring(pool):
-    """Write `pass_on(tensor, group)`. It starts to send the tensor to the next rank of the ring, and to receive from the one
+    """Write `ring_send_recv(tensor, group)`. It starts to send the tensor to the next rank of the ring, and to receive from the one
     before, both in one dist.batch_isend_irecv. It returns a function that waits, and returns the tensor that came. Write
-    `RingAttention.forward`, which returns what `GatherAttention.forward` does, but keys and values go round, and while a rank works
-    with some, the next ones are under way. It saves as little for backward, too."""
-    for rank, (shape, came, started, dtype) in enumerate(answers_of(pool, pass_on_job)):
+    `RingAttention.forward`, which returns what `AllGatherAttention.forward` does, but keys and values go round, and while a rank
+    works with some, the next ones are under way. It saves as little for backward, too."""
+    for rank, (shape, came, started, dtype) in enumerate(answers_of(pool, ring_send_recv_job)):
         before = (rank - 1) % RANKS
         assert (shape, came) == ([3, 2], [before] * 6), \
             f"rank {rank} received {came} of shape {shape}, not six times {before} of shape [3, 2] (nan: read before it arrived)"
-        assert started == 2, f"when pass_on returned, {started} operations were under way, not a send and a receive"
+        assert started == 2, f"when ring_send_recv returned, {started} operations were under way, not a send and a receive"
         assert dtype == "torch.float64", f"rank {rank} received a tensor of {dtype} where torch.float64 was sent"
     for mode in ("ring", "zigzag"):
         answers = answers_of(pool, attention_job, mode=mode, backward=False)
@@ -516,10 +518,10 @@ def test_keys_go_round_a_ring(pool):
     the sum that the ranks before have made; add the share with `add_gradients`; pass the sum on. In the first hop nobody has
     added anything: zeros. After the last hop the sum comes home.
 
-    Begin with `receive_grad = lambda: torch.zeros_like(kv, dtype=lse.dtype)`. In each hop: `grads = block_gradients(grad_out,
-    q, kv, out, lse, block)`, `grad_kv = receive_grad()`, `add_gradients(grad_q, grad_kv, grads, block)`, `receive_grad =
-    pass_on(grad_kv, ctx.group)`. After the loop `grad_k, grad_v = receive_grad().type_as(k)`; return grad_q.type_as(q),
-    grad_k, grad_v, None, None.""")
+    Begin with `receive_grad = None`. In each hop: `grads = block_gradients(grad_out, q, kv, out, lse, block)`; `grad_kv =
+    receive_grad() if receive_grad else torch.zeros_like(kv, dtype=lse.dtype)`; `add_gradients(grad_q, grad_kv, grads, block)`;
+    `receive_grad = ring_send_recv(grad_kv, ctx.group)`. After the loop `grad_k, grad_v = receive_grad().type_as(k)`; return
+    grad_q.type_as(q), grad_k, grad_v, None, None.""")
 def test_gradients_follow_the_keys(pool):
     """Write `RingAttention.backward`. It returns the gradients of q, and those of this rank's k and v, to which every rank has
     added its share while they went round the ring. Add them up and send them in float32 or wider, in lse's dtype. While a rank
@@ -531,9 +533,9 @@ def test_gradients_follow_the_keys(pool):
 
 
 def ulysses_job(cases):
-    """Run AllToAll on four ranks, on a tensor with 10 t + h for token t and head h (100 more in sequence 1). Return its result, and
-    the gradient of its input when the result is its own gradient. Then run attention with the given numbers of heads and key-value
-    heads, and return this rank's positions and results, and what it sends in forward and backward."""
+    """Run UlyssesAllToAll on four ranks, on a tensor with 10 t + h for token t and head h (100 more in sequence 1). Return its
+    result, and the gradient of its input when the result is its own gradient. Then run attention with the given numbers of heads
+    and key-value heads, and return this rank's positions and results, and what it sends in forward and backward."""
     import context_parallel
     import torch
     from model import sdpa
@@ -556,8 +558,8 @@ def ulysses_job(cases):
             shapes = [list(t.shape) for t in qkv]
             right = [[BATCH, TOKENS, n // 4, 1] for n in (heads, kv_heads * copies, kv_heads * copies)]
             assert shapes == right, (
-                f"{heads} heads, {kv_heads} of keys and values, 4 ranks: core was given q, k, v of the shapes {shapes}, not "
-                f"{right}: all tokens, and a fourth of the heads, with those of keys and values {copies} times each")
+                f"{heads} heads, {kv_heads} of keys and values, 4 ranks: inner_attention was given q, k, v of the shapes {shapes}, "
+                f"not {right}: all tokens, and a fourth of the heads, with those of keys and values {copies} times each")
             return sdpa(*qkv)
         found.append(list(attended(context_parallel.ulysses(inner_attention, group), positions, heads, kv_heads)))
     return there, back, [dict(sent), dict(sent_back)], len(kept), positions, found
@@ -568,18 +570,21 @@ def ulysses_job(cases):
     each rank sends each other rank a piece: its own tokens, for the heads that the other will have. How does one get
     back, and what is the gradient of this exchange?
 
-    `AllToAll.forward`: `x.chunk(group.size(), dim=cut)` are the pieces; stack them; `dist.all_to_all_single(received, parts,
-    group=group)` sends the i-th to rank i; join what came with `torch.cat(received.unbind(), dim=join)`. Backward is the
-    same with cut and join exchanged. Keep all three on ctx. In `ulysses`, dimension 1 is tokens and 2 is heads.
+    `UlyssesAllToAll.forward`: `x.chunk(group.size(), dim=scatter_dim)` are the pieces; stack them;
+    `dist.all_to_all_single(recv_buffer, send_buffer, group=group)` sends the i-th to rank i; join the pieces that it received with
+    `torch.cat(recv_buffer.unbind(), dim=gather_dim)`. Backward is the same with scatter_dim and gather_dim exchanged. Keep all
+    three arguments on ctx. In `ulysses`, dimension 1 is tokens and 2 is heads.
 
-    backward: `return AllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None`. `ulysses` returns a function of q,
-    k, v: `repeats = group.size() // math.gcd(k.shape[2], group.size())`, k and v `.repeat_interleave(repeats, dim=2)`, all three
-    through `AllToAll.apply(t, 2, 1, group)`, and `AllToAll.apply(core(q, k, v), 1, 2, group)` of the output.""")
+    backward: `return UlyssesAllToAll.apply(grad, ctx.gather_dim, ctx.scatter_dim, ctx.group), None, None, None`. `ulysses` returns
+    a function of q, k, v: `repeats = group.size() // math.gcd(k.shape[2], group.size())`, k and v `.repeat_interleave(repeats,
+    dim=2)`, all three through `UlyssesAllToAll.apply(t, 2, 1, group)`, and of the output `UlyssesAllToAll.apply(inner_attention(q,
+    k, v), 1, 2, group)`.""")
 def test_from_tokens_to_heads(pool):
-    """Write `AllToAll.apply(x, cut, join, group)`. It cuts x along dimension `cut` into a piece for each rank, and joins the pieces
-    that it receives along dimension `join`, in the order of the ranks. Write `ulysses(core, group)`, which returns attention for a
-    rank's part of the tokens: core sees all tokens of a part of the heads. If the number of ranks does not divide the number of
-    key-value heads, repeat each as few times as possible. Keep nothing for backward except cut, join and group."""
+    """Write `UlyssesAllToAll.apply(x, scatter_dim, gather_dim, group)`: its forward splits x along `scatter_dim` into a piece for
+    each rank, and joins the pieces that it receives along `gather_dim`, in the order of the ranks; its backward undoes that. Write
+    `ulysses(inner_attention, group)`, which returns attention for a rank's part of the tokens: inner_attention sees all tokens of a
+    part of the heads. If the number of ranks does not divide the number of key-value heads, repeat each as few times as possible.
+    Keep nothing for backward except scatter_dim, gather_dim and group."""
     cases = [(8, 4, 1), (4, 2, 2), (12, 6, 2), (4, 1, 4)]
     answers = answers_of(pool, ulysses_job, ranks=4, cases=cases)
     for rank, (there, back, sent, kept, *_) in enumerate(answers):
@@ -589,20 +594,23 @@ def test_from_tokens_to_heads(pool):
         assert there == heads, f"tokens (tens) and heads (units), two sequences: rank {rank} should have {heads}, not {there}"
         assert back == tokens, f"the gradient {heads} should come back as {tokens}, and is {back}"
         right = {"all_to_all": BATCH * 2 * 8 * 4}
-        assert sent == [right] * 2, f"forward and backward of AllToAll send {sent} bytes, and should send {right} each"
-        assert not kept, "AllToAll keeps a tensor for backward, and so its memory; cut, join and group are all that backward needs"
+        assert sent == [right] * 2, f"forward and backward of UlyssesAllToAll send {sent} bytes, and should send {right} each"
+        assert not kept, (
+            "UlyssesAllToAll keeps a tensor for backward, and so its memory; scatter_dim, gather_dim and group are all that "
+            "backward needs")
     for i, (heads, kv_heads, _) in enumerate(cases):
         assert_attention([(positions, found[i]) for *_, positions, found in answers], heads, kv_heads)
 
 
-def formula_job(cases):
-    """Return what `formula` says for a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers, sharded over tp."""
-    import context_parallel
+def traffic_job(cases):
+    """Return what `context_parallel_traffic` says for a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers,
+    sharded over tp."""
     import torch
+    import traffic
 
     def proj(rows):
         return SimpleNamespace(weight=torch.zeros(rows, 5))
-    found = []
+    found, mesh = [], SimpleNamespace(get_group=str)
     for mode, cp, dp, tp, recompute, dtype in cases:
         attention = SimpleNamespace(q_proj=proj(24 // tp), k_proj=proj(12 // tp), v_proj=proj(12 // tp), head_dim=2)
         config = SimpleNamespace(num_hidden_layers=3, num_attention_heads=12, num_key_value_heads=6, head_dim=2, hidden_size=5)
@@ -610,7 +618,7 @@ def formula_job(cases):
         args = SimpleNamespace(dp=dp, cp=cp, tp=tp, cp_mode=mode, sp="on", recompute=recompute, zero=0, dtype=getattr(torch, dtype),
                                seq_len=16, global_batch_size=24, micro_batch_size=3)
         model = SimpleNamespace(model=SimpleNamespace(config=config, layers=layers))
-        found.append([tuple(sent) for sent in context_parallel.formula(model, SimpleNamespace(get_group=str), args)])
+        found.append([tuple(sent) for sent in traffic.context_parallel_traffic(model, mesh, args)])
     return found
 
 
@@ -628,8 +636,8 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
 
 
 @pytest.mark.slow
-@rung({"context_parallel.py": ["formula"]}, hints="""
-    The ledger compares the bytes sent with a technique's own formula for a training step. How many tokens of a rank go
+@rung({"traffic.py": ["context_parallel_traffic"]}, hints="""
+    The ledger compares the bytes sent in a training step with those that traffic.py expects. How many tokens of a rank go
     through attention in a step, over all its micro-batches and layers? How often does each of the tensors travel?
 
     `tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * layers`; a token's keys have len(k_proj.weight)
@@ -637,20 +645,20 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
     --recompute forward runs once more. Names: "send" for ring and zigzag, "all_gather" and "reduce_scatter", "all_to_all".
     Whatever is gathered or scattered counts whole: cp times a rank's part.
 
-    With q and kv the numbers of a step, e and x the bytes of a number and of a wide one, and times = 2, or 3 with
-    recomputation: ring and zigzag send times * (cp - 1) * 2 * kv * e + cp * 2 * kv * x; allgather gathers times * cp * 2 * kv
-    * e and reduce-scatters cp * 2 * kv * x; ulysses times * e * (2 * q + 2 * kv * repeats). Each as (mesh.get_group("cp"),
-    name, bytes); with cp 1 the list is empty.""")
+    Let q and kv be the elements of a step's queries and keys, e the itemsize of args.dtype and x that of float32 or wider, and
+    passes = 2, or 3 with recomputation. ring and zigzag send passes * (cp - 1) * 2 * kv * e + cp * 2 * kv * x; allgather gathers
+    passes * cp * 2 * kv * e and reduce-scatters cp * 2 * kv * x; ulysses exchanges passes * e * (2 * q + 2 * kv * repeats). Each as
+    (mesh.get_group("cp"), name, bytes); with cp 1 the list is empty.""")
 @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather", "ulysses"])
 def test_a_training_run(pool, mode):
-    """Write `formula(model, mesh, args)`. It lists what this rank sends in a step, (mesh.get_group("cp"), collective, bytes), which
-    must equal the ledger's bytes: also with dp, with tp (then a rank has a part of the heads, and so of the rows of q_proj and
-    k_proj), with --recompute and in any dtype. Four steps on two ranks must give the losses, gradient norms and weights of one
-    process."""
+    """Write `context_parallel_traffic(model, mesh, args)`. It lists what context parallelism should send in a step, as
+    (mesh.get_group("cp"), collective, bytes), which must equal the ledger's bytes: also with dp, with tp (then a rank has a part of
+    the heads, and so of the rows of q_proj and k_proj), with --recompute and in any dtype. Four steps on two ranks must give the
+    losses, gradient norms and weights of one process."""
     cases = [(cp_mode, *more) for cp_mode in ("zigzag", "ring", "allgather", "ulysses") for more in (
         (1, 1, 1, "none", "float32"), (2, 1, 1, "none", "float32"), (4, 1, 1, "none", "bfloat16"), (4, 2, 1, "full", "bfloat16"),
         (4, 1, 2, "selective", "float64"))]
-    found, = pool.call(formula_job, STEP, cases=cases)
+    found, = pool.call(traffic_job, STEP, cases=cases)
     for case, came in zip(cases, found):
         sums = Counter()
         for group, collective, size in came:
@@ -658,7 +666,7 @@ def test_a_training_run(pool, mode):
         right = by_hand(*case)
         assert dict(sums) == right, (
             "--cp_mode {}, cp {}, dp {}, tp {}, --recompute {}, {}; 24 sequences of 16 tokens, 3 layers of 12 heads of 2 numbers, "
-            "6 for keys and values: formula says {}, not {}").format(*case, dict(sums), right)
+            "6 for keys and values: context_parallel_traffic says {}, not {}").format(*case, dict(sums), right)
     recompute = "full" if mode == "zigzag" else "none"
     flags = f"--dtype float64 --recompute {recompute} --micro_batch_size 12 --cp 2 --cp_mode {mode}"
     check(pool, layouts.Layout(STEP, 2, "dense-2", "adamw", flags))

@@ -14,7 +14,7 @@ HANGS = 20                                                # seconds: ranks that 
 # ------------------------------------------------------------------------------------------------ lists
 def lists_job(cases):
     """Return {(name, ranks, m, stages per rank): for each rank the actions (kind, stage, micro-batch), its idle time in units (for
-    lists that wait for themselves, where), and how many micro-batches of a stage it keeps}."""
+    lists that deadlock, where), and how many micro-batches of a stage it holds at most}."""
     import schedules
     found = {}
     for case in cases:
@@ -91,33 +91,33 @@ def as_tuples(actions):
 
 
 @rung({"schedules.py": ["afab"]}, hints="""
-    AFAB is "all forwards, all backwards". A list holds what one rank does, in order. What does a rank with one stage do, if
-    there are three micro-batches?
+    AFAB is "all forwards, all backwards". A list contains what one rank computes, in order. What does a rank with one stage
+    compute, if there are three micro-batches?
 
     `Action("F", rank, i)` is the forward of micro-batch i, `Action("B", rank, i)` its backward: the rank's only stage has
     the rank's number.
 
-    `[Action("F", rank, i) for i in range(m)] + [Action("B", rank, i) for i in range(m)]`. (Ours is by_turns with all m
-    forwards ahead, which is the same list.)""")
+    `[Action("F", rank, i) for i in range(m)] + [Action("B", rank, i) for i in range(m)]`. (Ours calls warmup_steady_cooldown
+    with num_warmup=m, which returns the same list.)""")
 def test_all_forwards_all_backwards(pool):
-    """Write `afab(rank, ranks, m)`, the list of one rank's actions for m micro-batches: F of each, in order, then B of each, in the
-    same order. A rank has one stage, which has the rank's number."""
+    """Write `afab(rank, num_ranks, m)`. It returns the list of one rank's actions for m micro-batches: F of each, in order, then B
+    of each, in the same order. A rank has one stage, which has the rank's number."""
     assert_lists(pool, "afab", {(1, 1): ["F0 B0"], (2, 3): ["F0 F1 F2 B0 B1 B2"] * 2})
 
 
 @rung({"schedules.py": ["one_f_one_b"]}, hints="""
-    A backward gives memory back, so it should come as early as it can. The last rank can do B0 right after F0. Rank 0 waits
-    for its first backward while micro-batch 0 goes to the end and comes back. How many ranks can be busy with one
+    A backward frees the memory of its forward, so it should come as early as it can. The last rank can do B0 right after F0.
+    Rank 0 waits for its first backward while micro-batch 0 goes to the end and comes back. How many ranks can be busy with one
     micro-batch each on this way?
 
-    From `rank` to the end there are `ranks - rank` ranks. That many forwards come first. Then a backward and a forward by
-    turns, as long as there are forwards, and then the backwards that are left.
+    From `rank` to the last there are `num_ranks - rank` ranks. That many forwards come first: the warm-up. Then a backward and a
+    forward alternate, as long as there are forwards, and then come the remaining backwards.
 
-    `by_turns(forwards, backwards, ahead)` does the turns. With the forwards and backwards of AFAB (each backward a list of
-    its own: `[[Action("B", rank, i)] for i in range(m)]`) it is `by_turns(forwards, backwards, ahead=ranks - rank)`.""")
+    `warmup_steady_cooldown(forwards, backwards, num_warmup)` puts a list together in this way. Take the forwards and backwards of
+    AFAB (each backward in a list of its own: `[[Action("B", rank, i)] for i in range(m)]`), and num_warmup=num_ranks - rank.""")
 def test_one_forward_one_backward(pool):
-    """Write `one_f_one_b(rank, ranks, m)`, the list of 1F1B: first as many forwards as there are ranks from this one to the last,
-    both counted (or all m, if they are fewer); then B and F by turns; then the backwards that are left."""
+    """Write `one_f_one_b(rank, num_ranks, m)`. It returns the list of 1F1B: first as many forwards as there are ranks from this one
+    to the last, both counted (or all m, if they are fewer); then B and F alternate; then come the remaining backwards."""
     assert_lists(pool, "1f1b", {
         (2, 3): ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"],
         (3, 2): ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"],
@@ -139,12 +139,12 @@ def follows_job():
 
 
 @rung({"schedules.py": ["receives", "sends", "bubble"]}, hints="""
-    F of a stage receives the output that F of the stage before sent, but the first stage has the tokens. B and I receive
-    the gradient from the stage after, but the last stage has the loss. Who waits for W? As for the bubble: a rank idles
-    whenever it is not busy, between the first start of all ranks and the last end of all ranks.
+    F of a stage receives the output that F of the stage before has sent, but the first stage gets the tokens. B and I receive
+    the gradient from the stage after, but the last stage has the loss. Does anybody wait for W? As for the bubble: a rank idles
+    whenever it is not busy, between the first start of any rank and the last end of any rank.
 
-    A Message has the stage of its sender. So F of stage 1 receives Message(True, 0, i) and sends Message(True, 1, i); B or I of
-    stage 1 receives Message(False, 2, i) and sends Message(False, 1, i). `last` is the number of the last stage. The bubble is
+    A Message contains the stage of its sender. So F of stage 1 receives Message(True, 0, i) and sends Message(True, 1, i); B or I
+    of stage 1 receives Message(False, 2, i) and sends Message(False, 1, i). `last` is the number of the last stage. The bubble is
     a list with a number for each rank.
 
     receives: F with stage > 0: Message(True, action.stage - 1, action.micro_batch); I or B with stage < last: Message(False,
@@ -153,9 +153,9 @@ def follows_job():
     start; [length - busy[rank] for rank in sorted(busy)].""")
 def test_who_waits_for_whom(pool):
     """Write `receives(action, last)`, which returns the Message that an action waits for, and `sends(action, last)`, which returns
-    the one that it produces, or None; a Message carries the stage that sends it. Write `bubble(events)`, which lists for each rank
-    how long it is idle between the first start and the last end of all events. Then `simulate` can tell what a schedule costs: 9
-    units with 1F1B on four ranks."""
+    the one that it sends; each returns None if there is none. A Message contains the number of the stage that sends it. Write
+    `bubble(events)`, which returns for each rank how long it idles between the first start and the last end of all events. Then
+    `simulate` can tell what a schedule costs: 9 units with 1F1B on four ranks."""
     (messages, by_hand), = pool.call(follows_job, STEP)
     there, back = [(True, 0, 5), (True, 1, 5)], [(False, 1, 5), (False, 2, 5)]
     right = {("F", 0): [None, there[0]], ("F", 1): there, ("F", 2): [there[1], None], ("W", 0): [None] * 2, ("W", 1): [None] * 2,
@@ -167,19 +167,19 @@ def test_who_waits_for_whom(pool):
             assert message == wanted, \
                 f"{kind} of stage {stage} of 0 to 2, micro-batch 5, {name} (forward, sender, micro-batch) {wanted}, not {message}"
     assert by_hand == [3, 0], ("rank 0 works from 11 to 12 and from 13 to 15, rank 1 from 10 to 16, so the whole "
-                               f"runs from 10 to 16. So they idle for [3, 0], not {by_hand}")
+                               f"step takes from 10 to 16. So they idle for [3, 0], not {by_hand}")
     cases = [(name, ranks, 8, 1) for name in ("afab", "1f1b") for ranks in (2, 4)]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         assert_runs(case, lists, idle)
         ranks = case[1]
         right = [3 * (ranks - 1)] * ranks
-        assert idle == right, f"{in_words(case)}: the ranks idle {idle} units, not (ranks - 1)(F + I + W) = {right}"
+        assert idle == right, f"{in_words(case)}: the ranks idle {idle} units, not (num_ranks - 1)(F + I + W) = {right}"
         right = [8] * ranks if case[0] == "afab" else [ranks - rank for rank in range(ranks)]
-        assert kept == right, f"{in_words(case)}: the ranks keep {kept} micro-batches, not {right}"
+        assert kept == right, f"{in_words(case)}: the ranks hold {kept} micro-batches, not {right}"
 
 
 def stages_job(sizes, layouts):
-    """Return first_layers for models whose layers' matrices are 40 numbers wide, and my_stages of each rank."""
+    """Return stage_boundaries for models whose layers' matrices are 40 numbers wide, and local_stages of each rank."""
     import pipeline_parallel
     shape = dict(hidden_size=8, num_attention_heads=5, num_key_value_heads=2, head_dim=2, intermediate_size=4)
     first, mine = {}, {}
@@ -201,40 +201,42 @@ def place_in_pp(rank):
 
 
 @rung({"pipeline_parallel.py": ["stage_boundaries", "local_stages"]}, hints="""
-    Embedding and head are on the first and the last stage, and each is as large as `ends` layers. So cut a row of ends +
-    layers + ends into equal parts. Where in this row does stage s begin, and which layer is that? As for the stages of a rank:
-    a micro-batch passes all ranks before it comes to a rank's next stage, but in dualpipe it goes there and back.
+    The first stage has the embedding and the last one the head, and each of these counts as `ends` layers. So divide a row of
+    ends + layers + ends into equal pieces. Where in this row does stage i begin, and which layer is that? As for the stages of a
+    rank: a micro-batch passes all ranks before it comes to a rank's next stage, but in dualpipe it goes down the ranks and back.
 
-    A layer's matrices have hidden * width numbers, with width = (2 heads + 2 kv_heads) head_dim + 3 intermediate_size. The
-    embedding has hidden * vocab_size. So ends = vocab_size / width. Stage s begins at (layers + 2 ends) s / stages - ends, to
-    the nearest whole number. Then make sure that each stage has at least one layer.
+    A layer's matrices have hidden * width elements, with width = (2 heads + 2 kv_heads) head_dim + 3 intermediate_size. The
+    embedding has hidden * vocab_size. So ends = vocab_size / width. Stage i begins at (layers + 2 ends) i / num_stages - ends,
+    rounded to the nearest whole number. Then make sure that each stage has at least one layer.
 
-    `first_layers`: for stage in range(stages + 1), even = floor((layers + 2 * ends) * stage / stages - ends + 0.5), and then
-    max(stage, min(layers - stages + stage, even)). `my_stages`: with stages = args.pp * args.stages_per_rank and rank =
-    mesh.get_local_rank("pp"), `list(range(rank, stages, args.pp))`; with dualpipe `[rank, stages - 1 - rank]`.""")
-def test_which_layers_are_mine(pool):
-    """Write `first_layers(config, stages)`, which lists the number of each stage's first layer, and at the end the number of
-    layers. Embedding and head count as layers, by the size of their matrices (ignore norms), so that stages have equal sizes; each
-    stage has at least one layer. Write `my_stages(mesh, args)`, which lists the stages of a rank, out of pp * stages_per_rank: with
-    dualpipe there and back, otherwise every pp-th. The rank's number is mesh.get_local_rank("pp")."""
+    `stage_boundaries`: for i in range(num_stages + 1), first = floor((layers + 2 * ends) * i / num_stages - ends + 0.5), and then
+    max(i, min(layers - num_stages + i, first)). `local_stages`: with num_stages = args.pp * args.stages_per_rank and rank =
+    mesh.get_local_rank("pp"), `list(range(rank, num_stages, args.pp))`; with dualpipe (whose Schedule is v_shaped) `[rank,
+    num_stages - 1 - rank]`.""")
+def test_which_layers_a_rank_has(pool):
+    """Write `stage_boundaries(config, num_stages)`. It returns a list of the number of each stage's first layer, and at the end the
+    number of layers. The stages are to be equal in size; embedding and head count as layers, by the size of their matrices (ignore
+    norms); and each stage has at least one layer. Write `local_stages(mesh, args)`. It returns the list of the stages of this rank,
+    out of pp * stages_per_rank: with dualpipe one on the way down and one on the way back, otherwise every pp-th. The rank's number
+    is mesh.get_local_rank("pp")."""
     first = {(6, 40, 4): [0, 1, 3, 5, 6], (8, 80, 4): [0, 1, 4, 7, 8], (7, 40, 3): [0, 2, 5, 7], (6, 40, 3): [0, 2, 4, 6],
              (8, 4, 4): [0, 2, 4, 6, 8], (4, 4000, 4): [0, 1, 2, 3, 4], (40, 400, 4): [0, 5, 20, 35, 40],
              (300, 1600, 4): [0, 55, 150, 245, 300]}
     mine = {("1f1b", 3, 1): [[0], [1], [2]], ("interleaved", 3, 2): [[0, 3], [1, 4], [2, 5]],
             ("interleaved", 2, 3): [[0, 2, 4], [1, 3, 5]], ("dualpipe", 3, 2): [[0, 5], [1, 4], [2, 3]]}
-    (found_first, found_mine), = pool.call(stages_job, STEP, sizes=list(first), layouts=list(mine))
+    (found_first, found_local), = pool.call(stages_job, STEP, sizes=list(first), layouts=list(mine))
     for (layers, vocab, stages), expected in first.items():
         found = found_first[layers, vocab, stages]
         assert found == expected, (f"{layers} layers, each 40 times hidden in size, embedding and head {vocab} times hidden, in "
-                                   f"{stages} stages: the first layers, and the end, are {found}, not {expected}")
+                                   f"{stages} stages: the boundaries are {found}, not {expected}")
     for (schedule, pp, each), expected in mine.items():
-        found = found_mine[schedule, pp]
+        found = found_local[schedule, pp]
         assert found == expected, f"{schedule}, pp {pp}, {each} stages on each rank: the ranks have {found}, not {expected}"
 
 
 # ------------------------------------------------------------------------------------------------ a small pipeline
 class Put:
-    """Work for W, as it stands in the queue."""
+    """What a backward puts into the queue for W."""
     done = 0
 
     def __call__(self):
@@ -267,7 +269,8 @@ def small_pipeline(weights):
         return (y - targets).square().sum()
     pipeline.model = SimpleNamespace(lm_head=lm_head)
     pipeline.shape, pipeline.loss = (1, 1, 1), torch.zeros((), dtype=torch.float64)
-    pipeline.fwd_cache, pipeline.weight_grad_queues, pipeline.ready, pipeline.recv_handles, pipeline.send_handles = {}, {}, {}, {}, []
+    pipeline.fwd_cache, pipeline.weight_grad_queues = {}, {}
+    pipeline.ready, pipeline.recv_handles, pipeline.send_handles = {}, {}, []
 
     def number(x):
         return torch.full((1, 1, 1), x, dtype=torch.float64)
@@ -275,7 +278,7 @@ def small_pipeline(weights):
     return pipeline, weights
 
 
-def border_job():
+def three_stages_job():
     """Run three stages in one process. Return the micro-batches' activations, the gradients that are sent back, and what is
     left."""
     pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
@@ -289,48 +292,51 @@ def border_job():
     of_each = ["those of 0"] * 3 + ["those of 1"] * 3
     assert pipeline.seen == of_each, f"stages were given the positions {pipeline.seen}, not those of their micro-batch, {of_each}"
     assert pipeline.loss == 0, \
-        "leave head and loss to input_gradient: made in F, they are kept until I, and with them a gradient as large as the head"
+        "leave head and loss to input_gradient: if F computes them, they are kept until I, with a gradient as large as the head"
     for i in range(2):
         grad = None
         for stage in (2, 1, 0):
             grad = pipeline.input_gradient(stage, i, grad)
             back.append(grad if grad is None else grad.item())
-    assert not pipeline.loss.requires_grad, "self.loss is a number: with its history it would keep everything before it alive"
-    kept, queue, deferred = len(pipeline.fwd_cache), len(pipeline.queue), {what: len(q) for what, q in pipeline.weight_grad_queues.items()}
-    return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), kept, queue, deferred
+    assert not pipeline.loss.requires_grad, \
+        "detach the loss before you add it to self.loss: its history would keep all activations in memory"
+    deferred = {key: len(queue) for key, queue in pipeline.weight_grad_queues.items()}
+    left = len(pipeline.fwd_cache), len(pipeline.queue), deferred
+    return there, back, [weight.grad.item() for weight in weights], pipeline.loss.item(), *left
 
 
 @rung({"pipeline_parallel.py": ["Pipeline.forward", "Pipeline.head_and_loss", "Pipeline.input_gradient"]}, hints="""
-    A message has numbers but no history, so autograd stops at a border. On the other side it begins again with the number
-    that came. In backward the gradient that came is given to the stage's output, and the gradient of the stage's input goes
-    on. So what must a stage keep of a micro-batch between its F and its I?
+    A message has numbers but no history, so autograd stops where one stage ends. In the next stage it begins again, with the
+    tensor that was received. In backward, the gradient that was received is that of the stage's output, and the gradient of the
+    stage's input is sent on. So what must a stage keep of a micro-batch between its F and its I?
 
-    `forward`: the first stage gets None for x and takes the micro-batch's inputs; others `x.requires_grad_()`. Keep x and y in
-    self.kept[stage, i]; return y.detach(). `input_gradient`: take both out of self.kept; `torch.autograd.backward(y, grad)`;
-    return x.grad. On the last stage y is not the loss yet: `head_and_loss(i, y)` turns it into the loss.
+    `forward`: the first stage gets None for x and takes the micro-batch's inputs; for others call `x.requires_grad_()`. Keep x and
+    y in self.fwd_cache[stage, i]; return y.detach(). `input_gradient`: pop both from self.fwd_cache; `torch.autograd.backward(y,
+    grad)`; return x.grad. On the last stage y is not the loss yet: `head_and_loss(i, y)` computes it.
 
     forward: `inputs, positions, _ = self.micro_batches[i]`; `y = self.stages[stage](x, positions)`. head_and_loss: `loss =
     self.model.lm_head(y, targets) / (self.args.global_batch_size * self.args.seq_len)` and `self.loss += loss.detach()`.
-    input_gradient calls it if stage == self.last. After backward: `self.deferred[stage, i] = self.queue[:]` and
-    `self.queue.clear()`, which leaves W's work to weight_gradient.""")
-def test_over_a_border_and_back(pool):
-    """Write `forward(stage, i, x)`. It runs micro-batch i through a stage, keeps in self.kept what backward needs, and returns the
-    output without its history; the first stage gets None for x and takes the inputs: self.micro_batches[i] is (inputs, positions,
-    targets), as in step 5's loop. Write `input_gradient(stage, i, grad)`. It runs backward from the gradient of the output, or on
-    the last stage from the loss, and returns the gradient of the stage's input. Move whatever backward put into self.queue to
-    self.deferred[stage, i]. Write `head_and_loss(i, y)`. It makes that loss, the head's divided by the number of tokens of the
-    global batch, and adds it to self.loss."""
-    (there, back, grads, loss, kept, queue, deferred), = pool.call(border_job, STEP)
+    input_gradient calls it if stage == self.last. After backward: `self.weight_grad_queues[stage, i] = self.queue[:]` and
+    `self.queue.clear()`, so that weight_gradient finds what W has to compute.""")
+def test_from_stage_to_stage_and_back(pool):
+    """Write `forward(stage, i, x)`. It runs micro-batch i through a stage, keeps in self.fwd_cache what backward needs, and returns
+    the output without its history; the first stage gets None for x and takes the inputs: self.micro_batches[i] is (inputs,
+    positions, targets), as in step 5's loop. Write `input_gradient(stage, i, grad)`. It runs backward from the gradient of the
+    output, or on the last stage from the loss, and returns the gradient of the stage's input. Move what backward has put into
+    self.queue to self.weight_grad_queues[stage, i]. Write `head_and_loss(i, y)`. It computes the loss of the micro-batch, which is
+    the head's divided by the number of tokens of the global batch, and adds it to self.loss."""
+    (there, back, grads, loss, kept, queue, deferred), = pool.call(three_stages_job, STEP)
     begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
     assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
     assert loss == 3.25, f"{begin} The loss is (2² + 3²) / (2 sequences of 2 tokens) = 3.25, not {loss}"
     assert back == [2, 10, None, 3, 15, None], \
         f"{begin} The gradients of the stages' inputs, from the last stage, are [2, 10, None, 3, 15, None], not {back}"
     assert grads == [45, 18, 45], f"{begin} The gradients of the weights are [45, 18, 45], not {grads}"
-    assert kept == 0, f"after backward self.kept still has {kept} entries: their memory is not freed"
+    assert kept == 0, f"after backward self.fwd_cache still has {kept} entries: their memory is not freed"
     right = {(stage, i): 1 for stage in range(3) for i in range(2)}
     assert (queue, deferred) == (0, right), \
-        f"each backward put one thing into self.queue: self.deferred should hold {right}, but holds {deferred}; the queue: {queue}"
+        (f"each backward put one thing into self.queue. So the lists in self.weight_grad_queues should have the lengths {right}, "
+         f"not {deferred}, and self.queue should be empty; it has {queue} entries")
 
 
 LISTS = ["F00 F01 B00 B01", "F10 F20 F11 F21 B20 B10 B21 B11", "F30 B30 F31 B31"]   # kind, stage, micro-batch
@@ -347,7 +353,7 @@ def run_job():
     from unforgiving import Work, noted, unforgiving
 
     def refused(*args, **kwargs):
-        raise AssertionError("dist.send and dist.recv wait at once; dist.isend and dist.irecv return a work to wait for")
+        raise AssertionError("dist.send and dist.recv wait at once; dist.isend and dist.irecv return a handle to wait for")
     dist.init_process_group("gloo")
     pipeline, weights = small_pipeline([2.0, 5.0, 2.0, 1.0])
     pipeline.group = dist.new_group(range(1, 4))
@@ -369,7 +375,8 @@ def run_job():
         ran.clear()
         with noted(pipeline) as did:
             losses.append(pipeline.forward_backward(pipeline.micro_batches).item())
-    left = [name for name in ("kept", "deferred", "ready", "receiving", "sending") if getattr(pipeline, name)]
+    names = "fwd_cache", "weight_grad_queues", "ready", "recv_handles", "send_handles"
+    left = [name for name in names if getattr(pipeline, name)]
     program = [kind if kind != "compute" else f"{what.kind}{what.stage}{what.micro_batch}" for kind, what, _ in pipeline.program]
     pipeline.program, wide = [], []
     for pipeline.args.dtype in (torch.bfloat16, torch.float64):
@@ -378,27 +385,28 @@ def run_job():
 
 
 @rung({"pipeline_parallel.py": ["Pipeline.wait_for", "Pipeline.forward_backward"]}, hints="""
-    A program is a list of (kind, what, peer). "send": the message that an action made is in self.ready[what]. "receive": its
-    memory is made and the transfer started now, and waited for when an action needs it. "compute": self.compute(what) does
-    the rest. Where does one wait for each transfer?
+    A program is a list of (kind, what, peer). "send": self.ready[what] is the message that an action has computed. "receive":
+    allocate its memory and start the transfer now; wait for it when an action needs it. "compute": self.compute(what) does
+    the rest. Where do you wait for each transfer?
 
-    receive: `dist.irecv(buffer, group=self.group, group_src=peer)` returns a work; put (work, buffer) into
-    self.receiving[what]. send: `dist.isend(tensor, group=self.group, group_dst=peer)` returns one too; keep it with its tensor
-    in self.sending until it is done. `wait_for(message)` returns what lies in self.ready, if it was made on this rank, or else
-    waits for self.receiving.
+    receive: `dist.irecv(buffer, group=self.group, group_src=peer)` returns a handle; put (handle, buffer) into
+    self.recv_handles[what]. send: `dist.isend(tensor, group=self.group, group_dst=peer)` returns one too; keep it with its tensor
+    in self.send_handles until it has completed. `wait_for(message)` returns what is in self.ready, if this rank has computed it;
+    otherwise it waits for the handle in self.recv_handles.
 
-    wait_for: `if message in self.ready: return self.ready.pop(message)`; else `work, tensor = self.receiving.pop(message);
-    work.wait(); return tensor`. forward_backward: set self.micro_batches, self.loss (a zero, float32 or wider), self.kept,
-    deferred, ready and receiving = {}, sending = []; go through self.program (buffer: torch.empty(self.shape,
-    dtype=self.args.dtype, device=self.args.device)); at the end wait for all works in self.sending and clear it; return
-    self.loss / self.args.tp.""")
+    wait_for: `if message in self.ready: return self.ready.pop(message)`; else `handle, tensor = self.recv_handles.pop(message);
+    handle.wait(); return tensor`. forward_backward: set self.micro_batches, self.loss (a zero, float32 or wider), self.fwd_cache,
+    weight_grad_queues, ready and recv_handles = {}, send_handles = []; go through self.program (buffer: torch.empty(self.shape,
+    dtype=self.args.dtype, device=self.args.device)); before each isend keep only the entries of self.send_handles whose
+    is_completed() is false; at the end wait for all handles in self.send_handles and clear it; return self.loss /
+    self.args.tp.""")
 def test_running_a_list(pool):
-    """Write `forward_backward(micro_batches)`. It does what self.program says, step by step, and returns this rank's loss divided
-    by tp. It begins with a loss of zero, in float32, or in args.dtype if that is wider, and with self.kept, deferred, ready and
-    receiving empty. Wait no earlier than necessary: for a receive when an action needs it, in `wait_for`, and for sends at the end
-    of forward_backward. At each send, drop those that are done, with their tensors; in the end self.sending is empty. Write
-    `wait_for(message)`, which returns the tensor that an action waits for: made on this rank itself (self.ready), or under way
-    (self.receiving)."""
+    """Write `forward_backward(micro_batches)`. It does what self.program says, one entry after the other, and returns this rank's
+    loss divided by tp. It begins with a loss of zero, in float32, or in args.dtype if that is wider, and with self.fwd_cache,
+    weight_grad_queues, ready and recv_handles empty. Wait no earlier than necessary: for a receive when an action needs it, in
+    `wait_for`, and for sends at the end of forward_backward. At each send, drop those that have completed, with their tensors; in
+    the end self.send_handles is empty. Write `wait_for(message)`. It returns the tensor that an action needs: this rank has
+    computed it itself (self.ready), or is receiving it (self.recv_handles)."""
     answers = pool.call(run_job, STEP, world=4, timeout=HANGS)[1:]
     begin = ("A pipeline of ranks 1, 2 and 3 of the world (they are self.group, and peer is a place in it): stages multiply by 2 "
              "(on its first rank), 5 and 2 (on the second) and 1 (on the third); micro-batches 3 and 1 with targets 58 and 17")
@@ -425,24 +433,26 @@ def test_running_a_list(pool):
 
 # ------------------------------------------------------------------------------------------------ shorter bubbles
 @rung({"schedules.py": ["interleaved"]}, hints="""
-    A bubble is ranks - 1 stages long, so shorter stages make it shorter. A rank has several, `ranks` apart. A round of `ranks`
-    micro-batches goes through the first stage of the rank, then through the second, and so on; then the next round begins. In
-    which order do backwards go through the stages?
+    A bubble is as long as num_ranks - 1 stages, so shorter stages make it shorter. A rank has several, num_ranks apart. A round of
+    num_ranks micro-batches goes through the first stage of the rank, then through the second, and so on; then the next round
+    begins. In which order do backwards go through the stages?
 
     forwards: for each round, for each stage, for each micro-batch of the round. backwards: the same with the stages reversed.
-    Then it is by_turns again. How many forwards come before the first backward? On the last rank: the first micro-batch comes
-    to its last stage after whole rounds in all other stages. On each rank before, two more: one on the way there, one back.
+    Then call warmup_steady_cooldown again. How many forwards come before the first backward? On the last rank, a whole round goes
+    through each stage but the last, and then the first micro-batch through the last. Each rank before it needs two forwards more
+    per rank in between: one for the way there, one back.
 
-    `stages = range(rank, ranks * stages_per_rank, ranks)`, `rounds = [range(m * i // n, m * (i + 1) // n) for i in range(n)]`
-    with n = m // ranks, sorted by length, the longest first, `forwards = [Action("F", stage, i) for batch in rounds for stage
-    in stages for i in batch]`, backwards with reversed(stages) and each in a list of its own; ahead = (stages_per_rank - 1) *
-    len(rounds[0]) + 2 * (ranks - 1 - rank) + 1.""")
+    `stages = range(rank, num_ranks * stages_per_rank, num_ranks)`, `rounds = [range(m * i // n, m * (i + 1) // n) for i in
+    range(n)]` with n = m // num_ranks, sorted by length, the longest first, `forwards = [Action("F", stage, i) for batch in rounds
+    for stage in stages for i in batch]`, backwards with reversed(stages) and each in a list of its own; num_warmup =
+    (stages_per_rank - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank) + 1.""")
 def test_several_stages_on_a_rank(pool):
-    """Write `interleaved(rank, ranks, m, stages_per_rank)`: rank r has the stages r, r + ranks, r + 2 ranks ... The bubble should
-    be as long as 1F1B's, but in stages, which are shorter: 3 (ranks - 1) units of a stage, if m is a multiple of ranks. For that,
-    rank r may keep stages_per_rank * ranks + ranks - 1 - 2 r micro-batches of a stage, or fewer. With any other m above ranks the
-    lists must run too: m // ranks rounds, as equal as possible, the longest first, are enough. On two ranks with two stages and two
-    micro-batches, rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then B0 B1 of stage 1."""
+    """Write `interleaved(rank, num_ranks, m, stages_per_rank)`: rank r has the stages r, r + num_ranks, r + 2 num_ranks ... The
+    bubble should be as long as 1F1B's, but in stages, which are shorter: 3 (num_ranks - 1) units of a stage, if m is a multiple of
+    num_ranks. For that, rank r may hold stages_per_rank * num_ranks + num_ranks - 1 - 2 r micro-batches of a stage, or fewer. The
+    lists must also run with any other m above num_ranks: m // num_ranks rounds, as equal as possible, the longest first, are
+    enough. On two ranks with two stages and two micro-batches, rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then
+    B0 B1 of stage 1."""
     cases = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 2, 2), (2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 16, 3))]
     no_multiple = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 5, 2), (4, 9, 2), (4, 5, 3), (4, 9, 3))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases + no_multiple)[0].items():
@@ -456,27 +466,29 @@ def test_several_stages_on_a_rank(pool):
         most = [min(m * stages, (stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1) for rank in range(ranks)]
         enough = all(k <= n for k, n in zip(kept, most))
         assert enough, \
-            f"{in_words(case)}: the ranks keep {kept} micro-batches of a stage, and need only {most}{timelines(case, lists)}"
+            f"{in_words(case)}: the ranks hold {kept} micro-batches of a stage, and need only {most}{timelines(case, lists)}"
 
 
 def split_job():
-    """Split two linears with the same input, and run two micro-batches. Return the outputs, the gradients after I, the length of
-    the queue, and the gradients after each W."""
+    """Defer the weight gradients of two linears with the same input, and run two micro-batches. Return the outputs, the gradients
+    after I, the length of the queue, and the gradients after each W."""
     from unittest.mock import patch
 
-    import pipeline_parallel
+    import tensor_parallel
     import torch
     import torch.utils.checkpoint
+    import zero_bubble
     from torch import nn
     from torch.multiprocessing.reductions import StorageWeakRef
     linears, queue, fired = [nn.Linear(2, size, bias=False) for size in (1, 2)], [], []
     for linear, weight in zip(linears, ([[2.0, 3.0]], [[1.0, 0.0], [0.0, 1.0]])):
         linear.weight.data = torch.tensor(weight)
         linear.weight.register_post_accumulate_grad_hook(lambda param: fired.append(len(param)))
-    product = pipeline_parallel.linear_gradient(torch.tensor([[[1.0], [10.0]]]), torch.tensor([[[3.0, 4.0], [5.0, 6.0]]])).tolist()
+    grad, x = torch.tensor([[[1.0], [10.0]]]), torch.tensor([[[3.0, 4.0], [5.0, 6.0]]])
+    product = zero_bubble.linear_weight_grad(grad, x).tolist()
     assert product == [[53, 64]], \
-        f"linear_gradient of the tokens [3, 4], [5, 6] with gradients 1, 10 is 1 [3, 4] + 10 [5, 6] = [[53, 64]], not {product}"
-    products = pipeline_parallel.split(linears, queue)
+        f"linear_weight_grad of the tokens [3, 4], [5, 6] with gradients 1, 10 is 1 [3, 4] + 10 [5, 6] = [[53, 64]], not {product}"
+    products = zero_bubble.defer_weight_grads(linears, queue)
     inputs = [torch.tensor([[[1.0, 10.0]]], requires_grad=True), torch.tensor([[[4.0, 5.0]]], requires_grad=True)]
     outputs = [products(x) for x in inputs]
     values = [[y.flatten().tolist() for y in pair] for pair in outputs]
@@ -488,7 +500,7 @@ def split_job():
     for compute in queue:
         compute()
         after_W.append([linear.weight.grad.tolist() for linear in linears])
-    kept = []                                             # the storages that F makes with --recompute full
+    kept = []                                             # the storages that F allocates with --recompute full
 
     def layer(x):
         x = x * 1
@@ -496,42 +508,44 @@ def split_job():
         return products(x)[0]
     out = torch.utils.checkpoint.checkpoint(layer, inputs[0], use_reentrant=False)
     assert out.requires_grad and kept[0].expired(), \
-        "x is kept from F to I, so --recompute saves nothing: leave it to autograd, in QueueWeightGradient, to keep x or remake it"
-    border = (lambda x, group: lambda: 7 * x), None, None              # it gathers when it is waited for
-    with patch.object(pipeline_parallel.tensor_parallel, "enter", lambda x, border: 7 * x):
-        y, = pipeline_parallel.split(linears[1:], queue, border)(inputs[0])
+        "x is kept from F to I, so --recompute saves nothing: let DeferWeightGrads save x, so that autograd can recompute it"
+    comm = (lambda x, group: lambda: 7 * x), None, None                # gather returns a function that waits
+    with patch.object(tensor_parallel, "enter_region", lambda x, comm: 7 * x), \
+            patch.object(zero_bubble, "enter_region", lambda x, comm: 7 * x, create=True):
+        y, = zero_bubble.defer_weight_grads(linears[1:], queue, comm)(inputs[0])
     y.sum().backward()
     linears[1].weight.grad = None
     queue[-1]()
     fired.pop()
     assert (y.tolist(), linears[1].weight.grad.tolist()) == ([[[7, 70]]], [[7, 70]] * 2), \
-        "with a border, x first goes to QueueWeightGradient, then through tensor_parallel.enter(x, border) to the linears"
+        "with a comm, x first goes through DeferWeightGrads, then through enter_region(x, comm) to the linears"
     return values, after_I, after_W, fired
 
 
-@rung({"schedules.py": ["zero_bubble"], "pipeline_parallel.py": ["linear_gradient", "split"]}, hints="""
+@rung({"schedules.py": ["zero_bubble"], "zero_bubble.py": ["linear_weight_grad", "defer_weight_grads"]}, hints="""
     The stage before waits for I, but nobody waits for W until the optimizer. So a rank may put W where it would idle. Where
-    does 1F1B idle, and which rank the longest at the end? And to have I without W, autograd must not know the weights; the
-    product for their gradient is then ours to do. What does it take?
+    does 1F1B idle, and which rank idles longest at the end? To get I without W, hide the weights from autograd. Then you compute
+    the product for their gradient yourself. What does it need?
 
-    `zero_bubble`: 1F1B, where rank r does I of micro-batch i and right after it W of micro-batch i - r, if that is there; at the
-    end the r W's that are left. For y = x Wᵀ the weight's gradient is the output's gradient, transposed, times x, both flattened
-    to [tokens, ...]. In `split`, multiply by `linear.weight.detach()`, and note the gradient of each output when it comes:
-    y.register_hook. `QueueWeightGradient.apply` puts what W computes into the queue.
+    `zero_bubble`: 1F1B, where rank r does I of micro-batch i and right after it W of micro-batch i - r, if i >= r; at the end come
+    the remaining r W. For y = x Wᵀ the weight's gradient is the output's gradient, transposed, times x, both flattened to [tokens,
+    ...]. In `defer_weight_grads`, multiply by `linear.weight.detach()`, and call keep_grad for each output, which stores its
+    gradient when backward has computed it. The backward of `DeferWeightGrads.apply` puts a function that computes W into the queue.
 
-    zero_bubble: backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) ...], by_turns with ahead=ranks -
-    rank, plus the W of range(max(0, m - rank), m). linear_gradient: grad.flatten(0, -2).T @ x.flatten(0, -2). split returns
-    products(x): grads = {}; x = QueueWeightGradient.apply(x, grads, border, linear_gradient, queue); if border: x =
-    tensor_parallel.enter(x, border); outputs = [F.linear(x, linear.weight.detach()) ...]; on each y
-    register_hook(functools.partial(grads.__setitem__, linear)); return outputs.""")
+    zero_bubble: backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) ...], warmup_steady_cooldown with
+    num_warmup=num_ranks - rank, plus the W of range(max(0, m - rank), m). linear_weight_grad: grad.flatten(0, -2).T @ x.flatten(0,
+    -2). defer_weight_grads returns products(x): grads = {}; x = DeferWeightGrads.apply(x, grads, comm, linear_weight_grad, queue);
+    if comm: x = enter_region(x, comm); outputs = [F.linear(x, linear.weight.detach()) ...]; for each linear and its y:
+    keep_grad(y, linear, grads); return outputs. (Ours returns torch.compiler.disable(products), for --compile.)""")
 def test_weights_can_wait(pool):
-    """Write `zero_bubble(rank, ranks, m)`, a list with I and W instead of B. Each rank idles for ranks - 1 units, and one more for
-    each micro-batch that m is below ranks, where 1F1B idles for 3 (ranks - 1); and it keeps at most ranks micro-batches. Write
-    `linear_gradient(grad, x)`, the gradient of the weight of a linear, [outputs, inputs], from its output's gradient and its input.
-    Write `split(linears, queue, border)`, which returns a function of x that lists the linears' outputs. Their backward computes
-    only the gradient of x, and fills the queue: with a call of deferred_weight_gradients for each call of products, with x and, in
-    grads, the gradient of each linear's output. If there is a border of tp, x goes through tensor_parallel.enter(x, border) before
-    the linears."""
+    """Write `zero_bubble(rank, num_ranks, m)`. It returns a list with I and W instead of B. Each rank idles for num_ranks - 1
+    units, and one more for each micro-batch that m is below num_ranks, where 1F1B idles for 3 (num_ranks - 1); and it holds at most
+    num_ranks micro-batches. Write `linear_weight_grad(grad, x)`. It returns the gradient of a linear's weight, [outputs, inputs],
+    from the gradient of its output and its input. Write `defer_weight_grads(linears, queue, comm)`. It returns a function of x that
+    returns the list of the linears' outputs. Their backward computes only the gradient of x, and for each call of the function puts
+    one function into the queue, which computes W: accumulate_weight_grads, with x and, in grads, the gradient of each linear's
+    output. (DeferWeightGrads does that, and keep_grad stores a gradient.) With tp there is a comm: then x goes through
+    enter_region(x, comm) before the linears."""
     cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         assert_runs(case, lists, idle)
@@ -539,61 +553,64 @@ def test_weights_can_wait(pool):
         units = ranks - 1 + max(0, ranks - m)
         assert idle == [units] * ranks, f"{in_words(case)}: the ranks idle {idle} units, not {units} each{timelines(case, lists)}"
         assert max(kept) <= ranks, \
-            f"{in_words(case)}: the ranks keep {kept} micro-batches, and need only {ranks}{timelines(case, lists)}"
+            f"{in_words(case)}: the ranks hold {kept} micro-batches, and need only {ranks}{timelines(case, lists)}"
     (values, (inputs, weights, queued), after_W, fired), = pool.call(split_job, STEP)
     begin = "Linears with the weights [[2, 3]] and [[1, 0], [0, 1]]:"
     right = [[[32], [1, 10]], [[23], [4, 5]]]
     assert values == right, f"{begin} from the inputs [1, 10] and [4, 5] they make {right}, not {values}"
     assert inputs == [[4, 5], [400, 500]], \
         f"{begin} if the outputs' gradients are 1 and 2, and then 100 and 200, those of x are [[4, 5], [400, 500]], not {inputs}"
-    assert weights == [None, None], "I has computed the gradients of the weights too: detach the weights from autograd"
-    assert queued == 2, f"after I of two micro-batches the queue has {queued} entries, not 2: one for each call of products"
+    assert weights == [None, None], "I has computed the gradients of the weights too: detach the weights"
+    assert queued == 2, f"after I of two micro-batches the queue has {queued} entries, not 2: one for each call of the function"
     right = [[[[1, 10]], [[2, 20]] * 2], [[[401, 510]], [[802, 1020]] * 2]]
     assert after_W == right, f"the gradients of the weights after the first W and after the second are {after_W}, not {right}"
-    assert sorted(fired) == [1, 1, 2, 2], "the hooks of each weight must fire once in each W"
+    assert sorted(fired) == [1, 1, 2, 2], "each W must call the hooks of each weight once"
 
 
-def formula_job(layouts):
-    """Return {(pp, dp, cp, tp, sp): the formula's bytes for each rank of pp}, for 24 sequences of 16 tokens, hidden 5, float32."""
-    import pipeline_parallel
+def traffic_job(layouts):
+    """Return {(pp, dp, cp, tp, sp): the bytes of pipeline_traffic on each rank of pp}, for 24 sequences of 16 tokens, hidden 5,
+    float32."""
     import torch
+    import traffic
     model, found = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(hidden_size=5))), {}
     for pp, dp, cp, tp, sp in layouts:
         args = SimpleNamespace(pp=pp, dp=dp, cp=cp, tp=tp, sp=sp, schedule="1f1b", stages_per_rank=1, dtype=torch.float32,
                                seq_len=16, global_batch_size=24, micro_batch_size=3)
         meshes = [SimpleNamespace(get_local_rank=lambda name, rank=rank: rank, get_group=str) for rank in range(pp)]
-        sent = [pipeline_parallel.formula(model, mesh, args) for mesh in meshes]
+        sent = [traffic.pipeline_traffic(model, mesh, args) for mesh in meshes]
         groups = {group for of_rank in sent for group, *_ in of_rank} - {"pp"}
-        assert not groups, f'the formula has {groups.pop()} for its group, not mesh.get_group("pp")'
+        assert not groups, f'the group of an entry is {groups.pop()}, not mesh.get_group("pp")'
         found[pp, dp, cp, tp, sp] = [[size for *_, size in of_rank] for of_rank in sent]
     return found
 
 
 @pytest.mark.slow
-@rung({"pipeline_parallel.py": ["formula"]}, hints="""
-    A message is sent at each border between two stages, forward and back. Which borders are this rank's, and which of these
-    lead to another rank? Each rank counts what it sends itself.
+@rung({"traffic.py": ["pipeline_traffic"]}, hints="""
+    The ledger compares the bytes sent with what `expected_traffic` returns. A stage sends activations to the stage after it, and
+    gradients to the stage before. Which of the neighbors of this rank's stages are on another rank? Each rank counts what it sends
+    itself.
 
-    Stage s sends F's output to s + 1 and I's to s - 1, if there is such a stage, and if it is not on the same rank: the two
-    stages of dualpipe's last rank are neighbours. In a step, each border carries the activations of all tokens of the rank:
-    its part of the batch (dp) and of the sequence (cp), which sp divides by tp as well.
+    Stage s sends F's output to s + 1 and I's or B's to s - 1, if there is such a stage, and if it is not on the same rank: the two
+    stages of dualpipe's last rank are neighbors. In a step, a stage sends each neighbor as much as the activations of all tokens of
+    the rank: its part of the batch (dp) and of the sequence (cp), which sequence parallelism divides by tp as well.
 
-    borders = how many of the neighbours (s - 1 and s + 1 of all s in my_stages) are 0 <= n < stages and not mine. Without any:
-    []. tokens = args.global_batch_size // args.dp * args.seq_len // args.cp, with args.sp == "on" // args.tp; bytes = borders *
-    tokens * model.model.config.hidden_size * args.dtype.itemsize: `[(mesh.get_group("pp"), "send", bytes)]`.""")
+    messages = how many of the neighbors (s - 1 and s + 1 of all s in local_stages(mesh, args)) are 0 <= n < num_stages and not in
+    local_stages. Without any, return []. tokens = args.global_batch_size // args.dp * args.seq_len // args.cp, and // args.tp if
+    args.sp == "on"; bytes = messages * tokens * model.model.config.hidden_size * args.dtype.itemsize; return
+    `[(mesh.get_group("pp"), "send", bytes)]`.""")
 @pytest.mark.parametrize("shape, schedule", [
     ("dense-3", "1f1b"), ("dense-5", "interleaved"), ("dense-3", "zerobubble"), ("dense-5", "dualpipe")])
 def test_a_training_run(pool, shape, schedule):
-    """Write `formula(model, mesh, args)`. It lists what this rank sends in a step, (mesh.get_group("pp"), "send", bytes) if it
-    sends anything, with dp, cp and tp too; this must equal the ledger's bytes. Four steps on two ranks must give the losses,
-    gradient norms and weights of one process."""
-    per_border = 24 * 16 * 5 * 4
-    right = {(1, 1, 1, 1, "on"): [[]], (3, 1, 1, 1, "on"): [[per_border], [2 * per_border], [per_border]],
-             (2, 2, 1, 1, "on"): [[per_border // 2]] * 2, (2, 1, 2, 1, "on"): [[per_border // 2]] * 2,
-             (2, 1, 1, 2, "on"): [[per_border // 2]] * 2, (2, 1, 1, 2, "off"): [[per_border]] * 2}
-    for case, found in pool.call(formula_job, STEP, layouts=list(right))[0].items():
-        assert found == right[case], ("24 sequences of 16 tokens, hidden 5, float32, pp {}, dp {}, cp {}, tp {}, --sp {}: "
-                                      "the formula's bytes on each rank of pp are {}, not {}").format(*case, right[case], found)
+    """Write `pipeline_traffic(model, mesh, args)`. It returns a list of what this rank sends in a step: one entry,
+    (mesh.get_group("pp"), "send", bytes), or none if it sends nothing. This must equal the ledger's bytes, with dp, cp and tp, too.
+    Four steps on two ranks must give the losses, gradient norms and weights of one process."""
+    one = 24 * 16 * 5 * 4                                 # to one neighbor
+    right = {(1, 1, 1, 1, "on"): [[]], (3, 1, 1, 1, "on"): [[one], [2 * one], [one]],
+             (2, 2, 1, 1, "on"): [[one // 2]] * 2, (2, 1, 2, 1, "on"): [[one // 2]] * 2,
+             (2, 1, 1, 2, "on"): [[one // 2]] * 2, (2, 1, 1, 2, "off"): [[one]] * 2}
+    for case, found in pool.call(traffic_job, STEP, layouts=list(right))[0].items():
+        where = "24 sequences of 16 tokens, hidden 5, float32, pp {}, dp {}, cp {}, tp {}, --sp {}".format(*case)
+        assert found == right[case], f"{where}: the bytes of pipeline_traffic on each rank of pp are {right[case]}, not {found}"
     flags = f"--dtype float64 --recompute none --micro_batch_size 6 --pp 2 --schedule {schedule}"
     check(pool, layouts.Layout(STEP, 2, shape, "adamw", flags))
 

@@ -32,7 +32,7 @@ def start(ranks):
 @contextlib.contextmanager
 def watched():
     """Yield what is done meanwhile: collectives, each with the number of ranks and of elements that this one gives; products; and
-    waits of the host for the values of a tensor."""
+    waits of the CPU for the values of a tensor."""
     import ledger
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,7 +64,7 @@ def watched():
         return noting
 
     def one_hot(tensor, num_classes=-1):                  # on a GPU it reads no value if it gets num_classes
-        assert num_classes > 0, "tell one_hot how many experts there are, or the host waits to see the largest number"
+        assert num_classes > 0, "tell one_hot how many experts there are, or the CPU waits to see the largest number"
         return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
     names = "tolist", "numpy"
     with patch.multiple(torch.Tensor, **{name: waiting(name, getattr(torch.Tensor, name)) for name in names}), \
@@ -81,8 +81,8 @@ def assert_nobody_waits(what, run):
         if isinstance(error, NotImplementedError) and "rung" in str(error) or not any(word in str(error) for word in words):
             raise
         raise AssertionError(
-            f"in {what} the host waits for the device, to read a tensor, or makes one without device=: no .item(), "
-            f".tolist(), nonzero, mask or bincount is needed; and tell one_hot how many experts there are ({error})") from None
+            f"in {what} the CPU waits for the GPU, to read a tensor, or a tensor is made without device=: no .item(), .tolist(), "
+            f"nonzero, mask or bincount is needed; and tell one_hot how many experts there are ({error})") from None
 
 
 # ------------------------------------------------------------------------------------------------ the layer
@@ -102,15 +102,15 @@ def product_job():
     try:
         nothing = moe.grouped_product(x[:0], weight, none)
     except (RuntimeError, ValueError) as error:
-        raise AssertionError(f"a rank may get no rows at all: then the product has none either; it raised: {error}") from None
+        raise AssertionError(f"a rank may get no rows at all: then return a product without rows; this raised: {error}") from None
     at_rest = torch.autograd.grad(nothing.sum(), weight, allow_unused=True)[0] if nothing.requires_grad else None
     x, weight = x.detach(), weight.detach()
     empty = [list(nothing.shape), at_rest is not None and at_rest.tolist(),
-             moe.grouped_gradient(grad[:0], x[:0], weight, none).tolist()]
-    out, did = moe.grouped_gradient(grad, x, weight, counts), {}
+             moe.grouped_weight_grad(grad[:0], x[:0], weight, none).tolist()]
+    out, did = moe.grouped_weight_grad(grad, x, weight, counts), {}
     wide = [torch.ones(shape, dtype=torch.float64) for shape in ((5, 3), (5, 4), (3, 3, 4))]
     for name, call in dict(grouped_product=lambda: moe.grouped_product(*wide[1:], counts),
-                           grouped_gradient=lambda: moe.grouped_gradient(*wide, counts)).items():
+                           grouped_weight_grad=lambda: moe.grouped_weight_grad(*wide, counts)).items():
         with watched() as done:
             made = call()
         did[name] = done.products, done.waits, done.largest, str(made.dtype)
@@ -126,38 +126,39 @@ def short_job():
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((24, 16), (3, 8, 16), (24, 8)))
     counts = torch.tensor([10, 0, 14])
-    pieces = list(zip(x.float().split([10, 0, 14]), weight.float(), grad.float().split([10, 0, 14])))
+    per_expert = list(zip(x.float().split([10, 0, 14]), weight.float(), grad.float().split([10, 0, 14])))
     product = moe.grouped_product(x, weight.requires_grad_(), counts)
     learned, = torch.autograd.grad(product, weight, grad)
-    by_hand = moe.grouped_gradient(grad, x, weight.detach(), counts)
-    right = torch.cat([linear(rows, one) for rows, one, _ in pieces])
-    gradient = torch.stack([theirs.T @ rows for rows, _, theirs in pieces])
+    by_hand = moe.grouped_weight_grad(grad, x, weight.detach(), counts)
+    right = torch.cat([linear(rows, one) for rows, one, _ in per_expert])
+    gradient = torch.stack([of_rows.T @ rows for rows, _, of_rows in per_expert])
     return [float((came.float() - wanted).abs().max() / wanted.abs().max())
             for came, wanted in ((product, right), (learned, gradient), (by_hand, gradient))]
 
 
-@rung({"moe.py": ["grouped_product", "grouped_gradient"]}, hints="""
-    The first counts[0] rows belong to expert 0, the next counts[1] rows to expert 1, and so on. Each expert is a linear without
-    bias. So cut the rows into pieces, one for each expert, and think of one expert alone: what is its product, and what is the
+@rung({"moe.py": ["grouped_product", "grouped_weight_grad"]}, hints="""
+    The first tokens_per_expert[0] rows belong to expert 0, the next tokens_per_expert[1] rows to expert 1, and so on. Each expert
+    is a linear without bias. So split the rows by expert, and think of one expert alone: what is its product, and what is the
     gradient of its weight?
 
-    `x.split(counts.tolist())` cuts x into such pieces; a piece may have no rows. The product of one expert is `F.linear(rows,
-    one)`. The gradient of its weight is the outputs' gradient, transposed, times its rows. Products of all experts are joined
-    with torch.cat, gradients with torch.stack.
+    `x.split(tokens_per_expert.tolist())` returns the rows of each expert; one may have no rows. The product of one expert is
+    `F.linear(rows, one)`. The gradient of its weight is the outputs' gradient, transposed, times its rows. Join the products of all
+    experts with torch.cat, and their gradients with torch.stack.
 
-    grouped_product: `torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts.tolist()), weight)])`.
-    grouped_gradient: `torch.stack([grad.T @ rows for grad, rows in zip(grad.split(counts.tolist()),
-    x.split(counts.tolist()))])`. (Where kernel_takes(weight), ours calls F.grouped_mm, which does the same in one kernel, and
-    makes zeros for experts without rows, which that kernel may leave unwritten. The loop is enough here.)""")
+    grouped_product: `torch.cat([F.linear(rows, one) for rows, one in zip(x.split(tokens_per_expert.tolist()), weight)])`.
+    grouped_weight_grad: with sizes = tokens_per_expert.tolist(), `torch.stack([grad.T @ rows for grad, rows in
+    zip(grad.split(sizes), x.split(sizes))])`. (If supports_grouped_mm(weight), ours calls F.grouped_mm, which does the same in one
+    kernel, and then zeroes the gradients of experts without rows, which that kernel may leave unwritten. The loop is enough
+    here.)""")
 def test_one_product_per_expert(pool):
-    """Write `grouped_product(x, weight, counts)`. The rows of x, [rows, in], are sorted by expert, and counts says how many each
-    expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear does. Return the
-    result, [rows, out], in the same order. Write `grouped_gradient(grad, x, weight, counts)`, the gradient of weight, [experts,
-    out, in], where grad is the result's gradient. An expert without rows has the gradient zero, even if no expert has any. A loop
-    over experts is good enough, with one product for each. counts.tolist() makes the host wait for the device: call it once, not
-    once per expert."""
+    """Write `grouped_product(x, weight, tokens_per_expert)`. The rows of x, [rows, in], are sorted by expert, and tokens_per_expert
+    says how many each expert has. Each expert multiplies its rows by its own weight, weight[e], of shape [out, in], as F.linear
+    does. Return the result, [rows, out], in the same order. Write `grouped_weight_grad(grad, x, weight, tokens_per_expert)`. It
+    returns the gradient of weight, [experts, out, in], where grad is the gradient of the result. An expert without rows has the
+    gradient zero, even if no expert has any. A loop over experts is good enough, with one product for each.
+    tokens_per_expert.tolist() makes the CPU wait for the GPU: call it once, not once per expert."""
     (product, gradient, learned, empty, did, short), = pool.call(product_job, STEP)
-    begin = ("Experts 0, 1, 2 have the weights [[1, 0]], [[7, 7]], [[1, 10]] and the counts 2, 0, 3; the rows are [1, 2], [3, 4], "
+    begin = ("Experts 0, 1, 2 have the weights [[1, 0]], [[7, 7]], [[1, 10]] and 2, 0, 3 rows; the rows are [1, 2], [3, 4], "
              "[1, 1], [2, 1], [5, 3].")
     right = [[1], [3], [11], [12], [35]]
     assert product == right, f"{begin} The product is {right}, not {product}"
@@ -168,8 +169,8 @@ def test_one_product_per_expert(pool):
     assert learned == right, f"{begin} With these gradients, autograd gives rows and weights {right}, not {learned}"
     right = [[0, 1], [[[0, 0]]] * 3, [[[0, 0]]] * 3]
     assert empty == right, ("if a rank gets no rows at all, the product has the shape [0, 1], autograd's gradient of the "
-                            f"weight is zero, and so is grouped_gradient: {right}; got {empty}")
-    for name, off in zip(("grouped_product", "its gradient of the weight", "grouped_gradient"), short):
+                            f"weight is zero, and so is grouped_weight_grad: {right}; got {empty}")
+    for name, off in zip(("grouped_product", "its gradient of the weight", "grouped_weight_grad"), short):
         assert off < 0.02, f"24 rows of 16 numbers, experts with 10, 0 and 14 of them, in bfloat16: {name} is off by {off:.2g}"
     for name, (products, waits, largest, dtype) in did.items():
         made, most = sum(size for _, size in products), 15 if name == "grouped_product" else 36
@@ -178,8 +179,8 @@ def test_one_product_per_expert(pool):
         assert largest <= 36, f"{begin} makes a tensor of {largest} numbers, more than all weights have; it needs none so large"
         assert len(products) <= 3 and made <= most, \
             f"{begin} needs one product per expert, of its own rows, {most} numbers in all; got (kind, size) {products}"
-        assert len(waits) <= 2, (f"{name} waits for the device {len(waits)} times, by {', '.join(waits)}: one counts.tolist() has "
-                                 "the rows of all experts")
+        assert len(waits) <= 2, (f"in {name} the CPU waits for the GPU {len(waits)} times, by {', '.join(waits)}: call "
+                                 "tokens_per_expert.tolist() once")
 
 
 def layer_config(**changes):
@@ -207,18 +208,18 @@ def layer_job():
     found = {"usual": (layer.experts.seen, rounded(out))}
     learns = layer.gate.weight.grad is not None and bool(layer.gate.weight.grad.abs().sum() > 0.1)
     for name, numbers in dict(chosen=[2, 1], one=[1]).items():
-        layer.choose = lambda logits, numbers=numbers: torch.tensor(numbers).expand(2, 2, len(numbers))
+        layer.choose = lambda logits, numbers=numbers: (torch.tensor(numbers).expand(2, 2, len(numbers)), logits)
         out = layer(x)
         found[name] = layer.experts.seen, rounded(out)
-    assert learns, "self.gate has no gradient: the router learns through the shares, so compute them from its logits with autograd"
+    assert learns, "self.gate has no gradient: the router learns through the routing weights; compute them from its logits"
     hooked = {}
 
     def choose_and_add(logits):                           # as the auxiliary loss does
-        assert logits.requires_grad, \
-            "choose gets logits without a history: --balance aux adds to their gradient, so pass those that the shares come from"
-        logits.register_hook(lambda grad: grad + 1)
+        assert logits.requires_grad, "choose gets logits without a history: --balance aux adds to their gradient, so do not detach"
         hooked.update(logits=logits)
-        return logits.topk(2).indices
+        logits = logits.view_as(logits)                   # others than it was given
+        logits.register_hook(lambda grad: grad + 1)
+        return logits.topk(2).indices, logits
     for wide in (x, x.float()):
         layer, layer.gate.weight.grad = layer.to(wide.dtype), None
         leaf = wide.clone().requires_grad_()
@@ -226,20 +227,22 @@ def layer_job():
         layer(leaf).backward(torch.arange(1.0, 9).view(2, 2, 2).to(wide.dtype))
         assert hooked["logits"].dtype == wide.dtype, f"in {wide.dtype} choose gets logits in {hooked['logits'].dtype}"
     logits = (dense := x.clone().requires_grad_()) @ (gate := layer.gate.weight.detach().double().requires_grad_()).T
-    share = logits.masked_fill(logits < logits.topk(2).values[..., 1:], -math.inf).softmax(-1)
-    out = (share * torch.tensor([1.0, 10, 100])).sum(-1, keepdim=True) * dense
+    weights = logits.masked_fill(logits < logits.topk(2).values[..., 1:], -math.inf).softmax(-1)
+    out = (weights * torch.tensor([1.0, 10, 100])).sum(-1, keepdim=True) * dense
     torch.autograd.backward([out, logits], [torch.arange(1.0, 9).view(2, 2, 2).double(), torch.ones_like(logits)])
     grads = [[[round(n, 1) for n in tensor.flatten().tolist()] for tensor in pair]
              for pair in ((leaf.grad, layer.gate.weight.grad), (dense.grad, gate.grad))]
     dtypes = []
     layer = layer.bfloat16()
-    layer.choose = lambda logits: dtypes.append(logits.dtype) or logits.topk(2).indices
+    layer.choose = lambda logits: dtypes.append(logits.dtype) or (logits.topk(2).indices, logits)
     dtypes.append(layer(x.bfloat16()).dtype)
     meta = moe.MoE(layer_config()).to("meta")
     calls = []
-    meta.experts.forward = lambda x, counts: calls.append(list(counts.shape)) or x
+    meta.experts.forward = lambda x, counts: calls.append("self.experts") or x
+    meta.dispatch = lambda experts, x, counts: calls.append((experts is meta.experts, list(counts.shape))) or x
     assert_nobody_waits("MoE.forward", lambda: meta(torch.empty(2, 2, 2, device="meta")))
-    assert calls == [[3]], f"self.experts must be called once, with the counts of all 3 experts, not with counts of {calls}"
+    assert calls == [(True, [3])], ("self.dispatch must be called once, with self.experts, the rows, and tokens_per_expert of all "
+                                    f"3 experts; calls (whether self.experts is given, shape of tokens_per_expert): {calls}")
     experts = moe.Experts(layer_config(hidden_size=1, intermediate_size=1)).double()
     for linear, weights in ((experts.w1, (1, 2, 9)), (experts.w2, (1, 5, 9)), (experts.w3, (3, 1, 9))):
         linear.weight.data = torch.tensor(weights, dtype=torch.float64).view(3, 1, 1)
@@ -250,54 +253,58 @@ def layer_job():
 
 
 @rung({"moe.py": ["MoE.forward", "Experts.forward"]}, hints="""
-    Every token appears top_k times, once for each expert that it has chosen. Write down the pairs (token, choice) in a row,
-    with the expert of each. The experts want this row sorted by expert. Afterwards their results must go back into the order of
-    the row, and then each token adds up its results, each multiplied by its share. How does one sort, and how does one
-    undo it?
+    Every token appears top_k times, once for each expert that is selected for it. Write down the pairs (token, choice) in a row,
+    with the expert of each. The experts need this row sorted by expert. Afterwards their results must go back into the order of
+    the row. Then add up the results of each token, each multiplied by its routing weight. How can you sort the rows, and how can
+    you undo it?
 
-    `order = expert.flatten().argsort(stable=True)` sorts the pairs, and pair number p belongs to token p // top_k. If rows were
-    taken in the order `order`, then taking them again in the order `order.argsort()` undoes it. The shares are the softmax of
-    the chosen experts' scores alone: `logits.gather(-1, expert)`. The number of rows of each expert: `F.one_hot(expert, number of
-    experts)`, summed over everything but the last dimension.
+    `order = selected_experts.flatten().argsort(stable=True)` sorts the pairs, and pair number p belongs to token p // top_k. If
+    rows were taken in the order `order`, then taking them again in the order `order.argsort()` undoes it. The routing weights are
+    the softmax over the logits of the selected experts alone: `logits.gather(-1, selected_experts)`. The number of rows of each
+    expert: `F.one_hot(selected_experts, number of experts)`, summed over all dimensions but the last.
 
-    logits = self.gate(x) in float32 or wider; expert = self.choose(logits); share = logits.gather(-1,
-    expert).softmax(-1).type_as(x); order and counts as above; x = x.flatten(0, 1).index_select(0, order // expert.shape[-1]);
-    out = self.experts(x, counts).index_select(0, order.argsort()).view(*expert.shape, -1); return (out *
-    share.unsqueeze(-1)).sum(-2). Experts.forward: self.w2(F.silu(self.w1(x, counts)) * self.w3(x, counts), counts).""")
+    logits = self.gate(x) in float32 or wider; selected_experts, logits = self.choose(logits); routing_weights = logits.gather(-1,
+    selected_experts).softmax(-1).type_as(x); order and tokens_per_expert as above; x = x.flatten(0, 1).index_select(0, order //
+    selected_experts.shape[-1]); out = self.dispatch(self.experts, x, tokens_per_expert).index_select(0,
+    order.argsort()).view(*selected_experts.shape, -1); return (out * routing_weights.unsqueeze(-1)).sum(-2). Experts.forward, with
+    n = tokens_per_expert: self.w2(F.silu(self.w1(x, n)) * self.w3(x, n), n).""")
 def test_each_token_meets_its_experts(pool):
-    """Write `MoE.forward(x)` for x of [batch, seq, hidden]. self.gate scores all experts for each token, in float32 or wider.
-    `self.choose(logits)` returns the numbers of a token's experts, [batch, seq, top_k]. The share of each is the softmax of the
-    scores of these top_k experts, in x's dtype. self.experts(rows, counts) takes the tokens' rows sorted by expert (a token appears
-    once for each of its experts), and how many rows each expert has. Bring its results back to the tokens: the layer's output for
-    each token is the sum of share times result. The host (the CPU) must never wait for the device: nothing here needs to read a
-    tensor's values, as bincount does. choose may add to the gradient of the logits that it gets, so pass it the same logits that
-    the shares come from. Write `Experts.forward(x, counts)`, a SwiGLU like the MLP's: w2 of silu(w1 x) times w3 x."""
+    """Write `MoE.forward(x)` for x of [batch, seq, hidden]. self.gate computes one logit per expert for each token; convert them to
+    float32 or wider. `self.choose(logits)` returns the numbers of the experts that are selected for each token, [batch, seq,
+    top_k], and the logits, from which the routing weights must come (--balance aux adds to their gradient). The routing weights of
+    a token are the softmax over the logits of its top_k experts, in x's dtype. self.dispatch(self.experts, rows, tokens_per_expert)
+    takes the tokens' rows sorted by expert (a token appears once for each of its experts), and how many rows each expert has; it
+    returns the experts' results. Bring them back to the tokens: the layer's output for each token is the sum of routing weight
+    times result. The CPU must never wait for the GPU: nothing here needs to read a tensor's values, as bincount does. Write
+    `Experts.forward(x, tokens_per_expert)`, a SwiGLU like the MLP: w2 of silu(w1 x) times w3 x."""
     (found, grads, (of_logits, of_output), swiglu, called), = pool.call(layer_job, STEP)
-    begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their scores are the logarithms of 3 1 1/3, "
+    begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their logits are the logarithms of 3 1 1/3, "
              "1/3 1 3, 9 1 1/9, 1/9 1 9")
     right = {"usual": ([[[1, 0], [2, 0]], [[1, 0], [0, 1], [2, 0], [0, 2]], [[0, 1], [0, 2]]],
                        [[[3.25, 0], [0, 77.5]], [[3.8, 0], [0, 182]]]),
              "chosen": ([[], *[[[1, 0], [0, 1], [2, 0], [0, 2]]] * 2], [[[32.5, 0], [0, 77.5]], [[38, 0], [0, 182]]]),
              "one": ([[], [[1, 0], [0, 1], [2, 0], [0, 2]], []], [[[10, 0], [0, 10]], [[20, 0], [0, 20]]])}
     for how, (rows, out) in right.items():
-        chosen = {"usual": "and the two best experts are chosen.", "chosen": "but self.choose says 2 and 1 for all tokens.",
-                  "one": "but self.choose says 1, one expert for each token."}[how]
+        chosen = {"usual": "and the two best experts are selected.", "chosen": "but self.choose returns 2 and 1 for all tokens.",
+                  "one": "but self.choose returns 1, one expert for each token."}[how]
         came, out_came = found[how]
         assert [sorted(of_one) for of_one in came] == [sorted(of_one) for of_one in rows], \
-            f"{begin}, {chosen} Experts 0, 1, 2 should be given the rows {rows}, not {came}"
-        assert out_came == out, (f"{begin}, {chosen} The better and the worse expert have shares 3/4 and 1/4, or 9/10 and 1/10; "
-                                 "a single one has 1. "
+            f"{begin}, {chosen} Experts 0, 1, 2 should get the rows {rows}, not {came}"
+        assert out_came == out, (f"{begin}, {chosen} The better and the worse expert have the routing weights 3/4 and 1/4, or 9/10 "
+                                 "and 1/10; a single one has 1. "
                                  f"If expert e multiplies by 10 to the power e, the output is {out}, not {out_came}")
     for what, came, right in zip(("x", "self.gate.weight"), *grads):
-        assert came == right, (f"{begin}; the output has the gradients 1 to 8, and choose adds 1 to those of its logits. Then "
-                               f"{what} has the gradients {right}, not {came}: they come through the experts and the shares")
+        assert came == right, (f"{begin}; the output has the gradients 1 to 8, and choose returns logits to whose gradients it "
+                               f"adds 1. Then {what} has the gradients {right}, not {came}: they come through the experts and "
+                               "through the routing weights, which must be computed from the logits that choose returns")
     assert (of_logits, of_output) == ("torch.float32", "torch.bfloat16"), \
         f"in bfloat16, choose should get float32 logits, and the output should be in bfloat16; they are {of_logits} and {of_output}"
     silu = [x / (1 + math.exp(-x)) for x in (1, 4)]
     right = [[round(3 * silu[0], 4)], [round(10 * silu[1], 4)]]
     assert swiglu == right, ("Experts.forward: expert 0 has w1 1, w3 3, w2 1 and the row 1; expert 1 has 2, 1, 5 and the row 2. "
                              f"They make 1 * silu(1) * 3 and 5 * silu(4) * 2, which is {right}, not {swiglu}")
-    assert called == 3, f"Experts.forward must call self.w1, w2 and w3 once each (a schedule may replace them), not {called} in all"
+    assert called == 3, \
+        f"Experts.forward must call self.w1, w2 and w3 once each (split_backward replaces their forward), not {called} in all"
 
 
 # ------------------------------------------------------------------------------------------------ who has which experts
@@ -316,7 +323,7 @@ def small_model(config, device):
     return SimpleNamespace(model=SimpleNamespace(layers=layers)), layers
 
 
-def cut_job(pp, dp, cp, tp, ep):
+def shard_job(pp, dp, cp, tp, ep):
     import expert_parallel
     import torch.distributed as dist
     import torch
@@ -332,18 +339,18 @@ def cut_job(pp, dp, cp, tp, ep):
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
     whole = nn.Linear(1, 1)
     whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = Placement(6, decays=True, parts=[before := Shard(None, 2, 2, 0)])
-    expert_parallel.cut(whole, part := Shard(None, 1, 3, 2))
+    whole.weight.placement = Placement(6, decays=True, shards=[before := Shard(None, 2, 2, 0)])
+    expert_parallel.shard_weight(whole, shard := Shard(None, 1, 3, 2))
     came = list(whole.weight.shape), whole.weight.placement.shards, whole.weight.placement.num_replicas
-    assert came == ([4, 2, 2], [before, part], 2), (
-        "cut into 3 parts along dimension 1, 4 x 6 x 2 numbers on 6 ranks become 4 x 2 x 2 on 2 ranks, with the part "
-        f"listed after that of an earlier cut; got shape, parts, times_counted {came}")
-    cut_by_tp = []                                        # as in rung 6
-    with patch.object(expert_parallel, "TensorParallelMoE", lambda layer, *_: cut_by_tp.append(layer) or layer):
+    assert came == ([4, 2, 2], [before, shard], 2), (
+        "shard_weight with 3 shards along dimension 1: 4 x 6 x 2 elements on 6 ranks become 4 x 2 x 2 on 2 ranks, and the shard is "
+        f"listed after an earlier one; got shape, shards, num_replicas {came}")
+    by_tp = []                                            # what rung 6 shards
+    with patch.object(expert_parallel, "shard_over_tp", lambda moe, *_: by_tp.append(moe)):
         expert_parallel.expert_parallel(model, config, mesh, args)
     expected = [layers[i].mlp for i in "12"] if tp > 1 else []
-    assert cut_by_tp == expected, (f"with tp {tp}, {len(expected)} layers must become a TensorParallelMoE (two have experts; "
-                                   f"without tp, none is cut), but {len(cut_by_tp)} did")
+    assert by_tp == expected, (f"with tp {tp}, shard_over_tp must be called for {len(expected)} layers (two have experts; without "
+                               f"tp, for none), but was called for {len(by_tp)}")
     dist.barrier()                                        # no rank may end while others still connect
 
     def group_of(weight):
@@ -358,46 +365,47 @@ def cut_job(pp, dp, cp, tp, ep):
     for name in ("w1", "w2", "w3"):
         weight = getattr(experts, name).weight
         first = local_slices(weight)[0]
-        mine = list(range(4))[first]
-        found[name] = dict(shape=list(weight.shape), experts=mine, same_experts=ranks(group_of(weight)),
+        local = list(range(4))[first]
+        found[name] = dict(shape=list(weight.shape), experts=local, same_experts=ranks(group_of(weight)),
                            num_replicas=weight.placement.num_replicas)
-    group = ranks(experts.group) if isinstance(experts, expert_parallel.ExpertParallel) else type(experts).__name__
+    dispatch = layers["1"].mlp.dispatch
+    group = ranks(dispatch.group) if isinstance(dispatch, expert_parallel.TokenDispatcher) else "none"
     same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.shards
     return found, group, same and gate.weight.placement.expert_mesh is None
 
 
-@rung({"expert_parallel.py": ["expert_parallel", "cut"]}, hints="""
+@rung({"expert_parallel.py": ["expert_parallel", "shard_weight"]}, hints="""
     All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of the
     experts. Rank 0 of every group has the same experts, so an expert's gradient is summed over these ranks, and no others. Draw the
     ranks as a table: a row for each group of ep, a column for each rank in it. Which ranks have the same experts?
 
     `data_mesh(mesh)` has the ranks of dp x cp in a row, and `data_mesh(mesh)._unflatten(0, (dp * cp // ep, ep), ("expert_dp",
     "ep"))` is this table; its `get_group("ep")` is this rank's row, and indexing it by ["expert_dp"] gives its column, a mesh.
-    `cut`: the parameter becomes `nn.Parameter(whole.chunk(part.parts, part.dim)[0])` (there is no memory yet, so every chunk is
-    as good as the first). The new one takes over the old placement, with the part added.
+    `shard_weight`: the parameter becomes `nn.Parameter(full.chunk(shard.num_shards, shard.dim)[0])` (there is no memory yet, so it
+    does not matter which chunk you take). The new one takes over the old placement, to which you add the shard.
 
-    cut: linear.weight.placement = whole.placement; .placement.parts.append(part); .placement.times_counted //= part.parts.
-    expert_parallel: group and expert_mesh are row and column; for each layer of model.model.layers.values() whose mlp is an MoE:
-    if args.tp > 1: layer.mlp = TensorParallelMoE(layer.mlp, mesh, args); for linear in layer.mlp.experts.children(): cut(linear,
-    Part(group, 0, args.ep, group.rank())) and linear.weight.placement.expert_mesh = expert_mesh; if args.ep > 1:
-    layer.mlp.experts = ExpertParallel(experts, group).""")
+    shard_weight: linear.weight.placement = full.placement; .placement.shards.append(shard); .placement.num_replicas //=
+    shard.num_shards. expert_parallel: group and expert_mesh are row and column; for moe in moe_layers(model): if args.tp > 1:
+    shard_over_tp(moe, mesh, args); for linear in moe.experts.children(): shard_weight(linear, Shard(group, 0, args.ep,
+    group.rank())) and linear.weight.placement.expert_mesh = expert_mesh; if args.ep > 1: moe.dispatch =
+    TokenDispatcher(group).""")
 def test_who_has_which_experts(pool):
-    """Write `cut(linear, part)`. It leaves linear.weight the size of one part of `part.parts`, cut along `part.dim`; the new
-    parameter has the old one's placement, with `part` added to its parts, and times_counted divided by part.parts. Write
-    `expert_parallel(model, config, mesh, args)`. It does this to w1, w2 and w3 of each layer whose mlp is an MoE: rank i of a group
-    of ep ranks gets the i-th part of the experts, and placement.expert_mesh becomes the 1D mesh of the ranks that have the same
-    experts and other tokens. The ranks of an ep group are neighbours in data_mesh(mesh), the ranks of dp x cp. Make the groups
-    once, for all layers. If ep > 1, the layer's experts become `ExpertParallel(experts, group)`. If tp > 1, its mlp first becomes a
-    `TensorParallelMoE(layer.mlp, mesh, args)` (see rung 6). Change nothing else."""
+    """Write `shard_weight(linear, shard)`. It replaces linear.weight by a parameter of the size of one of `shard.num_shards` shards
+    along `shard.dim`; this has the old one's placement, with `shard` added to its shards, and num_replicas divided by
+    shard.num_shards. Write `expert_parallel(model, config, mesh, args)`. It does this to w1, w2 and w3 of each MoE layer
+    (`moe_layers(model)` lists them): rank i of a group of ep ranks gets the i-th shard of the experts, and placement.expert_mesh
+    becomes the 1D mesh of the ranks that have the same experts and other tokens. The ranks of an ep group are neighbors in
+    data_mesh(mesh), the ranks of dp x cp. Make the groups once, for all layers. If ep > 1, the layer's dispatch becomes
+    `TokenDispatcher(group)`. If tp > 1, call `shard_over_tp(layer, mesh, args)` first (see rung 6). Change nothing else."""
     #         pp, dp, cp, tp, ep: for each rank its experts, the ranks with the same ones, and its ep group
     cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
                                ([2, 3], [1, 3], [2, 3])],
              (2, 2, 1, 1, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
              (1, 2, 1, 2, 2): [([0, 1], [0], [0, 2]), ([0, 1], [1], [1, 3]), ([2, 3], [2], [0, 2]), ([2, 3], [3], [1, 3])],
              (1, 2, 2, 1, 4): [([i], [i], [0, 1, 2, 3]) for i in range(4)],
-             (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "Experts")] * 2}
+             (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "none")] * 2}
     for (pp, dp, cp, tp, ep), right in cases.items():
-        answers = pool.call(cut_job, STEP, world=pp * dp * cp * tp, timeout=HANGS, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        answers = pool.call(shard_job, STEP, world=pp * dp * cp * tp, timeout=HANGS, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         for rank, ((found, group, same), (experts, same_experts, group_of_ep)) in enumerate(zip(answers, right)):
             where = f"pp {pp}, dp {dp}, cp {cp}, tp {tp}, ep {ep}, four experts, rank {rank}"
             for name, came in found.items():
@@ -406,7 +414,7 @@ def test_who_has_which_experts(pool):
                                 num_replicas=pp * dp * cp * tp // ep)
                 assert came == expected, f"{where}: for {name} expected {expected}, got {came}"
             assert group == group_of_ep, \
-                f"{where}: the ranks of ExpertParallel's group (without ep: the experts' class) are {group_of_ep}, not {group}"
+                f"{where}: the ranks of the group of the layer's TokenDispatcher (none without ep) are {group_of_ep}, not {group}"
             assert same, f"{where}: the layer without experts and the router must stay as they are, on all ranks"
 
 
@@ -416,7 +424,7 @@ SIZES = [[[1, 0, 2], [0, 2, 1], [3, 0, 0]], [[2, 0, 1], [0, 0, 0], [1, 0, 0]]]
 
 
 def all_to_all_job():
-    """Send rows of 100 times the sender, 10 times the receiver and a number. Return the rows that came, and the gradient when the
+    """Send rows of 100 times the sender, 10 times the receiver and a number. Return the rows that arrive, and the gradient when the
     result has twice itself as gradient. Of four ranks, 1 to 3 are a group, and 0 is alone and sends itself two rows."""
     import expert_parallel
     import torch
@@ -424,13 +432,13 @@ def all_to_all_job():
     group, found = start([1, 2, 3]), []
     rank = group.rank()
     for sizes in SIZES if group.size() > 1 else [[[2]]]:
-        sent, received = sizes[rank], [of[rank] for of in sizes]
-        numbers = [100.0 * rank + 10 * to + i for to, count in enumerate(sent) for i in range(count)]
+        input_splits, output_splits = sizes[rank], [of[rank] for of in sizes]
+        numbers = [100.0 * rank + 10 * to + i for to, count in enumerate(input_splits) for i in range(count)]
         x = torch.tensor([numbers, numbers], dtype=torch.float64).T.requires_grad_()             # [rows, 2], and not contiguous
         saved = []
         with unforgiving(), watched() as done:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
-                out = expert_parallel.TokenAllToAll.apply(x, sent, received, group)
+                out = expert_parallel.TokenAllToAll.apply(x, input_splits, output_splits, group)
             assert done.sent, "a rank with nothing to send or receive must take part, too: the others wait for it"
             saved += [1 for value in vars(out.grad_fn).values() if isinstance(value, torch.Tensor)]
             out.backward(2 * out.detach().T.contiguous().T)                        # not contiguous either
@@ -439,22 +447,22 @@ def all_to_all_job():
 
 
 @rung({"expert_parallel.py": ["TokenAllToAll.forward", "TokenAllToAll.backward"]}, hints="""
-    `dist.all_to_all_single(out, x, received, sent, group=group)` sends the first sent[0] rows to rank 0, the next sent[1] rows
-    to rank 1, and so on; `out` gets received[0] rows of rank 0, then those of rank 1. How many rows must `out` have? And
-    which way do gradients go?
+    `dist.all_to_all_single(out, x, output_splits, input_splits, group=group)` sends the first input_splits[0] rows to rank 0, the
+    next input_splits[1] rows to rank 1, and so on; `out` gets output_splits[0] rows from rank 0, then those from rank 1. How many
+    rows must `out` have? And which way do gradients go?
 
-    Make `out = x.new_empty(sum(received), x.shape[1])`; x must be contiguous. Backward sends gradients the other way: rows that
-    were received are sent, and rows that were sent are received. So keep both lists and the group on ctx.
+    Make `out = x.new_empty(sum(output_splits), x.shape[1])`; x must be contiguous. Backward sends gradients the other way: it sends
+    as many as were received, and receives as many as were sent. So keep both lists and the group on ctx.
 
-    forward: `ctx.sent, ctx.received, ctx.group = sent, received, group`; make out; `dist.all_to_all_single(out, x.contiguous(),
-    received, sent, group=group)`; return out. backward: `return AllToAll.apply(grad, ctx.received, ctx.sent, ctx.group), None,
-    None, None`.""")
+    forward: `ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group`; make out;
+    `dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group)`; return out. backward: `return
+    TokenAllToAll.apply(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None`.""")
 def test_as_many_rows_as_there_are(pool):
-    """Write `AllToAll.apply(x, sent, received, group)`. It sends the rows of x, [rows, hidden], to the ranks of the group: the
-    first sent[0] to rank 0, the next sent[1] to rank 1, and so on. It returns the rows that come, ordered by sender: received[0]
-    rows of rank 0, then received[1] rows of rank 1, and so on. The lists may contain zeros, even only zeros: a rank takes part even
-    if it has nothing to send, since the others wait for it. Backward returns the gradient of each row to its sender. Each direction
-    is one dist.all_to_all_single of exactly these rows, and keeps no tensor."""
+    """Write `TokenAllToAll.apply(x, input_splits, output_splits, group)`. It sends the rows of x, [rows, hidden], to the ranks of
+    the group: the first input_splits[0] to rank 0, the next input_splits[1] to rank 1, and so on. It returns the rows that arrive,
+    ordered by sender: output_splits[0] rows from rank 0, then output_splits[1] rows from rank 1, and so on. The lists may contain
+    zeros, even only zeros: a rank takes part even if it has nothing to send, since the others wait for it. Backward returns the
+    gradient of each row to its sender. Each direction is one dist.all_to_all_single of exactly these rows, and keeps no tensor."""
     for ranks, rank, found in pool.call(all_to_all_job, STEP, world=4, timeout=HANGS):
         for all_sizes, (out, grad, x, done, dtype, saved) in zip(SIZES if ranks > 1 else [[[2]]], found):
             right = [[100 * of + 10 * rank + i] * 2 for of, sizes in enumerate(all_sizes) for i in range(sizes[rank])]
@@ -467,7 +475,7 @@ def test_as_many_rows_as_there_are(pool):
             assert done == expected, (f"{begin} has {len(x)} rows of 2 numbers for {ranks} ranks and gets {len(right)}. Out and "
                                       f"back it should start (collective, ranks, numbers) {expected}, but did {done}")
             assert dtype == "torch.float64", f"rows in float64 come as {dtype}: receive them into a tensor of x's dtype"
-            assert not saved, "forward keeps a tensor for backward, and its memory; the lists and the group are enough"
+            assert not saved, "forward keeps a tensor for backward, and so its memory; the lists and the group are enough"
 
 
 # for each rank, its rows for each of six experts; the second time, nobody has any for rank 1's, and rank 2 has none
@@ -479,7 +487,6 @@ def dispatch_job():
     """Run three ranks with two experts each, and one alone. Expert e multiplies by e + 1. Rows have the digits rank + 1, expert,
     number."""
     import expert_parallel
-    import moe
     import torch
     from unforgiving import unforgiving
     group, found = start([1, 2, 3]), []
@@ -487,19 +494,19 @@ def dispatch_job():
     for counts in COUNTS if group.size() > 1 else ALONE:
         seen = []
 
-        def compute(self, x, counts, seen=seen):
+        def experts(x, counts, seen=seen):
             before = len(done.waits)
             rows = x.split(counts.tolist())
             seen.append([sorted(of_one.flatten().tolist()) for of_one in rows])
             del done.waits[before:]                       # the reader did not cause these
             return torch.cat([of_one * (2 * rank + e + 1) for e, of_one in enumerate(rows)])
-        experts = expert_parallel.ExpertParallel(moe.Experts(layer_config(num_local_experts=2)), group)
+        dispatch = expert_parallel.TokenDispatcher(group)
         numbers = [100.0 * (rank + 1) + 10 * e + i for e, count in enumerate(counts[rank]) for i in range(count)]
-        x, mine = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1).requires_grad_(), torch.tensor(counts[rank])
-        with patch.object(moe.Experts, "forward", compute), unforgiving(), watched() as done:
+        x, local = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1).requires_grad_(), torch.tensor(counts[rank])
+        with unforgiving(), watched() as done:
             try:
                 with torch.device("meta"):                # tensors that are made without device= land here
-                    out = experts(x, mine)
+                    out = dispatch(experts, x, local)
                 forward = list(done.sent)
                 out.sum().backward()
             except (RuntimeError, NotImplementedError) as error:
@@ -511,37 +518,39 @@ def dispatch_job():
     return group.size(), rank, found
 
 
-@rung({"expert_parallel.py": ["ExpertParallel.forward"]}, hints="""
-    A rank knows how many rows it has for each expert of all ranks. Before it can receive rows it must know how many come, so
-    the counts travel first. The rows then come ordered by sender, and within each sender by expert. But the experts want rows
-    sorted by expert alone. Which expert does each received row belong to?
+@rung({"expert_parallel.py": ["TokenDispatcher.__call__"]}, hints="""
+    A rank knows how many rows it has for each expert of all ranks. Before it can receive rows it must know how many arrive, so
+    exchange these counts first. The rows then arrive ordered by sender, and those of each sender by expert. But the experts need
+    rows sorted by expert alone. Which expert does each received row belong to?
 
-    Counts: `dist.all_to_all_single(theirs, counts, group=group)` with theirs like counts; viewed as [ranks, my experts],
-    row r says what comes from rank r. Rank r gets as many rows as the sum of row r of `counts.view(ranks, -1)`. The expert of
-    each received row: 0, 1, ..., 0, 1, ... (once for each sender), each repeated as often as `theirs` says:
-    torch.repeat_interleave. Then sort as in MoE.forward, and undo it before the rows are sent back.
+    Counts: `dist.all_to_all_single(recv_counts, tokens_per_expert, group=self.group)` with recv_counts like tokens_per_expert;
+    viewed as [ep, experts of this rank], row r says how many rows arrive from rank r for each. Rank r gets as many rows as the sum
+    of row r of `tokens_per_expert.view(ep, -1)`. The expert of each received row: 0, 1, ..., 0, 1, ... (once for each sender), each
+    repeated as often as `recv_counts` says: torch.repeat_interleave. Then sort as in MoE.forward, and undo it before you send the
+    rows back.
 
-    sent, received = torch.stack((counts.view(ranks, -1), theirs)).sum(-1).tolist(), the host's only wait; x =
-    AllToAll.apply(x, sent, received, group); expert = torch.arange(theirs.shape[1],
-    device=x.device).repeat(ranks).repeat_interleave(theirs.flatten(), output_size=sum(received)); order =
-    expert.argsort(stable=True); out = super().forward(x.index_select(0, order), theirs.sum(0)); return
-    AllToAll.apply(out.index_select(0, order.argsort()), received, sent, group).""")
+    ep = self.group.size(); counts = torch.stack((tokens_per_expert, recv_counts)).unflatten(1, (ep, -1)); input_splits,
+    output_splits = counts.sum(-1).tolist(), the only wait of the CPU; recv_counts = counts[1]; x = TokenAllToAll.apply(x,
+    input_splits, output_splits, self.group); expert = torch.arange(recv_counts.shape[1],
+    device=x.device).repeat(ep).repeat_interleave(recv_counts.flatten(), output_size=len(x)); order = expert.argsort(stable=True);
+    out = experts(x.index_select(0, order), recv_counts.sum(0)).index_select(0, order.argsort()); return TokenAllToAll.apply(out,
+    output_splits, input_splits, self.group).""")
 def test_rows_travel_to_their_experts(pool):
-    """Write `ExpertParallel.forward(x, counts)`. It takes what Experts.forward takes: rows sorted by expert, and how many rows each
-    has, for the experts of all ranks. Each rank of self.group has equally many experts, in the order of the ranks. Send the counts,
-    then the rows, to the ranks that have their experts; sort the received rows by expert; compute with `super().forward(rows,
-    counts)`, where counts are those of this rank's own experts, once, even if no row came; send the results back. Return them in
-    the order of x. For its lists the host must know sums of counts, so it waits for the device: once, for both lists together. Make
-    all tensors on x's device."""
+    """Write `TokenDispatcher.__call__(experts, x, tokens_per_expert)`, which MoE.forward calls as self.dispatch. x has rows sorted
+    by expert, and tokens_per_expert how many rows each has, for the experts of all ranks. Each rank of self.group has equally many
+    experts, in the order of the ranks. Send the counts, then the rows, to the ranks that have their experts; sort the received rows
+    by expert; call `experts(rows, tokens_per_expert)` with the counts of this rank's own experts, once, even if no row has arrived;
+    send the results back. Return them in the order of x. For its lists the CPU must know sums of counts, so it waits for the GPU:
+    once, for both lists together. Make all tensors on x's device."""
     for ranks, rank, found in pool.call(dispatch_job, STEP, world=4, timeout=HANGS):
         for counts, (seen, out, grad, x, forward, backward, waits) in zip(COUNTS if ranks > 1 else ALONE, found):
             begin = (f"Of four ranks, 1 to 3 are a group, 0 is alone. The ranks of a group of {ranks} have {counts} rows for "
                      "its experts, with the digits rank + 1, expert, number.")
-            assert len(seen) == 1, (f"{begin} On rank {rank} super().forward was called {len(seen)} times, not once. (Even without "
-                                    "rows: the weights need a gradient, of zeros, which others wait for.)")
-            mine = 2 * rank, 2 * rank + 1
-            right = [[100 * (of + 1) + 10 * e + i for of in range(ranks) for i in range(counts[of][e])] for e in mine]
-            assert seen[0] == right, f"{begin} Rank {rank}'s experts {mine} should get {right} of them, but got {seen[0]}"
+            assert len(seen) == 1, (f"{begin} On rank {rank} experts was called {len(seen)} times, not once. (Call it even without "
+                                    "rows: the weights need a gradient, of zeros, which other ranks wait for.)")
+            local = 2 * rank, 2 * rank + 1
+            right = [[100 * (of + 1) + 10 * e + i for of in range(ranks) for i in range(counts[of][e])] for e in local]
+            assert seen[0] == right, f"{begin} Rank {rank}'s experts {local} should get {right} of them, but got {seen[0]}"
             factors = [e + 1 for e, count in enumerate(counts[rank]) for _ in range(count)]
             came, right = sum(map(len, right)), [a * b for a, b in zip(x, factors)]
             assert out == right, f"{begin} Expert e multiplies by e + 1: rank {rank} should get back {right}, but got {out}"
@@ -554,7 +563,7 @@ def test_rows_travel_to_their_experts(pool):
                     f"{begin} In {what}, rank {rank}, which has {len(x)} rows of one number and gets {came}, should start "
                     f"(collective, ranks, numbers) {right}: {'counts, ' * (what == 'forward')}rows there and back. It did {done}")
             assert len(waits) <= 1, (
-                f"the host waits for the device {len(waits)} times, by {', '.join(waits)}; once is enough: one .tolist() of both "
+                f"the CPU waits for the GPU {len(waits)} times, by {', '.join(waits)}; once is enough: one .tolist() of both "
                 "sums, stacked, and tell repeat_interleave its output_size")
 
 
@@ -571,7 +580,7 @@ def tensor_parallel_job(sp):
     model, layers = small_model(config, "cpu")
     whole = layers["1"].mlp.double()
     draw, values = torch.Generator().manual_seed(1 + mesh.get_local_rank("dp")), {}
-    whole.choose = lambda logits: logits.topk(1, largest=False).indices
+    whole.choose = lambda logits: (logits.topk(1, largest=False).indices, logits)
     for name, param in whole.named_parameters():
         values[name] = param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64)
     x = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64).requires_grad_()
@@ -584,54 +593,52 @@ def tensor_parallel_job(sp):
     expert_parallel.expert_parallel(model, config, mesh, args)
     dist.barrier()                                        # no rank may end while others still connect
     layer, group = layers["1"].mlp, mesh.get_group("tp")
-    cut = isinstance(layer, expert_parallel.TensorParallelMoE)
-    if not cut:
-        return rank, cut, None, None, None, None, None
-    cuts = {name: [part[1:] for part in getattr(layer.experts, name).weight.placement.shards if part[0] is group]
-            for name in ("w1", "w2", "w3")}
+    shards = {name: [shard[1:] for shard in getattr(layer.experts, name).weight.placement.shards if shard[0] is group]
+              for name in ("w1", "w2", "w3")}
     shapes, summed = {}, layer.gate.weight.placement.grad_reduce_group is group
     assert all(param.placement.grad_reduce_group is None for param in layer.experts.parameters()), \
-        "each rank of tp has its own rows or columns of w1, w2 and w3, with whole gradients: only the router needs sum_over"
+        "each tp rank has its own rows or columns of w1, w2 and w3, whose gradients are complete: only the router needs a sum"
     for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
         linear = getattr(layer.experts, name)
         shapes[name] = list(linear.weight.shape)
         if shapes[name] == [2, 2, 1] or shapes[name] == [2, 1, 2]:                 # as materialize does in training
             linear.weight.data = values[f"experts.{name}.weight"].chunk(2, dim)[rank].clone()
-    mine = x.detach()[:, here].clone().requires_grad_()
-    out = layer(mine)
+    local = x.detach()[:, here].clone().requires_grad_()
+    out = layer(local)
     out.backward(up[:, here])
     gate = layer.gate.weight.grad.clone()
     dist.all_reduce(gate, group=group)
-    return rank, cut, cuts, shapes, summed, ([rounded(out), rounded(mine.grad)], rounded(gate)), reference
+    return rank, shards, shapes, summed, ([rounded(out), rounded(local.grad)], rounded(gate)), reference
 
 
-@rung({"expert_parallel.py": ["TensorParallelMoE.__init__", "TensorParallelMoE.forward"]}, hints="""
-    Think of the MLP in step 4: the first two products are sharded by their outputs, the last by its inputs. Then each rank has a
-    term of the output, and only the ends of the region communicate. Here every expert is sharded like this. A layer's weights
-    are [experts, out, in]: which dimension is which?
+@rung({"expert_parallel.py": ["shard_over_tp"]}, hints="""
+    Think of the MLP in step 4: the first two products are sharded by their outputs, the last by its inputs. Then each rank has
+    partial sums of the output, and only the ends of the region communicate. Here every expert is sharded like this. A layer's
+    weights are [experts, out, in]: which dimension is which?
 
-    `enter(x, border)` brings the whole sequence into the region, `leave(out, border)` adds up the terms of all ranks;
-    `border = border_of(mesh, args)`. Between them the layer computes what MoE.forward computes. Cut w1 and w3 along dimension
-    1, and w2 along dimension 2, with `cut` and a Part of tp's group. Each rank sees part of every expert's result, so each
-    has a term of the router's gradient: who has to sum it?
+    `enter_region(x, comm)` brings the whole sequence into the region, `leave_region(out, comm)` adds up the partial sums of all
+    ranks; `comm = make_comm(mesh, args)`. Between them the layer computes what it computed before. Shard w1 and w3 along dimension
+    1, and w2 along dimension 2, with `shard_weight` and a Shard over tp's group. Each rank has partial sums of every expert's
+    output, so the router's gradient is partial, too: over which group must it be summed?
 
-    __init__: nn.Module.__init__(self); take gate, experts and choose from whole; self.border = border_of(mesh, args); group =
-    mesh.get_group("tp"); for each of (w1, 1), (w3, 1), (w2, 2): cut(linear, Part(group, dim, args.tp, group.rank()));
-    self.gate.weight.placement.sum_over = group. forward: return leave(super().forward(enter(x, self.border)), self.border).""")
-def test_every_expert_is_cut(pool):
-    """Write `TensorParallelMoE(whole, mesh, args)`, the layer `whole` in a region of tp. It takes whole's gate, experts and choose,
-    and keeps this rank's part of each expert's w1, w2 and w3, made by `cut`, as step 4 cuts the MLP. The router's weight stays
-    whole; each rank has only a term of its gradient, and `placement.sum_over` says over which group to sum it. `forward(x)` enters
-    the region, does what MoE.forward does, and leaves the region. `expert_parallel` puts it in place of an MoE if tp > 1."""
+    group = mesh.get_group("tp"); for each of (w1, 1), (w3, 1), (w2, 2) of moe.experts: shard_weight(linear, Shard(group, dim,
+    args.tp, group.rank())); moe.gate.weight.placement.grad_reduce_group = group; forward = moe.forward; moe.forward = lambda x:
+    leave_region(forward(enter_region(x, comm)), comm).""")
+def test_every_expert_is_sharded(pool):
+    """Write `shard_over_tp(moe, mesh, args)`, which makes an MoE layer a region of tp. This rank keeps its shard of each expert's
+    w1, w2 and w3 (use `shard_weight`), as step 4 shards the MLP. The router's weight stays whole; each rank computes only a partial
+    gradient of it, and `placement.grad_reduce_group` says over which group to sum it. Replace `moe.forward` by a function of x that
+    enters the region, does what moe.forward did before, and leaves the region. `expert_parallel` calls this for each MoE layer if
+    tp > 1."""
     for sp in ("off", "on"):
-        for rank, cut, cuts, shapes, summed, ours, right in pool.call(tensor_parallel_job, STEP, world=4, timeout=HANGS, sp=sp):
+        for rank, shards, shapes, summed, ours, right in pool.call(tensor_parallel_job, STEP, world=4, timeout=HANGS, sp=sp):
             where = f"dp 2, tp 2, sp {sp}, rank {rank} of tp"
-            assert cut, f"{where}: after expert_parallel a layer's mlp should be a TensorParallelMoE, if tp > 1"
             expected = {"w1": [2, 1, 2], "w2": [2, 2, 1], "w3": [2, 1, 2]}
-            assert shapes == expected, f"{where}: two experts with 2 hidden and 2 intermediate are cut to {expected}, not {shapes}"
+            assert shapes == expected, (f"{where}: two experts with 2 hidden and 2 intermediate: the shards should have the shapes "
+                                        f"{expected}, not {shapes}")
             expected = {name: [(dim, 2, rank)] for name, dim in (("w1", 1), ("w2", 2), ("w3", 1))}
-            assert cuts == expected, f"{where}: the parts over tp's group (dim, parts, index) are {expected}, not {cuts}"
-            assert summed, f"{where}: gate.weight.placement.sum_over should be mesh.get_group('tp')"
+            assert shards == expected, f"{where}: the shards over tp's group (dim, num_shards, index) are {expected}, not {shards}"
+            assert summed, f"{where}: gate.weight.placement.grad_reduce_group should be mesh.get_group('tp')"
             for name, came, expected in zip(("output", "gradient of x"), ours[0], right[0]):
                 assert came == expected, f"{where}: the {name} for this rank's tokens is {expected} in one process, got {came}"
             assert ours[1] == right[1], \
@@ -656,12 +663,12 @@ def update_job(kind):
     balance = object.__new__(expert_parallel.LoadBalancer)
     tokens = torch.tensor(TOKENS[rank])
     balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=3, num_local_experts=4)
-    balance.layers, balance.data = ["a layer"] * len(tokens), groups[rank // 2]
-    balance.counts, balance.bias = torch.zeros_like(tokens), torch.zeros(tokens.shape)
+    balance.layers, balance.data_group = ["a layer"] * len(tokens), groups[rank // 2]
+    balance.tokens_per_expert, balance.bias = torch.zeros_like(tokens), torch.zeros(tokens.shape)
     ratios = []
     with watched() as done:
         for _ in range(2):
-            balance.counts += tokens
+            balance.tokens_per_expert += tokens
             ratios.append(balance.update())
     assert all(isinstance(ratio, dict) and list(ratio) == ["balance"] for ratio in ratios), \
         f"update must return a dict with one entry, balance, not {ratios}"
@@ -669,29 +676,30 @@ def update_job(kind):
     assert all(isinstance(ratio, torch.Tensor) and ratio.dtype == torch.float64 for ratio in ratios), \
         f"update's balance must be a tensor in float64, not {ratios}"
     bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).tolist()
-    counts, balance.layers = balance.counts.flatten().tolist(), []
+    counts, balance.layers = balance.tokens_per_expert.flatten().tolist(), []
     return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balance.update(), done.waits
 
 
 @rung({"expert_parallel.py": ["LoadBalancer.update"]}, hints="""
-    self.counts, [layers, experts], counts this rank's choices since the last step. Which ranks have the other
-    tokens of the global batch, for the same layers? An expert with more tokens than the mean should be chosen less often: what
+    self.tokens_per_expert, [layers, experts], has the choices of this rank since the last step. Which ranks have the other
+    tokens of the global batch, for the same layers? An expert with more tokens than the mean should be selected less often: what
     happens to its bias?
 
-    `dist.all_reduce(self.counts, group=self.data)`. The mean is that over a layer's experts. The bias changes by BIAS_STEP up
-    or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest count over its mean. A rank
-    has the layers of its stage only, so the mean over all layers takes the ranks of the other stages.
+    `dist.all_reduce(self.tokens_per_expert, group=self.data_group)`. The mean is that over a layer's experts. The bias changes by
+    BIAS_STEP up or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest number of tokens
+    over its mean. A rank has the layers of its stage only, so the mean over all layers needs the ranks of the other stages.
 
-    mean = self.counts.double().mean(1, keepdim=True); if self.args.balance == "bias": self.bias += BIAS_STEP * (mean -
-    self.counts).sign(); largest = (self.counts.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers;
-    self.counts.zero_(); dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because so
-    many ranks have each stage. Without layers return {} at once.""")
+    With n = self.tokens_per_expert: mean = n.double().mean(1, keepdim=True); if self.args.balance == "bias": self.bias += BIAS_STEP
+    * (mean - n).sign(); largest = (n.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers; n.zero_();
+    dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because so many ranks have each
+    stage. Without layers return {} at once.""")
 def test_a_bias_against_crowds(pool):
-    """Write `Balance.update()`, which runs after every step. It sums self.counts over the group self.data, the ranks that have the
-    other tokens. With --balance bias it lowers by BIAS_STEP the bias of each expert that had more tokens than the mean of its
-    layer, raises the bias of each that had fewer, and leaves that of an expert with exactly the mean. Then it zeroes self.counts.
-    It returns {"balance": a tensor in float64, the same on all ranks}: a layer's largest count over its mean count, averaged over
-    the layers of all stages (self.config.num_hidden_layers); or {} if self.layers is empty. The host must not wait for it."""
+    """Write `LoadBalancer.update()`, which runs after every step. It sums self.tokens_per_expert over self.data_group, the ranks
+    that have the other tokens. With --balance bias it lowers by BIAS_STEP the bias of each expert that had more tokens than the
+    mean of its layer, raises the bias of each that had fewer, and leaves that of an expert with exactly the mean. Then it zeroes
+    self.tokens_per_expert. It returns {"balance": a tensor in float64, the same on all ranks}: a layer's largest number of tokens
+    over its mean, averaged over the layers of all stages (self.config.num_hidden_layers); or {} if self.layers is empty. The CPU
+    must not wait for the GPU."""
     for kind in ("bias", "none", "aux"):
         for rank, (ratios, bias, counts, nothing, waits) in enumerate(
                 pool.call(update_job, STEP, world=4, timeout=HANGS, kind=kind)):
@@ -702,9 +710,9 @@ def test_a_bias_against_crowds(pool):
             right = [[-2, 0, 0, 2], [2, -2, 2, 0]] if rank < 2 else [[-2, 2, 2, 2]]
             right = right if kind == "bias" else [[0] * 4] * len(right)
             assert bias == right, f"{where}: after two such steps rank {rank}'s bias is {right} times BIAS_STEP, not {bias}"
-            assert not any(counts), f"{where}: update must zero self.counts for the next step; they are {counts}"
+            assert not any(counts), f"{where}: update must zero self.tokens_per_expert for the next step; it is {counts}"
             assert nothing == {}, f"without layers that have experts, update must return {{}}, to log nothing, not {nothing}"
-            assert not waits, f"update needs no number on the host, but the host waits for the device, by {', '.join(waits)}"
+            assert not waits, f"update needs no number on the CPU, but the CPU waits for the GPU, by {', '.join(waits)}"
 
 
 # two sequences of four tokens, two tokens of each on each of two ranks: the scores of three experts
@@ -714,9 +722,9 @@ BIAS = [-0.25, 0.0, 0.15]
 
 
 def choose_job(kind, bias, top_k):
-    """Choose in layer 1 of two. Return the result of choose, the counts after two calls, and what it added to the logits' gradient;
-    also that gradient by the formula of the loss. Ranks 0 and 1 are one cp group, with parts of the sequences; 2 and 3 are another,
-    with the scores rolled."""
+    """Choose in layer 1 of two. Return the experts, tokens_per_expert after two calls, and what choose added to the logits'
+    gradient; also that gradient by the formula of the loss. Ranks 0 and 1 are one cp group, with parts of the sequences; 2 and 3
+    are another, with the scores rolled."""
     import gc
     import weakref
 
@@ -731,14 +739,15 @@ def choose_job(kind, bias, top_k):
     balance = object.__new__(expert_parallel.LoadBalancer)
     balance.args = SimpleNamespace(balance=kind, seq_len=4, global_batch_size=6, tp=2)
     balance.config = SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=3)
-    balance.counts, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
-    balance.cp = group
+    balance.tokens_per_expert, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
+    balance.cp_group = group
     leaf = scores[group.rank()].log().requires_grad_()
     logits = leaf + 1                                     # softmax does not notice
     with watched() as done:
-        expert = balance.choose(1, logits)
+        expert, returned = balance.choose(1, logits)
+        returned.sum().backward()
     sent, waits = done.sent, done.waits
-    logits.sum().backward()
+    assert torch.equal(returned, logits), "choose must return the logits with the values that they have"
     with torch.no_grad(), watched() as done:              # recomputation runs forward like this first
         balance.choose(1, leaf + 1)
     chosen = torch.nn.functional.one_hot(scores.topk(top_k).indices, 3).double().sum((0, 2, 3))          # [sequences, experts]
@@ -749,36 +758,43 @@ def choose_job(kind, bias, top_k):
     added = [(grad * 1e6).tolist() for grad in (leaf.grad - 1, leaf2.grad)]
     there = weakref.ref(leaf)
     gc.disable()
-    del logits, leaf
+    del logits, leaf, returned
     left = there() is not None
     gc.enable()
-    return group.rank(), expert.sort(-1).values.tolist(), balance.counts.tolist(), *added, sent, done.sent, waits, left
+    counts = balance.tokens_per_expert.tolist()
+    return group.rank(), expert.sort(-1).values.tolist(), counts, *added, sent, done.sent, waits, left
 
 
-@rung({"expert_parallel.py": ["LoadBalancer.choose"]}, hints="""
-    The scores of a token are the softmax of its logits, over all experts. The bias is added to them in order to choose, and
-    used for nothing else. The auxiliary loss is the sum over experts of (share of the choices) x (mean score) x experts:
-    it is lower if popular experts have low scores. The shares are counts, and have no gradient. What is the gradient
-    of this loss with respect to a score, and what then with respect to a logit?
+@rung({"expert_parallel.py": ["LoadBalancer.choose", "LoadBalancer.auxiliary_loss", "AddAuxiliaryLoss.forward",
+                              "AddAuxiliaryLoss.backward"]}, hints="""
+    The scores of a token are the softmax of its logits, over all experts. Add the bias to them to select experts, and use it for
+    nothing else. The auxiliary loss is the sum over experts of (share of the choices) x (mean score) x experts: it is lower if
+    popular experts have low scores. The shares come from counts, and have no gradient. But the loss is computed deep inside the
+    model: how does it train the router, without being added to the loss that forward returns? Backward has to treat it as if its
+    gradient were 1.
 
-    With respect to a score of expert e, in a sequence where chosen[e] tokens chose e: scale * chosen[e], with scale =
-    AUX_WEIGHT * experts / (top_k * seq_len * seq_len * global_batch_size * tp). Through a softmax with the results s, a
-    gradient g of s becomes s * (g - (s * g).sum()). A sequence may be spread over cp: chosen has to be summed there, but not in
-    self.counts. `logits.register_hook(f)`: backward replaces the gradient of logits by f(gradient).
+    A sequence may be spread over cp: chosen, [batch, experts], must be summed over self.cp_group for the auxiliary loss, but not
+    for self.tokens_per_expert. The scores stay those of this rank's tokens, because every rank backpropagates its own.
+    `AddAuxiliaryLoss.apply(logits, loss)` returns the logits, and its backward returns two gradients: that of the logits unchanged,
+    and 1 for the loss. Then autograd computes the rest, if the scores have their history.
 
-    scores = logits.detach().softmax(-1); expert = (scores + self.bias[i]).topk(top_k).indices; chosen = F.one_hot(expert,
-    experts).sum((1, 2)); self.counts[i] += chosen.sum(0). If self.args.balance == "aux" and logits.requires_grad:
-    dist.all_reduce(chosen, group=self.cp); of_scores = scale * chosen.unsqueeze(1).type_as(scores); of_logits = scores *
-    (of_scores - (scores * of_scores).sum(-1, keepdim=True)); logits.register_hook(lambda grad: grad + of_logits). Return
-    expert.""")
+    scores = logits.softmax(-1); selected_experts = (scores.detach() + self.bias[i]).topk(top_k).indices; chosen =
+    F.one_hot(selected_experts, num_experts).sum((1, 2)); self.tokens_per_expert[i] += chosen.sum(0). If self.args.balance == "aux"
+    and logits.requires_grad: logits = AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen)). Return selected_experts,
+    logits. auxiliary_loss: dist.all_reduce(chosen, group=self.cp_group); share = chosen.unsqueeze(1).type_as(scores) / (top_k *
+    seq_len); return AUX_WEIGHT * num_experts * (share * scores).sum() / seq_len / global_batch_size / tp. AddAuxiliaryLoss.forward:
+    ctx.dtype = loss.dtype; return logits.view_as(logits). backward: return grad, torch.ones((), dtype=ctx.dtype,
+    device=grad.device).""")
 def test_choosing_and_counting(pool):
-    """Write `Balance.choose(i, logits)`, layer i's choose. It returns the numbers of each token's experts, [batch, seq, top_k],
-    those whose softmax score plus self.bias[i] is highest. It adds to self.counts[i] how many of this rank's choices each expert
-    got. With --balance aux, and if logits.requires_grad, it also adds the gradient of the auxiliary loss to the gradient of logits.
-    This loss is, for each sequence, AUX_WEIGHT times the sum over experts of (share of the sequence's choices) x (mean score) x
-    (number of experts), averaged over the sequences of the global batch. A sequence has seq_len tokens, spread over the ranks of
-    the group self.cp. All ranks of tp do the same, and their contributions are summed: so each adds the tp-th part. Send nothing
-    else, and never make the host wait."""
+    """Write `LoadBalancer.choose(i, logits)`, the choose of layer i. It returns the numbers of each token's experts, [batch, seq,
+    top_k], those whose softmax score plus self.bias[i] is highest, and the logits. It adds to self.tokens_per_expert[i] how many
+    choices of this rank fell on each expert. With --balance aux, and if logits.requires_grad, it returns
+    `AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen))` instead of the logits: the same values, but backward adds
+    the gradient of the auxiliary loss to their gradient. chosen, [batch, experts], has how often each expert was selected in each
+    sequence. Write `auxiliary_loss(scores, chosen)`. This loss is, for each sequence, AUX_WEIGHT times the sum over experts of
+    (share of the sequence's choices) x (mean score) x (number of experts), averaged over the sequences of the global batch. A
+    sequence has seq_len tokens, spread over the ranks of self.cp_group. All tp ranks compute the same, and their gradients are
+    summed, so divide by tp. Send nothing else, and never make the CPU wait. Write `AddAuxiliaryLoss.forward` and `backward`."""
     best = [[[[0], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]]
     cases = {("bias", (0.0, 0.0, 0.0), 1): best, ("aux", (0.0, 0.0, 0.0), 1): best,
              ("bias", tuple(BIAS), 1): [[[[2], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]],
@@ -796,7 +812,8 @@ def test_choosing_and_counting(pool):
             assert expert == right, f"{where}: the experts are {right}, not {expert}"
             flat = sum(sum(right, []), [])
             twice = [[0] * 3, [2 * flat.count(e) for e in range(3)]]
-            assert counts == twice, f"{where}: after two such calls, self.counts of layers 0 and 1 is {twice}, not {counts}"
+            assert counts == twice, \
+                f"{where}: after two such calls, self.tokens_per_expert of layers 0 and 1 is {twice}, not {counts}"
             expected = by_formula if kind == "aux" else [[[0] * 3] * 2] * 2
             came, wanted = [sum(sum(tensor, []), []) for tensor in (added, expected)]
             assert came == pytest.approx(wanted, abs=1e-6), (
@@ -806,9 +823,9 @@ def test_choosing_and_counting(pool):
             assert sent == expected, \
                 f"{where}: for 2 sequences and 3 experts, choose should start (collective, ranks, numbers) {expected}, not {sent}"
             assert not again, f"{where}: if logits need no gradient, there is nothing to sum, but choose did {again}"
-            assert not waits, f"{where}: the host waits for the device, by {', '.join(waits)}; choose needs to read no number"
-            assert not left, (f"{where}: after backward the logits are still there: the hook holds a tensor made from them, "
-                              "so neither is ever freed; compute the scores from logits.detach()")
+            assert not waits, f"{where}: the CPU waits for the GPU, by {', '.join(waits)}; choose needs to read no number"
+            assert not left, (f"{where}: after backward the logits are still in memory: something keeps them, or a tensor that was "
+                              "computed from them and has its history, such as a hook on them, or a list in self")
 
 
 class NamedMesh:
@@ -824,13 +841,14 @@ class NamedMesh:
         return self
 
 
-def formula_job(cases):
-    """Return what the formula says for layers with six experts, three per token, hidden 5, for 24 sequences of 16 tokens,
-    float32."""
+def traffic_job(cases):
+    """Return what expert_parallel_traffic says for layers with six experts, three per token, hidden 5, for 24 sequences of 16
+    tokens, float32."""
     import expert_parallel
     import moe
     import torch
     import torch.distributed as dist
+    import traffic
     dist.init_process_group("gloo")
     config = layer_config(hidden_size=5, num_experts_per_tok=3, num_local_experts=6, num_hidden_layers=4)
     found = []
@@ -841,9 +859,9 @@ def formula_job(cases):
         for i in range(layers):
             model.model.layers[str(i)] = SimpleNamespace(mlp=moe.MoE(config))
             if args.ep > 1:
-                model.model.layers[str(i)].mlp.experts = expert_parallel.ExpertParallel(moe.Experts(config), "ep")
+                model.model.layers[str(i)].mlp.dispatch = expert_parallel.TokenDispatcher("ep")
         sent = {}
-        for group, collective, size in expert_parallel.formula(model, NamedMesh(), args):
+        for group, collective, size in traffic.expert_parallel_traffic(model, NamedMesh(), args):
             what = "world" if group is dist.group.WORLD else group, collective
             sent[what] = sent.get(what, 0) + size
         found.append(sent)
@@ -851,31 +869,32 @@ def formula_job(cases):
 
 
 @pytest.mark.slow
-@rung({"expert_parallel.py": ["formula"]}, hints="""
-    The ledger compares the bytes sent with a technique's own formula for a training step. Three things are sent: rows,
-    out and back; before them counts; and once per step what update sums. How many rows does a rank have in a step, in all its
-    layers, and how often does each row travel?
+@rung({"traffic.py": ["expert_parallel_traffic"]}, hints="""
+    The ledger compares the bytes sent with what `expected_traffic` returns. Three things are sent: rows, there and back; before
+    them counts; and once per step what update sums. How many rows does a rank have in a step, in all its layers, and how often is
+    each row sent?
 
     A rank's tokens in a step: args.global_batch_size // args.dp * args.seq_len // args.cp. Each is num_experts_per_tok rows of
-    hidden_size numbers in each layer. Rows travel out and back in forward, and gradients out and back in backward; with
-    recomputation forward runs twice. The counts (int64, one for each expert) travel once in each forward of each micro-batch.
+    hidden_size elements in each layer. Rows are sent there and back in forward, and gradients there and back in backward; with
+    recomputation forward runs twice. The counts (int64, one for each expert) are sent once in each forward of each micro-batch.
     With --balance aux the counts of each sequence are summed over cp.
 
-    With forwards = 1 if args.recompute == "none" else 2, sequences = args.global_batch_size // args.dp, counts = layers *
-    num_local_experts * 8 bytes, and rows = layers * tokens * top_k * hidden * args.dtype.itemsize:
-    (data_mesh(mesh).get_group(), "all_reduce", counts), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the experts' group:
-    "all_to_all" of 2 * (forwards + 1) * rows, and of forwards * sequences // args.micro_batch_size * counts; if aux,
-    (mesh.get_group("cp"), "all_reduce", forwards * sequences * counts). Without MoE layers the list is empty.""")
+    With layers = moe_layers(model), forwards = 1 if args.recompute == "none" else 2, sequences = args.global_batch_size // args.dp,
+    count_bytes = len(layers) * num_local_experts * 8, and row_bytes = len(layers) * tokens * top_k * hidden * args.dtype.itemsize:
+    (data_mesh(mesh).get_group(), "all_reduce", count_bytes), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the group
+    layers[0].dispatch.group: "all_to_all" of 2 * (forwards + 1) * row_bytes, and of forwards * sequences // args.micro_batch_size *
+    count_bytes; if aux, (mesh.get_group("cp"), "all_reduce", forwards * sequences * count_bytes). Without MoE layers return [].""")
 @pytest.mark.parametrize("ranks, shape, flags", [
     (2, "top2-2", "--ep 2 --micro_batch_size 12 --recompute full --balance bias"),
     (4, "top2-2", "--ep 2 --micro_batch_size 12 --tp 2 --recompute none --balance aux"),
     (4, "top4-2", "--ep 2 --micro_batch_size 6 --cp 2 --recompute selective --balance aux"),
     (4, "top1-3", "--ep 2 --micro_batch_size 6 --pp 2 --schedule zerobubble --recompute none --balance bias")])
 def test_a_training_run(pool, ranks, shape, flags):
-    """Write `formula`. It returns what a rank sends in one training step, as a list of (group, collective, payload bytes), for the
-    layers of its own stage; this must equal the ledger's bytes. A rank cannot know how many rows come to its experts, so count as
-    many as it sends. With --recompute selective or full, forward runs twice. Four steps, on two ranks with ep 2, and on four ranks
-    with ep 2 and tp, cp or pp 2, must give the losses, gradient norms and weights of one process."""
+    """Write `expert_parallel_traffic(model, mesh, args)`. It returns what a rank sends in one training step, as a list of (group,
+    collective, payload bytes), for the layers of its own stage; this must equal the ledger's bytes. A rank cannot know how many
+    rows its experts will get, so count as many as it sends. With --recompute selective or full, forward runs twice. Four steps, on
+    two ranks with ep 2, and on four ranks with ep 2 and tp, cp or pp 2, must give the losses, gradient norms and weights of one
+    process."""
     # with two layers, six experts, and three of them per token, the counts have 96 bytes; all rows of all tokens have 46,080
     rows, counts, update = 2 * 24 * 16 * 3 * 5 * 4, 96, {("dp_cp", "all_reduce"): 96, ("world", "all_reduce"): 8}
     cases = [(0, {}, {}), (2, {}, update),
@@ -885,8 +904,8 @@ def test_a_training_run(pool, ranks, shape, flags):
              (2, dict(ep=2, cp=2, recompute="full"), update | {("ep", "all_to_all"): 3 * rows + 16 * counts}),
              (2, dict(balance="aux"), update | {("cp", "all_reduce"): 24 * counts}),
              (2, dict(balance="aux", dp=2, cp=2, recompute="selective"), update | {("cp", "all_reduce"): 24 * counts})]
-    for (layers, flags_here, right), came in zip(cases, pool.call(formula_job, STEP, cases=[case[:2] for case in cases])[0]):
+    for (layers, flags_here, right), came in zip(cases, pool.call(traffic_job, STEP, cases=[case[:2] for case in cases])[0]):
         assert came == right, (f"{layers} layers with 6 experts on this stage of two, top_k 3, hidden 5, 24 sequences of 16 "
-                               f"tokens, 3 in a micro-batch, float32, no recomputation, changed by {flags_here}: the formula's "
-                               f"bytes are {right}, not {came}")
+                               f"tokens, 3 in a micro-batch, float32, no recomputation, changed by {flags_here}: the bytes of "
+                               f"expert_parallel_traffic are {right}, not {came}")
     check(pool, layouts.Layout(STEP, ranks, shape, "adamw", f"--dtype float64 {flags}"))

@@ -1,23 +1,23 @@
-"""The small model and the short run on which every layout is compared with one process."""
+"""The small model and the short run with which every layout is compared with one process."""
 import json
 
 import numpy as np
 
-# sizes that two, three or six ranks do not divide
+# two, three and six ranks do not divide these sizes evenly
 MODEL = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512)
-# and sizes that up to eight ranks can cut, though not into units of equal length: the shape of the layouts of layouts.py
+# up to eight ranks can split these sizes, though not into units of equal length; the layouts of layouts.py have this shape
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 40, 8, 4, 6, 56, 64
 SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
-# 40: the grouped products' kernel takes no 41
+# hidden_size 40, because the grouped kernel does not accept 41
 EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)
 QWEN3 = dict(model_type="qwen3")
 QWEN3_MOE = dict(model_type="qwen3_moe", moe_intermediate_size=MODEL["intermediate_size"], norm_topk_prob=True)
 
 
 def shape(name):
-    """Return the config of a shape: dense-3 has three layers; top2-3 a mixture of experts, two per token; dense-3-kv1 one
-    key-value head; dense-3-qk is a Qwen3, top2-3-qk a Qwen3-MoE."""
+    """Return the config of a shape: dense-3 has three layers; top2-3 has a mixture of experts, two per token; dense-3-kv1 has one
+    key-value head; dense-3-qk is a Qwen3, and top2-3-qk a Qwen3-MoE."""
     kind, layers, *more = name.split("-")
     changes = SHAPE | dict(num_hidden_layers=int(layers))
     if kind != "dense":
@@ -34,7 +34,7 @@ FLAGS = "--seq_len 16 --global_batch_size 24 --steps 4 --lr 1e-2 --lr_schedule c
 
 
 def make(folder, tokens=16 * 200, **changes):
-    """Flags of a run on a small model and random tokens, both written to the folder."""
+    """Write a small model's config and random tokens to the folder. Return the flags of a run on them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**MODEL, **changes}))
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 61, tokens + 1).astype(np.uint16))

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: no package is needed, and no port."""
+"""A headless Chromium, driven over its debugging pipe. This needs no package and no port."""
 import json
 import os
 import shutil
@@ -14,7 +14,7 @@ FLAGS = ("--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disabl
 
 class Chromium:
     def __init__(self, profile):
-        here, theirs = os.pipe(), os.pipe()               # it reads file descriptor 3 and writes 4
+        here, theirs = os.pipe(), os.pipe()               # it reads from file descriptor 3 and writes to 4
         start = f'exec "$0" "$@" 3<&{here[0]} 4>&{theirs[1]}'
         words = ["bash", "-c", start, FOUND, *FLAGS, f"--user-data-dir={profile}"]
         self.process = subprocess.Popen(words, pass_fds=(here[0], theirs[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -45,7 +45,7 @@ class Chromium:
         return json.loads(text)
 
     def run(self, script):
-        """The value of an expression; of a promise, what it comes to."""
+        """Evaluate an expression and return its value. If it is a promise, wait and return what it resolves to."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -78,10 +78,10 @@ class Chromium:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def complaints(self, ours="file:"):
-        """Errors, warnings, and what was fetched beside what is ours."""
+        """Return the errors, the warnings, and the URLs that were fetched from anywhere but `ours`."""
         errors = "Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"
         found = [e["params"] for e in self.events if e["method"] in errors]
-        # without a request that was refused
+        # the request for /answer is refused on purpose
         found = [one for one in found if not one.get("entry", {}).get("url", "").endswith("/answer")]
         asked = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
         return found + [url for url in asked if not url.startswith((ours, "blob:", "data:", "about:"))]

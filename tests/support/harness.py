@@ -1,13 +1,13 @@
-"""Worker processes that are started once and run hundreds of short jobs: any step, any number of ranks.
+"""Worker processes that start once and then run hundreds of short jobs, for any step and any number of ranks.
 
     pool.train("step03_zero", "--zero 3 --dp 4", world=4)    # a whole training run: losses, norms, weights, output
     pool.call(function, "step02_dp", world=2, **arguments)   # a function of a test file, on every rank
 
 Each job sees what torchrun would give it (RANK, WORLD_SIZE, a store) and the modules of one step directory. A rank
-that fails reports its own traceback; a job that hangs is ended after `timeout` seconds and the workers replaced.
+that fails reports its own traceback. If a job hangs, the pool ends it after `timeout` seconds and replaces the workers.
 
-A worker is forked from a process that has imported torch already, and takes no time to start. What was imported then is frozen:
-otherwise each gc.collect(), of which a job has two, would look through a million of torch's objects.
+A worker is forked from a process that has already imported torch, so it starts at once. It freezes the objects that were imported
+before the fork: otherwise each gc.collect(), and a job calls it twice, would traverse a million of torch's objects.
 """
 import atexit
 import contextlib
@@ -38,11 +38,11 @@ class JobFailed(AssertionError):
 
 
 class Refused(JobFailed):
-    """The run ended with exit status 2."""
+    """Raised when a run ends with exit status 2 on every rank: it refused its flags."""
 
 
 # ---------------------------------------------------------------------------------------------- inside a worker
-PATIENCE = int(os.environ.get("PATIENCE", 300))           # seconds after which a job hangs: no test is about how long it takes
+PATIENCE = int(os.environ.get("PATIENCE", 300))           # seconds until a job counts as hung; no test measures time
 PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuration_llama",
              "transformers.models.mixtral.configuration_mixtral", "transformers.models.qwen3.configuration_qwen3",
              "transformers.models.qwen3_moe.configuration_qwen3_moe",
@@ -58,8 +58,8 @@ def worker(rank, pipe, environment, notes):
     os.environ.update(environment)
     gc.freeze()
     torch.set_num_threads(1)
-    sys.path += PYTHONPATH                                # where functions of jobs are
-    local_rank = rank % (torch.cuda.device_count() or rank + 1)                     # more ranks than GPUs: they share
+    sys.path += PYTHONPATH                                # the functions that jobs call are there
+    local_rank = rank % (torch.cuda.device_count() or rank + 1)                     # if there are more ranks than GPUs, they share
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
                       HF_HUB_OFFLINE="1")
     modules = {}                                          # step directory: its modules, kept from job to job
@@ -68,7 +68,7 @@ def worker(rank, pipe, environment, notes):
     pipe.send("ready")
     for port, world, folder, function, arguments in iter(pipe.recv, None):
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
-        output = open(f"{notes}.out", "w+", buffering=1, encoding="utf-8", newline="\n")   # of a rank that hangs it is read, too
+        output = open(f"{notes}.out", "w+", buffering=1, encoding="utf-8", newline="\n")   # if this rank hangs, the test reads it
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), step_modules(folder, modules):
                 module, name = function
@@ -78,11 +78,12 @@ def worker(rank, pipe, environment, notes):
         except BaseException:
             result = ("error", traceback.format_exc())
         answer(pipe, result, output)
-        # until every rank is through, as one may still connect to this one's group; or wait for it for ever
+        # Wait until every rank is through: another may still be connecting to this rank's process group. But after an error, or
+        # after five seconds, go on at once, because another rank may be waiting for this one for ever.
         through = result[0] == "error" or pipe.poll(5) and pipe.recv()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        for param in hooked:                              # a cycle that Python cannot see: gloo's threads would stay with it
+        for param in hooked:                              # a cycle that Python cannot see; it would keep gloo's threads alive
             param._post_accumulate_grad_hooks.clear()
         hooked.clear()
         gc.collect()
@@ -94,13 +95,13 @@ def answer(pipe, result, output):
     printed = output.read()
     try:
         pipe.send((*result, printed))
-    except Exception as error:                            # an open file, say, or a function
+    except Exception as error:                            # it cannot be pickled: an open file, say, or a function
         pipe.send(("error", f"what it returned cannot be sent to the test: {type(error).__name__}: {error}", printed))
 
 
 @contextlib.contextmanager
 def step_modules(folder, kept):
-    """`import train` means the train.py of this folder; other folders' modules of the same names are put away."""
+    """Make `import train` find the train.py of this folder. Put its modules away afterwards: other folders use the same names."""
     names = {file[:-3] for file in os.listdir(folder) if file.endswith(".py")}
     sys.path.insert(0, folder)
     sys.modules.update(kept.get(folder, {}))
@@ -116,7 +117,7 @@ def train_job(argv, optimizer="adamw"):
     import train
     from unforgiving import unforgiving
     if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()              # of the job before
+        torch.cuda.reset_peak_memory_stats()              # the last job's
     with contextlib.ExitStack() as replaced:
         if optimizer == "sgd":
             steps = int(argv[len(argv) - argv[::-1].index("--steps")])
@@ -127,8 +128,8 @@ def train_job(argv, optimizer="adamw"):
 
 
 class SummedGradients:
-    """An 'optimizer' that goes down the gradient, and in the last step leaves the sum of all gradients where the weights are:
-    --save then writes those, whole and by name, whatever the layout was."""
+    """An 'optimizer' that does plain gradient descent and, in the last step, replaces the weights by the sum of all gradients.
+    --save then writes these sums, whole and by name, whatever the layout is."""
 
     def __init__(self, groups, steps):
         self.param_groups, self.state, self.left = groups, {}, steps
@@ -151,12 +152,12 @@ class Pool:
         self.notes, self.last = tempfile.TemporaryDirectory(), None
 
     def start(self, world):
-        """Workers are started when a job first needs so many; the time that this takes is no job's."""
+        """Start workers until there are `world` of them. This happens outside the job, so it does not count towards its timeout."""
         assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
-        on_gpus = "CUDA_VISIBLE_DEVICES" in self.environment                       # CUDA does not survive a fork
+        on_gpus = "CUDA_VISIBLE_DEVICES" in self.environment                       # CUDA does not work after a fork
         context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
         context.set_forkserver_preload(PRELOADED)
-        os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")                 # read by what is preloaded, as it is imported
+        os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")                 # the preloaded modules read them on import
         there = len(self.workers)
         for rank in range(there, world):
             ours, theirs = context.Pipe()
@@ -176,12 +177,12 @@ class Pool:
         self.workers = []
 
     def call(self, function, step, world=1, timeout=PATIENCE, **arguments):
-        """Runs function(**arguments) on ranks 0 .. world-1; returns their results."""
+        """Run function(**arguments) on ranks 0 .. world-1. Return their results."""
         from torch.distributed import TCPStore
         self.start(world)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # where its ranks find each other
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # through it the ranks find each other
         module = "harness" if function.__module__ == "__main__" else function.__module__
-        folder = step if isinstance(step, Path) else step_dir(step)                # a step of the repository, or any folder
+        folder = step if isinstance(step, Path) else step_dir(step)                # one of the eight steps, or any folder
         job = (store.port, world, str(folder), (module, function.__name__), arguments)
         for _, pipe in self.workers[:world]:
             pipe.send(job)
@@ -200,7 +201,7 @@ class Pool:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = ("error", self.death(rank), self.printed(rank))
-                if answers[rank][0] == "error":           # the others may wait for this one for ever
+                if answers[rank][0] == "error":           # the others may be waiting for this rank for ever
                     deadline = min(deadline, time.monotonic() + 3)
             if not ready:
                 break
@@ -209,7 +210,7 @@ class Pool:
         printed = {rank: answer[2] for rank, answer in answers.items()} | {rank: self.printed(rank) for rank in stood}
         self.last = SimpleNamespace(answers=answers, stood=stood, printed=dict(sorted(printed.items())), timeout=timeout)
         if waiting or any(answer[0] == "error" for answer in bad.values()):
-            self.stop()                                   # after an error a CUDA device is of no more use
+            self.stop()                                   # after an error a CUDA context is unusable
         for _, pipe in self.workers[:world]:
             pipe.send("through")
         if all(answer[:2] == ("exit", 2) for answer in bad.values()) and len(bad) == world:
@@ -223,7 +224,7 @@ class Pool:
         return [answers[rank] for rank in range(world)]
 
     def stack(self, rank):
-        """Where a rank that gives no answer is, the innermost call first."""
+        """Return the stack of a rank that does not answer, innermost call first."""
         process, path = self.workers[rank][0], Path(self.notes.name, f"{rank}.stack")
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
@@ -243,8 +244,8 @@ class Pool:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def train(self, step, flags, world=1, timeout=PATIENCE, weights=True, optimizer="adamw", job=train_job):
-        """One run of train.py; optimizer="sgd": its `weights` are the sums of the gradients. `answers`: what the job returned on
-        each rank."""
+        """Run train.py once. With optimizer="sgd", the `weights` that come back are the summed gradients. `answers` has what the
+        job returned on each rank."""
         from safetensors.torch import load_file
         folder = tempfile.mkdtemp()
         try:
@@ -252,7 +253,7 @@ class Pool:
             argv = shlex.split(flags) + ["--log_file", log] + (["--save", save] if weights else [])
             answers = self.call(job, step, world, timeout, argv=argv, optimizer=optimizer)
             if "--compile" in argv:
-                self.stop()                               # what torch.compile leaves behind makes each gc.collect() slow
+                self.stop()                               # torch.compile leaves objects behind that slow down every gc.collect()
             with open(log) as file:
                 lines = [json.loads(line) for line in file]
             tensors = load_file(os.path.join(save, "model.safetensors")) if weights else {}
@@ -262,25 +263,25 @@ class Pool:
                                losses=[line["loss"] for line in lines], grad_norms=[line["grad_norm"] for line in lines])
 
     def once(self, key, make):
-        """What make() returned when it was first asked for."""
+        """Call make() the first time that this key comes up. Return the same result every time."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
     def folder(self):
-        """For what is made once, and is there as long as the pool."""
+        """Return a folder for files that are made once and last as long as the pool."""
         return Path(self.once("folder", tempfile.TemporaryDirectory).name)
 
     def reference(self, step, flags, optimizer="adamw"):
-        """A run of one process, made once."""
+        """Return a run of one process. It is made once."""
         return self.once((str(step_dir(step)), flags, optimizer), lambda: self.train(step, flags, optimizer=optimizer))
 
 
 @functools.cache
 def shared_pool():
-    """One for a process, however many times pytest is called in it."""
+    """Return this process's only pool, however often pytest is called in the process."""
     pool = Pool()
-    # Python itself would ask the workers to end, and step 8 does not when asked
+    # left alone, Python would send the workers SIGTERM, and step 8 does not end on that
     atexit.register(pool.stop)
     return pool
 
@@ -291,7 +292,8 @@ def relative(a, b):
 
 
 def assert_same_run(run, reference, tolerance, what="", weights=True):
-    """Losses and gradient norms relative, weights (or gradients) per tensor ||difference|| / ||reference||."""
+    """Compare losses and gradient norms by their relative errors, and weights (or gradients) by ||difference|| / ||reference|| of
+    each tensor."""
     assert len(run.losses) == len(reference.losses) > 0, what
     for name in ("losses", "grad_norms"):
         for step, (a, b) in enumerate(zip(getattr(run, name), getattr(reference, name))):

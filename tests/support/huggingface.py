@@ -1,4 +1,4 @@
-"""transformers' own model, trained by a plain loop: the outside reference."""
+"""The outside reference: transformers' own model, trained in a plain loop."""
 import math
 
 import numpy as np
@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 def load(folder, dtype, exact=True):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if hasattr(model.config, "num_local_experts"):
-        model.set_experts_implementation("eager")         # the grouped one refuses float64
+        model.set_experts_implementation("eager")         # the grouped implementation refuses float64
     if exact:
         in_own_precision(model)
     return model.train()
 
 
 def in_own_precision(model):
-    """transformers computes norms, rotary tables and routers in float32 whatever the model's dtype; these do not."""
+    """Make norms, rotary tables and routers compute in the model's dtype. In transformers they always compute in float32."""
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
@@ -35,13 +35,13 @@ def exact_router(router, x):
 
 
 def on_disk(model, folder):
-    """The parameters under the names that a checkpoint has, where each expert is apart."""
+    """Return the parameters under the names that a checkpoint has, where every expert has its own tensors."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
 
 def exact_tables(config, position_ids, dtype):
-    """Rotary tables from the definition, in float64; written apart from the trainer's."""
+    """Compute the rotary tables from their definition, in float64. This code is independent of the trainer's."""
     rope, dim = config.rope_parameters, config.head_dim
     frequencies = []
     for i in range(0, dim, 2):
@@ -60,7 +60,7 @@ def exact_tables(config, position_ids, dtype):
 
 
 def batch(tokens, step, sequences, seq_len):
-    """The data rule of the command line, spelled out: sequence i is tokens[i*S : i*S+S+1]."""
+    """Return the inputs and targets of a step. This spells out the trainer's data rule: sequence i is tokens[i*S : i*S+S+1]."""
     whole = (len(tokens) - 1) // seq_len
     rows = [tokens[i % whole * seq_len: i % whole * seq_len + seq_len + 1] for i in range(step * sequences, (step + 1) * sequences)]
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))
@@ -68,7 +68,7 @@ def batch(tokens, step, sequences, seq_len):
 
 
 def train(model, tokens, steps, sequences, seq_len, lr, warmup, weight_decay=0.1, grad_clip=1.0):
-    """Losses, gradient norms and final weights, with torch's AdamW and clip_grad_norm_ and the whole batch at once."""
+    """Train with torch's AdamW and clip_grad_norm_, the whole batch at once. Return losses, gradient norms and final weights."""
     groups = [dict(params=[p for p in model.parameters() if p.dim() >= 2], weight_decay=weight_decay),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
     adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)

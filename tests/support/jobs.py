@@ -1,5 +1,5 @@
-"""What tests run on ranks, and read of what they print; jobs of several test files. (harness.py and observe.py have training
-itself.)"""
+"""Jobs that more than one test file runs on ranks, and helpers that read what they print. (The jobs that simply train are in
+harness.py and observe.py.)"""
 import gc
 import re
 import time
@@ -14,7 +14,7 @@ def main_job(argv):
 
 
 def check_job(argv, world_size):
-    """All that comes before the start of a run, as rank 0 of so many: what is refused there, every rank refuses alike."""
+    """Parse and check the flags as rank 0 of `world_size` ranks. One rank is enough: every rank refuses the same flags."""
     import os
     from unittest.mock import patch
 
@@ -26,7 +26,7 @@ def check_job(argv, world_size):
 
 
 def assert_refused(pool, step, world, flags, message, job=check_job):
-    """In one line, with status 2."""
+    """Check that the step refuses these flags: with this message, on one line, and exit status 2."""
     import pytest
     from harness import Refused
     with pytest.raises(Refused) as refused:
@@ -39,7 +39,7 @@ def assert_refused(pool, step, world, flags, message, job=check_job):
 
 # ------------------------------------------------------------------------------------- the ledger's table
 def ledger_rows(output):
-    """{(dimension, collective): (calls, payload, formula, wire)} of the table that --ledger prints."""
+    """Return the table that --ledger prints, as {(dimension, collective): (calls, payload, formula, wire)}."""
     rows = re.findall(r"^(\w+) +(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", output, re.M)
     assert rows, output
     return {(dim, collective): tuple(int(n.replace(",", "")) for n in numbers) for dim, collective, *numbers in rows}
@@ -47,12 +47,12 @@ def ledger_rows(output):
 
 # ------------------------------------------------------------------------------------- memory
 def storage_bytes(tensors):
-    """Every storage once."""
+    """Return the bytes that these tensors take. Count each storage once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def trained_parts(argv):
-    """The model and the optimizer of a run, after its last step."""
+    """Train. Return the model and the optimizer as they are after the last step."""
     from types import SimpleNamespace
     from unittest.mock import patch
 
@@ -71,8 +71,8 @@ def trained_parts(argv):
 
 
 def kept_job(argv):
-    """Bytes of the storages that are alive between forward and backward of one micro-batch, parameters aside; and the bytes
-    of the parameters themselves."""
+    """Return the bytes of the storages, parameters aside, that are alive between forward and backward of one micro-batch; and the
+    bytes of the parameters."""
     from unittest.mock import patch
 
     import live_storages
@@ -88,7 +88,7 @@ def kept_job(argv):
         with live:
             hidden = model.model(inputs, positions)
         gc.collect()
-        time.sleep(0.3)                                   # gloo's threads let go of what they sent a little after the wait
+        time.sleep(0.3)                                   # gloo's threads release what they sent a little after the wait
         measured.append(sum(size for _, number, size in live.events if live.kinds[number] != "parameters"))
         measured.append(sum(param.nbytes for param in model.parameters()))
         (model.lm_head(hidden, targets)).backward()
@@ -99,7 +99,7 @@ def kept_job(argv):
 
 
 def kept_by_a_layer(pool, tmp_path, step, world, flags):
-    """Numbers, in float32."""
+    """Return how many float32 numbers forward keeps for one layer: the difference between models of three and of two layers."""
     import cases
     kept = []
     for layers in (2, 3):
@@ -111,18 +111,19 @@ def kept_by_a_layer(pool, tmp_path, step, world, flags):
 
 
 def looped_job(argv, optimizer):
-    """Trains with a loop over experts in place of the grouped kernel."""
+    """Train with a loop over the experts instead of the grouped kernel."""
     from unittest.mock import patch
-    with patch("moe.kernel_takes", lambda weight: False):
+    with patch("moe.supports_grouped_mm", lambda weight: False):
         train_job(argv, optimizer)
 
 
 def grouped_job(device, counts):
-    """The largest relative errors of the grouped product, its two gradients, and of W put off, against a loop."""
+    """Compare the grouped product with a loop over experts. Return the relative errors of the product, of its two gradients, and
+    of the weight gradient as a deferred W computes it."""
     from unittest.mock import patch
 
     import torch
-    from moe import grouped_gradient, grouped_product
+    from moe import grouped_product, grouped_weight_grad
     torch.manual_seed(0)
     counts = torch.tensor(counts, device=device)
     rows = int(counts.sum())
@@ -133,25 +134,23 @@ def grouped_job(device, counts):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         out = grouped_product(*leaves, counts)
         out.backward(grad)
-        return out, *(leaf.grad for leaf in leaves), grouped_gradient(grad, x, weight, counts)
+        return out, *(leaf.grad for leaf in leaves), grouped_weight_grad(grad, x, weight, counts)
     grouped = results()
-    with patch("moe.kernel_takes", lambda weight: False):
+    with patch("moe.supports_grouped_mm", lambda weight: False):
         return [relative_norm(a, b) for a, b in zip(grouped, results())]
 
 
-def profile_job(argv):
-    """What --profile draws: the kinds of memory, and rows of seconds and the bytes of each kind."""
-    from unittest.mock import patch
-
-    import profiling
-    import train
-    with patch.object(profiling, "draw", wraps=profiling.draw) as draw:
-        train.main(argv)
-    return list(profiling.KINDS), draw.call_args[0][0]
+def memory_job(argv):
+    """Run a trainer under tools/memory.py. Return the kinds of memory, and rows of seconds and the bytes of each kind."""
+    import memory
+    found = []
+    memory.run(argv, found.extend)
+    return list(memory.KINDS), found
 
 
 def blocks_job(device, dtype, head_dim):
-    """Relative errors of attention in blocks, forward and the three gradients, against the same in float64 and in one piece."""
+    """Compare attention in blocks with attention in one piece and in float64. Return the relative errors of the output and of the
+    three gradients."""
     import torch
     from context_parallel import add_block, add_gradients, block_gradients, init_out_and_lse
     torch.manual_seed(0)
@@ -180,7 +179,7 @@ def relative_norm(a, b):
 
 # ------------------------------------------------------------------------------------- torch.compile
 def compiled_job(argv, optimizer):
-    """Trains; returns how many graphs torch.compile made."""
+    """Train. Return how many graphs torch.compile made."""
     import torch._dynamo
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -189,7 +188,7 @@ def compiled_job(argv, optimizer):
 
 
 def compiled_calls_job(argv):
-    """Trains; returns for each step how often compiled code was called."""
+    """Train. Return for each step how often compiled code was called."""
     from unittest.mock import patch
 
     import torch
@@ -211,8 +210,8 @@ def compiled_calls_job(argv):
 
 # ------------------------------------------------------------------------------------- attention in blocks
 def attention_job(modes, seq_len, dtypes):
-    """{(mode, dtype): for the output and the three gradients the relative error of this rank's part}, and under "flash"
-    that of the flash kernel on the whole; the reference is the flash kernel in float64."""
+    """Compare attention with the flash kernel in float64. Return {(mode, dtype): the relative errors of the output and the three
+    gradients, in this rank's part of the sequence}, and under "flash" those of the flash kernel on the whole sequence."""
     from types import SimpleNamespace
 
     import context_parallel

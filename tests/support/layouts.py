@@ -1,15 +1,15 @@
-"""Which layouts are tested, and what one run of each has to show.
+"""The layouts that the tests run.
 
-    python tests/support/layouts.py step05_cp                                            # the layouts of a step
-    python tests/support/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # repeats one of them
+    python tests/support/layouts.py step05_cp                                            # print the layouts of a step
+    python tests/support/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # check one of them again
 
-A layout is a choice for every factor below. All choices together would be millions of runs. But almost every fault shows with the
-wrong pair of choices, whatever the others are: so it is enough that every pair of values occurs in some layout (a covering
-array), and every triple of ZeRO x tp x pp. A step's array covers the pairs of which one factor is its own, step 8's all. Only
-layouts in float64 count for pairs that dtype is not part of, since only they are compared to 1e-9.
+A layout chooses a value for every factor below. All combinations would be millions of runs. But almost every fault shows as soon
+as the wrong two values meet, whatever the others are. So it is enough that every pair of values occurs in some layout (a covering
+array), and every triple of ZeRO x tp x pp. A step's array covers the pairs in which one factor is new in that step; step 8's array
+covers all pairs. A pair without dtype counts as covered only by a layout in float64, because only float64 is compared to 1e-9.
 
-Which layouts make up an array is drawn. There are eight draws, of which a commit has one (DRAW=number chooses): one push covers
-what another does not, and `make sweep` runs all.
+The layouts of an array are drawn at random. There are eight draws, and a commit runs one of them (DRAW=number chooses another). So
+one push covers what another does not, and `make sweep` runs them all.
 """
 import importlib.util
 import itertools
@@ -48,7 +48,7 @@ FACTORS = {"dtype":         (1, ["float64", "float32", "bfloat16"]),
            "experts":       (7, ["dense", "top1", "top2", "top4"]),
            "balance":       (7, ["bias", "aux", "none"])}
 MESH = ("dp", "tp", "cp", "pp")
-# Four ranks, or eight that are cut in three ways: more show nothing that these do not.
+# Up to four ranks, or eight split along three dimensions: larger meshes show nothing that these do not.
 MESHES = [mesh for mesh in itertools.product(*(FACTORS[name][1] for name in MESH))
           if (world := mesh[0] * mesh[1] * mesh[2] * mesh[3]) <= 4 or world == 8 and max(mesh) == 2]
 ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense", "qk_norm": "off"}  # before a step has them
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
         return words[words.index(f"--{name}") + 1] if f"--{name}" in words else default
 
     def number(self, name):
-        """A degree; dp is what is left of the world."""
+        """Return a degree, or the ZeRO stage; dp is what the other degrees leave of the world."""
         if name == "dp":
             return self.world // (self.number("tp") * self.number("cp") * self.number("pp"))
         return int(self.flag(name, 0 if name == "zero" else 1))
@@ -84,7 +84,7 @@ def factors(step):
 
 
 def fits(row, mesh):
-    """Whether the values chosen so far go together with these degrees."""
+    """Tell whether the values chosen so far are possible with these degrees."""
     dp, tp, cp, pp = mesh
     chosen = row.get
     return (all(chosen(name, degree) == degree for name, degree in zip(MESH, mesh))
@@ -109,14 +109,14 @@ def stages(row):
 
 
 def applies(name, row):
-    """Whether a row with these degrees must choose a value of this factor."""
+    """Tell whether a row with these degrees must choose a value for this factor."""
     data_parallel = row["dp"] * row["cp"] > 1
     return {"sp": row["tp"] > 1, "cp_mode": row["cp"] > 1, "schedule": row["pp"] > 1, "shard": row.get("zero", 0) > 0,
             "dp_mode": data_parallel and row.get("zero", 0) == 0, "balance": row.get("experts", "dense") != "dense"}.get(name, True)
 
 
 def agree(row):
-    """Whether the values chosen so far go together, whatever the degrees are."""
+    """Tell whether the values chosen so far are possible together, whatever the degrees are."""
     chosen = row.get
     return not (chosen("dp_mode") and (chosen("zero") or chosen("shard")) or chosen("shard") and not chosen("zero", 1)
                 or chosen("experts") == "dense" and (chosen("balance") or chosen("ep", 1) > 1)
@@ -124,13 +124,13 @@ def agree(row):
 
 
 def meshes(row, step):
-    """The degrees that a row can have: those that it does not choose, and that the step has not heard of, are 1."""
+    """Return the degrees that a row can have. A dimension that the step does not have yet is 1."""
     row = row | {name: ALONE[name] for name in MESH if FACTORS[name][0] > step}
     return [mesh for mesh in MESHES if agree(row) and fits(row, mesh)]
 
 
 def complete(row, step, draw):
-    """A row in which every factor that applies has a value; those given stay."""
+    """Return the row with a value drawn for every factor that applies. Values that it has already stay."""
     row = row | dict(zip(MESH, draw.choice(meshes(row, step))))
     for name in factors(step):
         values = [value for value in FACTORS[name][1]
@@ -171,7 +171,7 @@ def layout_of(row, step, draw):
 
 # ------------------------------------------------------------------------------------------- arrays
 def tuples_of(row, step):
-    """The pairs and triples of values that a row counts for."""
+    """Return the pairs and triples of values that a row covers."""
     items = [(name, value) for name, value in row.items()]
     exact = row["dtype"] == "float64"
     pairs = {frozenset(pair) for pair in itertools.combinations(items, 2) if exact or any(name == "dtype" for name, _ in pair)}
@@ -180,7 +180,7 @@ def tuples_of(row, step):
 
 
 def wanted(step):
-    """The pairs that are possible, of which one factor is the step's own; in step 8 all, and the triples."""
+    """Return the possible pairs in which one factor is new in this step; in step 8, all pairs and the triples."""
     found = set()
     for a, b in itertools.combinations(factors(step), 2):
         if step in (FACTORS[a][0], FACTORS[b][0], 8):
@@ -192,7 +192,7 @@ def wanted(step):
 
 
 def cost(row):
-    """About how long it takes: what all ranks compute, in layers and micro-batches, and what it takes to start."""
+    """Estimate how long a run takes: what all ranks compute, in layers and micro-batches, and what starting them costs."""
     full = ALONE | row
     layers = 1 + stages(full)
     passes = {"one": 1, "few": 3, "many": 6}[row["micro_batches"]] * {"none": 2, "full": 3, "selective": 4}[row["recompute"]]
@@ -200,8 +200,8 @@ def cost(row):
 
 
 def array(step, seed, rows=()):
-    """Rows that cover all that is wanted, after those given: greedily, each time the best of some drawn ones for the time it
-    takes."""
+    """Add rows to those given until everything that the step wants is covered. This is greedy: of forty drawn rows, take the one
+    that covers most for its cost."""
     draw, rows = random.Random(seed), list(rows)
     missing = wanted(step)
     for row in rows:
@@ -217,7 +217,7 @@ def array(step, seed, rows=()):
 
 
 def seed():
-    """DRAW, or else by the commit."""
+    """Return the number of the draw: DRAW if it is set, otherwise a number that depends on the commit."""
     if "DRAW" in os.environ:
         return int(os.environ["DRAW"])
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -225,32 +225,32 @@ def seed():
 
 
 def in_turn(*cases):
-    """For pytest.mark.parametrize: a commit has one of these cases, by its draw; make sweep has the others."""
+    """Return cases for pytest.mark.parametrize, of which a commit runs one, by its draw. `make sweep` runs the others."""
     import pytest
     mine = seed() % len(cases)
     return [pytest.param(*case, marks=[] if i == mine else pytest.mark.sweep) for i, case in enumerate(cases)]
 
 
 def every_other(cases):
-    """The same for slow tests: a commit has every second of the cases."""
+    """Return cases like in_turn, for slow tests: a commit runs every second one."""
     import pytest
     return [pytest.param(*(case if type(case) is tuple else [case]), marks=[] if (i + seed()) % 2 == 0 else pytest.mark.sweep)
             for i, case in enumerate(cases)]
 
 
 def drawn(step, number=None):
-    """The layouts of a step's array but for the named ones."""
+    """Return the layouts of a step's array, without the named ones."""
     number = seed() if number is None else number
     draw, named = random.Random(number), list(NAMED[step].values())
     rows = array(step, number, [filled(row, step) for row in named])
     return [layout_of(row, step, draw) for row in rows[len(named):]]
 
 
-# ------------------------------------------------------------------------------------------- those with a name
+# ------------------------------------------------------------------------------------------- named layouts
 USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", qk_norm="off", zero=0, shard="all",
              dp_mode="bucket", sp="on", cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1,
              ep=1)
-# Those of `make test`: for each step and each of its dimensions one in which that is above 1. Planted mistakes name some of them.
+# `make test` runs these: for every dimension of every step, one layout where it is above 1. Planted mistakes name some of them.
 QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full", qk_norm="on")},
          3: {"zero 1": dict(dp=2, zero=1),
@@ -271,7 +271,7 @@ QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
          8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
              "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full", qk_norm="on")}}
-# Those that planted mistakes name besides, and what no factor says.
+# Others that planted mistakes name, and layouts that no factor can express.
 NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients": dict(dp=3, dp_mode="bucket", optimizer="sgd")},
          3: {"gradients": dict(dp=4, zero=3, optimizer="sgd", micro_batches="one")},
@@ -289,7 +289,7 @@ NAMED = {step: QUICK[step] | NAMED[step] for step in QUICK}
 
 
 def filled(row, step):
-    """A named row with the usual values of the factors that it does not mention."""
+    """Return a named row, with the usual value for each factor that it does not mention."""
     full = USUAL | row
     kept = {name: full[name] for name in factors(step) if name in row or name in MESH}
     for name in factors(step):
@@ -299,12 +299,12 @@ def filled(row, step):
 
 
 def named(step):
-    """{name: layout}"""
+    """Return {name: layout}."""
     return {name: layout_of(filled(row, step), step, random.Random(0)) for name, row in NAMED[step].items()}
 
 
 def every_layout(step):
-    """What pytest is to run: those with a name, of which the quick ones are in `make test`, and those that this commit draws."""
+    """Return the layouts for pytest: the named ones, of which `make test` runs the quick ones, and those that this commit draws."""
     import pytest
     slow = pytest.mark.slow
     return ([pytest.param(layout, id=name, marks=() if name in QUICK[step] else slow) for name, layout in named(step).items()]
@@ -313,7 +313,7 @@ def every_layout(step):
 
 # ------------------------------------------------------------------------------------------- for the sweeps
 def all_of_a_world(world):
-    """Every valid (dp, tp, cp, pp, ep) of a world, as (dense or moe, flags); all else drawn by a fixed seed."""
+    """Return every valid (dp, tp, cp, pp, ep) of a world, as (dense or moe, flags). A fixed seed draws the other flags."""
     found, draw = [], random.Random(world)
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
@@ -333,7 +333,7 @@ def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
     least = SCHEDULES[schedule].min_micro_batches(pp)
     micro_batch = draw.choice([n for n in (1, 2, 3, 6, 12, 24) if 24 % dp == 0 and 24 // dp % n == 0 and 24 // dp // n >= least])
     mode = draw.choice(["zigzag", "ring", "allgather"] + ["ulysses"] * (8 // tp % cp == 0))
-    fits = cp * tp * 2 <= 16                              # an early and a late chunk, cut over tp, of 16 tokens
+    fits = cp * tp * 2 <= 16                              # 16 tokens: each cp rank has an early and a late chunk, split over tp
     sp = draw.choice(["on", "off"]) if fits or mode in ("ring", "ulysses") and cp * tp <= 16 else "off"
     return (f"--zero {stage} {shard} --schedule {schedule} --micro_batch_size {micro_batch} --cp_mode {mode} --sp {sp} "
             f"--recompute {draw.choice(['none', 'none', 'selective', 'full'])} "

@@ -1,4 +1,4 @@
-"""Memory, event by event: for tests, figures and benchmarks, which want more of it than --profile's picture shows."""
+"""Memory, event by event, for tests, figures and benchmarks that need more detail than --profile's picture."""
 import time
 import weakref
 
@@ -10,15 +10,15 @@ KINDS = ["parameters", "optimizer states", "gradients", "activations", "rest"]
 
 
 class LiveStorages(TorchDispatchMode):
-    """Sees the result of every operation, and through weak references the end of every storage.
+    """A dispatch mode that sees the result of every operation and, through weak references, the end of every storage.
 
-    events: (seconds, storage number, bytes gained or lost); kinds: what each storage turned out to be.
+    `events` are (seconds, storage number, bytes gained or lost). `kinds` says what each storage turned out to be.
     """
 
     def __init__(self):
         super().__init__()
         self.events, self.kinds, self.numbers = [], [], weakref.WeakKeyDictionary()
-        self.resized = {}                # {storage that is given back and taken again (step 3): its size now}
+        self.resized = {}                # {storage that ZeRO-3 frees and allocates again: its current size}
 
     def note(self, tensor, kind):
         storage = tensor.untyped_storage()
@@ -37,18 +37,18 @@ class LiveStorages(TorchDispatchMode):
         self.resized.setdefault(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        for storage, size in self.resized.items():        # no operation tells
+        for storage, size in self.resized.items():        # no dispatched operation resizes them
             if storage.nbytes() != size:
                 self.events.append((time.perf_counter(), self.numbers[storage], storage.nbytes() - size))
                 self.resized[storage] = storage.nbytes()
         result = op(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):          # under no_grad: backward, the loss, the optimizer
+            if isinstance(tensor, torch.Tensor):          # grad is disabled in backward, the loss, the optimizer
                 self.note(tensor, "activations" if torch.is_grad_enabled() else "rest")
         return result
 
     def timeline(self):
-        """A row per event: seconds since the first, and the bytes of each kind alive then."""
+        """Return a row per event: the seconds since the first one, and the bytes of each kind that are alive then."""
         alive, rows, start = dict.fromkeys(KINDS, 0), [], self.events[0][0]
         for seconds, number, size in list(self.events):
             alive[self.kinds[number]] += size
@@ -62,7 +62,7 @@ def tag_state(memory, model, optimizer):
     for grad in optimizer.grads:
         memory.note(grad, "gradients")
     for master, state in zip(optimizer.masters, map(optimizer.adamw.state.get, optimizer.masters)):
-        if master.dtype != optimizer.params[0].dtype:     # bfloat16: the float32 copy is the optimizer's
+        if master.dtype != optimizer.params[0].dtype:     # in bfloat16, the optimizer owns the float32 copy
             memory.note(master, "optimizer states")
         for tensor in (state or {}).values():
             memory.note(tensor, "optimizer states")

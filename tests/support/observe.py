@@ -1,11 +1,11 @@
-"""One run, all that it has to show.
+"""Everything that one run of a layout can show.
 
-`check(pool, layout)` trains a layout once and compares: losses, gradient norms and weights with one process; what each rank sends
-in a step with the trainer's formula, and with one that is worked out here from the layout alone; the operations of all ranks with
-each other. Waits are watched meanwhile, since training is over the gloo of unforgiving.py.
+`check(pool, layout)` trains a layout once. It compares losses, gradient norms and weights with those of one process; what each
+rank sends in a step with the trainer's formula, and with a formula worked out here from the layout alone; and the operations of
+all ranks with each other. Missing waits show as well, because training runs over the gloo of unforgiving.py.
 
-Where the layout's optimizer is sgd the weights that are saved at the end are the sums of all gradients: they would show a factor
-that AdamW hides. In float32 only those are compared; in bfloat16 losses and norms.
+If the layout's optimizer is sgd, the weights saved at the end are the sums of all gradients: these would show a factor that AdamW
+hides. In float32 only these sums are compared, not AdamW's weights. In bfloat16 only losses and norms are compared.
 """
 import contextlib
 import math
@@ -22,13 +22,14 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 
 # ------------------------------------------------------------------------------------------------ on every rank
 def observed_job(argv, optimizer):
-    """Trains; returns of the second step this rank's operations, and what it sends:
-    {(dimension, collective): (seen, the trainer's formula)}."""
+    """Train. Return this rank's operations in the second step, and what it sends there:
+    {(dimension, collective): (bytes seen, bytes by the trainer's formula)}."""
     import ledger
+    import traffic
     import train
     sent, recorder = {}, Recorder()
 
-    class Both(ledger.Ledger):                            # in one mode: each makes every operation slower
+    class Both(ledger.Ledger):                            # one dispatch mode, because each makes every operation slower
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             recorder.note(op, args)
             return super().__torch_dispatch__(op, types, args, kwargs)
@@ -41,7 +42,7 @@ def observed_job(argv, optimizer):
         with patch("torch.distributed.batch_isend_irecv", recorder.batch_isend_irecv), Both(mesh) as seen:
             yield
         expected = ledger.Counter()
-        for group, collective, size in ledger.expected_traffic(model, mesh, args):
+        for group, collective, size in traffic.expected_traffic(model, mesh, args):
             expected[seen.name(group), collective] += size
         sent.update({what: (seen.payload[what], expected[what]) for what in seen.payload.keys() | expected.keys()})
 
@@ -50,16 +51,16 @@ def observed_job(argv, optimizer):
     return recorder.operations, sent
 
 
-# ------------------------------------------------------------------------------------------------ of all ranks
+# ------------------------------------------------------------------------------------------------ in the test process
 def case(pool, shape):
-    """The flags of a run on a model of this shape, made once."""
+    """Return the flags of a run on a model of this shape. The model and the tokens are made once."""
     return pool.once(("case", shape), lambda: cases.make(pool.folder() / shape, **cases.shape(shape)))
 
 
 def one_process(pool, layout):
-    """The run that a layout is compared with: of step 1, and where there are experts of step 7."""
+    """Return the run of one process that a layout is compared with: of step 1, or of step 7 if the model has experts."""
     dense, dtype, balance = layout.shape.startswith("dense"), layout.flag("dtype"), layout.flag("balance")
-    # as the router of one process chooses in float32
+    # with experts, bfloat16 is compared with float32, as one process's router chooses the experts in float32
     dtype = "float32" if dtype == "bfloat16" and not dense else dtype
     flags = f"{case(pool, layout.shape)} --micro_batch_size 6 --dtype {dtype} {steps(layout)}"
     flags += f" --balance {balance}" if balance else ""
@@ -67,8 +68,8 @@ def one_process(pool, layout):
 
 
 def steps(layout):
-    """Four of AdamW; sums of gradients show in two what they have to. In float32 rounding may send a token to another expert, and
-    all that follows differs: there it is one."""
+    """Return the flag for the number of steps: four of AdamW in float64; otherwise two, and that is enough for summed gradients.
+    With experts in float32 it is one: rounding may send a token to another expert, and everything that follows differs."""
     if layout.flag("dtype") == "float32" and not layout.shape.startswith("dense"):
         return "--steps 1"
     return "--steps 4" if layout.flag("dtype") == "float64" and layout.optimizer == "adamw" else "--steps 2"
@@ -99,8 +100,8 @@ def compare(pool, layout):
 
 
 def assert_sent(layout, per_rank):
-    """To the byte, on each rank. Of what comes from experts back to their tokens a rank sends what it was sent: there the sum is
-    exact."""
+    """Check to the byte what each rank sends. Experts' all-to-alls are exact only as a sum over ranks: a rank returns as much as
+    it was sent, and that depends on the other ranks' tokens."""
     for what in {what for sent in per_rank for what in sent}:
         of_ranks = [sent.get(what, (0, 0)) for sent in per_rank]
         if what[1] == "all_to_all" and layout.number("ep") > 1:
@@ -114,16 +115,16 @@ def assert_sent(layout, per_rank):
 
 # ------------------------------------------------------------------------------------------------ what is sent, by hand
 def by_hand(layout):
-    """{(dimension, collective): the bytes of one step, of all ranks together}, from the layout alone, where nothing is computed
-    twice."""
+    """Work out from the layout alone what all ranks together send in one step, as {(dimension, collective): bytes}. With
+    recomputation, return only the data-parallel part of it."""
     model, dense = cases.shape(layout.shape), layout.shape.startswith("dense")
     layers, hidden, heads, kv_heads = (
         model[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"))
     q, kv = heads * model["head_dim"], kv_heads * model["head_dim"]
     tp, cp, pp = layout.number("tp"), layout.number("cp"), layout.number("pp")
     number = {"float64": 8, "float32": 4, "bfloat16": 2}[layout.flag("dtype")]
-    wide = max(4, number)                                 # of sums
-    head_norms = 2 * model["head_dim"] * layout.shape.endswith("-qk")               # of the queries and keys of a layer
+    wide = max(4, number)                                 # bytes of a number in a sum
+    head_norms = 2 * model["head_dim"] * layout.shape.endswith("-qk")               # a layer's norms of queries and keys
     tokens = 24 * 16
     stream = tokens * hidden * number                     # [batch, seq, hidden] of the global batch
     sent = {}
@@ -133,42 +134,43 @@ def by_hand(layout):
         sent |= data_by_hand(layout, [embedding, *[block] * layers, hidden + embedding], number, wide)
     if layout.flag("recompute") != "none":
         return sent
-    if tp > 1:                                            # of each layer's two regions: in, out, there and back; and the two ends
+    if tp > 1:                                            # a layer enters and leaves two regions, also in backward; and two ends
         scalars = tp * 3 * tokens * wide                  # the loss
-        if layout.flag("sp") == "on":                     # and two inputs gathered again, but for the experts'
+        if layout.flag("sp") == "on":                     # backward gathers the two inputs again, except the experts'
             sent["tp", "all_gather"] = tp * ((6 if dense else 5) * layers + 2) * stream
             sent["tp", "reduce_scatter"] = tp * (4 * layers + 2) * stream
-        norms = layers * head_norms + (2 * layers + 1) * hidden * (layout.flag("sp") == "on")        # whose gradients are summed
-        # where tp is all of the world it has other things to say
+        norms = layers * head_norms + (2 * layers + 1) * hidden * (layout.flag("sp") == "on")        # their gradients are summed
+        # a tp group that is the whole world has other all-reduces, too
         if dense and layout.world > tp and (not norms or layout.number("zero") == 0 and pp == 1):
             regions = tp * (4 * layers + 2) * stream * (layout.flag("sp") == "off")
             sent["tp", "all_reduce"] = regions + scalars + layout.world * norms * wide
         if tp > kv_heads and layout.number("zero") == 0 and pp == 1:
             sent["kv_heads", "all_reduce"] = layout.world * 2 * layers * hidden * model["head_dim"] * wide
     attention = layers * tokens
-    if layout.flag("cp_mode") in ("zigzag", "ring"):      # keys and values there, and with gradients, in sums, back
+    if layout.flag("cp_mode") in ("zigzag", "ring"):      # k and v in forward; in backward again, with their gradients as wide sums
         sent["cp", "send"] = attention * 2 * kv * ((cp - 1) * 2 * number + cp * wide)
-    # with ZeRO its groups may be the same, and so their name
+    # with ZeRO, its groups may be the cp groups and so share their name
     if layout.flag("cp_mode") == "allgather" and layout.number("zero") == 0:
         sent["cp", "all_gather"] = cp * attention * 2 * kv * 2 * number
         sent["cp", "reduce_scatter"] = cp * attention * 2 * kv * wide
-    # q, k, v and what comes out; where kv heads are fewer than ranks, copies of them
+    # q, k, v and the output; if there are fewer kv heads than ranks, they are copied
     if layout.flag("cp_mode") == "ulysses" and layout.number("ep") == 1:
         copies = cp // math.gcd(kv_heads // tp, cp)
         sent["cp", "all_to_all"] = attention * 2 * (2 * q + 2 * kv * copies) * number
-    # each border there and back; where sp is off all ranks of tp send the same
+    # every border is crossed in forward and in backward; with sp off, all ranks of a tp group send the same
     if pp > 1:
         schedule = SCHEDULES[layout.flag("schedule", "1f1b")]
         stages = pp * int(layout.flag("stages_per_rank", schedule.stages_per_rank))
-        borders = stages - 1 - schedule.v_shaped          # of a V the two stages at the turn are on one rank
+        borders = stages - 1 - schedule.v_shaped          # in a V, the two stages at the turn are on one rank
         sent["pp", "send"] = 2 * borders * stream * (tp if layout.flag("sp") == "off" else 1)
     return sent
 
 
 def data_by_hand(layout, units, number, wide):
-    """Every gradient once, and the loss; with ZeRO in units that are padded, the weights once or for every use, and the norm."""
+    """Work out what data parallelism sends: every gradient once, and the loss. With ZeRO the units are padded, and ranks also send
+    the weights, once or for every use, and the norm."""
     dp, zero, shard = layout.world, layout.number("zero"), int(layout.flag("zero_shard", layout.world))
-    numbers = 1 if layout.step == NAMES[1] else 2         # the loss; from step 3 on the norm's square too
+    numbers = 1 if layout.step == NAMES[1] else 2         # the loss; from step 3 on, the squared norm too
     if zero == 0:
         return {("dp", "all_reduce"): dp * wide * (sum(units) + numbers)}
     micro_batches = 24 // dp // int(layout.flag("micro_batch_size"))
@@ -177,7 +179,7 @@ def data_by_hand(layout, units, number, wide):
     name = "shard" if shard < dp else "dp"
     sent = {("dp", "all_reduce"): dp * wide * numbers, (name, "all_gather"): dp * gathers * number,
             (name, "reduce_scatter"): dp * wide * sum(sizes) * (1 if zero == 1 else micro_batches)}
-    if shard < dp:                                        # whoever has the same slice; all of them, if there is one slice
+    if shard < dp:                                        # ranks with the same shard reduce it; with one shard, that is all ranks
         copies = ("replicate" if shard > 1 else "dp", "all_reduce")
         sent[copies] = sent.get(copies, 0) + dp * wide * sum(sizes) // shard
     return sent

@@ -1,6 +1,9 @@
-"""What each rank sends and receives in a step, and whether it all meets: nccl needs the same collectives in the
-same order from all ranks of a group, and of every pair of ranks the sends in the order of the receives. And where ranks talk in
-several groups, none may wait for ever even if all that a rank has started ran one after the other, as a busy GPU is free to do."""
+"""Record what each rank sends and receives in a step, and check that it all meets.
+
+NCCL needs the same collectives in the same order from all ranks of a group and, for every pair of ranks, the sends in the order
+of the receives. If ranks communicate in several groups, no rank may wait for ever, even if the operations that a rank has started
+run one after the other: a busy GPU is free to run them like that.
+"""
 import itertools
 
 import torch
@@ -19,7 +22,7 @@ class Recorder:
         return works
 
     def note(self, op, args):
-        """To be told of every operation that torch dispatches."""
+        """Note an operation that torch dispatches. The caller passes every one of them."""
         if op.namespace == "c10d":
             import torch.distributed as dist
             group = next(dist.ProcessGroup.unbox(a) for a in args
@@ -30,13 +33,13 @@ class Recorder:
             shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tree_leaves(args[0])
                            if isinstance(tensor, torch.Tensor))
             peer = ranks[args[2]] if op._opname in ("send", "recv_") else None
-            if op._opname == "alltoall_base_" and args[4]:                         # as many rows to each as there are
+            if op._opname == "alltoall_base_" and args[4]:                         # uneven: the numbers of rows decide
                 shapes, peer = None, (tuple(args[4]), tuple(args[3]))
             self.operations.append((group.group_name, ranks, op._opname, shapes, peer, self.batch))
 
 
 def assert_all_meet(per_rank):
-    """per_rank: a Recorder's operations on each rank. Returns the number of groups in which something was said."""
+    """Check that the operations of all ranks, a Recorder's on each, meet. Return the number of groups that communicated."""
     groups = {(name, ranks) for operations in per_rank for name, ranks, *_ in operations if len(ranks) > 1}
     for name, ranks in groups:
         said = {rank: [o[2:5] for o in per_rank[rank] if o[:2] == (name, ranks)] for rank in ranks}
@@ -55,8 +58,8 @@ def assert_all_meet(per_rank):
 
 
 def assert_none_waits_for_ever(per_rank):
-    """Each rank does one thing after the other, a batch of sends and receives being one; all that can be done together is done."""
-    coming = []                                           # of each rank, the last first: {what is done: the ranks that do it}
+    """Check that all operations end if each rank runs its own strictly in order. A batch of sends and receives counts as one."""
+    coming = []                                           # for each rank, the last first: {operation: the ranks that take part}
     for rank, operations in enumerate(per_rank):
         alone = itertools.count(-1, -1)
         batches = itertools.groupby((o for o in operations if len(o[1]) > 1), key=lambda o: next(alone) if o[5] is None else o[5])

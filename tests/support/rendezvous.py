@@ -1,13 +1,16 @@
-"""A network without any buffer, as nccl's, for the programs of schedules.py: what hangs on it may hang on a GPU.
+"""A network without any buffer, like NCCL's, for the programs of schedules.py: a program that hangs on it may hang on a GPU.
 
-`programs` are lists of ("send", message, peer), ("receive", message, peer) and ("compute", action, None), one for each rank.
+`programs` has one list for each rank, of ("send", message, peer), ("receive", message, peer) and ("compute", action, None).
 """
 from collections import deque
 
 
 def rendezvous(programs, receives):
-    """Runs the programs: what a rank sends and receives waits in a queue, and moves only when it is at the head of the queue on
-    both sides. receives(action, last) is the step's. Returns what is left when nothing moves any more: nothing, if all is well."""
+    """Run the programs. Return what is left when nothing can move any more: an empty list if no program hangs.
+
+    A rank's sends and receives wait in a queue. A message moves only when it is at the head of the queue on both sides. Pass
+    receives(action, last) from the step's schedules.py.
+    """
     last = max(action.stage for program in programs for kind, action, _ in program if kind == "compute")
     from_others = [{what for kind, what, _ in program if kind == "receive"} for program in programs]
     left, queues, done = [deque(program) for program in programs], [deque() for _ in programs], set()

@@ -1,6 +1,6 @@
-"""A cluster for tests: a product takes its FLOPs, an operation its bytes times a number that we choose, nothing else any time.
+"""A toy cluster for tests. A matrix product takes as long as its FLOPs, communication its bytes times a factor; all else is free.
 
-So time is counted in FLOPs, and is the same on every machine. A rank has one link, which sends and receives at the same time.
+So time is counted in FLOPs and is the same on every machine. A rank has one link, which can send and receive at the same time.
 """
 import os
 import tempfile
@@ -17,7 +17,7 @@ FLAGS = "--device cpu --dtype float32 --seq_len 256 --global_batch_size 16 --mic
 
 
 class Toy(NamedTuple):
-    flops_per_byte: float                                 # that a device computes while its link moves one byte
+    flops_per_byte: float                                 # a device computes so many while its link moves one byte
     issue = taken = 0
 
     def kernel(self, kernel):
@@ -33,7 +33,7 @@ def operation(wire, ranks=(0, 1), what="all_gather", dimension="dp"):
 
 
 def rank(*notes, operations):
-    """Notes of a rank, in which ("compute", 10) takes 10."""
+    """Return the recording of a rank with these notes, in which ("compute", 10) takes a time of 10."""
     from simulate.kernels import Kernel
     work = sorted({value for what, value, *_ in notes if what == "compute"})
     kernels = [Kernel("mm", "product", "float32", seconds, 0) for seconds in work]
@@ -42,7 +42,7 @@ def rank(*notes, operations):
 
 
 def notes_of_program(schedules, number, program, last):
-    """A rank's program in a pipeline: F, I and W take 1 each, a message is one byte."""
+    """Return the recording of a rank's pipeline program, in which F, I and W take 1 each, and a message is one byte."""
     notes, operations, at = [], [], {}
     for step, what, peer in program:
         if step == "compute":
@@ -56,13 +56,13 @@ def notes_of_program(schedules, number, program, last):
 
 
 def record_job(argv):
-    """Each worker simulates the rank that it is."""
+    """Record the training step of the rank that this worker has."""
     from simulate.record import record
     return record(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
 
 
 def run(pool, step, world, flags, **model):
-    """What each rank of a small model's training step notes; flags come after those of the model."""
+    """Record a training step of a small model. Return {rank: its recording}. The model's own flags come before `flags`."""
     with tempfile.TemporaryDirectory() as folder:
         base = cases.make(Path(folder) / "case", tokens=256 * 64, **{**MODEL, **model})
         return dict(enumerate(pool.call(record_job, step, world, argv=f"{base} {FLAGS} {flags}".split())))
@@ -74,6 +74,6 @@ def play(recordings, flops_per_byte):
 
 
 def waited(played, dimension):
-    """The mean over ranks."""
+    """Return how long a rank waits for operations of this dimension, as a mean over the ranks."""
     every = [seconds for of_rank in played.waited.values() for (name, _), seconds in of_rank.items() if name == dimension]
     return sum(every) / len(played.times)

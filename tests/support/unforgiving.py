@@ -1,13 +1,13 @@
-"""Gloo, made as unforgiving as nccl.
+"""Gloo, made as unforgiving as NCCL.
 
-Over nccl an operation that was started runs on a stream of its own: until its wait() what it gives is not there, and what it was
-given is being read. Gloo works on the side as well, but is mostly done before anybody looks, and so hides a missing wait. Here
-each operation that is started (async_op=True, isend, irecv) is given copies of its tensors. Until its wait()
+NCCL runs an asynchronous operation on a stream of its own: until its wait(), its output is not there, and its input is still being
+read. Gloo works in the background as well, but has mostly finished before anybody looks, and so it hides a missing wait. Here every
+asynchronous operation (async_op=True, isend, irecv) works on copies of its tensors. Until its wait()
 
-- what it gives is NaN, so that reading it too early spoils the run;
-- what it gives and takes must stay as it is: a write to it, or its memory given back, is an error;
+- its output is NaN, so reading it too early spoils the run;
+- its input and output must stay as they are: writing to them or freeing their memory is an error.
 
-and wait() must come, or is_completed() have said yes.
+And the caller must call wait(), or is_completed() until it returns True.
 """
 import contextlib
 import functools
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# of each operation's arguments, the one that it writes to and the one that it reads (all_reduce: one for both)
+# for each operation, the argument that it writes to and the one that it reads (for all_reduce, it is the same one)
 OUT_AND_GIVEN = {"all_reduce": (0, None), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1), "isend": (None, 0),
                  "irecv": (0, None), "all_to_all_single": (0, 1)}
 
@@ -32,7 +32,7 @@ class Work:
         self.real = operation(*copies, **kwargs)
         self.out, self.result = (None, None) if out is None else (args[out].data, copies[out])
         tensors = [] if out is None else [self.out.fill_(nothing(self.out))]
-        if given is not None:                             # a slice of the output itself has its own values already
+        if given is not None:                             # an input that is a slice of the output keeps its values
             shares = out is not None and same_storage(self.out, args[given])
             tensors.append(args[given].data.copy_(copies[given]) if shares else args[given].data)
         self.before = [(tensor, as_bytes(tensor).clone()) for tensor in tensors]
@@ -69,7 +69,7 @@ def as_bytes(tensor):
 
 
 def caller():
-    """The line of the step that started it."""
+    """Return the file and line in the step's code that started the operation."""
     frame = sys._getframe()
     while frame.f_code.co_filename in (__file__, distributed_c10d.__file__):
         frame = frame.f_back
@@ -79,10 +79,10 @@ def caller():
 def started(name, under_way):
     operation, (out, given) = getattr(dist, name), OUT_AND_GIVEN[name]
 
-    @functools.wraps(operation)                           # torch.compile asks for its arguments
+    @functools.wraps(operation)                           # torch.compile inspects the signature
     def start(*args, **kwargs):
         if name not in ("isend", "irecv") and not kwargs.get("async_op"):
-            return operation(*args, **kwargs)             # nobody can do anything before it is done
+            return operation(*args, **kwargs)             # it blocks, so nobody can touch its tensors meanwhile
         return Work(operation, args, kwargs, out, given, under_way)
     return start
 
@@ -101,7 +101,7 @@ def unforgiving():
 
 @contextlib.contextmanager
 def batches():
-    """A list; while batch_isend_irecv starts its operations, they are in it."""
+    """Yield a list, which holds the operations of a batch while batch_isend_irecv starts them."""
     in_batch, real = [], dist.batch_isend_irecv
 
     def start(operations):
@@ -116,8 +116,8 @@ def batches():
 
 @contextlib.contextmanager
 def noted(pipeline):
-    """A list of what a pipeline does: the names of actions (when they have what they need), "send" and "receive" when these are
-    started, and "wait for a send", "wait for a receive". A send is over when is_completed() is asked."""
+    """Yield a list that notes what a pipeline does: the names of actions (once they have what they need), "send" and "receive"
+    when these start, and "wait for a send", "wait for a receive". When is_completed() is called, a send counts as complete."""
     did, sent, started, wait = [], [], dict(send=dist.isend, receive=dist.irecv), Work.wait
 
     def start(what):

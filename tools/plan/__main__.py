@@ -15,7 +15,7 @@ import nanotron
 import serve
 import verify
 from speed import GPUS, NETWORKS, Cluster, gpus
-from trainer import TOO_LARGE as MOST, Refused, refuse
+from trainer import TOO_LARGE as MOST, Refused, fail
 from trainers import TRAINERS, constants_of
 
 # a value outside these ranges is in the wrong unit
@@ -46,7 +46,7 @@ def network(text):
 def parse_args():
     parser = argparse.ArgumentParser(prog="planner", description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = refuse
+    parser.error = fail
     add = parser.add_argument
     add("--model", default="llama-8b",
         help=f"one of {', '.join(models.PRESETS)}; or a directory or hub id with a config.json")
@@ -90,41 +90,41 @@ def check(args):
     for name in ("gpus", "gpus_per_node", "seq_len"):
         value, most = getattr(args, name), serve.LARGEST[name]
         if not 1 <= value <= most or value != int(value):
-            refuse(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
+            fail(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
         setattr(args, name, int(value))
     for name, (least, most) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
-            refuse(f"--{name} {value}: must be from {least:g} to {most:g}")
+            fail(f"--{name} {value}: must be from {least:g} to {most:g}")
     tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
     if not 1 <= tokens <= most:
-        refuse(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {most:,}")
+        fail(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {most:,}")
     if tokens / args.seq_len > MOST / 2:
-        refuse(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
-               f"{args.seq_len:,} tokens")
+        fail(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
+             f"{args.seq_len:,} tokens")
 
 
 def cluster_of(args):
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
-        refuse(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
+        fail(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
     gpu = GPUS[args.gpu]
     own = dict(bfloat16=args.flops, hbm=args.hbm, memory=args.memory, nvlink=args.nvlink)
     gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
     if args.verify and (gpu != GPUS[args.gpu] or args.trainer != "this" or args.compile or args.fp8):
-        refuse("--verify: the simulator has GPUs as --gpu names them, and this trainer alone, without "
-               "--compile and --fp8")
+        fail("--verify: the simulator has GPUs as --gpu names them, and this trainer alone, without "
+             "--compile and --fp8")
     return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
 def main():
     args = parse_args()
     if args.predict:
-        return nanotron.predict_file(args.predict, args.out or refuse("--predict needs --out FILE"))
+        return nanotron.predict_file(args.predict, args.out or fail("--predict needs --out FILE"))
     cluster = cluster_of(args)
     if args.fit:
-        path = args.constants or refuse("--fit needs --constants FILE to write to")
+        path = args.constants or fail("--fit needs --constants FILE to write to")
         constants, runs = measured.fit_own(args.fit, cluster)
         measured.write_text("--constants", path, json.dumps(constants, indent=1))
         return print(f"fitted to {runs} runs: {path}")

@@ -313,7 +313,7 @@ def list_of_rank(schedule, p, m, v, rank):
 
 @lru_cache(maxsize=4096)
 def counted_in_flight(schedule, p, m, v, rank):
-    return trainer.in_flight(list_of_rank(schedule, p, m, v, rank)) / v
+    return trainer.max_in_flight(list_of_rank(schedule, p, m, v, rank)) / v
 
 
 @lru_cache(maxsize=4096)

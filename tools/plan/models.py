@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 import trainer
-from trainer import TOO_LARGE as MOST, refuse
+from trainer import TOO_LARGE as MOST, fail
 
 
 class Model(NamedTuple):
@@ -42,15 +42,15 @@ def load(name):
     if name in PRESETS:
         return PRESETS[name]
     if os.path.isfile(name):
-        refuse(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
+        fail(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
     if not os.path.isdir(name) and "/" not in name:       # hub ids have a slash
-        refuse(f"--model {name}: no such directory, and no hub id; the presets are {', '.join(PRESETS)}")
+        fail(f"--model {name}: no such directory, and no hub id; the presets are {', '.join(PRESETS)}")
     try:
         from transformers import PretrainedConfig         # it imports torch, which nothing else here needs
         raw, _ = PretrainedConfig.get_config_dict(name)
     except Exception as error:
-        refuse(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are "
-               f"{', '.join(PRESETS)}")
+        fail(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are "
+             f"{', '.join(PRESETS)}")
     return read(raw, f"--model {name}")
 
 
@@ -63,24 +63,24 @@ def read(raw, where):
         from transformers import AutoConfig
         theirs = AutoConfig.for_model(**raw)
     except Exception as error:                            # a file may hold anything
-        refuse(f"{where}: not a config.json that transformers reads ({one_line(error)})")
+        fail(f"{where}: not a config.json that transformers reads ({one_line(error)})")
     kind, refused = theirs.model_type, ""
     try:
         trainer.from_hugging_face(theirs)
     except Exception as error:
         refused = one_line(error)
     if kind not in KNOWN:
-        refuse(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
+        fail(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
     if theirs.hidden_act != "silu" or getattr(theirs, "mlp_bias", False):
-        refuse(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; known: 'silu', False")
+        fail(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; known: 'silu', False")
     sizes = {name: getattr(theirs, name, None) for name in SIZES}
     heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
     sizes["head_dim"] = sizes["head_dim"] or theirs.hidden_size // max(1, heads)
     for name, value in sizes.items():
         if not 1 <= value < MOST:
-            refuse(f"{where}: {name} {value} is not a positive whole number below {MOST:,}")
+            fail(f"{where}: {name} {value} is not a positive whole number below {MOST:,}")
     if heads % kv_heads:
-        refuse(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        fail(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
                   tied=theirs.tie_word_embeddings, untrained=refused,
                   qk_norm=kind in TRAINED and trainer.FAMILIES[kind].qk_norm)
@@ -99,7 +99,7 @@ def experts(theirs, kind, where):
     count = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts
     chosen = theirs.num_experts_per_tok
     if not 1 <= chosen <= count < MOST:
-        refuse(f"{where}: num_experts_per_tok {chosen} is below 1, or more than num_local_experts {count}")
+        fail(f"{where}: num_experts_per_tok {chosen} is below 1, or more than num_local_experts {count}")
     if kind == "deepseek_v3":
         dense = theirs.first_k_dense_replace
     else:

@@ -15,7 +15,7 @@ from costs import BF16, FLOAT32, GIB, Layout, Stage
 from measured import need, read_csv, write_csv
 from models import Model
 from speed import Cluster
-from trainer import refuse
+from trainer import fail
 
 FITTED = json.loads((Path(__file__).parent / "nanotron.json").read_text())
 TIME, MEMORY = FITTED["time"], FITTED["memory"]
@@ -160,10 +160,10 @@ def check(row, where):
     try:
         _, nodes, dp, tp, pp, zero, *batch = key(row)
     except ValueError:
-        refuse(f"{where}: {', '.join(KEYS[1:])} must be whole numbers")
+        fail(f"{where}: {', '.join(KEYS[1:])} must be whole numbers")
     if row["model"] not in BENCHMARKED or zero not in range(4):
-        refuse(f"{where}: model must be one of {', '.join(BENCHMARKED)}, and zero 0 to 3")
+        fail(f"{where}: model must be one of {', '.join(BENCHMARKED)}, and zero 0 to 3")
     if not all(1 <= number <= MOST for number in (nodes, dp, tp, pp, *batch)):
-        refuse(f"{where}: {', '.join(KEYS[1:5] + KEYS[6:])} must be at least 1, and at most {MOST:,}")
+        fail(f"{where}: {', '.join(KEYS[1:5] + KEYS[6:])} must be at least 1, and at most {MOST:,}")
     if dp * tp * pp != 8 * nodes:
-        refuse(f"{where}: dp({dp}) x tp({tp}) x pp({pp}) = {dp * tp * pp} != 8 x nodes({nodes})")
+        fail(f"{where}: dp({dp}) x tp({tp}) x pp({pp}) = {dp * tp * pp} != 8 x nodes({nodes})")

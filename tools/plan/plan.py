@@ -9,7 +9,7 @@ import speed
 import trainer
 import trust
 from costs import DEFAULT_SCHEDULE, GIB, Layout
-from trainer import SCHEDULES, Refused, refuse
+from trainer import SCHEDULES, Refused, fail
 
 RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
@@ -91,7 +91,7 @@ def worth_timing(p=4):
         v = row.stages_per_rank
         lists = trainer.make(name, p, max(2 * p, row.min_micro_batches(p)), v)
         idle = trainer.bubble(trainer.simulate(lists))
-        return max(idle) / v, max(map(trainer.in_flight, lists)) / v
+        return max(idle) / v, max(map(trainer.max_in_flight, lists)) / v
     found = {name: idle_and_kept(name) for name in SCHEDULES}
     idle, kept = found[DEFAULT_SCHEDULE]
     return [DEFAULT_SCHEDULE, *(name for name, less in found.items() if less[0] < idle or less[1] < kept)]
@@ -109,23 +109,23 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
         name, _, value = part.partition("=")
         name = NAMES.get(name, name)
         if name not in Layout._fields or name in ("seq_len", "fused") or not value:
-            refuse(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, v, mbs, acc, recompute take =value")
+            fail(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, v, mbs, acc, recompute take =value")
         choices = dict(schedule=[*SCHEDULES], recompute=RECOMPUTE, zero=tuple("0123")).get(name)
         if choices and value not in choices:
-            refuse(f"--config {part}: must be one of {', '.join(choices)}")
+            fail(f"--config {part}: must be one of {', '.join(choices)}")
         if not choices and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
-            refuse(f"--config {part}: must be a whole number, at least 1")
+            fail(f"--config {part}: must be a whole number, at least 1")
         if name in said:
-            refuse(f"--config {part}: {name} is said twice")
+            fail(f"--config {part}: {name} is said twice")
         said[name] = value if name in ("schedule", "recompute") else int(value)
     used = math.prod(said.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = said.setdefault("dp", max(1, cluster.gpus // used))
     if dp * used != cluster.gpus:
-        refuse(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
+        fail(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
     said.setdefault("accumulation", max(1, round(batch / dp / said.get("micro_batch", 1))))
     l = Layout(**said, seq_len=seq_len, fused=fused)
     if why := impossible(c, l):
-        refuse(f"--config {text}: {why}")
+        fail(f"--config {text}: {why}")
     return l
 
 

@@ -9,7 +9,7 @@ from costs import DEFAULT_SCHEDULE
 from models import PRESETS, Model
 from plan import RECOMPUTE, SCHEDULES, impossible
 from speed import GPUS
-from trainer import refuse
+from trainer import fail
 
 KEYS = ("source", "model", "gpus", "gpu", "dp", "tp", "cp", "pp", "fsdp_stage", "schedule", "seq_len",
         "sequences_per_step", "micro_batch", "recompute")
@@ -100,24 +100,24 @@ def check(row, where):
     for name, known in CHOICES.items():
         value = row.get(name, "")
         if (value.lower() if name == "gpu" else value) not in known:
-            refuse(f"{where}: {name} {value!r} is not known; it is one of {', '.join(filter(None, known))}")
+            fail(f"{where}: {name} {value!r} is not known; it is one of {', '.join(filter(None, known))}")
     if row.get("precision") == "float8" and not GPUS[row["gpu"].lower()].float8:
-        refuse(f"{where}: gpu {row['gpu']} has no products in 8 bits")
+        fail(f"{where}: gpu {row['gpu']} has no products in 8 bits")
     for name in NUMBERS:
         value = row.get(name, "")
         left_out = value == "" and name not in NEEDED
         if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
-            refuse(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
+            fail(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
     if row["model"] not in PRESETS and not all(row.get(name) for name in SHAPE):
-        refuse(f"{where}: model {row['model']!r} is not known; it is one of {', '.join(PRESETS)}, or has "
-               f"{', '.join(SHAPE)}")
+        fail(f"{where}: model {row['model']!r} is not known; it is one of {', '.join(PRESETS)}, or has "
+             f"{', '.join(SHAPE)}")
     c, l, _ = run_of(row, [])
     if l.gpus != int(row["gpus"]):
-        refuse(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "
-               f"gpus({row['gpus']})")
+        fail(f"{where}: dp({l.dp}) x tp({l.tp}) x cp({l.cp}) x pp({l.pp}) = {l.gpus} != "
+             f"gpus({row['gpus']})")
     # another trainer's ends may be stages of their own, unlike this one's: 126 layers in 128 stages
     most = -(-c.num_hidden_layers // l.pp)
     if SCHEDULES[l.schedule].or_more and l.virtual > most:
-        refuse(f"{where}: stages_per_rank {l.virtual} is more than {c.num_hidden_layers} layers / pp({l.pp})")
+        fail(f"{where}: stages_per_rank {l.virtual} is more than {c.num_hidden_layers} layers / pp({l.pp})")
     if why := impossible(c, l._replace(virtual=min(l.virtual, c.num_hidden_layers // l.pp))):
-        refuse(f"{where}: {why}")
+        fail(f"{where}: {why}")

@@ -20,7 +20,7 @@ import models
 import plan
 from speed import GPUS, KINDS, NETWORKS, Cluster, Times
 from trainers import ABOUT, TRAINERS, constants_of
-from trainer import Refused, make, refuse, simulate
+from trainer import Refused, fail, make, simulate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -195,7 +195,7 @@ def run(question, config, port):
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler(question, config))
     except OSError as error:
-        refuse(f"--port {port}: {error.strerror}")
+        fail(f"--port {port}: {error.strerror}")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # a browser that goes away must not end the server
     with server, suppress(KeyboardInterrupt):
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
@@ -208,23 +208,23 @@ def asked(question, state):
     def number(name, otherwise):
         value = state.get(name, otherwise)
         if type(value) is not int or not 1 <= value <= LARGEST[name]:
-            refuse(f"{name} must be a whole number from 1 to {LARGEST[name]:,}")
+            fail(f"{name} must be a whole number from 1 to {LARGEST[name]:,}")
         return value
 
     def choice(name, otherwise, known):
         value = state.get(name, otherwise)
         if not isinstance(value, str) or value not in {*known, otherwise}:
-            refuse(f"{name} must be one of {', '.join(known)}")
+            fail(f"{name} must be one of {', '.join(known)}")
         return value
     if not isinstance(state, dict):
-        refuse("a request is an object")
+        fail("a request is an object")
     model = choice("model", question.model, [*models.PRESETS, PASTED])
     c = question.c if model == question.model else models.PRESETS.get(model)
     if model == PASTED:
         try:
             c = models.read(json.loads(str(state.get("pasted"))), "the pasted config.json")
         except (ValueError, RecursionError):
-            refuse("the pasted config.json is not JSON")
+            fail("the pasted config.json is not JSON")
     now = question.cluster
     gpus = number("gpus", now.gpus)
     gpu = choice("gpu", question.gpu, GPUS)
@@ -232,7 +232,7 @@ def asked(question, state):
     cluster = now._replace(gpus=gpus, gpu=now.gpu if gpu == question.gpu else GPUS[gpu],
                            network=NETWORKS.get(network, now.network))
     if gpus > now.gpus_per_node and gpus % now.gpus_per_node:
-        refuse(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
+        fail(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
     seq_len = number("seq_len", question.seq_len)
     tokens = number("tokens", round(question.sequences * question.seq_len))
     trainer = choice("trainer", question.constants["trainer"], TRAINERS)
@@ -277,12 +277,12 @@ def handler(question, config):
             try:
                 length = self.headers.get("Content-Length", "")
                 if not length.isdecimal() or int(length) > LONGEST:
-                    refuse(f"a request has at most {LONGEST:,} bytes, and says how many")
+                    fail(f"a request has at most {LONGEST:,} bytes, and says how many")
                 state = json.loads(self.rfile.read(int(length)))
                 of = asked(question, state)
                 chosen = state.get("config") or ""
                 if self.path != "/answer" or not isinstance(chosen, str):
-                    refuse("there is only /answer, and config is a text")
+                    fail("there is only /answer, and config is a text")
                 self.reply(200, json.dumps(answer(of, chosen)), "application/json")
             except Refused as refused:
                 self.reply(400, " ".join(str(refused).split()))

@@ -28,5 +28,5 @@ for path in (STEP / "schedules.py", STEP / "config.py"):
 
 
 def fail(message):
-    """Raise Refused. The trainer's own refuse would end the program, and the planner's server must go on."""
+    """Raise Refused. The trainer's own fail would end the program, and the planner's server must go on."""
     raise Refused(message)

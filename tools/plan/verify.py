@@ -9,7 +9,7 @@ from pathlib import Path
 import costs
 import explain
 import speed
-from trainer import refuse
+from trainer import fail
 
 TOOL = Path(__file__).resolve().parents[1] / "simulate"
 ONE = dict(tp=("tp",), cp=("cp",), ep=("ep",))            # {dimension: names of its waits}, the same in both
@@ -44,5 +44,5 @@ def simulated(gpus, flags):
         done = subprocess.run([*map(str, command)], capture_output=True, text=True)
         if done.returncode:
             why = done.stderr.strip() or "the simulator ended"
-            refuse(f"--verify: {why.splitlines()[-1]}")
+            fail(f"--verify: {why.splitlines()[-1]}")
         return json.loads(file.read_text())

@@ -2,7 +2,7 @@
 
 The step may be simulated (stand_ins.py), or a real one on real ranks. The trainer's modules are imported inside functions, because
 only then is it known which step they belong to. Few of its names are needed: main, build_model, Optimizer, batches and Metrics.log;
-and in the steps that have them, start_mesh, dimensions and Pipeline.
+and in the steps that have them, build_mesh, mesh_dim_of_group and Pipeline.
 """
 import contextlib
 import os

@@ -49,8 +49,8 @@ def one_rank(ranks, rank):
         "torch.distributed.Work.is_completed": lambda work: True,                  # never true with the fake group
         "torch.distributed.init_process_group":
             lambda *_, **__: init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())}
-    if hasattr(train, "together"):                        # every step but the first
-        stand_ins["mesh.from_all_ranks"] = lambda value: [value] * ranks
+    if hasattr(train, "fail_together"):                   # every step but the first
+        stand_ins["mesh.all_gather_object"] = lambda value: [value] * ranks
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
         os.environ.pop("RANK", None)                      # there is no rendezvous with other processes (patch.dict restores it)
@@ -65,7 +65,7 @@ def of_data_and_device(args):
     stand_ins = {
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
         "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
-        "metrics.print_start": lambda *_: None,
+        "metrics.print_header": lambda *_: None,
         "model.sdpa": flash_attention,
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # fused AdamW refuses meta
     if args.device == "cuda":

@@ -1,0 +1,155 @@
+"""Draw what a rank holds in memory over the first four training steps: how many bytes of each kind, and when.
+
+    python tools/memory.py step01_single_gpu/train.py --out out/memory --recompute full
+    torchrun --standalone --nproc_per_node 2 tools/memory.py step03_zero/train.py --out out/memory --zero 3
+
+The trainer runs as it is, with all other flags; only its Profiler is replaced, by one that watches every operation. So the
+steps are slower than they are without it, but hold the same. Each rank draws memory_rankN.png; rank 0 prints two of its sums.
+"""
+import argparse
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RANK = int(os.environ.get("RANK") or 0)                   # torchrun sets it; a single process is rank 0
+STEPS = 4                                                 # to watch
+KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441", "activations": "#c8605a",
+         "rest": "#a9a9a9"}
+
+
+class LiveMemory(TorchDispatchMode):
+    """Sees every operation. rows: when it ended, and the bytes of each kind that were alive then."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+        self.kinds = weakref.WeakKeyDictionary()          # {storage: its kind}; must not keep storages alive
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        new = "activations" if torch.is_grad_enabled() else "rest"     # of backward, the loss, the optimizer
+        for tensor in tree_leaves((args, result)):
+            if isinstance(tensor, torch.Tensor):
+                kind = self.kinds.setdefault(tensor.untyped_storage(), new)
+                if kind == "rest" and tensor.requires_grad:           # our own autograd functions run with grad mode off
+                    self.kinds[tensor.untyped_storage()] = "activations"
+        alive = Counter()
+        for storage, kind in self.kinds.items():
+            alive[kind] += storage.nbytes()               # what it has now: resize_, by which ZeRO frees weights, is no operation
+        self.rows.append((time.perf_counter(), *(alive[kind] for kind in KINDS)))
+        return result
+
+    def tag_state(self, model, optimizer):
+        """Tell which storages persist from step to step. Call this before each step: AdamW makes its states in the first."""
+        states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
+        for kind, tensors in {"optimizer states": [*states, *optimizer.masters],
+                              "gradients": optimizer.grads,
+                              # in float32 these are the masters, too
+                              "parameters": [*model.parameters(), *optimizer.params]}.items():
+            for tensor in tensors:
+                self.kinds[tensor.untyped_storage()] = kind
+
+
+@contextlib.contextmanager
+def replaced_profiler(watch):
+    """Let the trainer whose main runs inside run each step in watch(step, model, optimizer, args), not in its Profiler's step."""
+    import train                                          # of the step whose folder is on the path
+    made = {}
+
+    def keeping(name):
+        make = getattr(train, name)
+
+        def call(*args, **kwargs):
+            made[name] = make(*args, **kwargs)
+            return made[name]
+        return patch.object(train, name, call)
+
+    class Profiler:
+        def __init__(self, args):
+            self.args = args
+
+        def step(self, step):
+            return watch(step, made["build_model"], made["Optimizer"], self.args)
+    with keeping("build_model"), keeping("Optimizer"), patch.object(train, "Profiler", Profiler):
+        yield
+
+
+def run(flags, finish):
+    """Run the trainer with these flags. Call finish with the rows of the watched steps, after the last of them."""
+    import train
+    memory = LiveMemory()
+
+    @contextlib.contextmanager
+    def watch(step, model, optimizer, args):
+        last = min(args.first_step + STEPS, args.steps) - 1
+        if step > last:
+            yield
+            return
+        memory.tag_state(model, optimizer)
+        with memory:
+            yield
+        if step == last:
+            finish(memory.rows)
+    with replaced_profiler(watch):
+        train.main(flags)
+
+
+def draw(rows, path):
+    from matplotlib.figure import Figure
+    seconds, *kinds = zip(*rows)
+    axes = Figure(figsize=(11, 4.5)).subplots()
+    mebibytes = [[size / 2**20 for size in kind] for kind in kinds]
+    alive = [sum(kinds) for kinds in zip(*mebibytes)]
+    if RANK == 0:
+        print(f"memory of a rank: {alive[-1]:.1f} MiB between steps, {max(alive):.1f} MiB at the peak", flush=True)
+    axes.stackplot(seconds, mebibytes, labels=KINDS, colors=KINDS.values(), step="post")
+    axes.set(xlabel="seconds (observing slows the run)", ylabel="MiB alive")
+    axes.legend(loc="upper left")
+    axes.figure.savefig(path, dpi=130)
+
+
+def fail(message):
+    if RANK:                                              # rank 0 prints for all; torchrun ends the others when it exits
+        time.sleep(10)
+    else:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def parse_args(argv):
+    """Return the tool's own arguments, and all other flags, for the trainer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False,
+                                     usage="memory.py TRAINER --out DIR [TRAINER FLAGS]")
+    parser.error = fail
+    parser.add_argument("trainer", metavar="TRAINER", help="a step's trainer, such as step03_zero/train.py")
+    parser.add_argument("--out", required=True, metavar="DIR", help="for the picture of each rank, memory_rankN.png")
+    args, flags = parser.parse_known_args(argv)
+    if Path(args.trainer).name != "train.py" or not Path(args.trainer).is_file():
+        fail(f"TRAINER {args.trainer}: must be a step's train.py; choose one such as step03_zero/train.py")
+    for flag in ("--compile", "--profile"):
+        if any(given.split("=")[0] == flag for given in flags):
+            fail(f"{flag}: does not work while every operation is watched; leave it out")
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {args.out}: cannot be written ({error.strerror}); choose another directory")
+    return args, flags
+
+
+def main(argv=None):
+    args, flags = parse_args(argv)
+    sys.path.insert(0, str(Path(args.trainer).resolve().parent))
+    run(flags, lambda rows: draw(rows, Path(args.out, f"memory_rank{RANK}.png")))
+
+
+if __name__ == "__main__":
+    main()
