@@ -1,4 +1,4 @@
-"""The command line and the model's shape. Settings that cannot run fail here, before any work is done."""
+"""The command line and the model's shape. Invalid settings fail here, before any work is done."""
 import importlib.util
 import os
 import tempfile
@@ -11,7 +11,7 @@ import torch
 from messages import RANK, fail
 
 TOO_LARGE = 10**8                                         # for any number on the command line
-NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # a checkpoint's may differ
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")       # a checkpoint may have other values
 
 
 def parse_args(argv=None):
@@ -47,7 +47,7 @@ def parse_args(argv=None):
 
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
-    add("--profile", help="directory for a trace and a memory plot of the first steps")
+    add("--profile", help="directory for a trace of one step and, on CUDA, a memory snapshot")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if value == "":
@@ -61,7 +61,7 @@ def parse_args(argv=None):
 
 
 def at_least(smallest, kind=int):
-    """Return an argparse type: a number of some kind that is not too small, too large or NaN."""
+    """Return an argparse type: a number of the given kind that is not too small, too large or NaN."""
     def number(text):
         if not smallest <= kind(text) < TOO_LARGE:
             raise ArgumentTypeError(f"must be at least {smallest} and below {TOO_LARGE}, but is {text}")
@@ -70,7 +70,7 @@ def at_least(smallest, kind=int):
 
 
 class Family(NamedTuple):
-    """How to read, build and write one model_type of Hugging Face."""
+    """How to read, build and write one Hugging Face model_type."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
     only_supported: dict = {}                    # {key of config.json: the one value that is supported}
@@ -90,7 +90,7 @@ ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, s
 
 @dataclass
 class ModelConfig:
-    """The shape of a model, with the names of a Llama's config.json."""
+    """The shape of a model; its fields are named as in a Llama's config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -100,7 +100,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict = None                    # the four numbers of type llama3
+    rope_scaling: dict = None                    # the four parameters of rope_type llama3
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
     family: str = "llama"
@@ -140,7 +140,7 @@ def load_config(args):
 
 
 def read_config(flag, name):
-    """Read the config of a directory or hub id; transformers also understands older formats."""
+    """Read a config.json through transformers, which also understands older formats."""
     from transformers import AutoConfig
     try:
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
@@ -182,7 +182,7 @@ def to_hugging_face(config, dtype):
 
 
 def check(args, config):
-    """Fail for settings that cannot run, with the arithmetic and with values that can."""
+    """Reject invalid settings; show the arithmetic and suggest valid values."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.dp != world_size:
         fail(f"--dp {args.dp}: must equal the world size, {world_size}; it can be left out")
@@ -213,14 +213,14 @@ def check_device(args):
 def set_num_threads(args, config):
     """Use one thread for a small model on the CPU, unless OMP_NUM_THREADS is set.
 
-    More threads gain a small model little, and on a busy machine they make it wait.
+    More threads barely speed up a small model, and on a busy machine they slow it down.
     """
     if args.device == "cpu" and config.hidden_size < 512 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 def check_outputs(args):
-    """Fail before training, not after it, if the results could not be written."""
+    """Fail before training rather than after it if the results cannot be written."""
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
     save = args.save if RANK == 0 else None               # rank 0 alone writes there

@@ -44,7 +44,7 @@ def peak_memory_gib(device):
 
 
 def print_header(model, config, args):
-    """Print the layout of the ranks, the size of a step, and this rank's share of the model."""
+    """Print the layout of the ranks, the size of a step, and rank 0's share of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters, layers = sum(param.numel() for param in model.parameters()), len(model.model.layers)
@@ -55,7 +55,7 @@ def print_header(model, config, args):
 
 
 def open_log(name):
-    """Open a log and empty it, but never a file that is not a log."""
+    """Open a log and empty it. Fail if the file is not a log."""
     try:
         file = open(name, "a+b", buffering=0)
     except OSError as error:

@@ -26,7 +26,7 @@ def learning_rate(step, args):
         return args.lr * (step + 1) / args.warmup
     if args.lr_schedule == "constant":
         return args.lr
-    progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)         # 0 to 1 at the last step
+    progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)         # 1 at the last step
     return args.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
@@ -44,7 +44,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def clip_grad_norm(self):
-        """Scale all gradients so that their common norm is at most grad_clip; return the norm before."""
+        """Scale all gradients so that their global norm is at most grad_clip; return the norm before."""
         square = torch.stack(torch._foreach_norm(self.grads)).square().sum()
         norm = square.sqrt()
         if self.grad_clip:

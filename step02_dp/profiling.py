@@ -12,7 +12,7 @@ import torch
 
 from messages import RANK
 
-TRACED_STEP = 4                                           # the first ones also allocate, and compile
+TRACED_STEP = 4                                           # earlier steps also allocate memory and compile
 
 
 class Profiler:

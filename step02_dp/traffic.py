@@ -6,7 +6,7 @@ from mesh import data_mesh
 
 
 def expected_traffic(model, mesh, args):
-    """Return a list of (process group, collective, payload bytes): of the loss, and of every technique."""
+    """Return a list of (process group, collective, payload bytes), for the loss and for every technique."""
     loss = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
     return [loss, *data_parallel_traffic(model, mesh, args)]
 

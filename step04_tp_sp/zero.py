@@ -1,6 +1,6 @@
 """ZeRO: shard over the data-parallel ranks what data parallelism replicates. Stage 3 is FSDP.
 
-AdamW updates every element by itself. So a rank can update one part of the weights if it has the summed
+AdamW updates each element independently. So a rank can update one part of the weights if it has the summed
 gradients and the optimizer states of that part. And an all-reduce is a reduce-scatter followed by an
 all-gather, so the update fits between the two. A training step needs three collectives:
 
@@ -46,12 +46,12 @@ class Zero1Unit:
         self.grad_views[param].add_(param.grad)
 
     def start_reduce_scatter(self):
-        """Start to sum gradients over the ranks. Return the handle, and the shard that will hold the sum."""
+        """Start summing gradients over the ranks. Return the handle, and the shard that will hold the sum."""
         shard, whole = self.grad_shard, self.flat_grad    # in place: one is a view of the other
         return dist.reduce_scatter_tensor(shard, whole, group=self.shard_group, async_op=True), shard
 
     def finish_reduce_scatter(self, shard):
-        """Zero flat_grad outside the shard: the next step would add to what is there, and send it again."""
+        """Zero flat_grad outside the shard. Otherwise the next step would add to it and send it again."""
         # the shard holds the sum now; the optimizer zeroes it after the update
         self.flat_grad[:self.shard_slice.start].zero_()
         self.flat_grad[self.shard_slice.stop:].zero_()
@@ -66,7 +66,7 @@ class Zero1Unit:
             self.gather_handle = None
 
     def unshard(self):
-        """Start to gather the weights, unless that was done since the optimizer updated them."""
+        """Start gathering the weights, unless they were gathered since the optimizer last updated them."""
         if self.outdated:
             self.outdated = False
             self.start_all_gather()
@@ -75,10 +75,10 @@ class Zero1Unit:
         self.unshard_and_prefetch(self.next_in_forward)
 
     def unshard_and_prefetch(self, next_units):
-        """Wait for the weights of this unit, and start to gather those of the unit that computes next.
+        """Wait for the weights of this unit, and start gathering those of the unit that computes next.
 
-        One unit ahead is enough to overlap. NCCL runs collectives in the order in which they start, so if
-        forward began with the gathers of all units, the collectives of other techniques would wait for them.
+        Prefetching one unit ahead is enough for overlap. NCCL runs collectives in the order in which they
+        start. If forward began with the gathers of all units, the collectives of tp would wait for them.
         """
         self.unshard()
         self.wait_for_all_gather()
@@ -107,7 +107,7 @@ class Zero1Unit:
         self.grad_shard = self.flat_grad[self.shard_slice]
 
     def views(self, flat):
-        """Return for each parameter the view of its elements in a flat tensor, in the parameter's shape."""
+        """Return {parameter: the view of its elements in a flat tensor, in its own shape}."""
         sizes = [param.numel() for param in self.params]
         chunks = flat[:sum(sizes)].split(sizes)
         return {param: chunk.view(param.shape) for param, chunk in zip(self.params, chunks)}
@@ -157,7 +157,7 @@ class Zero:
             self.units[0].unshard()
 
     def post_accumulate_grad(self, param):
-        """Take a gradient that backward has made. With a unit's last one, start the unit's reduce-scatter."""
+        """Take a gradient that backward has computed. After a unit's last one, start its reduce-scatter."""
         unit = param.unit
         unit.accumulate_grad(param)
         param.grad = None
@@ -225,11 +225,11 @@ class Zero3Unit(Zero2Unit):
         self.reshard()
 
     def reshard(self):
-        """Free the whole weights. Autograd's saved tensors are views of the same storage, and stay so."""
+        """Free the whole weights. Autograd's saved tensors stay views of the storage that unshard refills."""
         self.flat_param.untyped_storage().resize_(0)
 
     def unshard(self):
-        """Start to gather the whole weights, unless they are there, into the storage that reshard emptied."""
+        """Start gathering the whole weights, unless they are there, into the storage that reshard emptied."""
         storage = self.flat_param.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.flat_param.nbytes)
@@ -246,7 +246,7 @@ class Zero3Unit(Zero2Unit):
         self.unshard_and_prefetch(self.next_in_backward)
 
     def start_reduce_scatter(self):
-        # An operation makes the gradients of its input and of its weight together, so after the unit's last
+        # An operation computes the gradients of its input and its weight together, so after the unit's last
         # gradient nothing reads its weights.
         self.reshard()
         return super().start_reduce_scatter()
@@ -282,15 +282,15 @@ def make_units(model, mesh: DeviceMesh, args):
 
 
 def add_to_unit(param, unit):
-    """Add a materialized parameter; shard a complete unit at once, so that no rank ever holds all units."""
-    param.unit = unit                                     # make_units has marked the one on the meta device
+    """Add a materialized parameter. Shard a unit as soon as it is complete: no rank ever holds all units."""
+    param.unit = unit                                     # make_units has set it on the meta parameter
     unit.params.append(param)
     if len(unit.params) == unit.num_params:
         unit.flatten_and_shard()
 
 
 def unsharded_param(param):
-    """Return the whole value of a parameter, for saving. All ranks must call this."""
+    """Return a parameter's value with ZeRO's sharding undone, for saving. All ranks must call this."""
     unit = getattr(param, "unit", None)
     if not isinstance(unit, Zero3Unit):
         return param.detach()

@@ -8,7 +8,7 @@ its part of every product.
     lm_head                                   VocabParallelHead       some rows, dimension 0      some logits
     the norms                                 stay as they are        all
 
-(torch stores a linear's weight as [outputs, inputs]; Megatron says "column" because on paper it is x @ W.)
+(torch stores a linear's weight as [outputs, inputs]; Megatron says "column" because papers write x @ W.)
 Attention is split by heads, the MLP by its inner dimension. So from a column-parallel linear to the next
 row-parallel one, a rank computes on the whole sequence without communicating. Ranks communicate only where
 they enter such a region (Megatron's f) and where they leave it (g). --sp chooses how:
@@ -44,7 +44,7 @@ def identity(x, group: ProcessGroup):
 
 
 def all_reduce(x, group: ProcessGroup):
-    x = x.clone(memory_format=torch.contiguous_format)                 # others may still read x
+    x = x.clone(memory_format=torch.contiguous_format)                 # autograd may still read x
     handle = dist.all_reduce(x, group=group, async_op=True)
 
     def result():
@@ -106,7 +106,7 @@ class LeaveRegion(torch.autograd.Function):
         return ctx.gather(grad, ctx.group)(), None, None, None
 
 
-# comm is (gather, reduce, group). Not compiled: torch.compile gets what lies between two communications.
+# comm is (gather, reduce, group). Not compiled: torch.compile sees only what lies between two of these.
 enter_region = torch.compiler.disable(lambda x, comm: EnterRegion.apply(x, *comm))
 leave_region = torch.compiler.disable(lambda x, comm: LeaveRegion.apply(x, *comm))
 
@@ -190,7 +190,7 @@ PARALLEL = {                                              # {name: (class, dimen
 
 
 def tensor_parallel(model, config, mesh: DeviceMesh, args):
-    """Shard a model that is still on the meta device; record on each parameter which shard a rank holds."""
+    """Shard a model that is on the meta device; record on each parameter which shard this rank holds."""
     if args.tp == 1:
         return
     group, rank, comm = mesh.get_group("tp"), mesh.get_local_rank("tp"), make_comm(mesh, args)
@@ -207,13 +207,13 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
             placement.shards.append(Shard(group, dim, num_shards, index))
             placement.num_replicas //= num_shards
             if name in ("k_proj", "v_proj"):
-                placement.grad_reduce_group = kv_group    # each rank saw only its own queries
+                placement.grad_reduce_group = kv_group    # each rank's covers only its own queries
             with torch.device("meta"):
                 module = parallel_class(module, num_shards, comm)
             module.weight.placement = placement
             model.set_submodule(path, module)
         elif isinstance(module, nn.RMSNorm) and (args.sp == "on" or name in ("q_norm", "k_norm")):
-            module.weight.placement.grad_reduce_group = group       # each rank saw some tokens, or some heads
+            module.weight.placement.grad_reduce_group = group  # each rank's covers some tokens, or some heads
     for module in model.modules():
         if isinstance(module, Attention):
             module.project = fuse_column_parallel([module.q_proj, module.k_proj, module.v_proj])
@@ -224,7 +224,7 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
 def all_reduce_partial_grads(params):
     """Sum the gradients of which each tp rank has computed a part, once per training step.
 
-    They are those of the norms, which saw some tokens or some heads, and of kv heads that ranks share.
+    These are the gradients of the norms, which cover some tokens or heads, and of kv heads that ranks share.
     """
     for param in params:
         if param.placement.grad_reduce_group:

@@ -55,7 +55,7 @@ def forward_backward(model, micro_batches, args):
         loss = model(inputs, positions, targets) / (args.global_batch_size * args.seq_len)
         loss.backward()
         total += loss.detach()
-    return total / args.tp                                # all ranks of tp have the same loss
+    return total / args.tp                                # all tp ranks have the same loss
 
 
 @init_distributed()

@@ -1,4 +1,4 @@
-"""Initial weights, from (seed, name) or from a Hugging Face checkpoint; and saving such a checkpoint."""
+"""Create the initial weights, from the seed or a Hugging Face checkpoint, and save such a checkpoint."""
 import hashlib
 import json
 import os
@@ -18,7 +18,7 @@ from zero import add_to_unit
 
 
 def materialize(model, config, args):
-    """Replace the parameters on the meta device by real ones, one at a time."""
+    """Replace the meta-device parameters with real ones, one at a time."""
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weight = read_weight(name, meta, saved, args) if saved else initial_weight(name, meta, config, args)
@@ -31,7 +31,7 @@ def materialize(model, config, args):
 
 
 def initial_weight(name, meta, config, args):
-    """Draw a weight that depends on the seed and its name alone, so every layout starts from the same model.
+    """Draw a weight from the seed and the parameter's name alone, so every layout starts from the same model.
 
     (A CPU and a GPU draw different numbers.)
     """

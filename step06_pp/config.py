@@ -1,4 +1,4 @@
-"""The command line and the model's shape. Settings that cannot run fail here, before any work is done."""
+"""The command line and the model's shape. Invalid settings fail here, before any work is done."""
 import importlib.util
 import math
 import os
@@ -13,7 +13,7 @@ from messages import RANK, fail
 from schedules import SCHEDULES
 
 TOO_LARGE = 10**8                                         # for any number on the command line
-NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")                # a checkpoint's may differ
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")       # a checkpoint may have other values
 
 
 def parse_args(argv=None):
@@ -41,13 +41,14 @@ def parse_args(argv=None):
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
     add("--compile", action="store_true", help="torch.compile every block")
 
-    add("--dp", type=at_least(1), help="data-parallel ranks (default: the world size)")
+    add("--dp", type=at_least(1), help="data-parallel ranks (default: world size / (pp x cp x tp))")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how to sum gradients")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
-        help="ZeRO stage: shard 1 optimizer states, 2 also gradients, 3 also weights (FSDP)")
-    add("--zero_shard", type=at_least(1), help="ranks to shard over; replicate across the rest (default: dp)")
+        help="ZeRO stage; 1: shard optimizer states, 2: also gradients, 3: also weights (FSDP)")
+    add("--zero_shard", type=at_least(1),
+        help="ranks to shard over; replicate across the rest (default: dp x cp)")
 
     add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks; each holds a part of every matrix")
     add("--sp", choices=["on", "off"], default="on",
@@ -67,7 +68,7 @@ def parse_args(argv=None):
 
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
-    add("--profile", help="directory for a trace and a memory plot of the first steps")
+    add("--profile", help="directory for a trace of one step and, on CUDA, a memory snapshot")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if value == "":
@@ -76,18 +77,18 @@ def parse_args(argv=None):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
     args.dp = args.dp or int(os.environ.get("WORLD_SIZE", 1)) // (args.tp * args.cp * args.pp)
-    args.schedule = args.schedule if args.pp > 1 else "1f1b"                # which does without a pipeline
+    args.schedule = args.schedule if args.pp > 1 else "1f1b"                # it also runs without a pipeline
     args.stages_per_rank = args.stages_per_rank or SCHEDULES[args.schedule].stages_per_rank
     if args.zero == 0 and args.zero_shard:
         fail("--zero_shard: requires --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp * args.cp
-    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                # the mode that does not split parts
+    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                # it needs only one chunk per rank
     args.first_step = 0                                   # step 8 can resume from a later one
     return args
 
 
 def at_least(smallest, kind=int):
-    """Return an argparse type: a number of some kind that is not too small, too large or NaN."""
+    """Return an argparse type: a number of the given kind that is not too small, too large or NaN."""
     def number(text):
         if not smallest <= kind(text) < TOO_LARGE:
             raise ArgumentTypeError(f"must be at least {smallest} and below {TOO_LARGE}, but is {text}")
@@ -96,7 +97,7 @@ def at_least(smallest, kind=int):
 
 
 class Family(NamedTuple):
-    """How to read, build and write one model_type of Hugging Face."""
+    """How to read, build and write one Hugging Face model_type."""
     config_class: str                            # its class in transformers
     fields: dict                                 # {field of ModelConfig: its name in config.json}
     only_supported: dict = {}                    # {key of config.json: the one value that is supported}
@@ -116,7 +117,7 @@ ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, s
 
 @dataclass
 class ModelConfig:
-    """The shape of a model, with the names of a Llama's config.json."""
+    """The shape of a model; its fields are named as in a Llama's config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -126,7 +127,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: dict = None                    # the four numbers of type llama3
+    rope_scaling: dict = None                    # the four parameters of rope_type llama3
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
     family: str = "llama"
@@ -166,7 +167,7 @@ def load_config(args):
 
 
 def read_config(flag, name):
-    """Read the config of a directory or hub id; transformers also understands older formats."""
+    """Read a config.json through transformers, which also understands older formats."""
     from transformers import AutoConfig
     try:
         return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
@@ -208,7 +209,7 @@ def to_hugging_face(config, dtype):
 
 
 def check(args, config):
-    """Fail for settings that cannot run, with the arithmetic and with values that can."""
+    """Reject invalid settings; show the arithmetic and suggest valid values."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     check_tensor_parallel(args, config)
     check_context_parallel(args, config)
@@ -296,14 +297,14 @@ def check_device(args):
 def set_num_threads(args, config):
     """Use one thread for a small model on the CPU, unless OMP_NUM_THREADS is set.
 
-    More threads gain a small model little, and on a busy machine they make it wait.
+    More threads barely speed up a small model, and on a busy machine they slow it down.
     """
     if args.device == "cpu" and config.hidden_size < 512 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 def check_outputs(args):
-    """Fail before training, not after it, if the results could not be written."""
+    """Fail before training rather than after it if the results cannot be written."""
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
     save = args.save if RANK == 0 else None               # rank 0 alone writes there

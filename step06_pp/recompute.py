@@ -1,4 +1,4 @@
-"""--recompute: keep fewer activations in forward, and compute the rest again in backward. And --compile."""
+"""--recompute: keep fewer activations in forward, and compute the rest again in backward. Also --compile."""
 import functools
 
 import torch
@@ -9,7 +9,7 @@ def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
     """Tell --recompute selective which results to save: those of matrix products and of attention.
 
     Norms, rotary embeddings and SwiGLU are cheap to repeat. So is a product with a short inner dimension:
-    saving it would take much memory and spare little work.
+    saving it would take a lot of memory and save little work.
     """
     product = op.name().removesuffix(".default").endswith("mm") and args[0].shape[-1] >= hidden
     expensive = product or "attention" in op.name() or "flash_attn" in op.name()
@@ -32,7 +32,7 @@ def recompute(layer, mode):
 def recompute_and_compile(model, args, has_graph_breaks):
     for layer in model.model.layers.values():
         if has_graph_breaks:                         # compile what lies between two breaks
-            attention = layer.self_attn                   # uncompiled, so that selective sees it
+            attention = layer.self_attn               # left uncompiled, so that --recompute selective sees it
             attention.inner_attention = torch.compiler.disable(attention.inner_attention)
             layer.forward = torch.compile(layer.forward) if args.compile else layer.forward
         recompute(layer, args.recompute)

@@ -1,6 +1,6 @@
 """ZeRO: shard over the data-parallel ranks what data parallelism replicates. Stage 3 is FSDP.
 
-AdamW updates every element by itself. So a rank can update one part of the weights if it has the summed
+AdamW updates each element independently. So a rank can update one part of the weights if it has the summed
 gradients and the optimizer states of that part. And an all-reduce is a reduce-scatter followed by an
 all-gather, so the update fits between the two. A training step needs three collectives:
 
@@ -47,12 +47,12 @@ class Zero1Unit:
         self.grad_views[param].add_(param.grad)
 
     def start_reduce_scatter(self):
-        """Start to sum gradients over the ranks. Return the handle, and the shard that will hold the sum."""
+        """Start summing gradients over the ranks. Return the handle, and the shard that will hold the sum."""
         shard, whole = self.grad_shard, self.flat_grad    # in place: one is a view of the other
         return dist.reduce_scatter_tensor(shard, whole, group=self.shard_group, async_op=True), shard
 
     def finish_reduce_scatter(self, shard):
-        """Zero flat_grad outside the shard: the next step would add to what is there, and send it again."""
+        """Zero flat_grad outside the shard. Otherwise the next step would add to it and send it again."""
         # the shard holds the sum now; the optimizer zeroes it after the update
         self.flat_grad[:self.shard_slice.start].zero_()
         self.flat_grad[self.shard_slice.stop:].zero_()
@@ -67,7 +67,7 @@ class Zero1Unit:
             self.gather_handle = None
 
     def unshard(self):
-        """Start to gather the weights, unless that was done since the optimizer updated them."""
+        """Start gathering the weights, unless they were gathered since the optimizer last updated them."""
         if self.outdated:
             self.outdated = False
             self.start_all_gather()
@@ -76,10 +76,10 @@ class Zero1Unit:
         self.unshard_and_prefetch(self.next_in_forward)
 
     def unshard_and_prefetch(self, next_units):
-        """Wait for the weights of this unit, and start to gather those of the unit that computes next.
+        """Wait for the weights of this unit, and start gathering those of the unit that computes next.
 
-        One unit ahead is enough to overlap. NCCL runs collectives in the order in which they start, so if
-        forward began with the gathers of all units, the collectives of other techniques would wait for them.
+        Prefetching one unit ahead is enough for overlap. NCCL runs collectives in the order in which they
+        start. If forward began with the gathers of all units, the collectives of tp would wait for them.
         """
         self.unshard()
         self.wait_for_all_gather()
@@ -108,7 +108,7 @@ class Zero1Unit:
         self.grad_shard = self.flat_grad[self.shard_slice]
 
     def views(self, flat):
-        """Return for each parameter the view of its elements in a flat tensor, in the parameter's shape."""
+        """Return {parameter: the view of its elements in a flat tensor, in its own shape}."""
         sizes = [param.numel() for param in self.params]
         chunks = flat[:sum(sizes)].split(sizes)
         return {param: chunk.view(param.shape) for param, chunk in zip(self.params, chunks)}
@@ -158,7 +158,7 @@ class Zero:
             self.units[0].unshard()
 
     def post_accumulate_grad(self, param):
-        """Take a gradient that backward has made. With a unit's last one, start the unit's reduce-scatter."""
+        """Take a gradient that backward has computed. After a unit's last one, start its reduce-scatter."""
         unit = param.unit
         unit.accumulate_grad(param)
         param.grad = None
@@ -222,8 +222,8 @@ class Zero2Unit(Zero1Unit):
 class Zero3Unit(Zero2Unit):
     """A unit whose weights are whole only while it computes. Between uses it keeps their shard.
 
-    (In a pipeline they stay whole from the first micro-batch's forward to the last one's backward. To gather
-    them anew for every micro-batch would send too much.)
+    (In a pipeline they stay whole from the first micro-batch's forward to the last one's backward. Gathering
+    them again for every micro-batch would send too much.)
     """
 
     def flatten_and_shard(self):
@@ -232,11 +232,11 @@ class Zero3Unit(Zero2Unit):
         self.reshard()
 
     def reshard(self):
-        """Free the whole weights. Autograd's saved tensors are views of the same storage, and stay so."""
+        """Free the whole weights. Autograd's saved tensors stay views of the storage that unshard refills."""
         self.flat_param.untyped_storage().resize_(0)
 
     def unshard(self):
-        """Start to gather the whole weights, unless they are there, into the storage that reshard emptied."""
+        """Start gathering the whole weights, unless they are there, into the storage that reshard emptied."""
         storage = self.flat_param.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.flat_param.nbytes)
@@ -253,7 +253,7 @@ class Zero3Unit(Zero2Unit):
         self.unshard_and_prefetch(self.next_in_backward)
 
     def start_reduce_scatter(self):
-        # An operation makes the gradients of its input and of its weight together, so after the unit's last
+        # An operation computes the gradients of its input and its weight together, so after the unit's last
         # gradient nothing reads its weights, unless a pipeline has more micro-batches for them.
         if self.reshard_after_use:
             self.reshard()
@@ -263,7 +263,7 @@ class Zero3Unit(Zero2Unit):
 def register_post_forward_hooks(units):
     """Tell each unit of stage 3 what to do after its forward, and which unit computes next in backward."""
     for i, unit in enumerate(units):
-        # Unit 0 is the embedding, whose backward reads no weights. If it were a block, it would need them.
+        # Unit 0 is the embedding, whose backward reads no weights, or a pipeline's block, which keeps them.
         unit.weights_in_backward = i > 0
         # Backward begins with the last two units: they would be gathered again as soon as they were freed.
         unit.reshard_after_forward = unit.reshard_after_use and i < len(units) - 2
@@ -292,15 +292,15 @@ def make_units(model, mesh: DeviceMesh, args):
 
 
 def add_to_unit(param, unit):
-    """Add a materialized parameter; shard a complete unit at once, so that no rank ever holds all units."""
-    param.unit = unit                                     # make_units has marked the one on the meta device
+    """Add a materialized parameter. Shard a unit as soon as it is complete: no rank ever holds all units."""
+    param.unit = unit                                     # make_units has set it on the meta parameter
     unit.params.append(param)
     if len(unit.params) == unit.num_params:
         unit.flatten_and_shard()
 
 
 def unsharded_param(param):
-    """Return the whole value of a parameter, for saving. All ranks must call this."""
+    """Return a parameter's value with ZeRO's sharding undone, for saving. All ranks must call this."""
     unit = getattr(param, "unit", None)
     if not isinstance(unit, Zero3Unit):
         return param.detach()

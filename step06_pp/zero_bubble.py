@@ -1,12 +1,12 @@
 """Zero bubble, the second sitting of this step: split the backward of a stage into two parts, I and W.
 
-    I   the gradient of the stage's input, for which the stage before is waiting
-    W   the gradients of the stage's weights, for which nobody waits before the optimizer
+    I   the gradient of the stage's input, which the previous stage is waiting for
+    W   the gradients of the stage's weights, which nothing needs before the optimizer
 
 So a schedule can put W where a rank would otherwise idle (https://arxiv.org/abs/2401.10241). Autograd
 computes both parts at once. To split them, each linear computes with its weight detached, so that autograd
-computes I alone, and it queues what W needs: its input, and the gradient of its output. The schedules that
-use this, zero_bubble and dualpipe, are at the end of schedules.py.
+computes `I` alone; and each linear queues what W needs, its input and its output's gradient. The schedules
+that use this, zero_bubble and dualpipe, are at the end of schedules.py.
 """
 import functools
 
@@ -71,7 +71,7 @@ def defer_weight_grads(linears, queue, comm=None):
 
 
 def defer_output_linear(linear, queue):
-    """Do the same for the linear that a region ends with: with tp, its products are partial sums."""
+    """Defer the weight gradient of the linear that ends a region. With tp, its outputs are partial sums."""
     products, comm = defer_weight_grads([linear], queue), getattr(linear, "comm", None)
     linear.forward = lambda x: leave_region(products(x)[0], comm) if comm else products(x)[0]
 

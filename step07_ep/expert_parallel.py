@@ -1,13 +1,13 @@
 """Expert parallelism: each ep rank holds some of every layer's experts, and tokens travel to their experts.
 
 ep is folded into dp x cp, whose ranks compute on different tokens anyway; all other parameters stay as they
-are. A rank sorts its tokens by expert, tells each other rank how many it will get, sends them (an all-to-all
+are. A rank sorts its tokens by expert, tells every other rank how many to expect, sends them (an all-to-all
 with uneven splits), computes what it has received, and sends the results back, as in GShard
 (https://arxiv.org/abs/2006.16668).
 
-By itself, a router soon sends most tokens to a few experts. --balance chooses what to do about it:
+Left to itself, a router soon sends most tokens to a few experts. --balance chooses what to do about it:
 
-    bias    add a bias to each expert's score, but only to select experts. After each step, lower the bias of
+    bias    add a bias to each expert's score, but use it only to select. After each step, lower the bias of
             experts that had more tokens than the mean; raise the others' (https://arxiv.org/abs/2408.15664)
     aux     add an auxiliary loss that grows with the scores of experts that have many tokens in a sequence
 """
@@ -30,7 +30,7 @@ BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
 
 
 def expert_parallel(model, config, mesh: DeviceMesh, args):
-    """Drop other ranks' experts, while the model is on the meta device, and make tokens travel to theirs."""
+    """Drop other ranks' experts, while the model is on the meta device, and dispatch tokens by expert."""
     sizes = (args.dp * args.cp // args.ep, args.ep)
     ep_mesh = data_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
     group, expert_mesh = ep_mesh.get_group("ep"), ep_mesh["expert_dp"]
@@ -57,7 +57,7 @@ def shard_weight(linear, shard):
 
 
 def shard_over_tp(moe, mesh: DeviceMesh, args):
-    """Shard each expert like the MLP. All tp ranks see the whole sequence, so they select alike."""
+    """Shard each expert like the MLP. All tp ranks see the whole sequence, so they select the same."""
     group, comm = mesh.get_group("tp"), make_comm(mesh, args)
     for linear, dim in ((moe.experts.w1, 1), (moe.experts.w3, 1), (moe.experts.w2, 2)):
         shard_weight(linear, Shard(group, dim, args.tp, group.rank()))
@@ -83,7 +83,7 @@ class TokenAllToAll(torch.autograd.Function):
 
 
 class TokenDispatcher:
-    """Takes rows sorted by expert, has them computed where their experts are, and returns the results."""
+    """Sends rows, sorted by expert, to the ranks that hold their experts, and returns the results."""
 
     def __init__(self, group: ProcessGroup):
         self.group = group
@@ -132,15 +132,15 @@ class LoadBalancer:
         return selected_experts, logits
 
     def auxiliary_loss(self, scores, chosen):
-        """Return experts x sum over experts of (share of choices) x (mean score), averaged over sequences."""
-        dist.all_reduce(chosen, group=self.cp_group)   # of a whole sequence; the scores stay this rank's part
+        """Return, mean over sequences, experts x sum over experts of (share of choices) x (mean score)."""
+        dist.all_reduce(chosen, group=self.cp_group)   # of the whole sequence; scores are this rank's part
         top_k, seq_len, num_experts = self.config.num_experts_per_tok, self.args.seq_len, scores.shape[-1]
         share = chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len)
         total = num_experts * (share * scores).sum() / seq_len
         return AUX_WEIGHT * total / self.args.global_batch_size / self.args.tp     # each tp rank adds a part
 
     def update(self):
-        """Adapt the biases after a step. Return the largest load of an expert over the mean, for the log."""
+        """Adapt the biases after a step. Return the largest expert load divided by the mean, for the log."""
         if not self.layers:
             return {}
         dist.all_reduce(self.tokens_per_expert, group=self.data_group)

@@ -1,4 +1,4 @@
-"""How the program prints, how it fails, and how it ends with one line whatever the reason."""
+"""How the program prints, how it fails, and how it ends with a one-line message, whatever the reason."""
 import contextlib
 import os
 import signal
@@ -22,7 +22,7 @@ def fail(message, status=2):
 
 @contextlib.contextmanager
 def clean_exit():
-    """Print one line for whatever ends the run: rank 0 for a call of fail(), any rank for an exception."""
+    """Print one line for whatever ends the run: rank 0 for a call to fail(), any rank for an exception."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)          # let Ctrl-C kill the process, without a traceback
     try:
         yield
@@ -35,6 +35,6 @@ def clean_exit():
         ours = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) == here]
         where = f"rank {RANK}, {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}"
         print(f"error: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, (OSError, MemoryError)):     # not a bug of this program, so no traceback
+        if isinstance(error, (OSError, MemoryError)):     # not a bug in this program, so no traceback
             raise SystemExit(2)
         raise

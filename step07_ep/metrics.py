@@ -19,7 +19,7 @@ PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200":
 
 
 def parameter_count(config):
-    """Count the parameters that a token meets on the meta device: shapes without memory."""
+    """Count the parameters that one token uses. On the meta device they take no memory."""
     with torch.device("meta"):
         params = dict(Llama(config).named_parameters())
     for name in [name for name in params if ".experts." in name]:
@@ -46,7 +46,7 @@ def peak_memory_gib(device):
 
 
 def print_header(model, config, args):
-    """Print the layout of the ranks, the size of a step, and this rank's share of the model."""
+    """Print the layout of the ranks, the size of a step, and rank 0's share of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters, layers = sum(param.numel() for param in model.parameters()), len(model.model.layers)
@@ -57,7 +57,7 @@ def print_header(model, config, args):
 
 
 def open_log(name):
-    """Open a log and empty it, but never a file that is not a log."""
+    """Open a log and empty it. Fail if the file is not a log."""
     try:
         file = open(name, "a+b", buffering=0)
     except OSError as error:

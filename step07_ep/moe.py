@@ -1,7 +1,7 @@
 """A mixture of experts, as in Mixtral: a block has many experts instead of an MLP, and each token uses a few.
 
 A router, a small linear, computes one logit per expert for each token. It selects the top_k experts with the
-largest logits; the softmax over these logits weights their outputs: y = sum of weight x expert(x). Each
+largest logits; the softmax over these logits weights their outputs: y = sum(weight * expert(x)). Each
 expert is a SwiGLU, like the MLP.
 """
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class MoE(nn.Module):
-    """Experts without a capacity: none is ever full, so no token is dropped."""
+    """Experts without a capacity limit: none is ever full, so no token is dropped."""
 
     def __init__(self, config):
         super().__init__()
@@ -61,7 +61,7 @@ class GroupedLinear(nn.Module):
 
 
 def supports_grouped_mm(weight):
-    """Tell whether the grouped kernel takes this weight: bfloat16, in rows of a multiple of 16 bytes."""
+    """Return whether the grouped kernel accepts a weight: bfloat16, with rows of a multiple of 16 bytes."""
     return weight.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:])
 
 

@@ -5,8 +5,8 @@ in 1F1B, with four micro-batches: F0 F1 B0 F2 B1 F3 B2 B3.
     B   the whole backward, I and then W                  W   the gradients of the stage's weights
 
 Everything else follows from these lists: how many activations a rank keeps (`max_in_flight`), how long a step
-takes (`simulate`, `bubble`), which rank sends what to which, and when (`add_send_recv`). torch has the same
-idea in torch.distributed.pipelining. tools/schedule.py draws the lists.
+takes (`simulate`, `bubble`), which rank sends what to which, and when (`add_send_recv`).
+torch.distributed.pipelining works the same way. tools/schedule.py draws the lists.
 """
 from collections import Counter, deque
 from collections.abc import Callable
@@ -55,14 +55,14 @@ def interleaved(rank, num_ranks, m, stages_per_rank):
     forwards = [Action("F", stage, i) for batch in rounds for stage in stages for i in batch]
     backwards = [[Action("B", stage, i)] for batch in rounds for stage in reversed(stages) for i in batch]
     # On the last rank, a round passes through all stages but the last before its first micro-batch can turn
-    # back. Each rank before it needs two forwards more per rank in between: one for the way there, one back.
+    # back. Each earlier rank needs two more forwards for every rank from it to the last: one there, one back.
     num_warmup = (stages_per_rank - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank) + 1
     return warmup_steady_cooldown(forwards, backwards, num_warmup)
 
 
 # -------------------------------------------------------------------------------- what follows from the lists
 def max_in_flight(actions):
-    """Return how many micro-batches of a stage a rank holds at most, each from its F to its last backward."""
+    """Return the most (stage, micro-batch) pairs that a rank holds at once, from F to the last backward."""
     in_flight = most = 0
     for action in actions:
         in_flight += {"F": 1, "W": -1, "B": -1, "I": 0}[action.kind]
@@ -118,8 +118,8 @@ def simulate(schedule, F=1, I=1, W=1, message=0):
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
     remaining = [deque(actions) for actions in schedule]
-    free = [0] * len(schedule)                            # when each rank is
-    arrived = {None: 0}                                  # when each message has; None: no message to wait for
+    free = [0] * len(schedule)                            # when each rank becomes free
+    arrived = {None: 0}                                 # when each message arrives; None: nothing to wait for
     events = []
     to_try = deque(range(len(schedule)))                  # ranks that may be able to continue
     while to_try:
@@ -155,8 +155,8 @@ def message_order(schedule):
     NCCL runs the sends and receives of a rank one by one, and a send ends only when the other rank has
     reached its receive. If all ranks post their messages in one common order, they cannot deadlock: the first
     message that has not ended can always be sent, because all that it depends on comes before it. This holds
-    whatever the messages take. The simulation lets each take 0.75: with 0, many would be sent at the same
-    time, and breaking ties would put some first that nobody waits for yet.
+    however long the messages take. The simulation charges 0.75 for each: with 0, many would be sent at the
+    same time, and the tie-break could put first some that nobody is waiting for yet.
     """
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
@@ -191,7 +191,7 @@ def add_send_recv(schedule, rank):
     for action, following in zip(actions, [*actions[1:], None]):
         post_through(receives(action, last))
         if following and to_post and to_post[0][1] == receives(following, last):
-            post_through(to_post[0][1])                  # the next receive travels while this action computes
+            post_through(to_post[0][1])                  # the next message travels while this action computes
         program.append(("compute", action, None))
         post_through(sends(action, last))
     return program
@@ -207,11 +207,11 @@ def zero_bubble(rank, num_ranks, m):
 
 
 def dualpipe(rank, num_ranks, m):
-    """List DualPipeV: each rank holds a stage of the way there, here 0, and one of the way back, here 1.
+    """List DualPipeV: each rank holds a stage on the V's way down, called 0 here, and one on its way up, 1.
 
-    In step 4, an F of one stage is next to a B of the other. DualPipe runs the two at the same time, to hide
-    their communication; the executor here runs one after the other. A W belongs to the oldest I that has none
-    yet. The steps have DualPipeV's numbers (https://github.com/deepseek-ai/DualPipe).
+    In DualPipe's step 4, an F of one stage is next to a B of the other. DualPipe runs the two at the same
+    time, to hide their communication; the executor here runs one after the other. A W belongs to the oldest I
+    that has none yet. The numbers of the steps are DualPipeV's (https://github.com/deepseek-ai/DualPipe).
     """
     ranks_after = num_ranks - 1 - rank
     step_1 = ["F0"] * (2 * ranks_after)                   # until micro-batch 0 comes back

@@ -16,7 +16,7 @@ class Shard(NamedTuple):
 
 
 def local_slices(param):
-    """Return the slices that take this rank's shard out of the whole parameter."""
+    """Return the slices that select this rank's shard of the whole parameter."""
     slices = [slice(None)] * param.dim()
     for shard in param.placement.shards:
         size = param.shape[shard.dim]
@@ -32,7 +32,7 @@ def global_shape(param):
 
 
 def full_tensor(param):
-    """Return the whole value of a parameter, for saving. All ranks must call this."""
+    """Return a parameter's value with all sharding undone, for saving. All ranks must call this."""
     value = unsharded_param(param)
     for shard in param.placement.shards:
         of_ranks = [torch.empty_like(value) for _ in range(shard.group.size())]

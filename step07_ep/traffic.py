@@ -11,7 +11,7 @@ from pipeline_parallel import local_stages
 
 
 def expected_traffic(model, mesh, args):
-    """Return a list of (process group, collective, payload bytes): of the loss, and of every technique."""
+    """Return a list of (process group, collective, payload bytes), for the loss and for every technique."""
     loss = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
     return [loss, *data_parallel_traffic(model, mesh, args), *zero_traffic(model, args),
             *tensor_parallel_traffic(model, mesh, args), *context_parallel_traffic(model, mesh, args),
@@ -45,8 +45,8 @@ def tensor_parallel_traffic(model, mesh, args):
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp
     activation_bytes = tokens * decoder.config.hidden_size * args.dtype.itemsize   # [batch, seq, hidden]
     layers, recomputes = len(decoder.layers), args.recompute != "none"
-    # A layer has two regions. Forward reduces where it leaves them, backward where it enters them, and a
-    # recomputation once: it stops before the layer's end. The embedding and the head are half a region each.
+    # A layer has two regions. Forward reduces on leaving them, and backward where forward entered them.
+    # Recomputation reduces once, since it stops before the layer's end. Embedding and head are half a region.
     ends = (decoder.embed_tokens is not None) + (model.lm_head is not None)
     reductions = (4 + recomputes) * layers + ends
     traffic = []
@@ -106,7 +106,7 @@ def pipeline_traffic(model, mesh, args):
 
 
 def expert_parallel_traffic(model, mesh, args):
-    """Return what is sent if all experts get as many tokens; a rank returns a result per row received."""
+    """Return what is sent if all experts get equally many tokens. A rank returns a result per row it got."""
     layers, config = moe_layers(model), model.model.config
     if not layers:
         return []

@@ -1,8 +1,9 @@
-"""Initial weights, from (seed, name) or from a Hugging Face checkpoint; and saving such a checkpoint."""
+"""Create the initial weights, from the seed or a Hugging Face checkpoint, and save such a checkpoint."""
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -19,7 +20,7 @@ from zero import add_to_unit
 
 
 def materialize(model, config, args):
-    """Replace the parameters on the meta device by real ones, one at a time."""
+    """Replace the meta-device parameters with real ones, one at a time."""
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         get_weight, source = (read_weight, saved) if saved else (initial_weight, config)
@@ -34,7 +35,7 @@ def materialize(model, config, args):
 
 
 def initial_weight(name, meta, config, args):
-    """Draw a weight that depends on the seed and its name alone, so every layout starts from the same model.
+    """Draw a weight from the seed and the parameter's name alone, so every layout starts from the same model.
 
     (A CPU and a GPU draw different numbers.)
     """
@@ -76,7 +77,7 @@ def read_weight(name, meta, saved, args):
 
 
 def to_hf_tensors(name, param, config):
-    """Return what a parameter is in a checkpoint: a list of (name, tensor), one per expert that it holds."""
+    """Return a parameter's tensors in a checkpoint: a list of (name, tensor), one per expert it holds."""
     for part, hf_part in FAMILIES[config.family].renamed.items():
         name = name.replace(part, hf_part)
     if ".experts." not in name:
@@ -100,7 +101,8 @@ def save_checkpoint(model, config, mesh, args):
     split = split_torch_state_dict_into_shards(params)
     unfinished = os.path.realpath(args.save) + ".unfinished"
     if RANK == 0:
-        os.makedirs(unfinished, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)     # a killed run has left it
+        os.makedirs(unfinished)
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
@@ -117,4 +119,4 @@ def save_checkpoint(model, config, mesh, args):
             weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()
                           for hf_name, _ in to_hf_tensors(name, params[name], config)}
             json.dump({"metadata": split.metadata, "weight_map": weight_map}, file)
-    os.rename(unfinished, os.path.realpath(args.save))    # a name that exists is a model that is complete
+    os.rename(unfinished, os.path.realpath(args.save))    # this name appears only when the model is complete

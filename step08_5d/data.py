@@ -11,7 +11,7 @@ FORMATS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".p
 
 
 def load_tokens(args, vocab_size):
-    """Return the dataset's tokens: anything with a length, whose slices are arrays of integers."""
+    """Return the dataset's tokens: any object with a length whose slices are integer arrays."""
     if args.dataset == "builtin":
         from pydoc_data.topics import topics              # the text of Python's help(), 465,000 characters
         tokens = np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), dtype=np.uint8)
@@ -33,7 +33,7 @@ def load_tokens(args, vocab_size):
 
 
 def check_vocabulary(tokens, vocab_size):
-    """Raise OSError, which clean_exit prints on any rank: only one of them may read the bad token."""
+    """Raise OSError if a token is not in the vocabulary. clean_exit prints it on any rank that reads it."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise OSError(f"--dataset: tokens range from {tokens.min()} to {tokens.max()}, but the vocabulary of "
                       f"--model has {vocab_size}, numbered from 0")
@@ -50,7 +50,7 @@ def open_token_file(path):
 
 
 def tokenize(args):
-    """Tokenize a text, with an end-of-text token after each document. The `datasets` cache keeps it."""
+    """Tokenize a text, with an end-of-text token after each document. The datasets library caches it."""
     if not args.tokenizer:
         fail(f"--dataset {args.dataset}: text needs --tokenizer (a directory or hub id)")
     from datasets import load_dataset
@@ -61,7 +61,7 @@ def tokenize(args):
         kind = FORMATS.get(os.path.splitext(args.dataset)[1].lower())
         source = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**source, split="train")
-    except Exception as error:                            # each library raises its own
+    except Exception as error:                            # each library raises its own exceptions
         reason = " ".join(str(error).split())
         fail(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: cannot be loaded ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id

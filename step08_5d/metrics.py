@@ -21,7 +21,7 @@ PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200":
 
 
 def parameter_count(config):
-    """Count the parameters that a token meets on the meta device: shapes without memory."""
+    """Count the parameters that one token uses. On the meta device they take no memory."""
     with torch.device("meta"):
         params = dict(Llama(config).named_parameters())
     for name in [name for name in params if ".experts." in name]:
@@ -48,7 +48,7 @@ def peak_memory_gib(device):
 
 
 def print_header(model, config, args):
-    """Print the layout of the ranks, the size of a step, and this rank's share of the model."""
+    """Print the layout of the ranks, the size of a step, and rank 0's share of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters, layers = sum(param.numel() for param in model.parameters()), len(model.model.layers)
@@ -59,7 +59,7 @@ def print_header(model, config, args):
 
 
 def open_log(name, args):
-    """Open a log and keep the lines of the steps that are done, but never one that another run is writing."""
+    """Open a log and keep the lines of the steps already done. Fail if another run is writing it."""
     try:
         file = open(name, "a+b", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""A plain decoder-only transformer. Modules and parameters have the names of the Hugging Face checkpoint.
+"""A plain decoder-only transformer. Modules and parameters are named as in the Hugging Face checkpoint.
 
 Nothing here knows how many devices there are. Later steps shard the model from outside, which works because
 - a module reads its width from its weights, so with half the weights it computes half the heads,
-- positions come in with the tokens, so a part of a sequence is as good as the whole,
+- positions are passed in with the tokens, so part of a sequence works as well as all of it,
 - layers are addressed by their global index, and the embedding, the last norm and the head may be None,
-- the first products of Attention and MLP (`project`), and attention itself, can be replaced.
+- the input projections of Attention and MLP (`project`) and attention itself can be replaced.
 """
 import math
 

@@ -1,8 +1,8 @@
 """Pipeline parallelism: each rank holds one or more stages of the model; micro-batches pass through them all.
 
-Between two stages travel the activations of a micro-batch, [batch, seq, hidden], in forward, and their
-gradient, of the same shape, in backward. A schedule (schedules.py) lists what each rank computes, in order.
-`Pipeline` runs the list of any schedule.
+In forward, each stage sends the activations of a micro-batch, [batch, seq, hidden], to the next stage. In
+backward, it gets back their gradient, of the same shape. A schedule (schedules.py) lists what each rank
+computes, in order. `Pipeline` runs the list of any schedule.
 
 GPipe: https://arxiv.org/abs/1811.06965. 1F1B and interleaving, as in Megatron-LM:
 https://arxiv.org/abs/2104.04473.
@@ -23,27 +23,28 @@ from zero_bubble import split_backward
 
 # ------------------------------------------------------------------------------- the stages that a rank holds
 def stage_boundaries(config, num_stages):
-    """Return the number of each stage's first layer, and the end.
+    """Return the index of each stage's first layer, then the number of layers.
 
-    The stages are equal in work, where embedding and head count as layers, in proportion to their size.
+    The stages have about equal size. The embedding and the head count as layers, in proportion to theirs.
     """
     layers, hidden = config.num_hidden_layers, config.hidden_size
     width = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     width += 3 * config.intermediate_size * (config.num_experts_per_tok or 1)
     ends = config.vocab_size * hidden / (width * hidden)               # the size of the head, in layers
+    # rounded, but with at least one layer each
     even = [math.floor((layers + 2 * ends) * i / num_stages - ends + 0.5) for i in range(num_stages + 1)]
-    return [max(i, min(layers - num_stages + i, first)) for i, first in enumerate(even)]        # a layer each
+    return [max(i, min(layers - num_stages + i, first)) for i, first in enumerate(even)]
 
 
 def local_stages(mesh: DeviceMesh, args):
     num_stages, rank = args.pp * args.stages_per_rank, mesh.get_local_rank("pp")
     if schedules.SCHEDULES[args.schedule].v_shaped:
-        return [rank, num_stages - 1 - rank]              # one on the way down, one on the way back
+        return [rank, num_stages - 1 - rank]              # one on the V's way down, one on its way up
     return list(range(rank, num_stages, args.pp))
 
 
 def keep_local_stages(model, config, mesh: DeviceMesh, args):
-    """Drop what other ranks hold, while the model is on the meta device. What stays keeps its name."""
+    """Drop what other ranks hold, while the model is on the meta device. The rest keeps its names."""
     boundaries, stages = stage_boundaries(config, args.pp * args.stages_per_rank), local_stages(mesh, args)
     decoder = model.model
     kept = {str(layer) for stage in stages for layer in range(boundaries[stage], boundaries[stage + 1])}
@@ -71,9 +72,9 @@ class Stage(nn.Module):
 
 
 def connect(group: ProcessGroup, wraps, device):
-    """Send a number from each rank to the next: the first message of two ranks makes their communicator.
+    """Send a number from each rank to the next: two ranks' first message creates their communicator.
 
-    Without this, NCCL would make the communicators in the first training step, where each pair has to wait
+    Without this, NCCL would create the communicators in the first training step, where each pair has to wait
     for the pair before it. All ranks must call this.
     """
     number = torch.zeros(1, device=device)
@@ -87,7 +88,7 @@ def connect(group: ProcessGroup, wraps, device):
 
 # ----------------------------------------------------------------------------------------- running a schedule
 class Pipeline:
-    """Runs this rank's list of a schedule: its computations, and the sends and receives between them."""
+    """Runs this rank's part of a schedule: its computations, and the sends and receives between them."""
 
     def __init__(self, model, config, mesh: DeviceMesh, args):
         self.model, self.args, self.group = model, args, mesh.get_group("pp")
@@ -115,7 +116,7 @@ class Pipeline:
         self.weight_grad_queues = {}                      # from I to W
         self.ready = {}                                   # {message: tensor} that this rank has computed
         self.recv_handles = {}                            # {message: (handle, buffer)}
-        self.send_handles = []                            # (handle, tensor): the tensor must live as long
+        self.send_handles = []                     # (handle, tensor): keeps the tensor alive until it is sent
         for kind, what, peer in self.program:
             if kind == "send":
                 tensor = self.ready.pop(what)
@@ -130,7 +131,7 @@ class Pipeline:
         for handle, _ in self.send_handles:
             handle.wait()
         self.send_handles.clear()
-        return self.loss / self.args.tp                   # all ranks of tp have the same loss
+        return self.loss / self.args.tp                   # all tp ranks have the same loss
 
     def compute(self, action):
         received, sent = schedules.receives(action, self.last), schedules.sends(action, self.last)
@@ -168,7 +169,7 @@ class Pipeline:
         return loss
 
     def backward(self, stage, i, grad):
-        """B: compute all gradients, I and then W. If the schedule does not split them, I computes both."""
+        """B: compute all gradients, `I` and then W. If the schedule does not split B, `I` computes both."""
         grad = self.input_gradient(stage, i, grad)
         self.weight_gradient(stage, i, None)
         return grad
@@ -185,15 +186,15 @@ class Pipeline:
 
     @torch.no_grad()
     def weight_gradient(self, stage, i, _):
-        """W: compute the weights' gradients that I has deferred."""
+        """W: compute the weights' gradients that input_gradient has deferred."""
         queue = self.weight_grad_queues.pop((stage, i))
         while queue:
-            queue.pop(0)()                                # drops what it used before the next one runs
+            queue.pop(0)()                                # frees its tensors before the next one runs
 
 
 # ---------------------------------------------------------------------------------------------------- saving
 def gather_from_pipeline(model, name, shape, mesh: DeviceMesh, args):
-    """Return the whole value of a parameter, which only its stage holds, on all ranks. All must call this."""
+    """Return on every rank the whole value of a parameter that one stage holds. All ranks must call this."""
     param = dict(model.named_parameters()).get(name)
     if param is None:
         value = torch.zeros(shape, dtype=args.dtype, device=args.device)

@@ -1,4 +1,4 @@
-"""What optimizer and checkpoint must know about a parameter that they see only a part of: param.placement."""
+"""param.placement: what the optimizer and checkpoints must know about a parameter that is sharded."""
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -15,6 +15,6 @@ class Placement:
 
 
 def init_placements(model):
-    """Write the record on every parameter, before any of them is sharded."""
+    """Attach a Placement to every parameter, before any of them is sharded."""
     for param in model.parameters():
         param.placement = Placement(dist.get_world_size(), decays=param.dim() >= 2)

@@ -52,7 +52,7 @@ class Checkpoints:
             # without ZeRO the optimizer updates the parameter itself, from its first element on
             param, start = getattr(sharded_param, "origin", (sharded_param, 0))
             adam_state = self.optimizer.adamw.state[master]
-            if not adam_state:                            # AdamW allocates it in the first step only
+            if not adam_state:                            # AdamW does not allocate it before its first step
                 adam_state.update(step=torch.zeros((), device=master.device),
                                   exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
             state |= boxes(param_names[param], param, start, master)
@@ -83,7 +83,7 @@ class Checkpoints:
     def save(self, steps):
         """Write the checkpoint of a run that has done this many steps. All ranks must call this."""
         folder, state = Path(self.args.checkpoint, f"step_{steps:08d}.tmp"), self.state()
-        if self.local_keys is None:                       # the boxes stay the same, so one agreement will do
+        if self.local_keys is None:                       # the boxes never change, so ranks agree only once
             self.local_keys = assign_writers(state)
         digests = all_gather_object(self.write(folder, state))
         self.finish(folder, dict(digests))
@@ -111,7 +111,7 @@ class Checkpoints:
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")                 # forces it to disk
             folder.rename(folder.with_suffix(""))
-            os.sync()                                     # the rename, too, before older checkpoints go
+            os.sync()                                     # also the rename, before older checkpoints go
         for outdated in list_checkpoints(self.args)[:-self.args.keep]:
             # A kill may leave a half-deleted folder: rename it first, so that it does not look complete.
             # And a folder that cannot be deleted is no reason to end the run.

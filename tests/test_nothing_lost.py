@@ -81,7 +81,7 @@ def test_a_config_that_is_none(pool, tmp_path, step):
         assert f"--model {tmp_path / str(i)}: " in said, changes
     for text in ("[]", "null", "3", '"x"', "{", "", "\0"):
         (tmp_path / "0" / "config.json").write_text(text)
-        assert "no model that is known here (" in refused(pool, step, f"--model {tmp_path / '0'}", check_job, world_size=1), text
+        assert "not found or unsupported (" in refused(pool, step, f"--model {tmp_path / '0'}", check_job, world_size=1), text
     for fine in (dict(), dict(num_key_value_heads=None), dict(head_dim=None), dict(rope_theta=3580165449.0),
                  dict(rope_scaling=LLAMA3)):
         pool.call(check_job, step, argv=["--model", str(write_config(tmp_path / "0", **fine))], world_size=1)
@@ -151,13 +151,13 @@ def test_texts_that_are_there_are_not_said_to_be_missing(pool, tmp_path, tokeniz
 
 def test_tokens_that_are_none(pool, tmp_path):
     np.save(tmp_path / "negative.npy", np.full(1000, -3))
-    assert "tokens from -3 to -3; with a vocabulary of 256" in refused(pool, ONE, f"--dataset {tmp_path / 'negative.npy'}")
+    assert "tokens range from -3 to -3, but the vocabulary" in refused(pool, ONE, f"--dataset {tmp_path / 'negative.npy'}")
     tokens = np.zeros(1000, dtype=np.int32)
     tokens[3 * 4 * 16 + 5] = 999                          # the fourth step reads it
     np.save(tmp_path / "late.npy", tokens)
     with pytest.raises(Refused) as late:
         pool.call(main_job, ONE, argv=f"{TINY} --dataset {tmp_path / 'late.npy'}".split())
-    assert "tokens from 0 to 999; with a vocabulary of 256" in str(late.value) and "Traceback" not in str(late.value)
+    assert "tokens range from 0 to 999, but the vocabulary" in str(late.value) and "Traceback" not in str(late.value)
     pool.call(main_job, ONE, argv=f"{TINY} --steps 3 --dataset {tmp_path / 'late.npy'}".split())
 
 

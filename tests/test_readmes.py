@@ -153,7 +153,7 @@ def test_commands_that_would_be_refused_are_seen(tmp_path):
     assert [command[:2] for command in commands] == [("step04_tp_sp", 8), ("step04_tp_sp", 8), ("step01_single_gpu", 1),
                                                      ("step02_dp", 16), ("step08_5d", 16), ("step08_5d", 16)]
     first, second, third, fourth = refused(commands)
-    assert "--tp 3" in first and "--tp 2" in second and "dp(8)" in third and "world size (16)" in third and "pp(5)" in fourth
+    assert "--tp 3" in first and "--tp 2" in second and "--dp 8" in third and "world size, 16" in third and "pp 5" in fourth
 
 
 def run_readme(tmp_path, text):

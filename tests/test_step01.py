@@ -429,11 +429,13 @@ def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
     assert_same_tensors({name: p.detach() for name, p in theirs.named_parameters()}, fresh.weights, 0.0)
 
 
-def test_saving_over_the_checkpoint_one_started_from(pool, tmp_path):
+def test_the_checkpoint_one_started_from_is_not_overwritten(pool, tmp_path):
     first = pool.train(STEP, "--steps 0")
-    pool.train(STEP, f"--steps 0 --save {tmp_path}", weights=False)
-    pool.train(STEP, f"--init_from {tmp_path} --steps 0 --save {tmp_path}", weights=False)
-    assert_same_tensors(pool.train(STEP, f"--init_from {tmp_path} --steps 0").weights, first.weights, 0.0)
+    pool.train(STEP, f"--steps 0 --save {tmp_path / 'one'}", weights=False)
+    with pytest.raises(Refused, match="one: is not empty"):
+        pool.train(STEP, f"--init_from {tmp_path / 'one'} --steps 0 --save {tmp_path / 'one'}", weights=False)
+    pool.train(STEP, f"--init_from {tmp_path / 'one'} --steps 0 --save {tmp_path / 'two'}", weights=False)
+    assert_same_tensors(pool.train(STEP, f"--init_from {tmp_path / 'two'} --steps 0").weights, first.weights, 0.0)
 
 
 def save_job(folder, shard_bytes):
@@ -520,7 +522,7 @@ def bad_inputs(folder):
         "--global_batch_size 12 --micro_batch_size 5":
             "--micro_batch_size 5: must divide global_batch_size 12; choose from 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "); the presets are tiny, llama-1b",
-        f"--model {folder}/empty": "no model that is known here (",
+        f"--model {folder}/empty": "not found or unsupported (",
         f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama, qwen3",
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
@@ -533,16 +535,16 @@ def bad_inputs(folder):
         "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: cannot be loaded",
         f"--dataset {folder}/text.txt": "text needs --tokenizer",
         f"--dataset {folder}/short.npy": "has 100 tokens, but a sequence needs seq_len + 1 = 129; use --seq_len 99 or less",
-        f"--dataset {folder}/square.npy": "2-D array",
+        f"--dataset {folder}/square.npy": "but is 2-D of",
         f"--dataset {folder}/floats.npy": "float64",
-        f"--dataset {folder}/no.npy": "not a file of tokens",
-        f"--dataset {folder}/nothing.npy": "not a file of tokens",
+        f"--dataset {folder}/no.npy": "not a token file",
+        f"--dataset {folder}/nothing.npy": "not a token file",
         f"--dataset {folder}/large.npy": "tokens range from 256 to 256, but the vocabulary of --model has 256, numbered from 0",
         "--attention flash": "--attention flash: requires --device cuda",
         f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
         f"--save {folder}/short.npy": "--save",
         f"--profile {folder}/short.npy": "--profile",
-        **({} if torch.cuda.is_available() else {"--device cuda": "sees no CUDA device"}),
+        **({} if torch.cuda.is_available() else {"--device cuda": "torch finds no CUDA device"}),
     }
 
 
@@ -562,7 +564,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer
     (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps(without))
     (tmp_path / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text("a b c")
-    with pytest.raises(Refused, match=r"the tokenizer's end-of-text token, which it must have: None"):
+    with pytest.raises(Refused, match=r"has no end-of-text token"):
         pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
 
 
@@ -571,12 +573,12 @@ def test_a_token_outside_the_vocabulary_ends_the_run_in_any_step(pool, tmp_path,
     tokens = np.zeros(16 * 8 * 4, dtype=np.int32)
     tokens[16 * 8 * 2 + 5] = wrong                        # the third step reads it
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(Refused, match=f"tokens from {min(0, wrong)} to {max(0, wrong)}; with a vocabulary of 256"):
+    with pytest.raises(Refused, match=f"tokens range from {min(0, wrong)} to {max(0, wrong)}, but the vocabulary"):
         pool.call(main_job, STEP, argv=f"--dataset {tmp_path / 'tokens.npy'} --steps 3 --seq_len 16 --global_batch_size 8".split())
 
 
 def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path, small, initial):
-    with pytest.raises(Refused, match="vocab_size is 257 in its config.json, --model tiny has 256"):
+    with pytest.raises(Refused, match="its vocab_size is 257, but --model tiny has 256"):
         pool.call(main_job, STEP, argv=["--init_from", str(initial)])
     deeper = write_config(tmp_path / "deeper", num_hidden_layers=4)
     weights = tmp_path / "weights"                        # without a config.json of their own

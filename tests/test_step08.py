@@ -298,7 +298,7 @@ def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_pa
     argv = f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path} --save_every 1 --keep 9".split()
     assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
-    assert "error: step 3: loss nan, gradient norm" in pool.output
+    assert "error: step 3: loss nan, grad norm" in pool.output
     assert "Traceback" not in pool.output
 
 

@@ -166,7 +166,8 @@ def every_send_job(argv):
         make(self, model, engine, optimizer)
         self.engine = engine
         self.others = [param for name, param in engine.named_parameters() if name not in dict(model.named_parameters())]
-        kept.extend(sum(x.nbytes for x in tensors) for tensors in (self.held.values(), self.last_sent.values(), engine.parameters()))
+        of_three = self.held.values(), self.last_sent.values(), engine.parameters()
+        kept.extend(sum(x.nbytes for x in tensors) for tensors in of_three)
 
     def watched(self):
         before, memory = [param.clone() for param in self.others], live_storages.LiveStorages()
