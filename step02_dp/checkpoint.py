@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from config import to_hugging_face
-from messages import RANK, fail, print0
+from messages import fail, print0
 from model import Llama
 
 
@@ -67,8 +67,6 @@ def read_weight(name, meta, saved, args):
 
 def save_checkpoint(model, config, args):
     """Write a Hugging Face checkpoint in files of at most 5 GB, holding one of them in memory at a time."""
-    if RANK > 0:                                          # every rank has the whole model
-        return
     with torch.device("meta"):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
     split = split_torch_state_dict_into_shards(params)

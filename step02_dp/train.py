@@ -12,6 +12,7 @@ from data import batches, load_tokens
 from data_parallel import make_reducer
 from ledger import ledger
 from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distributed
+from messages import RANK
 from metrics import Metrics
 from model import Llama
 from optimizer import Optimizer, add_main_grads, learning_rate
@@ -71,7 +72,7 @@ def main(argv=None):
             grad_norm = optimizer.clip_grad_norm()
             optimizer.step(lr)
         metrics.log(step, loss, grad_norm, lr)
-    if args.save:
+    if args.save and RANK == 0:                           # every rank has the whole model
         save_checkpoint(model, config, args)
 
 

@@ -82,8 +82,9 @@ def save_checkpoint(model, config, args):
             weight = full_tensor(model.get_parameter(name))
             if RANK == 0:
                 weights[name] = weight.cpu()
-        if RANK == 0:
-            save_file(weights, os.path.join(args.save, file), {"format": "pt"})
+        if RANK > 0:
+            continue
+        save_file(weights, os.path.join(args.save, file), {"format": "pt"})
     if RANK > 0:
         return
     to_hugging_face(config, args.dtype).save_pretrained(args.save)

@@ -83,8 +83,9 @@ def save_checkpoint(model, config, mesh, args):
             weight = gather_from_pipeline(model, name, params[name].shape, mesh, args)
             if RANK == 0:
                 weights[name] = weight.cpu()
-        if RANK == 0:
-            save_file(weights, os.path.join(args.save, file), {"format": "pt"})
+        if RANK > 0:
+            continue
+        save_file(weights, os.path.join(args.save, file), {"format": "pt"})
     if RANK > 0:
         return
     to_hugging_face(config, args.dtype).save_pretrained(args.save)

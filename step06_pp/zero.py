@@ -255,8 +255,9 @@ class Zero3Unit(Zero2Unit):
     def start_reduce_scatter(self):
         # An operation computes the gradients of its input and its weight together, so after the unit's last
         # gradient nothing reads its weights, unless a pipeline has more micro-batches for them.
-        if self.reshard_after_use:
-            self.reshard()
+        if not self.reshard_after_use:
+            return super().start_reduce_scatter()
+        self.reshard()
         return super().start_reduce_scatter()
 
 

@@ -104,8 +104,9 @@ def save_checkpoint(model, config, mesh, args):
             weight = gather_from_pipeline(model, name, params[name].shape, mesh, args)
             if RANK == 0:
                 weights.update(to_hf_tensors(name, weight.cpu(), config))
-        if RANK == 0:
-            save_file(weights, os.path.join(args.save, file), {"format": "pt"})
+        if RANK > 0:
+            continue
+        save_file(weights, os.path.join(args.save, file), {"format": "pt"})
     if RANK > 0:
         return
     to_hugging_face(config, args.dtype).save_pretrained(args.save)

@@ -147,13 +147,12 @@ class Zero:
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.post_accumulate_grad)
         self.params = [param for unit in self.units for param in unit.sharded_params()]
-        groups = group_by_modules(self.units)
-        for i, group in enumerate(groups):
-            for unit in group:
-                unit.next_in_forward = groups[i + 1] if i + 1 < len(groups) else []
-                unit.modules[0].register_forward_pre_hook(unit.pre_forward)
+        numbered = number_by_modules(self.units)
+        for i, unit in numbered:
+            unit.next_in_forward = [other for j, other in numbered if j == i + 1]
+            unit.modules[0].register_forward_pre_hook(unit.pre_forward)
         if self.stage == 3:                               # which also gathers in backward
-            register_post_forward_hooks(groups)
+            register_post_forward_hooks(numbered)
 
     def start_all_gather(self):
         """Let forward gather the weights that the last step updated; start with the first unit's."""
@@ -260,26 +259,28 @@ class Zero3Unit(Zero2Unit):
     def start_reduce_scatter(self):
         # An operation computes the gradients of its input and its weight together, so after the unit's last
         # gradient nothing reads its weights, unless a pipeline has more micro-batches for them.
-        if self.reshard_after_use:
-            self.reshard()
+        if not self.reshard_after_use:
+            return super().start_reduce_scatter()
+        self.reshard()
         return super().start_reduce_scatter()
 
 
-def group_by_modules(units):
-    """Return lists of the units that compute together: in a layer, the experts are a unit of their own."""
-    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.modules)]
+def number_by_modules(units):
+    """Return [(i, unit)] in forward order. A layer's experts and the rest share i: they compute together."""
+    groups = itertools.groupby(units, key=lambda unit: unit.modules)
+    return [(i, unit) for i, (_, group) in enumerate(groups) for unit in group]
 
 
-def register_post_forward_hooks(groups):
+def register_post_forward_hooks(numbered):
     """Tell each unit of stage 3 what to do after its forward, and which units compute next in backward."""
-    for i, group in enumerate(groups):
-        for unit in group:
-            # first: the embedding, whose backward reads no weights, or a pipeline's block, which keeps them
-            unit.weights_in_backward = i > 0
-            # Backward begins with the last two: they would be gathered again as soon as they were freed.
-            unit.reshard_after_forward = unit.reshard_after_use and i < len(groups) - 2
-            unit.next_in_backward = groups[i - 1] if i > 1 else []
-            unit.modules[-1].register_forward_hook(unit.post_forward)
+    last, _ = numbered[-1]
+    for i, unit in numbered:
+        # Unit 0 is the embedding, whose backward reads no weights, or a pipeline's block, which keeps them.
+        unit.weights_in_backward = i > 0
+        # Backward begins with the last two: they would be gathered again as soon as they were freed.
+        unit.reshard_after_forward = unit.reshard_after_use and i < last - 1
+        unit.next_in_backward = [other for j, other in numbered if j == i - 1] if i > 1 else []
+        unit.modules[-1].register_forward_hook(unit.post_forward)
 
 
 # ------------------------------------------------------------------ from the meta device, and to a checkpoint
@@ -297,10 +298,11 @@ def make_units(model, mesh: DeviceMesh, args):
     layers = ([layer] for layer in decoder.layers.values())
     for modules in ([decoder.embed_tokens], *layers, [decoder.norm, model.lm_head]):
         params = [param for module in modules if module for param in module.parameters()]
-        for data, params in group_by_mesh(params, mesh):  # none if another pp rank holds them
-            units.append(unit_class(modules, len(params), shard_meshes[data], args))
-            for param in params:
-                param.unit = units[-1]
+        for data, shared in group_by_mesh(params, mesh):  # none if another pp rank holds them
+            unit = unit_class(modules, len(shared), shard_meshes[data], args)
+            units.append(unit)
+            for param in shared:
+                param.unit = unit
     return units
 
 

@@ -95,7 +95,7 @@ def parse_args(argv=None):
     args.zero_shard = args.zero_shard or args.dp * args.cp
     args.cp_mode = args.cp_mode if args.cp > 1 else "ring"                # it needs only one chunk per rank
     args.balance = args.balance or ("none" if args.init_from else "bias")
-    args.first_step = 0                                   # Checkpoints.load may return a later one
+    args.first_step = 0                                   # step 8 can resume from a later one
     return args
 
 

@@ -583,7 +583,7 @@ def test_a_checkpoint_of_another_model_is_refused(pool, tmp_path, small, initial
     deeper = write_config(tmp_path / "deeper", num_hidden_layers=4)
     weights = tmp_path / "weights"                        # without a config.json of their own
     shutil.copytree(initial, weights, ignore=shutil.ignore_patterns("config.json"))
-    with pytest.raises(Refused, match=r"is F64 \[257, 64\], --model tiny has numbers of \[256, 64\]"):
+    with pytest.raises(Refused, match=r"is F64 \[257, 64\]; --model tiny needs floating-point numbers of shape \[256, 64\]"):
         pool.call(main_job, STEP, argv=["--init_from", str(weights)])
     with pytest.raises(Refused, match="has no model.layers.3"):
         pool.call(main_job, STEP, argv=["--model", str(deeper), "--init_from", str(weights)])

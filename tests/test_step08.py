@@ -519,8 +519,7 @@ def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_pa
             f"--profile {tmp_path / 'profile'}")
     pool.call(train_with_log_job, STEP, world=2, argv=argv.split())
     assert "all_to_all" in pool.output
-    files = {f"trace_rank{rank}.json" for rank in range(2)} | {f"memory_rank{rank}.png" for rank in range(2)}
-    assert files == set(os.listdir(tmp_path / "profile"))
+    assert set(os.listdir(tmp_path / "profile")) == {f"trace_rank{rank}.json" for rank in range(2)}
     pool.call(train_with_log_job, STEP, argv=argv.replace("--ep 2", "").split())
     assert "--steps 8: 8 steps are already done; nothing is left to train" in pool.output
 

@@ -60,7 +60,7 @@ def test_no_command_would_be_refused(room, source):
     commands = trainings(called(texts, room()))
     assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
     said = refused(commands)
-    assert len(said) == 2 and "seq_len 126 is not" in "".join(said) and " 15 is not" in "".join(said), said
+    assert len(said) == 2 and "--seq_len 126: must be" in "".join(said) and "--global_batch_size 15: must be" in "".join(said), said
 
 
 @pytest.mark.parametrize("shell", SHELLS)

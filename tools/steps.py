@@ -30,7 +30,7 @@ LESSON = {
 }
 SUPPORT = {
     "step01_single_gpu": ["checkpoint.py", "data.py", "config.py", "metrics.py", "profiling.py", "messages.py"],
-    "step02_dp": ["mesh.py", "ledger.py", "traffic.py", "config.py", "metrics.py", "checkpoint.py"],
+    "step02_dp": ["mesh.py", "ledger.py", "traffic.py", "config.py", "metrics.py"],
     "step03_zero": ["checkpoint.py", "config.py", "traffic.py"],
     "step04_tp_sp": ["checkpoint.py", "config.py", "mesh.py", "traffic.py"],
     "step05_cp": ["config.py", "mesh.py", "traffic.py"],
