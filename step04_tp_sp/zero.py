@@ -134,7 +134,7 @@ class Zero:
 
     def __init__(self, model, mesh: DeviceMesh, args):
         self.stage, self.units, self.reducers = args.zero, model.zero_units, []
-        self.reduce_scatters = []                         # those started: (unit, handle, shard)
+        self.reduce_scatters = []                         # in progress: (unit, handle, shard)
         self.params = list(model.parameters())            # what the optimizer is to update
         if self.stage == 0:
             add_main_grads(self.params)

@@ -32,13 +32,15 @@ def parse_args(argv=None):
     add("--lr_schedule", choices=["constant", "cosine"], default="cosine")
     add("--warmup", type=at_least(0), default=5, help="steps of linear warm-up")
     add("--weight_decay", type=at_least(0, float), default=0.1)
-    add("--grad_clip", type=at_least(0, float), default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--grad_clip", type=at_least(0, float), default=1.0, help="maximum gradient norm; 0: no clipping")
     add("--seed", type=int, default=42)
-    add("--dtype", choices=["float32", "bfloat16", "float64"], help="bfloat16 on CUDA, float32 on the CPU")
+    add("--dtype", choices=["float32", "bfloat16", "float64"],
+        help="default: bfloat16 on CUDA, float32 on the CPU")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--attention", choices=["sdpa", "flash"], default="sdpa", help="flash: the flash-attn package")
+    add("--attention", choices=["sdpa", "flash"], default="sdpa",
+        help="attention kernel; flash requires the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
-    add("--compile", action="store_true", help="torch.compile every block")
+    add("--compile", action="store_true", help="torch.compile every layer, and the loss")
 
     add("--dp", type=at_least(1), help="data-parallel ranks (default: world size / (cp x tp))")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how to sum gradients")
@@ -58,7 +60,7 @@ def parse_args(argv=None):
     add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
         help="how attention reaches the keys and values of the other parts")
 
-    add("--ledger", action="store_true", help="print what one training step sends, beside the formula")
+    add("--ledger", action="store_true", help="print what one training step sends, next to what is expected")
 
     add("--log_file", help="write one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")

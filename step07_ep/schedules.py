@@ -23,7 +23,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-# -------------------------------------------------------------- schedules of whole backwards: one rank's list
+# -------------------------------------------------------- schedules with an unsplit backward: one rank's list
 def warmup_steady_cooldown(forwards, backwards, num_warmup):
     """Put num_warmup forwards first; then alternate backward and forward; then finish the backwards."""
     actions = forwards[:num_warmup]

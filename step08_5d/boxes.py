@@ -1,4 +1,4 @@
-"""Boxes: the rectangles of tensors that a checkpoint consists of, each with its offsets in the whole tensor.
+"""Boxes: the rectangular pieces of tensors that make up a checkpoint, each with its offsets in the tensor.
 
     state = {"model.layers.0.mlp.up_proj.weight[32, 0]": a box, as a view of memory; it begins at row 32}
 
@@ -21,7 +21,7 @@ from shards import local_slices
 
 
 def boxes(name, param, start, elements):
-    """Return {key: box} for consecutive elements of this rank's part of a parameter, from index start on."""
+    """Return {key: box} for consecutive elements of this rank's part of a parameter, from index `start`."""
     param_offsets = [dim_slice.start or 0 for dim_slice in local_slices(param)]
     rects = rectangles(param.shape, start, start + elements.numel())
     views = elements.view(-1).split([math.prod(sizes) for _, sizes in rects])
@@ -30,14 +30,14 @@ def boxes(name, param, start, elements):
 
 
 def rectangles(shape, start, stop):
-    """Return [(offsets, sizes)] of the rectangles that elements start to stop of a tensor form, in order."""
+    """Cut elements [start, stop) of a tensor into rectangles. Return their [(offsets, sizes)], in order."""
     if start >= stop:
         return []
     row_size = math.prod(shape[1:])
     start_row, stop_row = -(-start // row_size), stop // row_size                  # of the whole rows
 
     def inside_row(row, start, stop):
-        """Return the rectangles of elements start to stop of a row."""
+        """Return the rectangles of elements [start, stop) of a row."""
         return [((row, *rest), (1, *sizes)) for rest, sizes in rectangles(shape[1:], start, stop)]
     if start_row > stop_row:                              # start and stop are inside the same row
         return inside_row(stop_row, start - stop_row * row_size, stop - stop_row * row_size)

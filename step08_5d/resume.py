@@ -8,7 +8,7 @@ With --checkpoint DIR, a checkpoint is a folder in DIR:
 
 Nothing random needs saving: the seed and a parameter's name determine its initial value, the number of a step
 determines its batch, and a run draws no other random numbers. The ranks write into step_00000200.tmp, and
-rank 0 renames it when all files are complete. A rename happens as a whole or not at all, so a folder without
+rank 0 renames it when all files are complete. Renaming is atomic, so a folder without
 .tmp is complete, whenever the run was killed.
 """
 import contextlib
@@ -49,7 +49,7 @@ class Checkpoints:
         """Return {key: box}: everything this rank has to save or to fill, as views of its memory."""
         param_names, state = {param: name for name, param in self.model.named_parameters()}, {}
         for sharded_param, master in zip(self.optimizer.params, self.optimizer.masters):
-            # without ZeRO the optimizer updates the parameter itself, from its first element on
+            # without ZeRO the optimizer updates the parameter itself, starting at its first element
             param, start = getattr(sharded_param, "origin", (sharded_param, 0))
             adam_state = self.optimizer.adamw.state[master]
             if not adam_state:                            # AdamW does not allocate it before its first step
@@ -103,7 +103,7 @@ class Checkpoints:
 
     @fail_together()
     def finish(self, folder, digests):
-        """Complete the checkpoint on rank 0 when all ranks have written, then delete those beyond --keep."""
+        """Complete the checkpoint on rank 0 when all ranks have written; delete the oldest beyond --keep."""
         if dist.get_rank() > 0:
             return
         with fail_on_io_error(folder, self.args):
@@ -139,7 +139,7 @@ class Checkpoints:
 
     @fail_together()
     def choose(self):
-        """Choose, on rank 0, the checkpoint to resume from. Return (folder, index), or None to start anew."""
+        """Choose the checkpoint to resume from, on rank 0. Return (folder, index), or None to start afresh."""
         if dist.get_rank() > 0:
             return None
         directory, resume = self.args.checkpoint, self.args.resume
@@ -151,7 +151,7 @@ class Checkpoints:
             fail(f"--checkpoint {directory}: already contains {checkpoints[-1].name}; "
                  "add --resume to continue from it, or choose another directory")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            # torchrun has restarted the run, which may have saved since: do not go back to the one named
+            # after a restart by torchrun there may be newer checkpoints than the one that --resume names
             resume = resume and "newest"
         candidates = [path for path in checkpoints if resume in (path.name, "newest")]
         if resume not in (None, "newest") and not candidates:
@@ -190,9 +190,9 @@ class Checkpoints:
 
 
 def fingerprint(config, tokens, args):
-    """Return the settings that determine a run's losses and its place in the data: they must not change."""
+    """Return the settings that must stay the same when a run resumes. (--lr and --steps may change.)"""
     flags = ("seq_len", "global_batch_size", "weight_decay", "grad_clip", "warmup", "lr_schedule", "seed")
-    left_out = ("family", *NOT_ARCHITECTURE)              # the sizes and qk_norm describe the family
+    left_out = ("family", *NOT_ARCHITECTURE)              # the sizes and qk_norm say all that family would
     model = {name: value for name, value in asdict(config).items() if name not in left_out}
     balance = args.balance if config.num_local_experts else None
     return {name: vars(args)[name] for name in flags} | model | dict(
@@ -213,7 +213,7 @@ def install_signal_handlers():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         # nohup makes the process ignore SIGHUP, so leave that as it is. A script makes its background jobs
-        # ignore SIGINT: handle it even so.
+        # ignore SIGINT: handle it anyway.
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
     return signals
@@ -226,7 +226,7 @@ def list_checkpoints(args, suffix=""):
 
 
 def names(folders):
-    """Return the names of folders, as a message lists them."""
+    """Format the names of folders for a message."""
     return ", ".join(folder.name for folder in folders) or "none"
 
 

@@ -37,6 +37,6 @@ def full_tensor(param):
     for shard in param.placement.shards:
         of_ranks = [torch.empty_like(value) for _ in range(shard.group.size())]
         dist.all_gather(of_ranks, value.contiguous(), group=shard.group)
-        distinct = of_ranks[::len(of_ranks) // shard.num_shards]       # neighbors may hold the same shard
+        distinct = of_ranks[::len(of_ranks) // shard.num_shards]   # neighboring ranks may hold the same shard
         value = torch.cat(distinct, dim=shard.dim)
     return value

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Train on several nodes of GPUs, save before the time limit, and resume when Slurm starts the job again.
+# Train on several GPU nodes, save before the time limit, and resume when Slurm starts the job again.
 #
 #     sbatch step08_5d/slurm.sh
 #
@@ -32,14 +32,14 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)               
 PORT=$((20000 + SLURM_JOB_ID % 10000))                                              # another job may have the same first node
 
 export OMP_NUM_THREADS=8                   # CPU threads per trainer: torchrun would set 1
-export NCCL_DEBUG=WARN                     # use INFO once to see which network NCCL takes: it falls back to slow sockets without a warning
-# export NCCL_SOCKET_IFNAME=eth0           # the interface over which ranks find each other: set it if NCCL picks a wrong one
+export NCCL_DEBUG=WARN                     # use INFO once to see which network NCCL uses: it falls back to slow sockets without a warning
+# export NCCL_SOCKET_IFNAME=eth0           # the interface over which ranks find each other: set it if NCCL picks the wrong one
 # export NCCL_IB_HCA=mlx5                  # the InfiniBand adapters to use: set it if some of them are for storage
 export PYTORCH_ALLOC_CONF=expandable_segments:True     # reduces fragmentation, most of all with --zero 3, which keeps freeing weights
 export TORCH_NCCL_TRACE_BUFFER_SIZE=2000   # the flight recorder keeps each rank's last 2000 collectives (newer name: TORCH_FR_BUFFER_SIZE)
 export TORCH_NCCL_DUMP_ON_TIMEOUT=1        # write them to a file when a collective times out; its name begins with:
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$RUN/flight_recorder_"                       # torch appends the rank
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # torchrun kills trainers so many s after SIGTERM (default 30): a step and a save must fit in
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100  # seconds from SIGTERM until torchrun kills the trainers (default 30): enough for a step and a save
 
 newest() { ls "$RUN/checkpoints" 2>/dev/null | grep -x "step_[0-9]*" | tail -n 1; }
 BEFORE=$(newest)

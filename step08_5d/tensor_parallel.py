@@ -37,7 +37,7 @@ from shards import Shard
 
 # --------------------------------------------------------------------- entering and leaving a region: f and g
 # Each of these four starts to communicate and returns a function that waits for the result. So a caller can
-# compute in between; `all_gather(x, group)()` does not.
+# compute in between; `all_gather(x, group)()` waits at once.
 
 def identity(x, group: ProcessGroup):
     return lambda: x

@@ -449,7 +449,8 @@ def test_quantized_weights_are_no_numbers(pool, model, tmp_path):
     weights = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors")
-    assert f"{name} is I8 [192, 64]; --model tiny needs floating-point numbers of" in refused(pool, ONE, f"--steps 0 --init_from {tmp_path}")
+    line = refused(pool, ONE, f"--steps 0 --init_from {tmp_path}")
+    assert f"{name} is I8 [192, 64]; --model tiny needs floating-point numbers of" in line
     raw = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | dict(quantization_config=dict(quant_method="fp8"))))
     assert "quantization_config is " in refused(pool, ONE, f"--steps 0 --model {tmp_path}")
@@ -760,7 +761,8 @@ def damages(folder):
             "elsewhere": (changed(lambda text: text["digests"].update({"../../x.safetensors": "0"})), "x.safetensors is missing"),
             "file gone": (data.unlink, "rank_00001.safetensors is missing"),
             "file a pipe": (replaced(data, os.mkfifo), "rank_00001.safetensors is missing"),
-            "one too many": (lambda: shutil.copy(data, folder / "rank_00002.safetensors"), "rank_00002.safetensors is not listed in index.json"),
+            "one too many": (lambda: shutil.copy(data, folder / "rank_00002.safetensors"),
+                             "rank_00002.safetensors is not listed in index.json"),
             "file cut": (lambda: os.truncate(data, 1000), "rank_00001.safetensors has changed since it was written"),
             "garbage": (lambda: data.write_bytes(b"x" * 5000), "rank_00001.safetensors has changed since it was written"),
             "zeroed": (zeroed, "rank_00001.safetensors has changed since it was written"),
