@@ -139,7 +139,7 @@ class Checkpoints:
 
     @fail_together()
     def choose(self):
-        """Choose the checkpoint to resume from, on rank 0. Return (folder, index), or None to start afresh."""
+        """Choose the checkpoint to resume from, on rank 0. Return (folder, index), or None to start anew."""
         if dist.get_rank() > 0:
             return None
         directory, resume = self.args.checkpoint, self.args.resume
