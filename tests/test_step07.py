@@ -191,8 +191,8 @@ def test_loads_a_checkpoint_of_transformers_and_saves_one(pool, tmp_path, family
     assert_same_tensors(one.weights, saved, 0)
     for world, more in [(8, "--ep 2 --tp 2 --pp 2 --schedule dualpipe --zero 3 --micro_batch_size 3"),
                         (4, "--ep 4 --zero 1 --sp off")]:
-        pool.train(STEP, f"{theirs} {more} --save {tmp_path / 'ours'}", world=world, weights=False)
-        again = huggingface.load(tmp_path / "ours", torch.float64, exact=False)
+        pool.train(STEP, f"{theirs} {more} --save {tmp_path / f'ours{world}'}", world=world, weights=False)
+        again = huggingface.load(tmp_path / f"ours{world}", torch.float64, exact=False)
         inputs = torch.arange(60).view(2, 30)
         assert torch.equal(again(input_ids=inputs).logits, model(input_ids=inputs).logits)
 
