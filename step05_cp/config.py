@@ -15,8 +15,16 @@ TOO_LARGE = 10**8                                         # for any number on th
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")       # a checkpoint may have other values
 
 
+class HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Show the default of a flag, unless there is none to show."""
+
+    def _get_help_string(self, action):
+        hidden = action.default is None or action.default is False
+        return action.help if hidden else super()._get_help_string(action)
+
+
 def parse_args(argv=None):
-    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(allow_abbrev=False, formatter_class=HelpFormatter)
     parser.error = fail
     add = parser.add_argument
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
@@ -24,19 +32,19 @@ def parse_args(argv=None):
     add("--dataset", default="builtin", help="builtin; a .npy or .bin (uint16) file of tokens; a text (each "
         "line a document), json or parquet file or a hub id (with --tokenizer)")
     add("--tokenizer", help="directory or hub id of a tokenizer")
-    add("--seq_len", type=at_least(1), default=128)
+    add("--seq_len", type=at_least(1), default=128, help="tokens per sequence")
     add("--global_batch_size", type=at_least(1), default=16, help="sequences per training step")
     add("--micro_batch_size", type=at_least(1), default=2, help="sequences per forward pass")
-    add("--steps", type=at_least(0), default=120)
-    add("--lr", type=at_least(0, float), default=6e-3)
-    add("--lr_schedule", choices=["constant", "cosine"], default="cosine")
+    add("--steps", type=at_least(0), default=120, help="training steps")
+    add("--lr", type=at_least(0, float), default=6e-3, help="largest learning rate")
+    add("--lr_schedule", choices=["constant", "cosine"], default="cosine", help="after the warm-up")
     add("--warmup", type=at_least(0), default=5, help="steps of linear warm-up")
-    add("--weight_decay", type=at_least(0, float), default=0.1)
+    add("--weight_decay", type=at_least(0, float), default=0.1, help="of AdamW, for matrices only")
     add("--grad_clip", type=at_least(0, float), default=1.0, help="maximum gradient norm; 0: no clipping")
-    add("--seed", type=int, default=42)
+    add("--seed", type=int, default=42, help="determines the initial weights")
     add("--dtype", choices=["float32", "bfloat16", "float64"],
         help="default: bfloat16 on CUDA, float32 on the CPU")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if torch finds it")
     add("--attention", choices=["sdpa", "flash"], default="sdpa",
         help="attention kernel; flash requires the flash-attn package")
     add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
