@@ -113,8 +113,8 @@ def copy(number, folder, done=0):
 
 # ------------------------------------------------------------------------------------------------ a blank level's signatures
 def copy_blank(number, folder):
-    """Copy the step before, and add the skeletons of the files that the rungs ask for and that it lacks. Return the names of
-    these."""
+    """Copy the step before, and add the skeletons of what the rungs ask for and it lacks: files, and functions at the end of
+    files. Return the names of the new files."""
     shutil.copytree(ROOT / NAMES[number - 2], folder, ignore=NO_LESSON)
     wanted = {}
     for i, test in enumerate(rungs(number), 1):
@@ -125,7 +125,18 @@ def copy_blank(number, folder):
         (folder / file).write_text(skeleton((ROOT / NAMES[number - 1] / file).read_text(), wanted[file]))
     for file in new:
         (folder / file).write_text(without_unknown_imports((folder / file).read_text(), folder))
+    for file in wanted.keys() - set(new):
+        ours, path = (ROOT / NAMES[number - 1] / file).read_text(), folder / file
+        for name, i in wanted[file].items():
+            if not source_of(path, name):
+                path.write_text(path.read_text() + "\n\n" + function_without_body(ours, name, i))
     return new
+
+
+def function_without_body(source, name, rung_number):
+    source = take_out(source, [name], rung_number)
+    node, lines = find(ast.parse(source), name), source.splitlines(keepends=True)
+    return "".join(lines[slice(*span(node, lines))])
 
 
 def skeleton(source, wanted):
