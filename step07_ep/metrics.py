@@ -45,6 +45,13 @@ def peak_memory_gib(device):
     return torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30)
 
 
+def print_memory_outside_allocator():
+    """Print what CUDA and NCCL take of rank 0's GPU. By the end of a step all groups have communicated."""
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    print0(f"CUDA and NCCL take {outside / 2**30:.2f} GiB of rank 0's GPU, outside PyTorch's allocator")
+
+
 def print_header(model, config, args):
     """Print the layout of the ranks, the size of a step, and rank 0's share of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
@@ -100,3 +107,5 @@ class Metrics:
                         tokens_per_s=speed, tokens_per_s_per_device=speed / self.world_size, mfu=mfu,
                         peak_memory_gib=float(memory), **extra)
             self.file.write(json.dumps(line).encode() + b"\n")
+        if step == self.args.first_step and self.args.device == "cuda":
+            print_memory_outside_allocator()

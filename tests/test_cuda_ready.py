@@ -156,6 +156,28 @@ def test_what_is_set_for_cuda(pool):
     assert pool.call(environment_job, STEP) == [([("cpu:gloo,cuda:nccl", None), 5, ("cuda", "1")], True)]
 
 
+def logged_on_cuda_job():
+    """Log two steps of a run that says it is on a GPU of 80 GiB, of which 70 are free and torch's allocator has 8."""
+    import metrics
+    import torch
+    gib = 2**30
+    log = metrics.Metrics.__new__(metrics.Metrics)
+    log.args = SimpleNamespace(device="cuda", first_step=3, steps=5, global_batch_size=1, seq_len=1)
+    log.world_size, log.flops_per_token, log.peak_flops, log.file, log.start = 1, 1, None, None, 0
+    with patch("torch.cuda.mem_get_info", lambda: (70 * gib, 80 * gib)), patch("metrics.dist.all_reduce"), \
+            patch("torch.cuda.memory_reserved", lambda: 8 * gib), \
+            patch("metrics.peak_memory_gib", lambda device: torch.ones(())):
+        log.log(3, 1.0, 1.0, 1.0)
+        log.log(4, 1.0, 1.0, 1.0)
+
+
+def test_memory_outside_the_allocator_is_printed_once(pool):
+    """Check it after the first step, of a resumed run too: only then have all groups communicated."""
+    pool.call(logged_on_cuda_job, STEP)
+    assert [line[:8] for line in pool.output.splitlines()] == ["step 4/5", "CUDA and", "step 5/5"]
+    assert "CUDA and NCCL take 2.00 GiB of rank 0's GPU" in pool.output
+
+
 def started_order_job(argv):
     """Train. Return what is started, in order: gathers of a unit's weights, units that compute, all-reduces, forward."""
     import torch.distributed as dist

@@ -16,7 +16,7 @@ from simulate import gpus                                                       
 from simulate.gpus import GPUS, Gpu, Kernel                                         # noqa: E402
 
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU: 400 and 100 Gbit/s
-USABLE = 70.5                     # GiB of an 80 GB GPU that runs were seen to use; the rest is lost to fragmentation
+USABLE = 70.5     # GiB of an 80 GB GPU that runs were seen to use; CUDA, NCCL's communicators and fragmentation take the rest
 
 
 class Cluster(NamedTuple):
