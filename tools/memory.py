@@ -3,8 +3,9 @@
     python tools/memory.py step01_single_gpu/train.py --out out/memory --recompute full
     torchrun --standalone --nproc_per_node 2 tools/memory.py step03_zero/train.py --out out/memory --zero 3
 
-The trainer runs as it is, with all other flags; only its Profiler is replaced, by one that watches every operation. So the
-steps are slower than they are without it, but hold the same. Each rank draws memory_rankN.png; rank 0 prints two of its sums.
+The trainer runs unchanged, with all other flags, and stops after these steps unless --steps says otherwise. Only its Profiler is
+replaced, by one that watches every operation: a step becomes slower, but holds the same. Each rank draws memory_rankN.png; rank 0
+prints two of its sums.
 """
 import argparse
 import contextlib
@@ -148,7 +149,7 @@ def parse_args(argv):
 def main(argv=None):
     args, flags = parse_args(argv)
     sys.path.insert(0, str(Path(args.trainer).resolve().parent))
-    run(flags, lambda rows: draw(rows, Path(args.out, f"memory_rank{RANK}.png")))
+    run(["--steps", str(STEPS), *flags], lambda rows: draw(rows, Path(args.out, f"memory_rank{RANK}.png")))
 
 
 if __name__ == "__main__":
