@@ -1,4 +1,4 @@
-"""Training by hand: forward, backward and AdamW without autograd, and every byte that they keep.
+"""Training by hand: forward, backward and AdamW without autograd, with a count of every byte that they keep.
 
     python step01_single_gpu/by_hand.py
 """
@@ -13,11 +13,11 @@ SHAPES = dict(embed=(VOCAB, HIDDEN), up=(HIDDEN, INNER), down=(INNER, HIDDEN), h
 torch.manual_seed(0)
 FIRST = {name: torch.randn(shape) / 8 for name, shape in SHAPES.items()}   # the weights to begin with
 TEXT = torch.tensor(list(topics["import"].encode()[:10 * BATCH + 1]))      # a token is a byte
-BATCHES = list(zip(TEXT[:-1].split(BATCH), TEXT[1:].split(BATCH)))         # ten of (tokens, targets)
-gc.freeze()                                                                # what comes now is counted
+BATCHES = list(zip(TEXT[:-1].split(BATCH), TEXT[1:].split(BATCH)))         # ten pairs of (tokens, targets)
+gc.freeze()                                                                # live_bytes counts from here on
 
 
-def live_bytes():                                                          # what tensors share counts once
+def live_bytes():                                                          # shared memory counts once
     return sum({x.data_ptr(): x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor}.values())
 
 
@@ -42,17 +42,17 @@ def backward(w, tokens, kept, grad, main_grad):
 def micro_batch(w, tokens, targets, main_grad):
     logits, kept = forward(w, tokens)
     log_p = logits.float().log_softmax(-1)
-    grad = (log_p.exp() - F.one_hot(targets, VOCAB)) / BATCH               # by ALL the tokens of the batch
+    grad = (log_p.exp() - F.one_hot(targets, VOCAB)) / BATCH               # by ALL tokens of the batch
     backward(w, tokens, kept, grad.to(logits.dtype), main_grad)
     return F.nll_loss(log_p, targets, reduction="sum").item() / BATCH, sum(x.nbytes for x in kept)
 
 
-def train(dtype, size, bytes_that_stay):
+def train(dtype, size, persistent_bytes):
     master = {name: weight.clone() for name, weight in FIRST.items()}
-    w = {name: weight.to(dtype) for name, weight in master.items()}        # in float32 master itself, no copy
+    w = {name: weight.to(dtype) for name, weight in master.items()}        # in float32, this is master itself
     main_grad, m, v = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(3))
     for step, (tokens, targets) in enumerate(BATCHES, 1):
-        shares, kept = zip(*[micro_batch(w, *part, main_grad)
+        losses, kept = zip(*[micro_batch(w, *part, main_grad)
                              for part in zip(tokens.split(size), targets.split(size))])
         for name, grad in main_grad.items():                               # AdamW
             m[name].lerp_(grad, 0.1)                                       # the running mean of gradients
@@ -62,8 +62,9 @@ def train(dtype, size, bytes_that_stay):
             w[name].copy_(master[name])                                    # rounded, if w is bfloat16
             grad.zero_()
     stays = live_bytes() / sum(weight.numel() for weight in FIRST.values())
-    print(f"{dtype}, {size} at a time: loss {sum(shares):.3f}; {stays:.0f} P bytes stay, {max(kept):,} go")
-    assert stays == bytes_that_stay and max(kept) == size * dtype.itemsize * (2 * HIDDEN + 2 * INNER)
+    print(f"{dtype}, {size} at a time: loss {sum(losses):.3f}; {stays:.0f} bytes per parameter persist, "
+          f"{max(kept):,} bytes of activations are freed")
+    assert stays == persistent_bytes and max(kept) == size * dtype.itemsize * (2 * HIDDEN + 2 * INNER)
     return master
 
 
@@ -72,9 +73,9 @@ train(torch.bfloat16, 128, 18)
 by_hand = train(torch.float32, 128, 16)
 w = {name: weight.clone().requires_grad_() for name, weight in FIRST.items()}
 optimizer = torch.optim.AdamW(w.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-for tokens, targets in BATCHES:                                            # by autograd, and in one piece
+for tokens, targets in BATCHES:                                            # with autograd, on whole batches
     F.cross_entropy(forward(w, tokens)[0], targets).backward()
     optimizer.step()
     optimizer.zero_grad()
 torch.testing.assert_close(by_hand, w, rtol=0, atol=1e-5)
-print("The weights are those that autograd and torch.optim.AdamW make of the whole batch.")
+print("The weights equal those that autograd and torch.optim.AdamW compute from whole batches.")

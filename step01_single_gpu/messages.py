@@ -1,4 +1,4 @@
-"""How the program prints, how it fails, and how it ends with a one-line message, whatever the reason."""
+"""How the program prints, how it fails, and how one line says why it ended."""
 import contextlib
 import os
 import signal
@@ -14,7 +14,7 @@ def print0(line, file=None):
 
 
 def fail(message, status=2):
-    """Exit with an error. The message is not printed yet: the other ranks may have to exit as well."""
+    """Exit with an error. Whoever catches the exit prints the message, once for all ranks."""
     error = SystemExit(status)
     error.message = message
     raise error
@@ -22,7 +22,10 @@ def fail(message, status=2):
 
 @contextlib.contextmanager
 def clean_exit():
-    """Print one line for whatever ends the run: rank 0 for a call to fail(), any rank for an exception."""
+    """Print one line for whatever ends the run: rank 0 after fail(), the failing rank after an exception.
+
+    If the exception may be a bug in this program, Python's traceback follows.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)          # let Ctrl-C kill the process, without a traceback
     try:
         yield

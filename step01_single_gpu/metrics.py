@@ -44,12 +44,13 @@ def peak_memory_gib(device):
 def print_header(model, config, args):
     """Print the layout of the ranks, the size of a step, and rank 0's share of the model."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
-    micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
+    num_micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters, layers = sum(param.numel() for param in model.parameters()), len(model.model.layers)
     if degrees:
         print0(" x ".join(f"{name} {degree}" for name, degree in degrees.items()))
-    print0(f"a step: {micro_batches} micro-batches x {args.micro_batch_size} sequences x {args.seq_len} "
-           f"tokens; {parameters:,} parameters in {layers} of {config.num_hidden_layers} layers")
+    print0(f"each step: {num_micro_batches} micro-batches x {args.micro_batch_size} sequences x "
+           f"{args.seq_len} tokens{' per dp rank' if degrees else ''}; "
+           f"rank 0 holds {parameters:,} parameters, {layers} of {config.num_hidden_layers} layers")
 
 
 def open_log(name):
@@ -77,7 +78,8 @@ class Metrics:
         """Print and write one step's line; stop the run if the loss or the norm is not finite."""
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device
         if not math.isfinite(loss + grad_norm):
-            print0(f"error: step {step + 1}: loss {loss}, grad norm {grad_norm}; nothing saved", sys.stderr)
+            print0(f"error: step {step + 1}: loss {loss}, grad norm {grad_norm}; stopping without saving",
+                   sys.stderr)
             raise SystemExit(3)
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
         tokens = self.args.global_batch_size * self.args.seq_len

@@ -1,8 +1,8 @@
 """AdamW with float32 master weights, gradient accumulation in float32, and the learning-rate schedule.
 
-In bfloat16 an update of a thousandth of a weight is rounded away, and so is a small gradient that is added to
-a large sum. So gradients are accumulated in float32 (`param.main_grad`), AdamW updates a float32 copy of each
-weight (the master weight), and the model computes with the master weights rounded to bfloat16.
+In bfloat16, adding a thousandth of a weight to the weight changes nothing, and neither does adding a small
+gradient to a large sum. So gradients are accumulated in float32 (`param.main_grad`), AdamW updates a float32
+copy of each weight (the master weight), and the model computes with the master weights rounded to bfloat16.
 """
 import math
 
@@ -10,7 +10,7 @@ import torch
 
 
 def add_main_grads(params):
-    """Give each parameter a main_grad, to which every backward pass then adds, instead of to param.grad."""
+    """Give each parameter a main_grad. Every backward pass adds its gradient there, not to param.grad."""
     for param in params:
         param.main_grad = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
         param.register_post_accumulate_grad_hook(accumulate_in_main_grad)
@@ -44,7 +44,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
     def clip_grad_norm(self):
-        """Scale all gradients so that their global norm is at most grad_clip; return the norm before."""
+        """Scale all gradients to a global norm of at most grad_clip. Return the norm before clipping."""
         square = torch.stack(torch._foreach_norm(self.grads)).square().sum()
         norm = square.sqrt()
         if self.grad_clip:

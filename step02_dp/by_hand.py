@@ -20,27 +20,27 @@ def run(function, ranks):
 
 def process(rank, function, ranks, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    torch.save(function(rank, ranks), f"{folder}/result{rank}")  # a pipe blocks when it is full
-    dist.barrier()                                         # nobody leaves while others still listen
+    torch.save(function(rank, ranks), f"{folder}/result{rank}")  # to a file: a full pipe would block
+    dist.barrier()                                         # no rank exits while others still communicate
     dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------- the sum over ranks
 def ring_all_reduce(x):
-    """x becomes the sum of all ranks' x. Each rank sends to the next one only, an n-th of x at a time."""
+    """Replace x by the sum of all ranks' x. Each rank sends only to the next one, 1/n of x at a time."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    parts = x.tensor_split(n)                              # views: whoever writes to a part writes to x
+    parts = x.tensor_split(n)                              # views: writing to a part writes to x
 
-    def pass_on(sent, received):
-        arrived = torch.empty_like(parts[received % n])
-        sending = dist.isend(parts[sent % n], (rank + 1) % n)   # send would wait until the next receives
+    def pass_on(send_index, recv_index):
+        arrived = torch.empty_like(parts[recv_index % n])
+        sending = dist.isend(parts[send_index % n], (rank + 1) % n)   # send would wait until the next receives
         dist.recv(arrived, (rank - 1) % n)
         sending.wait()
         return arrived
 
     for i in range(n - 1):                                 # reduce-scatter: what arrives is added
         parts[(rank - i - 1) % n].add_(pass_on(rank - i, rank - i - 1))
-    for i in range(n - 1):                                 # all-gather: what arrives is whole, and kept
+    for i in range(n - 1):                                 # all-gather: what arrives is a finished sum
         parts[(rank - i) % n].copy_(pass_on(rank - i + 1, rank - i))
     return x
 
@@ -55,13 +55,13 @@ def train(rank, ranks):
     torch.manual_seed(0)                                   # all ranks make the same weights, the same batch
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
     params, x = list(model.parameters()), torch.randn(15, 8)
-    mine = x.tensor_split(ranks)[rank]                     # of four ranks three have 4 rows, and one has 3
+    mine = x.tensor_split(ranks)[rank]                     # with four ranks, three get 4 rows and one gets 3
     optimizer = torch.optim.AdamW(params, lr=0.01)
     for _ in range(5):
         loss = (model(mine) - mine.sin()).square().sum() / len(x)   # a sum over my rows, divided by ALL rows
         loss.backward()
         flat = torch.cat([param.grad.flatten() for param in params])
-        ring_all_reduce(flat)                              # before: my share; after: the batch's gradient
+        ring_all_reduce(flat)                              # before: from my rows; after: the batch's gradient
         for param, grad in zip(params, flat.split([param.numel() for param in params])):
             param.grad.copy_(grad.view_as(param))
         optimizer.step()                                   # the same everywhere, so weights need not travel
@@ -72,7 +72,8 @@ def train(rank, ranks):
 print("four ranks after a ring:", *(sums := run(one_ring, 4)))
 assert sums == [[1111, 2222, 3333, 4444]] * 4
 [(whole, reference)], (losses, weights) = run(train, 1), zip(*run(train, 4))
-print("fifth loss:", " + ".join(f"{loss:.4f}" for loss in losses), f"= {sum(losses):.4f}, alone {whole:.4f}")
+print("loss of step 5:", " + ".join(f"{loss:.4f}" for loss in losses), f"= {sum(losses):.4f};",
+      f"one process: {whole:.4f}")
 assert all(other == weights[0] for other in weights)       # the ranks agree to the last bit
 torch.testing.assert_close(torch.tensor(weights[0]), torch.tensor(reference), rtol=0, atol=1e-5)
-print(f"all {len(reference)} weights are those of one process, and nobody has sent a weight")
+print(f"all {len(reference)} weights equal those of one process, and no rank has sent a weight")

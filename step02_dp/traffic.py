@@ -1,4 +1,4 @@
-"""What each technique should send in one training step, for --ledger to compare with what was sent."""
+"""The bytes that each technique should send in one training step, for --ledger to compare with those sent."""
 import torch
 import torch.distributed as dist
 

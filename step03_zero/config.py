@@ -11,7 +11,8 @@ import torch
 from messages import RANK, fail
 
 TOO_LARGE = 10**8                                         # for any number on the command line
-NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")       # a checkpoint may have other values
+# these may differ between a checkpoint and --model
+NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter):
@@ -26,40 +27,46 @@ def parse_args(argv=None):
     parser = ArgumentParser(allow_abbrev=False, formatter_class=HelpFormatter)
     parser.error = fail
     add = parser.add_argument
-    add("--model", default="tiny", help=f"{', '.join(PRESETS)}; or a directory or hub id with a config.json")
+    add("--model", default="tiny",
+        help=f"a preset ({', '.join(PRESETS)}), or a directory or hub id with a config.json")
     add("--init_from", help="directory or hub id with safetensors weights to start from")
-    add("--dataset", default="builtin", help="builtin; a .npy or .bin (uint16) file of tokens; a text (each "
-        "line a document), json or parquet file or a hub id (with --tokenizer)")
+    add("--dataset", default="builtin", help="builtin; a token file (.npy, or .bin with uint16); or, "
+        "with --tokenizer, a text file (one document per line), a json or parquet file, or a hub id")
     add("--tokenizer", help="directory or hub id of a tokenizer")
     add("--seq_len", type=at_least(1), default=128, help="tokens per sequence")
     add("--global_batch_size", type=at_least(1), default=16, help="sequences per training step")
     add("--micro_batch_size", type=at_least(1), default=2, help="sequences per forward pass")
     add("--steps", type=at_least(0), default=120, help="training steps")
-    add("--lr", type=at_least(0, float), default=6e-3, help="largest learning rate")
-    add("--lr_schedule", choices=["constant", "cosine"], default="cosine", help="after the warm-up")
+    add("--lr", type=at_least(0, float), default=6e-3, help="peak learning rate")
+    add("--lr_schedule", choices=["constant", "cosine"], default="cosine",
+        help="learning rate after the warm-up; cosine: down to a tenth of --lr")
     add("--warmup", type=at_least(0), default=5, help="steps of linear warm-up")
-    add("--weight_decay", type=at_least(0, float), default=0.1, help="of AdamW, for matrices only")
+    add("--weight_decay", type=at_least(0, float), default=0.1, help="AdamW's; for matrices only")
     add("--grad_clip", type=at_least(0, float), default=1.0, help="maximum gradient norm; 0: no clipping")
     add("--seed", type=int, default=42, help="determines the initial weights")
     add("--dtype", choices=["float32", "bfloat16", "float64"],
-        help="default: bfloat16 on CUDA, float32 on the CPU")
+        help="of weights and activations (default: bfloat16 on CUDA, float32 on the CPU)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if torch finds it")
     add("--attention", choices=["sdpa", "flash"], default="sdpa",
         help="attention kernel; flash requires the flash-attn package")
-    add("--recompute", choices=["none", "selective", "full"], default="none", help="activation recomputation")
+    add("--recompute", choices=["none", "selective", "full"], default="none",
+        help="recompute in backward: nothing, all but matrix products and attention, or the whole layer")
     add("--compile", action="store_true", help="torch.compile every layer, and the loss")
 
     add("--dp", type=at_least(1), help="data-parallel ranks (default: the world size)")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket", help="how to sum gradients")
+    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket",
+        help="with --zero 0: all-reduce gradients after backward, during it, or during it in buckets")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
         help="ZeRO stage; 1: shard optimizer states, 2: also gradients, 3: also weights (FSDP)")
-    add("--zero_shard", type=at_least(1), help="ranks to shard over; replicate across the rest (default: dp)")
+    add("--zero_shard", type=at_least(1),
+        help="ranks that share one set of shards; the others hold replicas of it (default: dp)")
 
-    add("--ledger", action="store_true", help="print what one training step sends, next to what is expected")
+    add("--ledger", action="store_true",
+        help="print the bytes that one training step sends, beside those expected")
 
-    add("--log_file", help="write one JSON line per step")
+    add("--log_file", help="file for one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace of one step and, on CUDA, a memory snapshot")
     args = parser.parse_args(argv)
@@ -73,7 +80,7 @@ def parse_args(argv=None):
     if args.zero == 0 and args.zero_shard:
         fail("--zero_shard: requires --zero 1, 2 or 3")
     args.zero_shard = args.zero_shard or args.dp
-    args.first_step = 0                                   # step 8 can resume from a later one
+    args.first_step = 0                                   # step08_5d, which can resume, changes it
     return args
 
 
@@ -127,7 +134,7 @@ class ModelConfig:
         return FAMILIES[self.family].qk_norm
 
 
-def llama3(factor):
+def llama3_rope(factor):
     return dict(factor=factor, low_freq_factor=1., high_freq_factor=4., original_max_position_embeddings=8192)
 
 
@@ -136,11 +143,11 @@ QWEN3 = dict(rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960)
 PRESETS = {
     "tiny":       ModelConfig(256,    64,    192,   8,   8, 4,   8, max_position_embeddings=4096,
                               initializer_range=0.1),
-    "llama-1b":   ModelConfig(128256, 2048,  8192,  16, 32, 8,  64, rope_scaling=llama3(32.0)),
-    "llama-3b":   ModelConfig(128256, 3072,  8192,  28, 24, 8, 128, rope_scaling=llama3(32.0)),
-    "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3(8.0)),
-    "llama-70b":  ModelConfig(128256, 8192,  28672, 80, 64, 8, 128, rope_scaling=llama3(8.0)),
-    "llama-405b": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128, rope_scaling=llama3(8.0)),
+    "llama-1b":   ModelConfig(128256, 2048,  8192,  16, 32, 8,  64, rope_scaling=llama3_rope(32.0)),
+    "llama-3b":   ModelConfig(128256, 3072,  8192,  28, 24, 8, 128, rope_scaling=llama3_rope(32.0)),
+    "llama-8b":   ModelConfig(128256, 4096,  14336, 32, 32, 8, 128, rope_scaling=llama3_rope(8.0)),
+    "llama-70b":  ModelConfig(128256, 8192,  28672, 80, 64, 8, 128, rope_scaling=llama3_rope(8.0)),
+    "llama-405b": ModelConfig(128256, 16384, 53248, 126, 128, 8, 128, rope_scaling=llama3_rope(8.0)),
     "qwen3-0.6b": ModelConfig(151936, 1024,  3072,  28, 16, 8, 128, family="qwen3", **QWEN3),
     "qwen3-8b":   ModelConfig(151936, 4096,  12288, 36, 32, 8, 128, family="qwen3", **QWEN3),
 }
@@ -176,7 +183,7 @@ def from_hugging_face(hf_config):
     rope = hf_config.rope_parameters
     if rope["rope_type"] not in ("default", "llama3"):
         raise ValueError(f"rope_type is {rope['rope_type']!r}; only 'default' and 'llama3' are supported")
-    scaling = {key: rope[key] for key in llama3(0)} if rope["rope_type"] == "llama3" else None
+    scaling = {key: rope[key] for key in llama3_rope(0)} if rope["rope_type"] == "llama3" else None
     values = {ours: getattr(hf_config, name, None) for ours, name in family.fields.items()}
     if values["head_dim"] is None:                        # optional in config.json
         values["head_dim"] = hf_config.hidden_size // hf_config.num_attention_heads
@@ -202,7 +209,7 @@ def check(args, config):
     """Reject invalid settings; show the arithmetic and suggest valid values."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.dp != world_size:
-        fail(f"--dp {args.dp}: must equal the world size, {world_size}; it can be left out")
+        fail(f"--dp {args.dp}: must equal the world size, {world_size}; leave it out")
     if args.dp % args.zero_shard:
         fail(f"--zero_shard {args.zero_shard}: must divide dp {args.dp}; choose from {divisors(args.dp)}")
     batch, micro = args.global_batch_size, args.micro_batch_size
@@ -251,7 +258,7 @@ def check_outputs(args):
         except OSError as error:
             fail(f"--{flag} {folder}: cannot be written to ({error})")
     if save and os.listdir(save):
-        fail(f"--save {save}: is not empty; choose a new or an empty directory")
+        fail(f"--save {save}: must be empty; choose a new or an empty directory")
 
 
 def divisors(n):

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism round one MLP, on two real ranks: python step04_tp_sp/by_hand.py"""
+"""Tensor and sequence parallelism around one MLP, on two real ranks: python step04_tp_sp/by_hand.py"""
 import tempfile
 import warnings
 
@@ -27,30 +27,30 @@ def all_gather(t):                                          # every rank's token
     return whole
 
 
-def reduce_scatter(t):                                      # every rank's terms -> of their sum, my tokens
+def reduce_scatter(t):                                      # every rank's terms -> my tokens of their sum
     mine = t.new_empty(TOKENS // RANKS, HIDDEN)
     dist.reduce_scatter_tensor(mine, t)
     return mine
 
 
-class Border(torch.autograd.Function):                      # sends one thing in forward, another in backward
+class Region(torch.autograd.Function):                      # one collective in forward, another in backward
     @staticmethod
-    def forward(ctx, t, there, back):
-        ctx.back = back
-        return there(t)
+    def forward(ctx, t, in_forward, in_backward):
+        ctx.in_backward = in_backward
+        return in_forward(t)
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.back(gradient), None, None
+        return ctx.in_backward(gradient), None, None
 
 
 nothing = lambda t: t
-f = lambda t: Border.apply(t, nothing, all_reduce)          # into the region
-g = lambda t: Border.apply(t, all_reduce, nothing)          # out of it
-f_sp = lambda t: Border.apply(t, all_gather, reduce_scatter)  # the same if a rank has a part of the tokens
-g_sp = lambda t: Border.apply(t, reduce_scatter, all_gather)
+f = lambda t: Region.apply(t, nothing, all_reduce)          # into the region
+g = lambda t: Region.apply(t, all_reduce, nothing)          # out of it
+f_sp = lambda t: Region.apply(t, all_gather, reduce_scatter)  # the same if each rank has a part of the tokens
+g_sp = lambda t: Region.apply(t, reduce_scatter, all_gather)
 
 
-def gradients(x, norm, up, down, f=nothing, g=nothing):     # as it stands, with whole weights: one process
+def gradients(x, norm, up, down, f=nothing, g=nothing):     # by default: what one process computes
     x, norm, up, down = leaves = [t.clone().requires_grad_() for t in (x, norm, up, down)]
     y = x + g(linear(silu(linear(f(rms_norm(x, (HIDDEN,), norm)), up)), down))
     y.square().sum().backward()
@@ -69,17 +69,17 @@ def work(rank, folder):
     mine = lambda whole, dim=0: whole.chunk(RANKS, dim)[rank]
     inner = linear(x, mine(up))                             # column-parallel: my columns, complete
     assert_close(inner, mine(linear(x, up), 1))
-    partial = linear(inner, mine(down, 1))                  # row-parallel: all columns, of each sum my terms
+    partial = linear(inner, mine(down, 1))                  # row-parallel: all outputs, but only my terms
     assert_close(all_reduce(partial), linear(linear(x, up), down))
-    print_in_order(f"rank {rank} has {partial[0, 0]:.3f} of the result's {all_reduce(partial)[0, 0]:.3f}")
+    print_in_order(f"rank {rank} has the term {partial[0, 0]:.3f} of the sum {all_reduce(partial)[0, 0]:.3f}")
 
     cut = lambda x, norm, up, down: [x, norm, mine(up), mine(down, 1)]
     one = gradients(x, norm, up, down)
     assert_close(gradients(*cut(x, norm, up, down), f, g), cut(*one))
     found = gradients(*cut(mine(x), norm, up, down), f_sp, g_sp)
-    found[1] = all_reduce(found[1])                         # a norm saw my tokens: its gradient is a term
+    found[1] = all_reduce(found[1])                         # the norm saw my tokens: its gradient is a term
     assert_close(found, cut(mine(one[0]), *one[1:]))
-    print_in_order(f"rank {rank} equals one process, norms of {TOKENS} or of {len(mine(x))} tokens")
+    print_in_order(f"rank {rank} equals one process, both with f and g and with f_sp and g_sp")
 
 
 if __name__ == "__main__":

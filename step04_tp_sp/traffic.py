@@ -1,4 +1,4 @@
-"""What each technique should send in one training step, for --ledger to compare with what was sent."""
+"""The bytes that each technique should send in one training step, for --ledger to compare with those sent."""
 import torch
 import torch.distributed as dist
 
@@ -21,11 +21,11 @@ def data_parallel_traffic(model, mesh, args):
 
 def zero_traffic(model, args):
     grad_norm = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
-    micro_batches, traffic = args.global_batch_size // (args.micro_batch_size * args.dp), [grad_norm]
+    num_micro_batches, traffic = args.global_batch_size // (args.micro_batch_size * args.dp), [grad_norm]
     for unit in model.zero_units:
-        gathers, reduces = 1, micro_batches if args.zero >= 2 else 1
+        gathers, reduces = 1, num_micro_batches if args.zero >= 2 else 1
         if args.zero == 3:                                # in forward, and some units again in backward
-            gathers = micro_batches * (1 + (unit.weights_in_backward and unit.reshard_after_forward))
+            gathers = num_micro_batches * (1 + (unit.weights_in_backward and unit.reshard_after_forward))
         traffic.append((unit.shard_group, "all_gather", gathers * unit.flat_param.nbytes))
         grad_bytes = unit.grad_shard.nbytes * unit.shard_group.size()
         traffic.append((unit.shard_group, "reduce_scatter", reduces * grad_bytes))
@@ -41,8 +41,8 @@ def tensor_parallel_traffic(model, mesh, args):
     tokens = args.global_batch_size // args.dp * args.seq_len
     activation_bytes = tokens * decoder.config.hidden_size * args.dtype.itemsize   # [batch, seq, hidden]
     layers, recomputes = len(decoder.layers), args.recompute != "none"
-    # A layer has two regions. Forward reduces on leaving them, and backward where forward entered them.
-    # Recomputation reduces once, since it stops before the layer's end. Embedding and head are half a region.
+    # A layer has two regions; embedding and head are half a region each. Forward reduces on leaving a region,
+    # backward where forward entered it. Recomputation reduces once: it stops before the layer's end.
     ends = (decoder.embed_tokens is not None) + (model.lm_head is not None)
     reductions = (4 + recomputes) * layers + ends
     traffic = []

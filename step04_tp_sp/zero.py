@@ -174,7 +174,7 @@ class Zero:
         unit.finish_reduce_scatter(shard)
 
     def finish_grad_reduction(self):
-        """Finish summing over all ranks: this rank's gradient shards, or with --zero 0 all gradients."""
+        """Finish summing gradients over the data-parallel ranks: shards, or with --zero 0 whole gradients."""
         for reducer in self.reducers:
             reducer.finish()
         while self.reduce_scatters:
@@ -282,7 +282,10 @@ def make_units(model, mesh: DeviceMesh, args):
 
 
 def add_to_unit(param, unit):
-    """Add a materialized parameter. Shard a unit as soon as it is complete: no rank ever holds all units."""
+    """Add a materialized parameter. Once its unit is complete, shard the unit.
+
+    So with stage 3, no rank ever holds the whole weights of all units.
+    """
     param.unit = unit                                     # make_units has set it on the meta parameter
     unit.params.append(param)
     if len(unit.params) == unit.num_params:

@@ -9,7 +9,7 @@ def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
     """Tell --recompute selective which results to save: those of matrix products and of attention.
 
     Norms, rotary embeddings and SwiGLU are cheap to repeat. So is a product with a short inner dimension:
-    saving it would take a lot of memory and save little work.
+    to store its result would take much memory and avoid little work.
     """
     product = op.name().removesuffix(".default").endswith("mm") and args[0].shape[-1] >= hidden
     expensive = product or "attention" in op.name() or "flash_attn" in op.name()

@@ -18,8 +18,8 @@ they enter such a region (Megatron's f) and where they leave it (g). --sp choose
     --sp off       identity      all-reduce                   all-reduce       identity
     --sp on        all-gather    reduce-scatter               reduce-scatter   all-gather
 
-f and g are conjugate: what one does in forward, the other does in backward. With --sp on, each rank holds a
-part of the sequence between the regions, [batch, seq/tp, hidden], and applies the norms to that part alone.
+f and g are conjugate: what one does in forward, the other does in backward. With --sp on, between the regions
+each rank holds only a part of the sequence, [batch, seq/tp, hidden], and applies the norms to that part.
 
 Megatron-LM: https://arxiv.org/abs/1909.08053. Sequence parallelism: https://arxiv.org/abs/2205.05198.
 """
@@ -106,7 +106,7 @@ class LeaveRegion(torch.autograd.Function):
         return ctx.gather(grad, ctx.group)(), None, None, None
 
 
-# comm is (gather, reduce, group). Not compiled: torch.compile sees only what lies between two of these.
+# comm is (gather, reduce, group). torch.compile skips these two functions and compiles what lies between.
 enter_region = torch.compiler.disable(lambda x, comm: EnterRegion.apply(x, *comm))
 leave_region = torch.compiler.disable(lambda x, comm: LeaveRegion.apply(x, *comm))
 
@@ -153,15 +153,15 @@ class VocabParallelHead(LMHead):
     def __init__(self, full, num_shards: int, comm):
         super().__init__(full.in_features, full.out_features // num_shards)
         _, _, group = self.comm = comm
-        self.cross_entropy = vocabulary_parallel_cross_entropy(group)
+        self.cross_entropy = vocab_parallel_cross_entropy(group)
 
     def forward(self, hidden, targets=None):
         return super().forward(enter_region(hidden, self.comm), targets)
 
 
-def vocabulary_parallel_cross_entropy(group: ProcessGroup):
+def vocab_parallel_cross_entropy(group: ProcessGroup):
     def cross_entropy(logits, targets):                                         # [tokens, vocab/tp], [tokens]
-        """Compute what loss.py does, but send three numbers per token, not its logits.
+        """Compute the same as loss.cross_entropy, but send three numbers per token instead of its logits.
 
         They are the largest logit, the sum of exponentials, and the target's logit.
         """
@@ -207,13 +207,14 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
             placement.shards.append(Shard(group, dim, num_shards, index))
             placement.num_replicas //= num_shards
             if name in ("k_proj", "v_proj"):
-                placement.grad_reduce_group = kv_group    # each rank's covers only its own queries
+                placement.grad_reduce_group = kv_group    # each rank's gradient covers only its queries
             with torch.device("meta"):
                 module = parallel_class(module, num_shards, comm)
             module.weight.placement = placement
             model.set_submodule(path, module)
         elif isinstance(module, nn.RMSNorm) and (args.sp == "on" or name in ("q_norm", "k_norm")):
-            module.weight.placement.grad_reduce_group = group  # each rank's covers some tokens, or some heads
+            # each rank's gradient covers only some tokens, or some heads
+            module.weight.placement.grad_reduce_group = group
     for module in model.modules():
         if isinstance(module, Attention):
             module.project = fuse_column_parallel([module.q_proj, module.k_proj, module.v_proj])
@@ -222,9 +223,9 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
 
 
 def all_reduce_partial_grads(params):
-    """Sum the gradients of which each tp rank has computed a part, once per training step.
+    """Sum over tp the gradients that are partial on each rank, once per training step.
 
-    These are the gradients of the norms, which cover some tokens or heads, and of kv heads that ranks share.
+    They belong to the norms, which see only some tokens or heads, and to kv heads that several ranks share.
     """
     for param in params:
         if param.placement.grad_reduce_group:

@@ -13,18 +13,18 @@ m = 8                                                     # micro-batches, of tw
 
 
 def one_f_one_b(rank, batch, weight):
-    kept = {}                                             # in flight: what a micro-batch leaves from F to B
-    going = []                                            # sends under way, with their tensors
+    kept = {}                                             # in flight: {micro-batch: its input and output}
+    sends = []                                            # in progress, with their tensors
     done = []                                             # what was done, and how many were in flight
 
     def forward(i):
         x = batch[i] if rank == 0 else torch.empty(2, 16)
         if rank > 0:
             dist.recv(x, rank - 1)
-        y = torch.tanh(x.requires_grad_() @ weight)       # what comes has no history: it begins here
+        y = torch.tanh(x.requires_grad_() @ weight)       # what arrives has no autograd graph: it starts here
         kept[i] = x, y
         if rank < p - 1:
-            going.append((dist.isend(y.detach(), rank + 1), y))
+            sends.append((dist.isend(y.detach(), rank + 1), y))
         done.append((f"F{i}", len(kept)))
 
     def backward(i):
@@ -36,17 +36,17 @@ def one_f_one_b(rank, batch, weight):
             dist.recv(grad, rank + 1)
             y.backward(grad)                              # adds to weight.grad, and fills x.grad
         if rank > 0:
-            going.append((dist.isend(x.grad, rank - 1), x.grad))
+            sends.append((dist.isend(x.grad, rank - 1), x.grad))
         done.append((f"B{i}", len(kept)))
 
-    ahead = min(m, p - rank)
-    for i in range(ahead):                                # warm-up
+    num_warmup = min(m, p - rank)
+    for i in range(num_warmup):                                # warm-up
         forward(i)
-    for i in range(m):                                    # steady: a backward, a forward
+    for i in range(m):                                    # steady: one backward, one forward
         backward(i)
-        if ahead + i < m:                                 # cool-down: when no forward is left
-            forward(ahead + i)
-    for work, _ in going:
+        if num_warmup + i < m:                                 # in the cool-down no forward is left
+            forward(num_warmup + i)
+    for work, _ in sends:
         work.wait()
     return done
 
@@ -65,10 +65,10 @@ def main(rank, port):
         y = torch.tanh(y @ weight)
     expected = torch.autograd.grad(y.square().sum().div(2 * m), weights)[0]
     torch.testing.assert_close(mine.grad, expected[rank])
-    said = [None] * p
-    dist.all_gather_object(said, f"rank {rank}, {max(in_flight)} in flight at most:  {' '.join(actions)}")
+    lines = [None] * p
+    dist.all_gather_object(lines, f"rank {rank}, at most {max(in_flight)} in flight:  {' '.join(actions)}")
     if rank == 0:
-        print(*said, "the gradients are those of one process", sep="\n")
+        print(*lines, "the gradients equal those of one process", sep="\n")
     dist.destroy_process_group()
 
 

@@ -9,8 +9,8 @@ chooses how queries and keys come to the same rank:
                 keys than early ones, so this gives all ranks equal work (zhuzilin/ring-flash-attention).
     allgather   Ranks have the chunks of zigzag, and one all-gather brings each rank the keys and values of
                 all ranks (Llama 3, arXiv 2407.21783).
-    ulysses     An all-to-all gives each rank the whole sequence, but only its share of the heads. After
-                attention, a second one goes back (DeepSpeed Ulysses, arXiv 2309.14509).
+    ulysses     An all-to-all gives each rank the whole sequence, but only some of the heads. After attention,
+                a second one restores the parts of the sequence (DeepSpeed Ulysses, arXiv 2309.14509).
 
 In the first three modes a rank computes attention block by block. A block is a rank's queries with the keys
 of one rank. For each query, a flash kernel returns the output of the block and the log-sum-exp of its scores,
@@ -48,8 +48,8 @@ def context_parallel(model, mesh: DeviceMesh, args):
         if args.cp_mode == "ulysses":
             inner_attention = ulysses(attention.inner_attention, group)
         else:
-            inner_attention = in_blocks(args.cp_mode, group)
-        # torch.compile leaves this function as it is, so the code below decides when a transfer starts
+            inner_attention = blockwise_attention(args.cp_mode, group)
+        # torch.compile skips this function, so each transfer starts exactly where the code below starts it
         attention.inner_attention = torch.compiler.disable(inner_attention)
 
 
@@ -158,7 +158,7 @@ def ring_send_recv(tensor, group: ProcessGroup):
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention while keys and values go round the ring. In backward their gradients go round with them."""
+    """Attention while keys and values go around the ring. In backward their gradients go with them."""
 
     @staticmethod
     def forward(ctx, q, k, v, mode, group: ProcessGroup):                # [batch, heads, seq/cp, head_dim]
@@ -235,7 +235,7 @@ class AllGatherAttention(torch.autograd.Function):
         return grad_q.type_as(q), grad_k, grad_v, None, None
 
 
-def in_blocks(mode, group: ProcessGroup):
+def blockwise_attention(mode, group: ProcessGroup):
     """Return the inner attention for the modes ring, zigzag and allgather."""
     function = AllGatherAttention if mode == "allgather" else RingAttention
 
@@ -265,7 +265,7 @@ class UlyssesAllToAll(torch.autograd.Function):
 def ulysses(inner_attention, group: ProcessGroup):
     """Return an attention that runs `inner_attention` on whole sequences, with this rank's heads."""
     def ulysses_attention(q, k, v):                                      # [batch, seq/cp, heads, head_dim]
-        # Key and value heads can be fewer than the ranks. Repeat each until their number is a multiple of cp.
+        # There can be fewer kv heads than ranks. Repeat each until their number is a multiple of cp.
         repeats = group.size() // math.gcd(k.shape[2], group.size())
         k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
         q, k, v = (UlyssesAllToAll.apply(t, 2, 1, group) for t in (q, k, v))

@@ -45,9 +45,9 @@ def init_distributed():
 
 @contextlib.contextmanager
 def fail_together():
-    """Make all ranks exit if the decorated function fails on any: a file may be missing on one machine only.
+    """Make all ranks exit if the decorated function fails on one: a file may be missing on one machine only.
 
-    Otherwise the others would wait for the failed rank in their next collective until it times out.
+    Otherwise the other ranks would wait for it in their next collective until that times out.
     """
     failure = None
     try:
@@ -59,7 +59,7 @@ def fail_together():
             message, status = failure
             if message:
                 print0(f"error: rank {rank}: {message}" if rank else f"error: {message}", sys.stderr)
-            dist.barrier()                                # torchrun kills all ranks as soon as one has exited
+            dist.barrier()                                # after one rank's error, torchrun kills the others
             raise SystemExit(status)
 
 
@@ -77,7 +77,8 @@ def check_same_on_all_ranks(args, config, tokens):
     for rank, of_rank in enumerate(settings):
         for name, value in of_rank.items():
             if value != settings[0][name]:
-                fail(f"{name} differs between ranks: {settings[0][name]} on rank 0, {value} on rank {rank}")
+                fail(f"{name} differs between ranks: {settings[0][name]} on rank 0, {value} on rank {rank}; "
+                     "start all ranks with the same flags and data")
     if args.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
         fail(f"more processes than GPUs on this machine; use --nproc_per_node {torch.cuda.device_count()}")
 
@@ -98,7 +99,7 @@ def build_mesh(args) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks that hold the same weights and compute on different tokens."""
+    """Return the mesh of the ranks that hold the same weights and compute on different tokens."""
     return mesh["dp", "cp"]._flatten("dp_cp")
 
 

@@ -25,7 +25,7 @@ from zero_bubble import split_backward
 def stage_boundaries(config, num_stages):
     """Return the index of each stage's first layer, then the number of layers.
 
-    The stages have about equal size. The embedding and the head count as layers, in proportion to theirs.
+    The stages have about equal size; the embedding and the head count as layers, in proportion to their size.
     """
     layers, hidden = config.num_hidden_layers, config.hidden_size
     width = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
@@ -44,7 +44,10 @@ def local_stages(mesh: DeviceMesh, args):
 
 
 def keep_local_stages(model, config, mesh: DeviceMesh, args):
-    """Drop what other ranks hold, while the model is on the meta device. The rest keeps its names."""
+    """Drop the layers that other ranks hold, while the model is on the meta device.
+
+    The parameters that stay keep their names.
+    """
     boundaries, stages = stage_boundaries(config, args.pp * args.stages_per_rank), local_stages(mesh, args)
     decoder = model.model
     kept = {str(layer) for stage in stages for layer in range(boundaries[stage], boundaries[stage + 1])}
@@ -96,12 +99,12 @@ class Pipeline:
         boundaries = stage_boundaries(config, self.last + 1)
         self.stages = {i: Stage(model.model, range(boundaries[i], boundaries[i + 1]), i == 0, i == self.last)
                        for i in local_stages(mesh, args)}
-        micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-        schedule = schedules.make(args.schedule, args.pp, micro_batches, args.stages_per_rank)
+        num_micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
+        schedule = schedules.make(args.schedule, args.pp, num_micro_batches, args.stages_per_rank)
         self.program = schedules.add_send_recv(schedule, self.group.rank())
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of each message
-        self.queue = []                                # the W that backward leaves for later (zero_bubble.py)
+        self.queue = []                                # deferred W: functions to call (zero_bubble.py)
         if any(action.kind == "W" for actions in schedule for action in actions):
             split_backward(model.model.layers.values(), self.queue)
         wraps = args.stages_per_rank > 1 and not schedules.SCHEDULES[args.schedule].v_shaped
@@ -117,17 +120,17 @@ class Pipeline:
         self.ready = {}                                   # {message: tensor} that this rank has computed
         self.recv_handles = {}                            # {message: (handle, buffer)}
         self.send_handles = []                     # (handle, tensor): keeps the tensor alive until it is sent
-        for kind, what, peer in self.program:
-            if kind == "send":
-                tensor = self.ready.pop(what)
+        for op, item, peer in self.program:               # item: a Message, or the Action to compute
+            if op == "send":
+                tensor = self.ready.pop(item)
                 self.send_handles = [sent for sent in self.send_handles if not sent[0].is_completed()]
                 handle = dist.isend(tensor, group=self.group, group_dst=peer)
                 self.send_handles.append((handle, tensor))
-            elif kind == "receive":
+            elif op == "receive":
                 buffer = torch.empty(self.shape, dtype=self.args.dtype, device=self.args.device)
-                self.recv_handles[what] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
+                self.recv_handles[item] = dist.irecv(buffer, group=self.group, group_src=peer), buffer
             else:
-                self.compute(what)
+                self.compute(item)
         for handle, _ in self.send_handles:
             handle.wait()
         self.send_handles.clear()
@@ -169,7 +172,7 @@ class Pipeline:
         return loss
 
     def backward(self, stage, i, grad):
-        """B: compute all gradients, `I` and then W. If the schedule does not split B, `I` computes both."""
+        """B: compute I, then W. If the schedule does not split backward, autograd computes both in I."""
         grad = self.input_gradient(stage, i, grad)
         self.weight_gradient(stage, i, None)
         return grad

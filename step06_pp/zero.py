@@ -41,7 +41,7 @@ class Zero1Unit:
         self.backwards_per_reduce = args.global_batch_size // (args.micro_batch_size * args.dp)
         self.grad_dtype = torch.promote_types(args.dtype, torch.float32)
         self.num_grads, self.gather_handle, self.outdated = 0, None, False
-        self.reshard_after_use = args.pp == 1             # stage 3; in a pipeline, only after the last use
+        self.reshard_after_use = args.pp == 1             # stage 3; a pipeline reshards after the last use
 
     def accumulate_grad(self, param):
         self.grad_views[param].add_(param.grad)
@@ -175,14 +175,14 @@ class Zero:
         unit.finish_reduce_scatter(shard)
 
     def finish_grad_reduction(self):
-        """Finish summing over all ranks: this rank's gradient shards, or with --zero 0 all gradients."""
+        """Finish summing gradients over the data-parallel ranks: shards, or with --zero 0 whole gradients."""
         for reducer in self.reducers:
             reducer.finish()
         while self.reduce_scatters:
             self.finish_oldest()
         for unit in self.units:
             if self.stage == 3:
-                unit.reshard()                         # with a pipeline, they were kept for all micro-batches
+                unit.reshard()                            # in a pipeline, the weights are still whole
             if unit.replicate_group.size() > 1:           # hybrid sharding: other ranks have the same shard
                 dist.all_reduce(unit.grad_shard, group=unit.replicate_group)
 
@@ -264,7 +264,7 @@ class Zero3Unit(Zero2Unit):
 def register_post_forward_hooks(units):
     """Tell each unit of stage 3 what to do after its forward, and which unit computes next in backward."""
     for i, unit in enumerate(units):
-        # Unit 0 is the embedding, whose backward reads no weights, or a pipeline's block, which keeps them.
+        # Unit 0 is the embedding, whose backward reads no weights, or in a pipeline a block that stays whole.
         unit.weights_in_backward = i > 0
         # Backward begins with the last two units: they would be gathered again as soon as they were freed.
         unit.reshard_after_forward = unit.reshard_after_use and i < len(units) - 2
@@ -293,7 +293,10 @@ def make_units(model, mesh: DeviceMesh, args):
 
 
 def add_to_unit(param, unit):
-    """Add a materialized parameter. Shard a unit as soon as it is complete: no rank ever holds all units."""
+    """Add a materialized parameter. Once its unit is complete, shard the unit.
+
+    So with stage 3, no rank ever holds the whole weights of all units.
+    """
     param.unit = unit                                     # make_units has set it on the meta parameter
     unit.params.append(param)
     if len(unit.params) == unit.num_params:

@@ -1,4 +1,4 @@
-"""Tokens: a flat array of integers, read in order. Step t's batch depends only on the array and on t."""
+"""Tokens: a flat array of integers, read in order. The array, the flags and t determine step t's batch."""
 import os
 
 import numpy as np
@@ -23,8 +23,8 @@ def load_tokens(args, vocab_size):
         fail(f"--dataset {args.dataset}: has {len(tokens)} tokens, but a sequence needs seq_len + 1 = "
              f"{args.seq_len + 1}; use --seq_len {len(tokens) - 1} or less")
     if args.dataset.endswith(".bin") and vocab_size > 2**16:
-        fail(f"--dataset {args.dataset}: a .bin file holds uint16, so no token above 65,535, and the "
-             f"vocabulary has {vocab_size}; use a .npy file")
+        fail(f"--dataset {args.dataset}: a .bin file holds uint16 tokens, at most 65,535, but the "
+             f"vocabulary of --model has {vocab_size}; use a .npy file")
     try:
         check_vocabulary(tokens[:args.global_batch_size * args.seq_len + 1], vocab_size)
     except OSError as error:
@@ -33,10 +33,10 @@ def load_tokens(args, vocab_size):
 
 
 def check_vocabulary(tokens, vocab_size):
-    """Raise OSError if a token is not in the vocabulary. clean_exit prints it on any rank that reads it."""
+    """Raise OSError if a token is not in the vocabulary: clean_exit prints the error of any single rank."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise OSError(f"--dataset: tokens range from {tokens.min()} to {tokens.max()}, but the vocabulary of "
-                      f"--model has {vocab_size}, numbered from 0")
+                      f"--model has {vocab_size}, numbered from 0; use this model's tokenizer")
 
 
 def open_token_file(path):

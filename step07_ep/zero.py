@@ -43,7 +43,7 @@ class Zero1Unit:
         self.backwards_per_reduce = args.global_batch_size // (args.micro_batch_size * args.dp)
         self.grad_dtype = torch.promote_types(args.dtype, torch.float32)
         self.num_grads, self.gather_handle, self.outdated = 0, None, False
-        self.reshard_after_use = args.pp == 1             # stage 3; in a pipeline, only after the last use
+        self.reshard_after_use = args.pp == 1             # stage 3; a pipeline reshards after the last use
 
     def accumulate_grad(self, param):
         self.grad_views[param].add_(param.grad)
@@ -179,14 +179,14 @@ class Zero:
         unit.finish_reduce_scatter(shard)
 
     def finish_grad_reduction(self):
-        """Finish summing over all ranks: this rank's gradient shards, or with --zero 0 all gradients."""
+        """Finish summing gradients over the data-parallel ranks: shards, or with --zero 0 whole gradients."""
         for reducer in self.reducers:
             reducer.finish()
         while self.reduce_scatters:
             self.finish_oldest()
         for unit in self.units:
             if self.stage == 3:
-                unit.reshard()                         # with a pipeline, they were kept for all micro-batches
+                unit.reshard()                            # in a pipeline, the weights are still whole
             if unit.replicate_group.size() > 1:           # hybrid sharding: other ranks have the same shard
                 dist.all_reduce(unit.grad_shard, group=unit.replicate_group)
 
@@ -226,8 +226,8 @@ class Zero2Unit(Zero1Unit):
 class Zero3Unit(Zero2Unit):
     """A unit whose weights are whole only while it computes. Between uses it keeps their shard.
 
-    (In a pipeline they stay whole from the first micro-batch's forward to the last one's backward. To gather
-    them anew for every micro-batch would send too much.)
+    (In a pipeline they stay whole from the first micro-batch's forward to the last one's backward. Gathering
+    them again for every micro-batch would send too much.)
     """
 
     def flatten_and_shard(self):
@@ -266,7 +266,7 @@ class Zero3Unit(Zero2Unit):
 
 
 def number_by_modules(units):
-    """Return [(i, unit)] in forward order. A layer's experts and the rest share i: they compute together."""
+    """Return [(i, unit)] in forward order. A layer's two units, experts and the rest, have the same i."""
     groups = itertools.groupby(units, key=lambda unit: unit.modules)
     return [(i, unit) for i, (_, group) in enumerate(groups) for unit in group]
 
@@ -275,7 +275,7 @@ def register_post_forward_hooks(numbered):
     """Tell each unit of stage 3 what to do after its forward, and which units compute next in backward."""
     last, _ = numbered[-1]
     for i, unit in numbered:
-        # Unit 0 is the embedding, whose backward reads no weights, or a pipeline's block, which keeps them.
+        # Unit 0 is the embedding, whose backward reads no weights, or in a pipeline a block that stays whole.
         unit.weights_in_backward = i > 0
         # Backward begins with the last two: they would be gathered again as soon as they were freed.
         unit.reshard_after_forward = unit.reshard_after_use and i < last - 1
@@ -291,14 +291,14 @@ def make_units(model, mesh: DeviceMesh, args):
     unit_class = {1: Zero1Unit, 2: Zero2Unit, 3: Zero3Unit}[args.zero]
     decoder, units, shard_meshes = model.model, [], {}
     for data, params in group_by_mesh(model.parameters(), mesh):
-        ep = args.ep if params[0].placement.expert_mesh else 1  # only one of ep neighbors holds these experts
+        ep = args.ep if params[0].placement.expert_mesh else 1  # one in every ep ranks holds these experts
         num_shards = args.zero_shard // math.gcd(args.zero_shard, ep)
         names = ("ep_copies", "ep_shard") if ep > 1 else ("replicate", "shard")
         shard_meshes[data] = data._unflatten(0, (data.size() // num_shards, num_shards), names)
     layers = ([layer] for layer in decoder.layers.values())
     for modules in ([decoder.embed_tokens], *layers, [decoder.norm, model.lm_head]):
         params = [param for module in modules if module for param in module.parameters()]
-        for data, shared in group_by_mesh(params, mesh):  # none if another pp rank holds them
+        for data, shared in group_by_mesh(params, mesh):  # empty if another pp rank holds them
             unit = unit_class(modules, len(shared), shard_meshes[data], args)
             units.append(unit)
             for param in shared:
@@ -307,7 +307,10 @@ def make_units(model, mesh: DeviceMesh, args):
 
 
 def add_to_unit(param, unit):
-    """Add a materialized parameter. Shard a unit as soon as it is complete: no rank ever holds all units."""
+    """Add a materialized parameter. Once its unit is complete, shard the unit.
+
+    So with stage 3, no rank ever holds the whole weights of all units.
+    """
     param.unit = unit                                     # make_units has set it on the meta parameter
     unit.params.append(param)
     if len(unit.params) == unit.num_params:

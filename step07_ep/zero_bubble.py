@@ -1,4 +1,4 @@
-"""Zero bubble, the second sitting of this step: split the backward of a stage into two parts, I and W.
+"""Zero bubble, part two of this step: split the backward of a stage into two parts, I and W.
 
     I   the gradient of the stage's input, which the previous stage is waiting for
     W   the gradients of the stage's weights, which nothing needs before the optimizer

@@ -1,9 +1,9 @@
 """Boxes: the rectangular pieces of tensors that make up a checkpoint, each with its offsets in the tensor.
 
-    state = {"model.layers.0.mlp.up_proj.weight[32, 0]": a box, as a view of memory; it begins at row 32}
+    state = {"model.layers.0.mlp.up_proj.weight[32, 0]": box}        # a view of memory that begins at row 32
 
-tp and ep leave each rank one box of a tensor. ZeRO then cuts that box between any two elements, so a rank's
-shard may be several boxes: the rest of a row, whole rows, the beginning of a row.
+tp and ep leave each rank one box of a tensor. ZeRO may then cut that box between any two elements, so a
+rank's shard may be several boxes: the rest of a row, whole rows, the beginning of a row.
 
 A checkpoint does not record how many ranks there were. When a rank loads, it looks at every saved box and
 copies what overlaps with its own. So neither saving nor loading gathers tensors, and any layout can load what

@@ -1,4 +1,4 @@
-"""Which ranks talk to which in five dimensions, on 16 real ranks: python step08_5d/by_hand.py"""
+"""Which ranks communicate with which, in five dimensions, on 16 real ranks: python step08_5d/by_hand.py"""
 import string
 import tempfile
 import torch
@@ -6,11 +6,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-PP, DP, CP, TP = 2, 2, 2, 2                               # outermost first: the ranks of tp are neighbours
-EP = 2                                                    # divides dp x cp: ep asks for no ranks of its own
+PP, DP, CP, TP = 2, 2, 2, 2                               # outermost first: the ranks of tp are neighbors
+EP = 2                                                    # divides dp x cp: ep adds no ranks of its own
 RANKS = PP * DP * CP * TP
 NODE = 8                                                  # ranks that share the fast links
-GROUPS = {                # where the ranks of such a group agree, and what they tell each other
+GROUPS = {                # {name: (dimensions in which the ranks of a group agree, what they send)}
     "tp":        (("pp", "dp", "cp"), "parts of the activations, several times a layer"),
     "cp":        (("pp", "dp", "tp"), "keys and values, in every attention"),
     "ep":        (("pp", "expert_dp", "tp"), "tokens, to their experts and back"),
@@ -23,18 +23,18 @@ GROUPS = {                # where the ranks of such a group agree, and what they
 # With a pencil: a rank's place in each dimension, by division with remainder.
 def place(rank):
     at = {"tp": rank % TP, "cp": rank // TP % CP, "dp": rank // (TP * CP) % DP, "pp": rank // (TP * CP * DP)}
-    at["dp_cp"] = at["dp"] * CP + at["cp"]                # ranks with the same weights and other tokens
+    at["dp_cp"] = at["dp"] * CP + at["cp"]                # ranks with the same weights and different tokens
     at["ep"] = at["dp_cp"] % EP                           # which experts it has
-    at["expert_dp"] = at["dp_cp"] // EP                   # which of the copies of these
+    at["expert_dp"] = at["dp_cp"] // EP                   # which of their copies it has
     return at
 
 
-def peers(rank, name):                                    # itself, and all that agree with it there
+def peers(rank, name):                                    # all ranks that agree with it in these dimensions
     same = GROUPS[name][0]
     return [r for r in range(RANKS) if all(place(r)[where] == place(rank)[where] for where in same)]
 
 
-# With torch: one mesh of four dimensions; of two of them others are folded.
+# With torch: a mesh of four dimensions. dp x cp becomes dp_cp, which is split into expert_dp x ep.
 def process_groups():
     mesh = init_device_mesh("cpu", (PP, DP, CP, TP), mesh_dim_names=("pp", "dp", "cp", "tp"))
     data = mesh["dp", "cp"]._flatten("dp_cp")
@@ -49,9 +49,9 @@ def main(rank, folder):
         print("ranks of a group have the same letter; | is the end of a node\n")
         print(f"{'rank':10}", row(range(RANKS)))
     for name in GROUPS:
-        ranks = hear(rank, groups[name])
+        ranks = all_gather(rank, groups[name])
         assert ranks == peers(rank, name), (rank, name, ranks, peers(rank, name))
-        first = hear(ranks[0])                            # of every rank, who is the first of its group
+        first = all_gather(ranks[0])                            # for every rank, the first rank of its group
         letters = dict(zip(sorted(set(first)), string.ascii_uppercase))
         if rank == 0:
             print(f"{name:10}", row(letters[number] for number in first), "", GROUPS[name][1])
@@ -59,7 +59,7 @@ def main(rank, folder):
     dist.destroy_process_group()
 
 
-def hear(number, group=None):                             # the numbers of all ranks of the group
+def all_gather(number, group=None):                             # the numbers of all ranks of the group
     numbers = [torch.tensor([0]) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, torch.tensor([number]), group)
     return [number.item() for number in numbers]
@@ -72,4 +72,4 @@ def row(entries):
 
 with tempfile.TemporaryDirectory() as folder:
     mp.start_processes(main, (folder,), nprocs=RANKS, start_method="fork")
-print("\neach rank has heard from those that the arithmetic says, in all groups")
+print("\nin every group, the ranks that communicate are those that the arithmetic predicts")

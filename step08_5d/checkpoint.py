@@ -120,4 +120,4 @@ def save_checkpoint(model, config, mesh, args):
             weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()
                           for hf_name, _ in to_hf_tensors(name, params[name], config)}
             json.dump({"metadata": split.metadata, "weight_map": weight_map}, file)
-    os.rename(unfinished, os.path.realpath(args.save))    # this name appears only when the model is complete
+    os.rename(unfinished, os.path.realpath(args.save))    # replaces the empty directory, all at once

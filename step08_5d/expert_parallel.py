@@ -2,8 +2,8 @@
 
 ep is folded into dp x cp, whose ranks compute on different tokens anyway; all other parameters stay as they
 are. A rank sorts its tokens by expert, tells every other rank how many to expect, sends them (an all-to-all
-with uneven splits), computes what it has received, and sends the results back, as in GShard
-(https://arxiv.org/abs/2006.16668).
+with uneven splits), runs its experts on the tokens that it has received, and sends the results back, as in
+GShard (https://arxiv.org/abs/2006.16668).
 
 Left to itself, a router soon sends most tokens to a few experts. --balance chooses what to do about it:
 
@@ -57,11 +57,11 @@ def shard_weight(linear, shard):
 
 
 def shard_over_tp(moe, mesh: DeviceMesh, args):
-    """Shard each expert like the MLP. All tp ranks see the whole sequence, so they select the same."""
+    """Shard each expert like the MLP. All tp ranks see the whole sequence and select the same experts."""
     group, comm = mesh.get_group("tp"), make_comm(mesh, args)
     for linear, dim in ((moe.experts.w1, 1), (moe.experts.w3, 1), (moe.experts.w2, 2)):
         shard_weight(linear, Shard(group, dim, args.tp, group.rank()))
-    moe.gate.weight.placement.grad_reduce_group = group   # each rank has partial sums of the experts' outputs
+    moe.gate.weight.placement.grad_reduce_group = group   # partial, because the experts' outputs are
     forward = moe.forward
     moe.forward = lambda x: leave_region(forward(enter_region(x, comm)), comm)
 
@@ -106,14 +106,14 @@ class TokenDispatcher:
 
 # ----------------------------------------------------------------------------------------- balancing the load
 class LoadBalancer:
-    """Selects the experts, counts the tokens of each over the global batch, and balances them."""
+    """Selects the experts, counts each one's tokens over the global batch, and balances the counts."""
 
     def __init__(self, model, config, mesh: DeviceMesh, args):
         self.args, self.config, self.layers = args, config, moe_layers(model)
         self.data_group, self.cp_group = data_mesh(mesh).get_group(), mesh.get_group("cp")
         if self.layers and args.save and args.balance == "bias":
-            print0("--balance bias: the checkpoint of --save has no place for the biases; without them, some "
-                   "tokens select other experts; use --balance aux or none")
+            print0("warning: --balance bias: a Hugging Face checkpoint (--save) cannot hold the biases, and "
+                   "without them some tokens select other experts; to avoid this, use --balance aux or none")
         size = len(self.layers), config.num_local_experts
         self.tokens_per_expert = torch.zeros(size, dtype=torch.int64, device=args.device)
         self.bias = torch.zeros(size, dtype=torch.float32, device=args.device)
@@ -132,8 +132,12 @@ class LoadBalancer:
         return selected_experts, logits
 
     def auxiliary_loss(self, scores, chosen):
-        """Return, mean over sequences, experts x sum over experts of (share of choices) x (mean score)."""
-        dist.all_reduce(chosen, group=self.cp_group)   # of the whole sequence; scores are this rank's part
+        """Return this rank's term of the auxiliary loss.
+
+        For one sequence it is AUX_WEIGHT times the number of experts times the sum, over the experts, of the
+        expert's share of the choices times its mean score. The loss is the mean over the global batch.
+        """
+        dist.all_reduce(chosen, group=self.cp_group)      # of the whole sequence; scores: of this rank's part
         top_k, seq_len, num_experts = self.config.num_experts_per_tok, self.args.seq_len, scores.shape[-1]
         share = chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len)
         total = num_experts * (share * scores).sum() / seq_len

@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One linear per expert, with all weights in one tensor. In a checkpoint each expert has its own."""
+    """One linear per expert, all weights in one tensor. A Hugging Face checkpoint has one per expert."""
 
     def __init__(self, num_experts, in_features, out_features):
         super().__init__()
@@ -61,7 +61,7 @@ class GroupedLinear(nn.Module):
 
 
 def supports_grouped_mm(weight):
-    """Return whether the grouped kernel accepts a weight: bfloat16, with rows of a multiple of 16 bytes."""
+    """Return whether the grouped kernel accepts a weight: bfloat16, in and out multiples of 16 bytes."""
     return weight.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weight.shape[1:])
 
 

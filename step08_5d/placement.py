@@ -11,7 +11,7 @@ class Placement:
     decays: bool                                          # whether --weight_decay applies: not to norms
     shards: list = field(default_factory=list)            # how it is sharded: one Shard (shards.py) per group
     grad_reduce_group: dist.ProcessGroup = None         # ranks whose gradients are partial and must be summed
-    expert_mesh: DeviceMesh = None                        # for an expert: the ranks that also hold it
+    expert_mesh: DeviceMesh = None                        # for an expert: the dp x cp ranks that hold a copy
 
 
 def init_placements(model):

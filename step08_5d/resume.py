@@ -8,8 +8,8 @@ With --checkpoint DIR, a checkpoint is a folder in DIR:
 
 Nothing random needs saving: the seed and a parameter's name determine its initial value, the number of a step
 determines its batch, and a run draws no other random numbers. The ranks write into step_00000200.tmp, and
-rank 0 renames it when all files are complete. Renaming is atomic, so a folder without
-.tmp is complete, whenever the run was killed.
+rank 0 renames it when all files are complete. Renaming is atomic, so a folder without .tmp is complete, no
+matter when the run was killed.
 """
 import contextlib
 import fcntl
@@ -94,7 +94,7 @@ class Checkpoints:
         if not all(box.isfinite().all() for box in state.values()):
             fail(f"--checkpoint {self.args.checkpoint}: {folder.name} is not saved, because weights or "
                  "optimizer states are not finite; available checkpoints: "
-                 f"{names(list_checkpoints(self.args))}", 3)
+                 f"{join_names(list_checkpoints(self.args))}", 3)
         path = folder / f"rank_{dist.get_rank():05d}.safetensors"
         with fail_on_io_error(folder, self.args):
             folder.mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ class Checkpoints:
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")                 # forces it to disk
             folder.rename(folder.with_suffix(""))
-            os.sync()                                     # also the rename, before older checkpoints go
+            os.sync()                                     # the rename too, before older checkpoints go
         for outdated in list_checkpoints(self.args)[:-self.args.keep]:
             # A kill may leave a half-deleted folder: rename it first, so that it does not look complete.
             # And a folder that cannot be deleted is no reason to end the run.
@@ -155,7 +155,8 @@ class Checkpoints:
             resume = resume and "newest"
         candidates = [path for path in checkpoints if resume in (path.name, "newest")]
         if resume not in (None, "newest") and not candidates:
-            fail(f"--resume {resume}: not found in {directory}; available checkpoints: {names(checkpoints)}")
+            fail(f"--resume {resume}: not found in {directory}; "
+                 f"available checkpoints: {join_names(checkpoints)}")
         if resume:
             print0(f"resuming from {candidates[-1]}" if candidates else
                    f"--resume: {directory} contains no checkpoint yet; starting from the beginning")
@@ -225,7 +226,7 @@ def list_checkpoints(args, suffix=""):
     return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + suffix))
 
 
-def names(folders):
+def join_names(folders):
     """Format the names of folders for a message."""
     return ", ".join(folder.name for folder in folders) or "none"
 
@@ -237,7 +238,7 @@ def fail_on_io_error(folder, args):
         yield
     except (OSError, SafetensorError) as error:
         fail(f"--checkpoint {args.checkpoint}: {folder.name} cannot be written ({error}); "
-             f"available checkpoints: {names(list_checkpoints(args))}")
+             f"available checkpoints: {join_names(list_checkpoints(args))}")
 
 
 def lock(directory):
@@ -251,7 +252,7 @@ def lock(directory):
     except BlockingIOError:
         fail(f"--checkpoint {directory}: another run is using it; choose another directory")
     except OSError as error:
-        print0(f"--checkpoint {directory}: this file system does not support locks ({error}); "
+        print0(f"warning: --checkpoint {directory}: this file system does not support locks ({error}); "
                "make sure that no other run uses the directory")
     return file
 

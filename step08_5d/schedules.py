@@ -1,5 +1,5 @@
-"""Pipeline schedules. A schedule is data: for every rank, the list of what it computes, in order. Rank 2 of 4
-in 1F1B, with four micro-batches: F0 F1 B0 F2 B1 F3 B2 B3.
+"""Pipeline schedules. A schedule is data: for every rank, the list of what it computes, in order. In 1F1B
+with four micro-batches, for example, rank 2 of 4 computes F0 F1 B0 F2 B1 F3 B2 B3.
 
     F   forward of one micro-batch through one stage      I   the gradient of the stage's input
     B   the whole backward, I and then W                  W   the gradients of the stage's weights
@@ -40,7 +40,7 @@ def afab(rank, num_ranks, m):
 
 
 def one_f_one_b(rank, num_ranks, m):
-    """Warm up with one forward per rank from here to the last; then a backward follows each forward."""
+    """List num_ranks - rank forwards (the warm-up), then a backward and a forward in turn (1F1B)."""
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("B", rank, i)] for i in range(m)]
     return warmup_steady_cooldown(forwards, backwards, num_warmup=num_ranks - rank)
@@ -52,17 +52,17 @@ def interleaved(rank, num_ranks, m, stages_per_rank):
     num_rounds = m // num_ranks
     rounds = [range(m * i // num_rounds, m * (i + 1) // num_rounds) for i in range(num_rounds)]
     rounds.sort(key=len, reverse=True)                    # the warm-up must be long enough for every round
-    forwards = [Action("F", stage, i) for batch in rounds for stage in stages for i in batch]
-    backwards = [[Action("B", stage, i)] for batch in rounds for stage in reversed(stages) for i in batch]
-    # On the last rank, a round passes through all stages but the last before its first micro-batch can turn
-    # back. Each earlier rank needs two more forwards for every rank from it to the last: one there, one back.
+    forwards = [Action("F", stage, i) for round_ in rounds for stage in stages for i in round_]
+    backwards = [[Action("B", stage, i)] for round_ in rounds for stage in reversed(stages) for i in round_]
+    # On the last rank, a round passes through all but one of the rank's stages before its first micro-batch
+    # can turn back. An earlier rank needs two more forwards for each rank after it: one there, one back.
     num_warmup = (stages_per_rank - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank) + 1
     return warmup_steady_cooldown(forwards, backwards, num_warmup)
 
 
 # -------------------------------------------------------------------------------- what follows from the lists
 def max_in_flight(actions):
-    """Return the most (stage, micro-batch) pairs that a rank holds at once, from F to the last backward."""
+    """Return the most (stage, micro-batch) pairs that a rank holds at once, from F to B or W."""
     in_flight = most = 0
     for action in actions:
         in_flight += {"F": 1, "W": -1, "B": -1, "I": 0}[action.kind]
@@ -111,8 +111,8 @@ class Event(NamedTuple):
 def simulate(schedule, F=1, I=1, W=1, message=0):
     """Return the events of a training step, in the order in which they start.
 
-    A stage's actions take F, I and W. An action starts when its rank is free and its message has arrived; a
-    message from one rank to another takes `message`.
+    F, I and W are how long these actions take, in any unit; B takes I + W. An action starts when its rank is
+    free and its message has arrived; a message from one rank to another takes `message`.
     """
     duration = {"F": F, "I": I, "W": W, "B": I + W}
     rank_of = rank_of_stage(schedule)
@@ -134,7 +134,7 @@ def simulate(schedule, F=1, I=1, W=1, message=0):
                 receiver = rank_of[sent.receiver]
                 arrived[sent] = free[rank] + (message if receiver != rank else 0)
                 to_try.append(receiver)
-    stuck = [f"rank {rank} waits with {actions[0]}" for rank, actions in enumerate(remaining) if actions]
+    stuck = [f"rank {rank} waits before {actions[0]}" for rank, actions in enumerate(remaining) if actions]
     if stuck:
         raise RuntimeError(f"the schedule deadlocks: {'; '.join(stuck)}")
     return sorted(events, key=lambda event: (event.start, event.rank))
@@ -155,8 +155,8 @@ def message_order(schedule):
     NCCL runs the sends and receives of a rank one by one, and a send ends only when the other rank has
     reached its receive. If all ranks post their messages in one common order, they cannot deadlock: the first
     message that has not ended can always be sent, because all that it depends on comes before it. This holds
-    however long the messages take. The simulation charges 0.75 for each: with 0, many would be sent at the
-    same time, and the tie-break could put first some that nobody is waiting for yet.
+    however long the messages take. The simulation lets each take 0.75: with 0, many would be sent at the same
+    time, and the tie-break could put a message first that no rank is waiting for yet.
     """
     rank_of = rank_of_stage(schedule)
     last = max(rank_of)
@@ -182,7 +182,7 @@ def add_send_recv(schedule, rank):
     program = []
 
     def post_through(message):
-        """Post a message, and first all that come before it."""
+        """Post all messages up to this one, and this one."""
         while message in not_posted:
             program.append(to_post.popleft())
             not_posted.remove(program[-1][1])
@@ -197,7 +197,7 @@ def add_send_recv(schedule, rank):
     return program
 
 
-# ------------------------------------------- a second sitting: schedules that split backward (zero_bubble.py)
+# --------------------------------------------- part two: schedules that split backward (zero_bubble.py)
 def zero_bubble(rank, num_ranks, m):
     """List ZB-H1: 1F1B in which W comes `rank` micro-batches after its I, where 1F1B would idle."""
     forwards = [Action("F", rank, i) for i in range(m)]
@@ -246,7 +246,7 @@ class Schedule(NamedTuple):
     """All that the trainer, the tools and the tests know about a schedule."""
     actions: Callable                                     # (rank, num_ranks, m) -> that rank's list
     stages_per_rank: int = 1
-    or_more: bool = False                                 # stages_per_rank may be larger: a fourth argument
+    or_more: bool = False                                 # more are allowed; actions takes their number
     v_shaped: bool = False                                # rank r holds stages r and last - r
     split_backward: bool = False                          # into I and W
     min_micro_batches: Callable = lambda num_ranks: 1

@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_ends_every_step_with_status_3(pool, tmp_path,
     log = tmp_path / "log"
     argv = f"{TINY} --lr 9e7 --warmup 0 --grad_clip 0 --log_file {log} --save {tmp_path / 'save'}"
     line = refused(pool, step, argv, status=3, world=1 if step == ONE else 2)
-    assert "nothing saved" in line and os.listdir(tmp_path / "save") == []
+    assert "stopping without saving" in line and os.listdir(tmp_path / "save") == []
     assert "NaN" not in log.read_text()
 
 
@@ -299,7 +299,7 @@ def test_killed_at_any_moment_of_a_save_no_part_of_a_model_has_its_name(pool, mo
 def test_a_directory_that_is_not_empty_is_refused(pool, tmp_path, step, world):
     (tmp_path / "precious").write_text("mine")
     line = refused(pool, step, f"{TINY} --save {tmp_path}", world=world)
-    assert line == f"error: --save {tmp_path}: is not empty; choose a new or an empty directory"
+    assert line == f"error: --save {tmp_path}: must be empty; choose a new or an empty directory"
     assert os.listdir(tmp_path) == ["precious"] and (tmp_path / "precious").read_text() == "mine"
 
 
@@ -502,6 +502,9 @@ def test_what_the_last_rank_alone_refuses_ends_all(pool, step, instead, message)
     assert line.startswith("error: rank 3: ") and message in line
 
 
+SAME = "start all ranks with the same flags and data"
+
+
 @pytest.mark.parametrize("step", STEPS[1:])
 def test_ranks_that_were_started_with_other_flags_or_read_other_data_do_not_train(pool, tmp_path, step):
     tokens = np.arange(2000) % 256
@@ -512,10 +515,10 @@ def test_ranks_that_were_started_with_other_flags_or_read_other_data_do_not_trai
     argv = f"{TINY} --dataset {tmp_path / 'tokens.npy'}".split()
     for name, value in dict(lr=1e-4, seed=7, steps=5).items():
         line = refused(pool, step, argv, on_one_rank_job, world=2, rank=1, instead=[*argv, f"--{name}", str(value)])
-        assert re.fullmatch(rf"error: {name} differs between ranks: \S+ on rank 0, {value} on rank 1", line), line
+        assert re.fullmatch(rf"error: {name} differs between ranks: \S+ on rank 0, {value} on rank 1; {SAME}", line), line
     for name, count in dict(other=2000, longer=2001).items():                      # the same file name, as on two machines
         line = refused(pool, step, argv, other_data_job, world=2, rank=1, other=str(tmp_path / f"{name}.npy"))
-        pattern = rf"error: data differs between ranks: 2000 tokens, \w+ on rank 0, {count} tokens, \w+ on rank 1"
+        pattern = rf"error: data differs between ranks: 2000 tokens, \w+ on rank 0, {count} tokens, \w+ on rank 1; {SAME}"
         assert re.fullmatch(pattern, line), line
 
 
@@ -545,7 +548,7 @@ def test_two_torchruns_with_other_flags_do_not_train(tmp_path, step):
     finally:
         for process in started:
             process.kill()
-    message = "error: lr differs between ranks: 0.006 on rank 0, 0.0001 on rank 1"
+    message = f"error: lr differs between ranks: 0.006 on rank 0, 0.0001 on rank 1; {SAME}"
     assert re.findall("^error: .*", said[0], re.M) == [message], said[0]
     assert not re.findall("^error: .*", said[1], re.M) and "train.py\", line" not in "".join(said), said
     assert [process.returncode for process in started] == [1, 1] and all("exitcode  : 2" in text for text in said), said

@@ -432,7 +432,7 @@ def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
 def test_the_checkpoint_one_started_from_is_not_overwritten(pool, tmp_path):
     first = pool.train(STEP, "--steps 0")
     pool.train(STEP, f"--steps 0 --save {tmp_path / 'one'}", weights=False)
-    with pytest.raises(Refused, match="one: is not empty"):
+    with pytest.raises(Refused, match="one: must be empty"):
         pool.train(STEP, f"--init_from {tmp_path / 'one'} --steps 0 --save {tmp_path / 'one'}", weights=False)
     pool.train(STEP, f"--init_from {tmp_path / 'one'} --steps 0 --save {tmp_path / 'two'}", weights=False)
     assert_same_tensors(pool.train(STEP, f"--init_from {tmp_path / 'two'} --steps 0").weights, first.weights, 0.0)
@@ -553,7 +553,7 @@ def test_bad_input_is_refused_in_one_line(pool, tmp_path):
         with pytest.raises(Refused) as refused:
             pool.call(main_job, STEP, argv=f"--steps 1 {flags}".split())
         lines = str(refused.value).strip().splitlines()
-        lines = lines[1:] if lines[0].startswith("a step: ") else lines            # with a log, the banner comes first
+        lines = lines[1:] if lines[0].startswith("each step: ") else lines            # with a log, the banner comes first
         assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], f"{flags}: {lines}"
 
 

@@ -198,7 +198,7 @@ def test_no_message_waits_behind_one_that_nobody_needs_yet(schedules):
 def test_a_list_that_waits_for_itself_is_seen(schedules):
     lists = schedules.make("1f1b", 2, 2)
     lists[0].reverse()
-    with pytest.raises(RuntimeError, match="rank 0 waits with B1"):
+    with pytest.raises(RuntimeError, match="rank 0 waits before B1"):
         schedules.simulate(lists)
 
 
@@ -447,12 +447,13 @@ def test_zero_3_gathers_once_a_step(pool, flags):
     (4, "--pp 4 --schedule interleaved",
      "--pp 4: with stages_per_rank 2 there are 8 stages, but only 5 layers (num_hidden_layers); use --pp 2 or less"),
     (2, "--pp 2 --schedule dualpipe --micro_batch_size 8",
-     "--schedule dualpipe: needs 4 micro-batches or more with pp 2, but global_batch_size 24 / dp 1 / "
+     "--schedule dualpipe: requires 4 micro-batches or more with pp 2, but global_batch_size 24 / dp 1 / "
      "micro_batch_size 8 = 3; use --global_batch_size 32"),
-    (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved: needs 2 micro-batches or more with pp 2"),
-    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b needs 1"),
-    (2, "--pp 2 --schedule dualpipe --stages_per_rank 3", "--stages_per_rank 3: --schedule dualpipe needs 2"),
-    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--stages_per_rank 1: --schedule interleaved needs 2 or more"),
+    (2, "--pp 2 --schedule interleaved --micro_batch_size 24", "--schedule interleaved: requires 2 micro-batches or more with"),
+    (1, "--stages_per_rank 2 --schedule interleaved", "--stages_per_rank 2: with --pp 1, use 1"),
+    (2, "--pp 2 --stages_per_rank 2", "--stages_per_rank 2: --schedule 1f1b requires 1"),
+    (2, "--pp 2 --schedule dualpipe --stages_per_rank 3", "--stages_per_rank 3: --schedule dualpipe requires 2"),
+    (2, "--pp 2 --schedule interleaved --stages_per_rank 1", "--stages_per_rank 1: --schedule interleaved requires 2 or more"),
     (2, "--pp 0", "argument --pp: must be at least 1 and below 100000000, but is 0"),
     (2, "--pp 2 --schedule chimera", "invalid choice: 'chimera'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):

@@ -54,8 +54,8 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
     args = SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode)
     rows = len(context_parallel.local_positions(mesh, args))
     q, k, v = (torch.randn(1, rows, n, head_dim, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-    group, ulysses, in_blocks = mesh.get_group(), context_parallel.ulysses, context_parallel.in_blocks
-    core = ulysses(model.sdpa, group) if mode == "ulysses" else in_blocks(mode, group)
+    group, ulysses, blockwise_attention = mesh.get_group(), context_parallel.ulysses, context_parallel.blockwise_attention
+    core = ulysses(model.sdpa, group) if mode == "ulysses" else blockwise_attention(mode, group)
     core = model.sdpa if mesh.size() == 1 else core
     grad = torch.randn(1, rows, heads, head_dim)
     with live_storages.LiveStorages() as live:

@@ -334,18 +334,18 @@ def test_a_part_of_the_vocabulary(pool):
 
 
 def cross_entropy_job(more):
-    from tensor_parallel import vocabulary_parallel_cross_entropy
+    from tensor_parallel import vocab_parallel_cross_entropy
     rank, group = start()
     more *= torch.tensor([[1], [-1]]) * (1 + dist.get_rank() // 2)                 # other logits in the other group
     probabilities = torch.tensor([[1.0, 2, 3, 2], [4, 1, 1, 2]], dtype=torch.float64) / 8
     with watched() as calls:
-        loss, gradient = vocabulary_parallel_cross_entropy(group)(
+        loss, gradient = vocab_parallel_cross_entropy(group)(
             (probabilities.log() + more)[:, 2 * rank:2 * rank + 2].contiguous(), torch.tensor([2, 0]))
-    low, _ = vocabulary_parallel_cross_entropy(group)(torch.zeros(2, 2, dtype=torch.bfloat16), torch.tensor([2, 0]))
+    low, _ = vocab_parallel_cross_entropy(group)(torch.zeros(2, 2, dtype=torch.bfloat16), torch.tensor([2, 0]))
     return loss.item(), (8 * gradient).tolist(), sum(size for _, size in calls), str(low.dtype)
 
 
-@rung({"tensor_parallel.py": ["vocabulary_parallel_cross_entropy.cross_entropy"]}, hints="""
+@rung({"tensor_parallel.py": ["vocab_parallel_cross_entropy.cross_entropy"]}, hints="""
     The loss of a token is log(sum of exp(logit)) - (the target's logit), and its gradient is softmax(logits) minus 1 at the target.
     Each rank has the logits of some words. So three numbers of each token need all ranks: the largest logit, which is subtracted
     first so that exp does not overflow; the sum; and the logit of the target, which one rank has.

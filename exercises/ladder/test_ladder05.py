@@ -152,7 +152,7 @@ def attention_job(mode, backward):
     positions = positions_of(group.rank(), mode, TOKENS, RANKS).tolist()
     kernel, update_out_and_lse = "flash_backward" if backward else "flash", context_parallel.update_out_and_lse
     compute, kernels = getattr(context_parallel, kernel), []
-    inner_attention = context_parallel.in_blocks(mode, group)
+    inner_attention = context_parallel.blockwise_attention(mode, group)
     with unforgiving() as handles, sent_in(group) as sent_wide:
         def watched(*args, **kwargs):
             call = SimpleNamespace(**inspect.signature(compute).bind(*args, **kwargs).arguments)

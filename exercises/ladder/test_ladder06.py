@@ -626,7 +626,7 @@ def test_the_puzzle():
     assert puzzle06.judge(puzzle06.ONE_F_ONE_B)[1:] == (6, [3, 2, 1])
     zero_bubble = puzzle06.ours().make("zerobubble", 3, 4)
     assert puzzle06.judge("\n".join(" ".join(map(str, actions)) for actions in zero_bubble))[1:] == (2, [3, 3, 3])
-    with pytest.raises(RuntimeError, match="rank 0 waits with B1"):
+    with pytest.raises(RuntimeError, match="rank 0 waits before B1"):
         puzzle06.judge("F0 B1 F1 F2 F3 B0 B2 B3\n" + "F0 F1 F2 F3 B0 B1 B2 B3\n" * 2)
     with pytest.raises(ValueError, match="rank 1 does F0 F1 F2 F3 I0 I1 I2 I3 W0 W1 W2, and should"):
         puzzle06.judge("F0 F1 F2 F3 B0 B1 B2 B3\nF0 F1 F2 F3 B0 B1 B2 I3")

@@ -245,6 +245,7 @@ def attention_job(modes, seq_len, dtypes):
         for mode in modes:
             rows = context_parallel.local_positions(mesh, SimpleNamespace(seq_len=seq_len, cp=mesh.size(), cp_mode=mode))
             group = mesh.get_group()
-            core = context_parallel.ulysses(whole, group) if mode == "ulysses" else context_parallel.in_blocks(mode, group)
+            ulysses, blockwise = context_parallel.ulysses, context_parallel.blockwise_attention
+            core = ulysses(whole, group) if mode == "ulysses" else blockwise(mode, group)
             errors[mode, dtype] = error(run(core, getattr(torch, dtype), rows), rows)
     return errors
