@@ -122,7 +122,7 @@ def check_on_cuda_job(argv):
 def test_a_width_that_the_flash_kernels_do_not_take_is_refused(pool, tmp_path, mode, refused):
     flags = f"{cases.make(tmp_path)} --seq_len 16 --cp 2 --cp_mode {mode} --global_batch_size 2 --micro_batch_size 1"
     if refused:
-        message = "require --dtype bfloat16 and a head_dim that is a multiple of 8, not 10"
+        message = "require --dtype bfloat16 (here bfloat16) and a head_dim divisible by 8 (here 10)"
         assert_refused(pool, STEP, 1, flags, message, job=check_on_cuda_job)
     else:
         pool.call(check_on_cuda_job, STEP, argv=flags.split())
