@@ -10,7 +10,7 @@ PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
 .PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan
-.PHONY: carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
+.PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
 .DEFAULT_GOAL := help
 
 define HELP
@@ -30,6 +30,7 @@ Learn
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions and test them, or copy one to exercise/
   make kernels                         run and count the Triton kernels
+  make types                           find a forgotten all-reduce without a run, with Meta's spmd_types (docs/words.md)
 
 Ask
   make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
@@ -109,6 +110,10 @@ kernels: $(VENV)
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0
 	$(PYTEST) exercises/kernels
 	$(PYTHON) exercises/kernels/count.py
+
+types: $(VENV)
+	@$(PYTHON) -m pip install -q spmd-types==0.3.1
+	$(PYTHON) dev/readme.py --run docs/words.md "no, needs spmd_types"
 
 mistakes: $(VENV)
 	$(PYTHON) dev/break_it.py
