@@ -123,7 +123,7 @@ def prose(text):
 
 def links(text):
     targets = re.findall(r"\]\(([^)\s]+)[^)]*\)|<img[^>]*\bsrc=\"([^\"]+)\"", prose(text))
-    return [link for link in map("".join, targets) if not re.match(r"\w+:", link)]
+    return [link for link in map("".join, targets) if not re.match(r"\w+:|\.\./\.\./actions/", link)]     # GitHub's own pages
 
 
 def broken_links(text, folder):

@@ -220,7 +220,7 @@ def toctree(*names, caption=""):
 
 def texts():
     for name in TEXTS:
-        text = (ROOT / name).read_text()
+        text = re.sub("<!-- badges -->.*<!-- end of badges -->", "", (ROOT / name).read_text(), flags=re.DOTALL)   # only on GitHub
         step = Path(name).parts[0]
         of_step = name == f"{step}/README.md" and step in STEPS
         links = with_links(with_cards(text, step) if of_step else text, name)
