@@ -57,7 +57,7 @@ def gradients(x, norm, up, down, f=nothing, g=nothing):     # by default: what o
     return [leaf.grad for leaf in leaves]
 
 
-def print_in_order(line):                                   # rank 0 prints what all ranks say
+def print_in_order(line):                                   # rank 0 prints the lines of all ranks
     lines = [None] * RANKS
     dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
