@@ -45,7 +45,7 @@ def parse_args(argv=None):
     add("--grad_clip", type=at_least(0, float), default=1.0, help="maximum gradient norm; 0: no clipping")
     add("--seed", type=int, default=42, help="determines the initial weights")
     add("--dtype", choices=["float32", "bfloat16", "float64"],
-        help="of weights and activations (default: bfloat16 on CUDA, float32 on the CPU)")
+        help="of weights and activations (default: bfloat16 on a GPU that has it, else float32)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if torch finds it")
     add("--attention", choices=["sdpa", "flash"], default="sdpa",
         help="attention kernel; flash requires the flash-attn package")
@@ -62,9 +62,15 @@ def parse_args(argv=None):
             fail(f"--{name}: must not be empty")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
+    default_dtype = "bfloat16" if args.device == "cuda" and gpu_has_bfloat16() else "float32"
+    args.dtype = getattr(torch, args.dtype or default_dtype)
     args.first_step = 0                                   # step08_5d, which can resume, changes it
     return args
+
+
+def gpu_has_bfloat16():
+    """Return whether the GPU has bfloat16. (is_bf16_supported() is true on older ones, which emulate it.)"""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def at_least(smallest, kind=int):
@@ -208,6 +214,9 @@ def check(args, config):
 def check_device(args):
     if args.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: torch finds no CUDA device; use --device cpu")
+    if args.device == "cuda" and args.dtype == torch.bfloat16 and not gpu_has_bfloat16():
+        fail("--dtype bfloat16: requires a GPU of compute capability 8.0 or more, such as an A100; "
+             "use --dtype float32")
     if args.attention == "flash" and (args.device == "cpu" or args.dtype != torch.bfloat16):
         fail("--attention flash: requires --device cuda and --dtype bfloat16; use --attention sdpa")
     if args.attention == "flash" and importlib.util.find_spec("flash_attn") is None:

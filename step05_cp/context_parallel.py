@@ -56,6 +56,8 @@ def context_parallel(model, mesh: DeviceMesh, args):
 # ---------------------------------------------------------------------------------- one block: a flash kernel
 def flash(q, k, v, causal):                                              # [batch, heads, seq, head_dim]
     """Compute attention. Return the output, and the lse of each query's scores, [batch, heads, seq]."""
+    if not has_flash_kernel(q):
+        return attention_by_formula(q, k, v, causal)
     # F.scaled_dot_product_attention does not return the lse, so this function calls the kernel beneath it
     kernel = aten._scaled_dot_product_flash_attention
     if not q.is_cuda:
@@ -65,12 +67,43 @@ def flash(q, k, v, causal):                                              # [batc
 
 def flash_backward(grad_out, q, k, v, out, lse, causal):
     """Return the gradients of q, k and v."""
+    if not has_flash_kernel(q):
+        return attention_by_formula_backward(grad_out, q, k, v, out, lse, causal)
     if not q.is_cuda:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_out, q, k, v, out, lse, 0.0, causal)
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)     # dropout's random state
     return aten._scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused)
+
+
+def has_flash_kernel(q):
+    return not q.is_cuda or q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0
+
+
+# The same by its formula, for GPUs and types without a flash kernel. All scores of a block are in memory.
+def scores_of(q, k, causal):
+    """Return the scores, [batch, kv heads, query heads per kv head, queries, keys]."""
+    scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT / math.sqrt(q.shape[-1])
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, -torch.inf) if causal else scores
+
+
+def attention_by_formula(q, k, v, causal):
+    scores = scores_of(q, k, causal)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ v.unsqueeze(2)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def attention_by_formula_backward(grad_out, q, k, v, out, lse, causal):
+    probs = (scores_of(q, k, causal) - lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp()
+    grad_out, q, out = (t.unflatten(1, (k.shape[1], -1)) for t in (grad_out, q, out))
+    grad_scores = probs * (grad_out @ v.unsqueeze(2).mT - (grad_out * out).sum(-1, keepdim=True))
+    grad_scores /= math.sqrt(q.shape[-1])
+    grad_q = (grad_scores @ k.unsqueeze(2)).flatten(1, 2)
+    grad_k, grad_v = grad_scores.mT @ q, probs.mT @ grad_out
+    return grad_q, grad_k.sum(2), grad_v.sum(2)           # query heads that share a kv head add up
 
 
 # ------------------------------------------------------------------------------------ ring, zigzag, allgather

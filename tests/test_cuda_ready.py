@@ -109,24 +109,38 @@ def test_the_flash_kernels_of_cuda_take_what_they_are_given(pool):
                          (kv, "torch.bfloat16", "cuda"), (kv, "torch.bfloat16", "cuda")]
 
 
-def check_on_cuda_job(argv):
-    """Check the flags as rank 0 of two ranks that see a GPU."""
+def parsed_on_cuda_job(argv, capability):
+    """Parse and check the flags on a GPU of this compute capability. Return the type that the trainer chooses."""
     import config
     from messages import clean_exit
-    with patch.dict(os.environ, WORLD_SIZE="2"), patch("torch.cuda.is_available", lambda: True), clean_exit():
+    with patch("torch.cuda.is_available", lambda: True), \
+            patch("torch.cuda.get_device_capability", lambda: capability), clean_exit():
         args = config.parse_args(argv)
         config.check(args, config.load_config(args))
+    return str(args.dtype)
 
 
-@pytest.mark.parametrize("mode, refused", [("zigzag", True), ("allgather", True), ("ulysses", False)])
-def test_a_width_that_the_flash_kernels_do_not_take_is_refused(pool, tmp_path, mode, refused):
-    flags = f"{cases.make(tmp_path)} --seq_len 16 --cp 2 --cp_mode {mode} --global_batch_size 2 --micro_batch_size 1"
-    if refused:
-        message = "require --dtype bfloat16 (here bfloat16) and a head_dim divisible by 8 (here 10)"
-        assert_refused(pool, STEP, 1, flags, message, job=check_on_cuda_job)
-    else:
-        pool.call(check_on_cuda_job, STEP, argv=flags.split())
-        assert pool.call(kernels_job, STEP, ranks=2, argv=flags.split())[0][0]
+@pytest.mark.parametrize("step", ["step01_single_gpu", STEP])
+def test_bfloat16_is_for_gpus_that_have_it(pool, step):
+    """A T4 (7.5) says of itself that it supports bfloat16."""
+    chosen = [pool.call(parsed_on_cuda_job, step, argv=[], capability=capability)[0] for capability in ((7, 5), (8, 0), (10, 0))]
+    assert chosen == ["torch.float32", "torch.bfloat16", "torch.bfloat16"]
+    assert pool.call(parsed_on_cuda_job, step, argv=["--dtype", "float32"], capability=(9, 0)) == ["torch.float32"]
+    assert_refused(pool, step, 1, "--dtype bfloat16", "--dtype bfloat16: requires a GPU of compute capability 8.0 or more",
+                   job=parsed_on_cuda_job, capability=(7, 5))
+
+
+@pytest.mark.parametrize("cuda, dtype, head_dim, has", [
+    (False, "float64", 10, True), (True, "bfloat16", 64, True), (True, "bfloat16", 10, False), (True, "float32", 64, False)])
+def test_which_tensors_have_a_flash_kernel(pool, cuda, dtype, head_dim, has):
+    assert pool.call(flash_kernel_job, STEP, cuda=cuda, dtype=dtype, head_dim=head_dim) == [has]
+
+
+def flash_kernel_job(cuda, dtype, head_dim):
+    import context_parallel
+    import torch
+    q = SimpleNamespace(is_cuda=cuda, dtype=getattr(torch, dtype), shape=(1, 1, 1, head_dim))
+    return context_parallel.has_flash_kernel(q)
 
 
 def environment_job():

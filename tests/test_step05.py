@@ -3,7 +3,7 @@ import cases
 import layouts
 import pytest
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP
-from harness import Refused, assert_same_run
+from harness import Refused, assert_same_run, train_job
 from jobs import assert_refused, attention_job, check_job, compiled_job, kept_by_a_layer
 from layouts import Layout
 from observe import check
@@ -71,6 +71,23 @@ def test_blocks_are_attention(pool):
         assert max(worst[mode, "float32"]) < 1e-5, (mode, worst[mode, "float32"])
         for ours, kernel in zip(worst[mode, "bfloat16"], worst["flash", "bfloat16"]):
             assert ours < 1.5 * kernel, (mode, worst[mode, "bfloat16"], worst["flash", "bfloat16"])
+
+
+def by_formula_job(argv, optimizer):
+    """Train as on a GPU without a flash kernel."""
+    from unittest.mock import patch
+
+    import context_parallel
+    with patch.object(context_parallel, "has_flash_kernel", lambda q: False), \
+            patch.object(context_parallel, "aten", None):                          # so that no kernel is called
+        train_job(argv, optimizer)
+
+
+@pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather"])
+def test_blocks_without_a_flash_kernel(pool, flags, mode):
+    base = f"{flags} {EXACT}"
+    by_formula = pool.train(STEP, f"{base} --cp 2 --cp_mode {mode}", world=2, job=by_formula_job)
+    assert_same_run(by_formula, pool.train(BASELINE, base), 1e-9)
 
 
 def computed_job(argv):
@@ -159,7 +176,8 @@ def flash_job(argv, world_size):
     from unittest.mock import patch
 
     import torch
-    with patch.object(torch.cuda, "is_available", lambda: True), patch.object(importlib.util, "find_spec", lambda name: name):
+    with (patch.object(torch.cuda, "is_available", lambda: True), patch.object(importlib.util, "find_spec", lambda name: name),
+          patch.object(torch.cuda, "get_device_capability", lambda: (8, 0))):
         check_job(argv, world_size)
 
 

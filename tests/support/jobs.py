@@ -25,7 +25,7 @@ def check_job(argv, world_size):
         config.check(args, config.load_config(args))
 
 
-def assert_refused(pool, step, world, flags, message, job=check_job):
+def assert_refused(pool, step, world, flags, message, job=check_job, **more):
     """Check that the step refuses these flags: with this message, on one line, and exit status 2."""
     import pytest
     from harness import Refused
@@ -33,7 +33,7 @@ def assert_refused(pool, step, world, flags, message, job=check_job):
         if job is check_job:
             pool.call(check_job, step, argv=flags.split(), world_size=world)
         else:
-            pool.call(job, step, world=world, argv=flags.split())
+            pool.call(job, step, world=world, argv=flags.split(), **more)
     assert message in str(refused.value) and str(refused.value).count("\n") == 1, refused.value
 
 

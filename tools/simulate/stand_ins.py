@@ -31,7 +31,8 @@ def one_rank(ranks, rank):
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
     def parse(argv):
-        with patch("torch.cuda.is_available", lambda: True):                       # as if there were a GPU
+        # as if there were a GPU; every one of gpus.py has bfloat16
+        with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.get_device_capability", lambda: (8, 0)):
             args = parse_args(argv)
         for name in LEFT_OUT:
             getattr(args, name, None) and fail(f"a dry run reads, writes and compiles nothing: leave out --{name}")
