@@ -18,6 +18,9 @@ Collectives work on units: the embedding, each transformer block, the final norm
 parameters lie side by side in a flat tensor, padded so that it divides into equal shards. With two ranks:
 
     flat_param   A0 A1 A2 B0 | B1 B2 B3 pad       parameters A and B; rank 0's shard | rank 1's shard
+
+FSDP1 does the same. FSDP2 shards each parameter along dimension 0, and copies them into a flat buffer to
+communicate.
 """
 from dataclasses import replace
 
@@ -77,8 +80,9 @@ class Zero1Unit:
     def unshard_and_prefetch(self, next_units):
         """Wait for the weights of this unit, and start gathering those of the unit that computes next.
 
-        Prefetching one unit ahead is enough for overlap. NCCL runs collectives in the order in which they
-        start. If forward began with the gathers of all units, the collectives of tp would wait for them.
+        Prefetching one unit ahead is enough for overlap. NCCL runs kernels in the order in which the program
+        launched them, in all groups (mesh.py). If forward launched the gathers of all units first, the first
+        collective of tp could start only after the last of them.
         """
         self.unshard()
         self.wait_for_all_gather()
@@ -181,10 +185,14 @@ class Zero:
             self.finish_oldest()
         for unit in self.units:
             if unit.replicate_group.size() > 1:           # hybrid sharding: other ranks have the same shard
+                # (FSDP2 starts this in backward, after the unit's reduce-scatter.)
                 dist.all_reduce(unit.grad_shard, group=unit.replicate_group)
 
     def wait_for_all_gather(self):
-        """Finish gathering after the last step: no process may exit while others still gather from it."""
+        """Wait until the weights are whole again after the last update: --save reads them.
+
+        Besides, no process may exit while others still gather from it.
+        """
         for unit in self.units:
             if self.stage in (1, 2):
                 unit.unshard()
@@ -236,7 +244,7 @@ class Zero3Unit(Zero2Unit):
             self.start_all_gather()
 
     def post_forward(self, module, inputs, output):
-        """Set a hook on the output: its gradient precedes the unit's backward, which needs the weights."""
+        """Set a hook on the output: its gradient comes just before backward needs the weights."""
         if self.weights_in_backward:
             output.register_hook(self.pre_backward)
         if self.reshard_after_forward:

@@ -37,7 +37,8 @@ from shards import Shard
 
 # --------------------------------------------------------------------- entering and leaving a region: f and g
 # Each of these four starts to communicate and returns a function that waits for the result. So a caller can
-# compute in between; `all_gather(x, group)()` waits at once.
+# compute in between; `all_gather(x, group)()` waits at once. Collectives split dimension 0, so a sequence in
+# dimension 1 costs a copy. (Megatron's activations are [seq, batch, hidden] and need none.)
 
 def identity(x, group: ProcessGroup):
     return lambda: x
@@ -122,7 +123,7 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(full.in_features, full.out_features // num_shards, bias=False)
         self.comm = comm
 
-    def forward(self, x):                       # (fuse_column_parallel does this for several linears at once)
+    def forward(self, x):     # not called in a block: fuse_column_parallel gathers once for several linears
         return F.linear(enter_region(x, self.comm), self.weight)
 
 
@@ -196,6 +197,7 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
     group, rank, comm = mesh.get_group("tp"), mesh.get_local_rank("tp"), make_comm(mesh, args)
     kv_shards, kv_group = min(args.tp, config.num_key_value_heads), None
     if kv_shards < args.tp:                               # fewer kv heads than ranks: neighbors share one
+        # groups of consecutive ranks, since tp is the innermost dimension of the mesh
         kv_group, _ = dist.new_subgroups(args.tp // kv_shards, group_desc="kv_heads")
     for path, module in list(model.named_modules()):
         name = path.split(".")[-1]
@@ -226,6 +228,7 @@ def all_reduce_partial_grads(params):
     """Sum over tp the gradients that are partial on each rank, once per training step.
 
     They belong to the norms, which see only some tokens or heads, and to kv heads that several ranks share.
+    (Megatron sends them in one flat buffer.)
     """
     for param in params:
         if param.placement.grad_reduce_group:

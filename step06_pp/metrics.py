@@ -15,7 +15,7 @@ from model import Llama
 
 # dense bfloat16, by a part of the name that torch.cuda.get_device_name() returns
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
-              "GH200": 989.5e12, "B200": 2250e12}
+              "B200": 2250e12}
 
 
 def parameter_count(config):
@@ -26,7 +26,10 @@ def parameter_count(config):
 
 
 def flops_per_token(c, seq_len):
-    """Count 6 FLOPs per parameter (2 forward, 4 backward), plus attention's two [seq, seq] products."""
+    """Count 6 FLOPs per parameter (2 forward, 4 backward), plus attention's two [seq, seq] products.
+
+    The embedding counts as well, though it multiplies nothing; torchtitan leaves it out.
+    """
     return 6 * parameter_count(c) + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
 
 
@@ -44,14 +47,14 @@ def peak_memory_gib(device):
 
 
 def print_memory_outside_allocator():
-    """Print what CUDA and NCCL take of rank 0's GPU. By the end of a step all groups have communicated."""
+    """Print what else is on rank 0's GPU: CUDA, NCCL, other processes. Call it after all groups are used."""
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
-    print0(f"CUDA and NCCL take {outside / 2**30:.2f} GiB of rank 0's GPU, outside PyTorch's allocator")
+    print0(f"{outside / 2**30:.2f} GiB of rank 0's GPU are in use outside PyTorch's allocator")
 
 
 def print_header(model, config, args):
-    """Print the layout of the ranks, the size of a step, and rank 0's share of the model."""
+    """Print the layout of the ranks, the size of a step, and rank 0's part of the model (before ZeRO)."""
     degrees = {name: vars(args)[name] for name in ("pp", "dp", "cp", "tp") if name in vars(args)}
     num_micro_batches = args.global_batch_size // (args.micro_batch_size * degrees.get("dp", 1))
     parameters, layers = sum(param.numel() for param in model.parameters()), len(model.model.layers)
@@ -59,7 +62,7 @@ def print_header(model, config, args):
         print0(" x ".join(f"{name} {degree}" for name, degree in degrees.items()))
     print0(f"each step: {num_micro_batches} micro-batches x {args.micro_batch_size} sequences x "
            f"{args.seq_len} tokens{' per dp rank' if degrees else ''}; "
-           f"rank 0 holds {parameters:,} parameters, {layers} of {config.num_hidden_layers} layers")
+           f"the model on rank 0: {parameters:,} parameters, {layers} of {config.num_hidden_layers} layers")
 
 
 def open_log(name):

@@ -1,4 +1,4 @@
-"""--recompute: keep fewer activations in forward, and compute the rest again in backward. Also --compile."""
+"""--recompute (activation checkpointing): keep fewer activations, compute the rest again. Also --compile."""
 import functools
 
 import torch
@@ -8,10 +8,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
     """Tell --recompute selective which results to save: those of matrix products and of attention.
 
+    torchtitan's "selective" is similar. Megatron's is the opposite: it recomputes only attention.
+
     Norms, rotary embeddings and SwiGLU are cheap to repeat. So is a product with a short inner dimension:
     to store its result would take much memory and avoid little work.
     """
-    product = op.name().removesuffix(".default").endswith("mm") and args[0].shape[-1] >= hidden
+    product = op.name().endswith("mm") and args[0].shape[-1] >= hidden
     expensive = product or "attention" in op.name() or "flash_attn" in op.name()
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -32,7 +34,8 @@ def recompute(layer, mode):
 def recompute_and_compile(model, args, has_graph_breaks):
     for layer in model.model.layers.values():
         if has_graph_breaks:                         # compile what lies between two breaks
-            attention = layer.self_attn               # left uncompiled, so that --recompute selective sees it
+            attention = layer.self_attn
+            # not compiled, so that --recompute selective sees the attention operation
             attention.inner_attention = torch.compiler.disable(attention.inner_attention)
             layer.forward = torch.compile(layer.forward) if args.compile else layer.forward
         recompute(layer, args.recompute)

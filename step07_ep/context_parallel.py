@@ -55,7 +55,10 @@ def context_parallel(model, mesh: DeviceMesh, args):
 
 # ---------------------------------------------------------------------------------- one block: a flash kernel
 def flash(q, k, v, causal):                                              # [batch, heads, seq, head_dim]
-    """Compute attention. Return the output, and the lse of each query's scores, [batch, heads, seq]."""
+    """Compute attention. Return the output, and the lse of each query's scores, [batch, heads, seq].
+
+    The kernels are PyTorch's. (--attention flash is another, that of the package flash-attn.)
+    """
     if not has_flash_kernel(q):
         return attention_by_formula(q, k, v, causal)
     # F.scaled_dot_product_attention does not return the lse, so this function calls the kernel beneath it
@@ -233,7 +236,7 @@ class RingAttention(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------------------------------- allgather
-def gather(k, v, group: ProcessGroup):
+def all_gather_kv(k, v, group: ProcessGroup):
     """Return the keys and values of each rank, in rank order. All ranks of the group must call this."""
     kv = torch.stack((k, v))                                             # [2, batch, heads, seq/cp, head_dim]
     all_kv = kv.new_empty(group.size() * 2, *k.shape)
@@ -247,7 +250,7 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mode, group: ProcessGroup):                # [batch, heads, seq/cp, head_dim]
         out, lse = init_out_and_lse(q)
-        for source, kv in enumerate(gather(k, v, group)):
+        for source, kv in enumerate(all_gather_kv(k, v, group)):
             add_block(out, lse, q, kv, visible(group.rank(), source, mode, q.shape[2]))
         out = out.type_as(q)
         ctx.save_for_backward(q, k, v, out, lse)          # own k and v suffice: backward gathers again
@@ -259,7 +262,8 @@ class AllGatherAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         cp, grad_q = ctx.group.size(), torch.zeros_like(q, dtype=lse.dtype)
         all_grad_kv = torch.zeros(2 * cp, *k.shape, dtype=lse.dtype, device=k.device)
-        for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group), all_grad_kv.chunk(cp))):
+        gathered = zip(all_gather_kv(k, v, ctx.group), all_grad_kv.chunk(cp))
+        for source, (kv, grad_kv) in enumerate(gathered):
             block = visible(ctx.group.rank(), source, ctx.mode, q.shape[2])
             add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block), block)
         local_grad_kv = torch.empty_like(all_grad_kv[:2])

@@ -26,7 +26,7 @@ from moe import MoE
 from shards import Shard
 from tensor_parallel import enter_region, leave_region, make_comm
 
-BIAS_STEP, AUX_WEIGHT = 0.005, 0.01
+BIAS_STEP, AUX_WEIGHT = 0.005, 0.01                       # the paper's bias step is 0.001, for longer runs
 
 
 def expert_parallel(model, config, mesh: DeviceMesh, args):
@@ -50,7 +50,7 @@ def moe_layers(model):
 
 def shard_weight(linear, shard):
     full = linear.weight
-    linear.weight = nn.Parameter(full.chunk(shard.num_shards, shard.dim)[0])
+    linear.weight = nn.Parameter(full.chunk(shard.num_shards, shard.dim)[0])     # on meta: only a shape
     linear.weight.placement = full.placement
     linear.weight.placement.shards.append(shard)
     linear.weight.placement.num_replicas //= shard.num_shards
@@ -61,7 +61,7 @@ def shard_over_tp(moe, mesh: DeviceMesh, args):
     group, comm = mesh.get_group("tp"), make_comm(mesh, args)
     for linear, dim in ((moe.experts.w1, 1), (moe.experts.w3, 1), (moe.experts.w2, 2)):
         shard_weight(linear, Shard(group, dim, args.tp, group.rank()))
-    moe.gate.weight.placement.grad_reduce_group = group   # partial, because the experts' outputs are
+    moe.gate.weight.placement.grad_reduce_group = group   # partial: the experts' outputs are, too
     forward = moe.forward
     moe.forward = lambda x: leave_region(forward(enter_region(x, comm)), comm)
 
@@ -144,24 +144,27 @@ class LoadBalancer:
         return AUX_WEIGHT * total / self.args.global_batch_size / self.args.tp     # each tp rank adds a part
 
     def update(self):
-        """Adapt the biases after a step. Return the largest expert load divided by the mean, for the log."""
+        """Adapt the biases after a step. Return {"balance": an expert's largest load / the mean} for the log.
+
+        The ratio is averaged over the layers.
+        """
         if not self.layers:
             return {}
         dist.all_reduce(self.tokens_per_expert, group=self.data_group)
         mean = self.tokens_per_expert.double().mean(1, keepdim=True)
         if self.args.balance == "bias":
             self.bias += BIAS_STEP * (mean - self.tokens_per_expert).sign()
-        largest = (self.tokens_per_expert.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers
+        imbalance = (self.tokens_per_expert.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers
         self.tokens_per_expert.zero_()
-        dist.all_reduce(largest)                          # sums over pp; the other dimensions hold the same
-        return {"balance": largest / (dist.get_world_size() / self.args.pp)}
+        dist.all_reduce(imbalance)                        # sums over pp; the other dimensions hold the same
+        return {"balance": imbalance / (dist.get_world_size() / self.args.pp)}
 
 
 class AddAuxiliaryLoss(torch.autograd.Function):
     """Returns the logits as they are. Backward gives the auxiliary loss a gradient of 1.
 
     So it trains the router as if it had been added to the loss, but the logged loss stays the cross-entropy.
-    (DeepSeek-V2 does the same.)
+    (Megatron's MoEAuxLossAutoScaler does the same.)
     """
 
     @staticmethod

@@ -27,10 +27,10 @@ def stage_boundaries(config, num_stages):
 
     The stages have about equal size; the embedding and the head count as layers, in proportion to their size.
     """
-    layers, hidden = config.num_hidden_layers, config.hidden_size
+    layers = config.num_hidden_layers
     width = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
     width += 3 * config.intermediate_size * (config.num_experts_per_tok or 1)
-    ends = config.vocab_size * hidden / (width * hidden)               # the size of the head, in layers
+    ends = config.vocab_size / width                      # the size of the head, in layers
     # rounded, but with at least one layer each
     even = [math.floor((layers + 2 * ends) * i / num_stages - ends + 0.5) for i in range(num_stages + 1)]
     return [max(i, min(layers - num_stages + i, first)) for i, first in enumerate(even)]
@@ -78,7 +78,8 @@ def connect(group: ProcessGroup, wraps, device):
     """Send a number from each rank to the next: two ranks' first message creates their communicator.
 
     Without this, NCCL would create the communicators in the first training step, where each pair has to wait
-    for the pair before it. All ranks must call this.
+    for the pair before it. (Each pair has its own, since init_process_group gets no device_id.) All ranks
+    must call this.
     """
     number = torch.zeros(1, device=device)
     for sender in range(group.size() if wraps else group.size() - 1):
@@ -105,7 +106,7 @@ class Pipeline:
         seq = args.seq_len // args.cp // (args.tp if args.sp == "on" else 1)
         self.shape = (args.micro_batch_size, seq, config.hidden_size)              # of each message
         self.queue = []                                # deferred W: functions to call (zero_bubble.py)
-        if any(action.kind == "W" for actions in schedule for action in actions):
+        if schedules.SCHEDULES[args.schedule].split_backward:
             split_backward(model.model.layers.values(), self.queue)
         wraps = args.stages_per_rank > 1 and not schedules.SCHEDULES[args.schedule].v_shaped
         connect(self.group, wraps, args.device)

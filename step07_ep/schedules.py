@@ -2,7 +2,7 @@
 with four micro-batches, for example, rank 2 of 4 computes F0 F1 B0 F2 B1 F3 B2 B3.
 
     F   forward of one micro-batch through one stage      I   the gradient of the stage's input
-    B   the whole backward, I and then W                  W   the gradients of the stage's weights
+    B   the whole backward, I and then W                  W   the gradients of its linears' weights
 
 Everything else follows from these lists: how many activations a rank keeps (`max_in_flight`), how long a step
 takes (`simulate`, `bubble`), which rank sends what to which, and when (`add_send_recv`).
@@ -40,7 +40,10 @@ def afab(rank, num_ranks, m):
 
 
 def one_f_one_b(rank, num_ranks, m):
-    """List num_ranks - rank forwards (the warm-up), then a backward and a forward in turn (1F1B)."""
+    """List num_ranks - rank forwards (the warm-up), then a backward and a forward in turn (1F1B).
+
+    (Megatron counts one warm-up forward fewer: its steady phase begins with a forward.)
+    """
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("B", rank, i)] for i in range(m)]
     return warmup_steady_cooldown(forwards, backwards, num_warmup=num_ranks - rank)
@@ -152,7 +155,7 @@ def bubble(events):
 def message_order(schedule):
     """Return all messages between ranks, in the order in which a simulation sends them.
 
-    NCCL runs the sends and receives of a rank one by one, and a send ends only when the other rank has
+    NCCL runs the messages between two ranks one by one, and a send ends only when the other rank has
     reached its receive. If all ranks post their messages in one common order, they cannot deadlock: the first
     message that has not ended can always be sent, because all that it depends on comes before it. This holds
     however long the messages take. The simulation lets each take 0.75: with 0, many would be sent at the same

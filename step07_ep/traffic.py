@@ -27,7 +27,8 @@ def zero_traffic(model, args):
     grad_norm = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
     num_micro_batches, traffic = args.global_batch_size // (args.micro_batch_size * args.dp), [grad_norm]
     for unit in model.zero_units:
-        gathers, reduces = 1, num_micro_batches if args.zero >= 2 else 1
+        gathers = 1
+        reduces = num_micro_batches if args.zero >= 2 else 1
         if args.zero == 3 and args.pp == 1:               # in forward, and some units again in backward
             gathers = num_micro_batches * (1 + (unit.weights_in_backward and unit.reshard_after_forward))
         traffic.append((unit.shard_group, "all_gather", gathers * unit.flat_param.nbytes))
@@ -46,7 +47,8 @@ def tensor_parallel_traffic(model, mesh, args):
     activation_bytes = tokens * decoder.config.hidden_size * args.dtype.itemsize   # [batch, seq, hidden]
     layers, recomputes = len(decoder.layers), args.recompute != "none"
     # A layer has two regions; embedding and head are half a region each. Forward reduces on leaving a region,
-    # backward where forward entered it. Recomputation reduces once: it stops before the layer's end.
+    # backward where forward entered it. Recomputing repeats one of forward's two reductions in a layer: it
+    # stops before the last operation.
     ends = (decoder.embed_tokens is not None) + (model.lm_head is not None)
     reductions = (4 + recomputes) * layers + ends
     traffic = []

@@ -49,8 +49,8 @@ def build_model(config, mesh, args):
         for layer in model.model.layers.values():
             layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    has_graph_breaks = args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
-    has_graph_breaks = has_graph_breaks or config.num_local_experts > 0   # the data sets the sizes
+    has_graph_breaks = (args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
+                        or config.num_local_experts > 0)  # routing is not compiled
     recompute_and_compile(model, args, has_graph_breaks)
     return model
 

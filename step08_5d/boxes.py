@@ -53,12 +53,14 @@ def assign_writers(state):
 
     If several ranks hold a box, the one that has the fewest bytes to write so far writes it.
     """
-    per_rank = all_gather_object({key: box.nbytes for key, box in state.items()})
-    writer, load = {}, Counter()                          # {key: rank}, {rank: bytes to write}
-    for key, nbytes in {key: nbytes for held in per_rank for key, nbytes in held.items()}.items():
-        holders = [rank for rank, held in enumerate(per_rank) if key in held]
-        writer[key] = min(holders, key=load.__getitem__)
-        load[writer[key]] += nbytes
+    holders, size, writer, load = {}, {}, {}, Counter()   # the last two: {key: rank}, {rank: bytes to write}
+    for rank, sizes in enumerate(all_gather_object({key: box.nbytes for key, box in state.items()})):
+        size |= sizes
+        for key in sizes:
+            holders.setdefault(key, []).append(rank)
+    for key, ranks in holders.items():
+        writer[key] = min(ranks, key=load.__getitem__)
+        load[writer[key]] += size[key]
     return [key for key in state if writer[key] == dist.get_rank()]
 
 

@@ -23,9 +23,10 @@ def materialize(model, config, args):
     """Replace the meta-device parameters with real ones, one at a time."""
     saved = open_checkpoint(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
-        get_weight, source = (read_weight, saved) if saved else (initial_weight, config)
-        weights = [get_weight(*tensor, source, args) for tensor in to_hf_tensors(name, meta, config)]
+        weights = [read_weight(*tensor, saved, args) if saved else initial_weight(*tensor, config, args)
+                   for tensor in to_hf_tensors(name, meta, config)]
         weight = torch.stack(weights) if ".experts." in name else weights[0]
+        # copy: memory of its own, not a part of a larger tensor or of a mapped file
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, param)

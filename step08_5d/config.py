@@ -143,13 +143,14 @@ class Family(NamedTuple):
 FIELDS = {name: name for name in (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "initializer_range")}
-EXPERTS = {name: name for name in ("num_local_experts", "num_experts_per_tok")}
+EXPERT_FIELDS = {name: name for name in ("num_local_experts", "num_experts_per_tok")}
 FAMILIES = {
     "llama": Family("LlamaConfig", FIELDS),
     "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
-    "mixtral": Family("MixtralConfig", FIELDS | EXPERTS, dict(router_jitter_noise=0.0),
+    "mixtral": Family("MixtralConfig", FIELDS | EXPERT_FIELDS, dict(router_jitter_noise=0.0),
                       renamed={".mlp.": ".block_sparse_moe."}),
-    "qwen3_moe": Family("Qwen3MoeConfig", FIELDS | EXPERTS | {"intermediate_size": "moe_intermediate_size"},
+    "qwen3_moe": Family("Qwen3MoeConfig",
+                        FIELDS | EXPERT_FIELDS | {"intermediate_size": "moe_intermediate_size"},
                         dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True,
                         renamed={".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
 }

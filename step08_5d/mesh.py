@@ -74,8 +74,8 @@ def all_gather_object(value):
 def check_same_on_all_ranks(args, config, tokens):
     """Fail if ranks were started with different flags or read different data, or if one has no GPU."""
     settings = all_gather_object({**vars(args), **vars(config), "data": dataset_digest(tokens)})
-    for rank, of_rank in enumerate(settings):
-        for name, value in of_rank.items():
+    for rank, rank_settings in enumerate(settings):
+        for name, value in rank_settings.items():
             if value != settings[0][name]:
                 fail(f"{name} differs between ranks: {settings[0][name]} on rank 0, {value} on rank {rank}; "
                      "start all ranks with the same flags and data")
@@ -91,7 +91,9 @@ def dataset_digest(tokens):
 
 def build_mesh(args) -> DeviceMesh:
     """Arrange the ranks in a mesh with named dimensions."""
-    if args.device == "cuda":                             # across groups, NCCL runs what was launched first
+    if args.device == "cuda":
+        # Launch kernels in the order of the program, across groups. Otherwise two ranks could start those of
+        # two groups in opposite orders, and wait for each other for ever.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     sizes = (args.pp, args.dp, args.cp, args.tp)

@@ -107,7 +107,7 @@ class Checkpoints:
         if dist.get_rank() > 0:
             return
         with fail_on_io_error(folder, self.args):
-            index = dict(steps=int(folder.stem[5:]), digests=digests, run=self.run)
+            index = dict(steps=steps_of(folder), digests=digests, run=self.run)
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")                 # forces it to disk
             folder.rename(folder.with_suffix(""))
@@ -135,7 +135,7 @@ class Checkpoints:
         for path in list_checkpoints(self.args) if dist.get_rank() == 0 else ():
             if path > folder:                             # --resume would take it for this run's newest
                 path.rename(f"{path}.aside_{time.time_ns()}")
-        return int(folder.name[5:])
+        return steps_of(folder)
 
     @fail_together()
     def choose(self):
@@ -143,7 +143,8 @@ class Checkpoints:
         if dist.get_rank() > 0:
             return None
         directory, resume = self.args.checkpoint, self.args.resume
-        self.lock_file = lock(directory)                  # keep it open: closing it would release the lock
+        self.lock_file = open(Path(directory, ".lock"), "a")       # kept open: closing it would unlock it
+        lock(self.lock_file, f"--checkpoint {directory}")
         for unfinished in list_checkpoints(self.args, ".tmp"):     # a killed run left them
             shutil.rmtree(unfinished, ignore_errors=True)
         checkpoints = list_checkpoints(self.args)
@@ -182,7 +183,7 @@ class Checkpoints:
         if incomplete:
             fail(f"--resume {folder.name}: corrupt (elements of {incomplete} are missing); "
                  f"{suggest_intact(folder, self.args)}")
-        steps = int(folder.name[5:])
+        steps = steps_of(folder)
         for param, master in zip(self.optimizer.params, self.optimizer.masters):
             self.optimizer.adamw.state[master]["step"].fill_(steps)
             param.data.copy_(master)                      # rounds; in float32 they are the same memory
@@ -226,6 +227,10 @@ def list_checkpoints(args, suffix=""):
     return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + suffix))
 
 
+def steps_of(folder):
+    return int(folder.stem.removeprefix("step_"))
+
+
 def join_names(folders):
     """Format the names of folders for a message."""
     return ", ".join(folder.name for folder in folders) or "none"
@@ -241,20 +246,18 @@ def fail_on_io_error(folder, args):
              f"available checkpoints: {join_names(list_checkpoints(args))}")
 
 
-def lock(directory):
-    """Lock the directory, or fail if another run has locked it. Return the open file that holds the lock.
+def lock(file, flag):
+    """Lock an open file, or fail if another run has locked it. `flag` names it in the message.
 
-    The system releases the lock when the process ends, even if it is killed.
+    The lock lasts until the file is closed or the process ends, even if it is killed.
     """
-    file = open(Path(directory, ".lock"), "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"--checkpoint {directory}: another run is using it; choose another directory")
+        fail(f"{flag}: another run is using it; choose another name")
     except OSError as error:
-        print0(f"warning: --checkpoint {directory}: this file system does not support locks ({error}); "
-               "make sure that no other run uses the directory")
-    return file
+        print0(f"warning: {flag}: this file system does not support locks ({error}); "
+               "make sure that no other run uses the same name")
 
 
 def digest(path):
@@ -270,7 +273,7 @@ def index_of(folder):
     with contextlib.suppress(Exception):                  # a corrupt file may raise anything
         index = json.loads(path.read_text()) if path.is_file() else {}             # a pipe would block
         types = [type(index[name]) for name in ("steps", "digests", "run")]
-        if types == [int, dict, dict] and index["steps"] == int(folder.name[5:]):
+        if types == [int, dict, dict] and index["steps"] == steps_of(folder):
             return index
 
 

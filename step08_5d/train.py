@@ -50,8 +50,8 @@ def build_model(config, mesh, args):
         for layer in model.model.layers.values():
             layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
     context_parallel(model, mesh, args)
-    has_graph_breaks = args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
-    has_graph_breaks = has_graph_breaks or config.num_local_experts > 0   # the data sets the sizes
+    has_graph_breaks = (args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
+                        or config.num_local_experts > 0)  # routing is not compiled
     recompute_and_compile(model, args, has_graph_breaks)
     return model
 
@@ -82,7 +82,7 @@ def main(argv=None):
             optimizer.step(lr)
             load = balance.update()
         metrics.log(step, loss, grad_norm, lr, **load)
-        if checkpoints.save_if_due(step):
+        if checkpoints.save_if_due(step):                 # a signal told the run to stop
             return
     zero.start_all_gather()
     zero.wait_for_all_gather()

@@ -188,8 +188,8 @@ def logged_on_cuda_job():
 def test_memory_outside_the_allocator_is_printed_once(pool):
     """Check it after the first step, of a resumed run too: only then have all groups communicated."""
     pool.call(logged_on_cuda_job, STEP)
-    assert [line[:8] for line in pool.output.splitlines()] == ["step 4/5", "CUDA and", "step 5/5"]
-    assert "CUDA and NCCL take 2.00 GiB of rank 0's GPU" in pool.output
+    assert [line[:8] for line in pool.output.splitlines()] == ["step 4/5", "2.00 GiB", "step 5/5"]
+    assert "2.00 GiB of rank 0's GPU are in use outside" in pool.output
 
 
 def started_order_job(argv):

@@ -357,7 +357,7 @@ def test_two_runs_do_not_share_a_log(pool, tmp_path):
     argv = f"{TINY} --steps 1 --log_file {tmp_path / 'log'}"
     with open(tmp_path / "log", "ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert "another run is writing it (" in refused(pool, LAST, argv, world=2)
+        assert "log: another run is using it; choose another name" in refused(pool, LAST, argv, world=2)
         assert (tmp_path / "log").read_text() == text
     pool.call(main_job, LAST, argv=argv.split())
     assert len((tmp_path / "log").read_text().splitlines()) == 1

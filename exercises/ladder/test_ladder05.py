@@ -411,7 +411,7 @@ def gather_job():
         return None
     k = 10.0 * group.rank() + torch.arange(2.0).view(1, 1, 2, 1)
     with sent_in(group) as sent:
-        every = context_parallel.gather(k, k + 100, group)
+        every = context_parallel.all_gather_kv(k, k + 100, group)
     return [kv.flatten(1).tolist() for kv in every], dict(sent)
 
 

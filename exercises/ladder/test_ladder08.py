@@ -488,13 +488,18 @@ def choose_job(folder):
     import fcntl
 
     import torch.distributed as dist
-    from resume import Checkpoints, lock
+    import resume
     dist.init_process_group("gloo")
     rank, found, printed = dist.get_rank(), {}, []
 
-    def choose(where, resume, restarts="0"):
-        checkpoints = object.__new__(Checkpoints)
-        checkpoints.args = SimpleNamespace(checkpoint=where, resume=resume)
+    def lock(directory):                                  # as another run would
+        file = open(Path(directory, ".lock"), "a")
+        resume.lock(file, f"--checkpoint {directory}")
+        return file
+
+    def choose(where, name, restarts="0"):
+        checkpoints = object.__new__(resume.Checkpoints)
+        checkpoints.args = SimpleNamespace(checkpoint=where, resume=name)
         with patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=restarts), patch("resume.print0", printed.append):
             answer = outcome(checkpoints.choose)
         dist.barrier()
@@ -548,22 +553,22 @@ CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("new
     it. Opening with "a" creates the file if it does not exist, and loses nothing in it. choose: which checkpoints exist, and which
     one does self.args.resume ask for? A restart turns a name into "newest". Choose the newest of those with this name, or of all.
 
-    lock: file = open(Path(directory, ".lock"), "a"); try: flock; except BlockingIOError: fail("..."); except OSError:
-    print0("..."); return file. choose: if dist.get_rank() > 0: return None; self.lock_file = lock(self.args.checkpoint); for
+    lock: try: flock; except BlockingIOError: fail("..."); except OSError: print0("..."). choose: if dist.get_rank() > 0: return
+    None; self.lock_file = open(Path(self.args.checkpoint, ".lock"), "a"); lock(self.lock_file, f"--checkpoint ..."); for
     unfinished in list_checkpoints(self.args, ".tmp"): shutil.rmtree(unfinished, ignore_errors=True); checkpoints, resume =
     list_checkpoints(self.args), self.args.resume; if checkpoints and not resume: fail("..."); if the restart count is not "0" and
     resume: resume = "newest"; candidates = [path for path in checkpoints if resume in (path.name, "newest")]; if resume not in
     (None, "newest") and not candidates: fail("..."); if resume and not candidates: print0("..."); return (candidates[-1],
     index_of(candidates[-1])) if candidates else None.""")
 def test_where_to_resume(pool, tmp_path):
-    """Write `lock(directory)`. It locks the file .lock in the directory with fcntl.flock, without waiting, leaves its text as it
-    is, and returns the open file. It calls fail(message) if another run has the lock; if locks are not supported (any other
-    OSError) it says so, with `print0`, and returns the file all the same. Write `Checkpoints.choose()`, which all ranks call; its
-    decorator makes all of them exit if fail is called on rank 0. It returns None on all ranks but rank 0, which does this: keep the
-    lock of the directory self.args.checkpoint in self.lock_file; delete what killed runs have left (the checkpoints with the suffix
-    ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest if self.args.resume is "newest",
-    or else the one of this name; fail if it is missing. If there are no checkpoints, "newest" returns None and says so. If
-    self.args.resume is None, return None, too, but fail if there are checkpoints, which a new run would mix with its own. If
+    """Write `lock(file, flag)`. It locks an open file with fcntl.flock, without waiting. It calls fail(message) if another run has
+    the lock; if locks are not supported (any other OSError) it only says so, with `print0`. `flag` is the flag and its value, for
+    both messages. Write `Checkpoints.choose()`, which all ranks call; its decorator makes all of them exit if fail is called on
+    rank 0. It returns None on all ranks but rank 0, which does this: open the file .lock in the directory self.args.checkpoint
+    without changing its text, lock it, and keep it in self.lock_file; delete what killed runs have left (the checkpoints with the
+    suffix ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest if self.args.resume is
+    "newest", or else the one of this name; fail if it is missing. If there are no checkpoints, "newest" returns None and says so.
+    If self.args.resume is None, return None, too, but fail if there are checkpoints, which a new run would mix with its own. If
     torchrun has restarted the run (TORCHELASTIC_RESTART_COUNT is in the environment and not "0"), a name means the newest, too."""
     run, empty, steps = tmp_path / "run", tmp_path / "empty", (2, 4, 10)
     for name in [*(f"step_{step:08d}" for step in steps), "step_00000006.tmp", "step_00000012.tmp", "notes", "notes.tmp"]:
@@ -593,7 +598,7 @@ def test_where_to_resume(pool, tmp_path):
             assert came is None, f"{case}: on rank 1 choose must return None and do nothing, but it returned {came}"
     assert failed(found["second"]), f"a second lock in the same directory should call fail, but returned {found['second']}"
     assert not found["third"], "once the first file is closed, or its process has ended, another run can lock the directory"
-    assert found["no locks"], "if flock raises OSError, lock should say so, and return the file"
+    assert found["no locks"], "if flock raises OSError, lock should say so, and return"
     assert found["text"] == "my notes", f".lock had the text 'my notes' and should keep it; it has {found['text']!r}"
     expected = ["notes", "notes.tmp", *(f"step_{step:08d}" for step in steps)]
     assert sorted({*left} - {".lock"}) == expected, \
