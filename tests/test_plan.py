@@ -662,13 +662,13 @@ def test_what_is_printed_as_fitting_fits_in_a_dry_run(pool, tmp_path):
 def test_what_is_printed():
     found = run("--model", "llama-8b", "--gpus", 16, "--global_batch_tokens", "1e6")
     assert found.returncode == 0, found.stderr
-    for part in ("layouts that were timed", "GPUs are the fewest that hold it", "all layouts have the same batch: 256 sequences",
+    for part in ("layouts that were timed", "this model needs at least ", "all layouts have the same batch: 256 sequences",
                  "The second, ", "fastest by estimate: ", "safest: ", "one notch", "MFU ", "(causal half, embedding not counted)",
                  "sbatch --nodes 2 ", "python tools/simulate 8 16 --rank "):
         assert part in found.stdout, part
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full")
     assert said.returncode == 0 and "physics only" not in said.stdout
-    assert "no run was measured with ep, experts" in said.stdout and "ep 8" in said.stdout
+    assert "nobody has measured a run with ep, experts" in said.stdout and "ep 8" in said.stdout
 
 
 def test_every_notch_is_one_notch():
@@ -783,16 +783,18 @@ def test_your_own_constants(tmp_path):
 
 
 REFUSED = {
-    "--gpus 0": "must be positive", "--gpus 12": "not a multiple of gpus_per_node(8)", "--gpu h300": "invalid choice",
-    "--network carrier-pigeon": "infiniband", "--model nowhere-7b": "presets are", "--global_batch_tokens nan": "is no number",
-    "--seq_len 4x": "is no number", "--seq_len 1.5": "whole number", "--gpus 1e9": "whole number up to",
-    "--global_batch_tokens 1e30": "at most", "--port 70000": "0 to 65535", "--config dp=3": "= 3 != gpus(8)",
-    "--config dp=2,tp=4,mbs=0": "at least 1", "--config tp=3": "!= gpus(8)", "--config speed=9": "take =value",
-    "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "16 micro-batches or more",
+    "--gpus 0": "must be a whole number from 1", "--gpus 12": "must be a multiple of --gpus_per_node 8",
+    "--gpu h300": "invalid choice",
+    "--network carrier-pigeon": "infiniband", "--model nowhere-7b": "presets are", "--global_batch_tokens nan": "is not a number",
+    "--seq_len 4x": "is not a number", "--seq_len 1.5": "whole number", "--gpus 1e9": "whole number from 1 to",
+    "--global_batch_tokens 1e30": "must be from 1 to", "--port 70000": "0 to 65535", "--config dp=3": "= 3 != gpus(8)",
+    "--config dp=2,tp=4,mbs=0": "at least 1", "--config tp=3": "!= gpus(8)",
+    "--config speed=9": "is not NAME=VALUE with a known name",
+    "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "needs 16 micro-batches or more",
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
-    "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not what --fit writes",
-    "--verify 1 --power 300": "GPUs as --gpu names them", "--verify 1 --trainer megatron": "this trainer alone",
-    "--mtbf 1 --checkpoint_s 0": "from 0.001", "--fp8 --gpu a100": "--gpu a100: it has no products in 8 bits"}
+    "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not a file that --fit wrote",
+    "--verify 1 --power 300": "only the GPUs that --gpu names", "--verify 1 --trainer megatron": "only this trainer",
+    "--mtbf 1 --checkpoint_s 0": "from 0.001", "--fp8 --gpu a100": "--gpu a100: cannot multiply in 8 bits; leave out --fp8"}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -807,13 +809,14 @@ BAD_CONFIGS = [
     ([], "must be a mapping"), ({**LLAMA, "model_type": "gpt2"}, "model_type 'gpt2'"), ({**LLAMA, "model_type": None}, "None"),
     ({**LLAMA, "vocab_size": "abc"}, "expected int, got str (value: 'abc')"), ({**LLAMA, "hidden_size": 0}, "hidden_size 0"),
     ({**LLAMA, "hidden_size": 2048.0}, "'hidden_size' expected int"), ({**LLAMA, "num_hidden_layers": -1}, "num_hidden_layers -1"),
-    ({**LLAMA, "num_hidden_layers": True}, "got bool"), ({**LLAMA, "num_key_value_heads": 5}, "not a multiple of num_key"),
+    ({**LLAMA, "num_hidden_layers": True}, "got bool"), ({**LLAMA, "num_key_value_heads": 5}, "must be a multiple of num_key"),
     ({**LLAMA, "num_attention_heads": 12}, "hidden size (2048) is not a multiple"), ({**LLAMA, "head_dim": "x"}, "head_dim"),
     ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"), ({**LLAMA, "hidden_act": ["silu"] * 99}, "expected str, got list"),
     ({**LLAMA, "tie_word_embeddings": "yes"}, "tie_word_embeddings"), ({**LLAMA, "mlp_bias": True}, "mlp_bias True"),
-    ({**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}, "more than"),
+    ({**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}, "must be from 1 to num_local_experts 2"),
     ({**LLAMA, "vocab_size": 10**30}, "vocab_size"), ({**LLAMA, "num_key_value_heads": [8]}, "with value [8]"),
-    ({**LLAMA, "rope_scaling": "abc"}, "transformers reads"), ({**LLAMA, "rms_norm_eps": "x"}, "'rms_norm_eps' expected float"),
+    ({**LLAMA, "rope_scaling": "abc"}, "transformers could not read"), ({**LLAMA, "rms_norm_eps": "x"},
+    "'rms_norm_eps' expected float"),
     ({**LLAMA, "vocab_size": 10**8}, "below 100,000,000"),
     ({**LLAMA, "model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window")]
 
@@ -852,9 +855,10 @@ def test_shapes_that_are_nearly_a_llamas():
 
 
 @pytest.mark.parametrize("text, message", [
-    ("", "not what --fit writes"), ("[]", "not what --fit writes"), ('{"time": 3, "slack": 1}', "not what --fit writes"),
-    ('{"time": {}, "slack": null}', "not what --fit writes"), ('{"time": {"launch": "x"}, "slack": 1}', "launch"),
-    ('{"time": {"launch": -1}, "slack": 1}', "launch"), ('{"time": {"speed": 1}, "slack": 1}', "no constant speed"),
+    ("", "not a file that --fit wrote"), ("[]", "not a file that --fit wrote"), ('{"time": 3, "slack": 1}',
+    "not a file that --fit wrote"),
+    ('{"time": {}, "slack": null}', "not a file that --fit wrote"), ('{"time": {"launch": "x"}, "slack": 1}', "launch"),
+    ('{"time": {"launch": -1}, "slack": 1}', "launch"), ('{"time": {"speed": 1}, "slack": 1}', "unknown constant speed"),
     ('{"time": {"product": 0}, "slack": 1}', "product"),
     ('{"time": {"hop": NaN}, "slack": 1}', "hop"), ('{"time": {}, "slack": 0}', "slack")])
 def test_constants_that_are_wrong(tmp_path, text, message):
@@ -868,8 +872,8 @@ RUN = dict(model="llama-1b", gpus=8, dp=8, tp=1, cp=1, pp=1, ep=1, zero=1, sched
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(tok_s_gpu=""), "line 2"), (dict(mem_gib="nan"), "positive"), (dict(dp="x"), "number is wanted"),
-    (dict(zero=7), "zero 0 to 3"), (dict(schedule="gpipe"), "gpipe"), (dict(model="nowhere-7b"), "nowhere-7b"),
+    (dict(tok_s_gpu=""), "line 2"), (dict(mem_gib="nan"), "positive"), (dict(dp="x"), "must be a number"),
+    (dict(zero=7), "zero from 0 to 3"), (dict(schedule="gpipe"), "gpipe"), (dict(model="nowhere-7b"), "nowhere-7b"),
     (dict(tp=3), "--tp 3: must divide num_attention_heads 32"), (dict(status="failed"), "no row has status ok")])
 def test_results_that_are_wrong(tmp_path, change, message):
     path = tmp_path / "in.csv"
@@ -887,9 +891,9 @@ def test_files_that_are_no_tables(tmp_path, text):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(model="gpt"), "'gpt' is not known"), (dict(gpus="9"), "!= gpus(9)"), (dict(dp="x"), "whole number"),
-    (dict(gpu="TPU"), "is not known"), (dict(precision="float16"), "'float16' is not known"),
-    (dict(precision="float8", gpu="A100"), "gpu A100 has no products in 8 bits")])
+    (dict(model="gpt"), "'gpt' is unknown"), (dict(gpus="9"), "!= gpus(9)"), (dict(dp="x"), "whole number"),
+    (dict(gpu="TPU"), "is unknown"), (dict(precision="float16"), "'float16' is unknown"),
+    (dict(precision="float8", gpu="A100"), "gpu A100 cannot multiply in 8 bits")])
 def test_published_runs_that_are_refused(tmp_path, change, message):
     rows = fit_plan.load_published()
     measured.write_csv(tmp_path / "in.csv", [{**rows[0], **change}], list(rows[0]))
@@ -918,7 +922,7 @@ def test_the_benchmarked_trainer_with_more_of_zero():
 
 @pytest.mark.parametrize("change, message", [
     (dict(model="7B"), "model must be one of"), (dict(nodes=2), "!= 8 x nodes(2)"), (dict(mbs="x"), "whole numbers"),
-    (dict(mbs=0), "at least 1"), (dict(zero=4), "zero 0 to 3")])
+    (dict(mbs=0), "must be from 1 to"), (dict(zero=4), "zero from 0 to 3")])
 def test_rows_that_are_refused(tmp_path, change, message):
     path = tmp_path / "in.csv"
     measured.write_csv(path, [{**dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1), **change}], nanotron.KEYS)
@@ -935,7 +939,7 @@ def test_rows_that_are_refused(tmp_path, change, message):
     (dict(power_w="-500"), "power_w '-500'"), (dict(gpu_memory_gib="-1"), "gpu_memory_gib '-1'"),
     (dict(sequences_per_step="-16"), "sequences_per_step '-16'"), (dict(seq_len=""), "seq_len ''"),
     (dict(gpus="1" * 30), "gpus '111"),
-    (dict(schedule="gpipe", dp="4", pp="2"), "schedule 'gpipe' is not known"), (dict(recompute="some"), "recompute 'some'"),
+    (dict(schedule="gpipe", dp="4", pp="2"), "schedule 'gpipe' is unknown"), (dict(recompute="some"), "recompute 'some'"),
     (dict(fsdp_stage="9"), "fsdp_stage '9'"), (dict(fsdp_stage="x"), "fsdp_stage 'x'"), (dict(compile="maybe"), "compile 'maybe'"),
     (dict(seq_len="8193", dp="1", tp="8"), "--seq_len 8193: must be a multiple of tp 8"),
     (dict(gpus="64", dp="1", pp="64"), "--pp 64: with stages_per_rank 1 there are 64 stages, but only 32 layers"),
@@ -960,7 +964,7 @@ def test_published_runs_that_ran_are_not_said_to_run_out_of_memory():
 def test_a_benchmarked_run_that_is_too_large(change):
     row = dict(model="1B", nodes=1, dp=8, tp=1, pp=1, zero=0, mbs=1, grad_acc=1)
     nanotron.check(row, "it")
-    with pytest.raises(trainer.Refused, match="at least 1, and at most 1,000,000"):
+    with pytest.raises(trainer.Refused, match="must be from 1 to 1,000,000"):
         nanotron.check({**row, **change}, "it")
 
 
@@ -988,9 +992,9 @@ def test_of_a_hub_id_the_config_alone_is_asked_for(monkeypatch, tmp_path):
         patched.setattr("transformers.PretrainedConfig", config)
         assert models.load("some/model") == models.read(LLAMA, "it") and asked == ["some/model"]
     monkeypatch.setitem(sys.modules, "transformers", None)                         # as if it were not installed
-    with pytest.raises(trainer.Refused, match=r"--model no/where: no config.json to be read .*the presets are tiny"):
+    with pytest.raises(trainer.Refused, match=r"--model no/where: its config.json could not be read .*the presets are tiny"):
         models.load("no/where")
-    with pytest.raises(trainer.Refused, match="is a file; its directory is wanted: --model " + re.escape(str(tmp_path))):
+    with pytest.raises(trainer.Refused, match="is a file; give its directory: --model " + re.escape(str(tmp_path))):
         (tmp_path / "config.json").write_text("{}")
         models.load(str(tmp_path / "config.json"))
 
@@ -1028,7 +1032,7 @@ def test_deepseek_v3_is_planned(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="deepseek_v3")))
     said = run("--model", tmp_path, "--gpus", 2048, "--config", "pp=16,ep=64,zero=1,recompute=full", "--global_batch_tokens", "60M")
     assert "671.03B parameters" in said.stdout and "NOT TRAINABLE HERE: planned as a Llama with 256 experts" in said.stdout
-    assert "\n# refused as it stands: model_type is 'deepseek_v3'" in said.stdout, said.stderr
+    assert "\n# the trainer refuses this: model_type is 'deepseek_v3'" in said.stdout, said.stderr
     c = models.load(str(tmp_path))
     assert costs.model_parameters(c, active=True) == pytest.approx(37.5e9, rel=0.01)
     heads = 128 * (192 + 128) * 4096                      # scores and their products with v, causal, forward and backward
@@ -1036,9 +1040,10 @@ def test_deepseek_v3_is_planned(tmp_path):
 
 
 BEYOND = {
-    "--gpus 1e400": "whole number up to 131,072", "--seq_len 1e400": "whole number up to", "--memory 1e308": "from 0.1 to 100000",
+    "--gpus 1e400": "whole number from 1 to 131,072", "--seq_len 1e400": "whole number from 1 to",
+    "--memory 1e308": "from 0.1 to 100000",
     "--network 1e-300 --gpus 16 --config zero=3": "from 1e+06 to 1e+15", "--network nan": "from 1e+06", "--flops inf": "to 1e+18",
-    "--power 0": "from 1 to 100000", "--global_batch_tokens 0.5": "at least 1",
+    "--power 0": "from 1 to 100000", "--global_batch_tokens 0.5": "must be from 1 to",
     "--global_batch_tokens 60G --seq_len 1": "at most 50,000,000 sequences"}
 
 
@@ -1053,11 +1058,11 @@ def test_what_was_asked_is_said_again():
     """Check that the answer repeats the batch that was asked for, as well as the batch that it became; and that the answer for one
     layout has the search's first lines, with its own batch."""
     small = run("--model", "tiny", "--gpus", 1, "--global_batch_tokens", 100)
-    assert "1 sequences of 4,096 = 4,096 tokens, for 100 wanted" in small.stdout
+    assert "1 sequences of 4,096 = 4,096 tokens; you asked for 100" in small.stdout
     one = run("--gpus", 64, "--config", "tp=2,mbs=2")
     lines = one.stdout.splitlines()
-    assert lines[0] == "llama-8b, 8.03B parameters, on 64 x h100; 4 GPUs are the fewest that hold it, of powers of two"
-    assert lines[1:3] == ["its batch: 1,024 sequences of 4,096 = 4,194,304 tokens, for 4,000,000 wanted", ""]
+    assert lines[0] == "llama-8b, 8.03B parameters, on 64 x h100; this model needs at least 4 GPUs, counting in powers of two"
+    assert lines[1:3] == ["its batch: 1,024 sequences of 4,096 = 4,194,304 tokens; you asked for 4,000,000", ""]
     other = run("--gpus", 16, "--gpu", "a100", "--network", "25e9", "--gpus_per_node", 4, "--config", "tp=2").stdout
     simulator = "python tools/simulate 8 16 --rank 0 --gpu a100 --gpus_per_node 4 --network 25.0 --model llama-8b "
     assert simulator in other and "python tools/simulate 8 64 --rank 0 --model llama-8b " in one.stdout
@@ -1066,4 +1071,4 @@ def test_what_was_asked_is_said_again():
 def test_nothing_fits_for_programs():
     said = run("--model", "llama-405b", "--json")
     assert said.returncode == 0 and json.loads(said.stdout) == []
-    assert said.stderr.startswith("no layout fits: the nearest, tp 8, ") and "128 GPUs are the fewest" in said.stderr
+    assert said.stderr.startswith("no layout fits: the nearest, tp 8, ") and "this model needs at least 128 GPUs" in said.stderr

@@ -210,8 +210,8 @@ def test_nobody_else_can_reach_it(server):
     ('{"gpus": true}', "gpus must be"), ('{"gpus": 12}', "not a multiple of 8"), ('{"model": "x"}', "model must be"),
     ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config is a text"), ('{"config": "tp=3"}', "!= gpus(64)"),
     ('{"seq_len": 0}', "seq_len must be"), ('{"model": "pasted"}', "not JSON"),
-    ('{"model": "pasted", "pasted": "{}"}', "not a config.json"), ('{"tokens": -1}', "tokens must be"), ("[" * 50_000, "not JSON"),
-    ("x" * 70_000, "at most"), ('{"config": "\\ud800=1"}', "take =value")])
+    ('{"model": "pasted", "pasted": "{}"}', "could not read this config.json"), ('{"tokens": -1}', "tokens must be"),
+    ("[" * 50_000, "not JSON"), ("x" * 70_000, "at most"), ('{"config": "\\ud800=1"}', "is not NAME=VALUE with a known name")])
 def test_bad_requests_get_one_line(server, body, message):
     status, text = send(server, "POST", "/answer", body)
     assert status == 400 and message in text and "\n" not in text
@@ -224,7 +224,7 @@ def test_a_gpu_without_products_in_8_bits_cannot_be_chosen_where_they_are_asked_
         if gpu.float8:
             assert serve.asked(in_8_bits, dict(gpu=name)).constants["time"]["product"] < 1
             continue
-        with pytest.raises(trainer.Refused, match=f"--gpu {name}: it has no products in 8 bits"):
+        with pytest.raises(trainer.Refused, match=f"--gpu {name}: cannot multiply in 8 bits"):
             serve.asked(in_8_bits, dict(gpu=name))
 
 

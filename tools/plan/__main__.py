@@ -32,7 +32,7 @@ def count(text):
     try:
         return float(found[1]) * UNITS[found[2]]
     except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; 4096, 4k, 4e6 and 4M are") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write it as 4096, 4k, 4e6 or 4M") from None
 
 
 def network(text):
@@ -40,7 +40,8 @@ def network(text):
         return NETWORKS.get(text) or float(text)
     except ValueError:
         choices = ", ".join(NETWORKS)
-        raise argparse.ArgumentTypeError(f"{text}: {choices}, or bytes per second per GPU") from None
+        raise argparse.ArgumentTypeError(f"{text}: unknown network; choose from "
+                                         f"{choices}, or give bytes per second per GPU, as 25e9") from None
 
 
 def parse_args():
@@ -49,38 +50,39 @@ def parse_args():
     parser.error = fail
     add = parser.add_argument
     add("--model", default="llama-8b",
-        help=f"one of {', '.join(models.PRESETS)}; or a directory or hub id with a config.json")
-    add("--gpus", type=count, default=8)
-    add("--gpu", choices=GPUS, default="h100")
+        help=f"one of {', '.join(models.PRESETS)}, or a directory or hub id with a config.json")
+    add("--gpus", type=count, default=8, help="how many GPUs the run has")
+    add("--gpu", choices=GPUS, default="h100", help="which GPU they are")
     add("--network", type=network, default="infiniband",
-        help=f"between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
-    add("--gpus_per_node", type=count, default=8)
-    add("--flops", type=float, help="bfloat16 FLOPs per second, in place of --gpu's")
-    add("--hbm", type=float, help="bytes per second of its memory, in place of --gpu's")
-    add("--memory", type=float, help="GiB, in place of --gpu's")
-    add("--nvlink", type=float, help="bytes per second inside a node, in place of --gpu's")
-    add("--power", type=float, help="W that a GPU may take, where that is not the datasheet's")
-    add("--trainer", choices=TRAINERS, default="this", help="whose speeds and memory")
-    add("--compile", action="store_true", help="with torch.compile; torchtitan: and asynchronous tp")
-    add("--fp8", action="store_true", help="layers' products in 8 bits")
-    add("--seq_len", type=count, default=4096, help="tokens; 4k is 4,096")
-    add("--global_batch_tokens", type=count, default=4e6, help="4M is 4,194,304")
-    add("--config", help="explain this one: "
+        help=f"the network between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
+    add("--gpus_per_node", type=count, default=8, help="how many GPUs NVLink connects")
+    add("--flops", type=float, help="bfloat16 FLOPs per second, if not those of --gpu")
+    add("--hbm", type=float, help="bytes per second of a GPU's memory, if not those of --gpu")
+    add("--memory", type=float, help="GiB of memory, if not those of --gpu")
+    add("--nvlink", type=float, help="bytes per second inside a node, if not those of --gpu")
+    add("--power", type=float, help="watts that a GPU may draw, if fewer than in its datasheet")
+    add("--trainer", choices=TRAINERS, default="this", help="the trainer whose speed and memory to estimate")
+    add("--compile", action="store_true", help="use torch.compile (and with torchtitan, asynchronous tp)")
+    add("--fp8", action="store_true", help="compute the matrix products of the layers in 8 bits")
+    add("--seq_len", type=count, default=4096, help="tokens per sequence; 4k is 4,096")
+    add("--global_batch_tokens", type=count, default=4e6, help="tokens per training step; 4M is 4,194,304")
+    add("--config", help="explain this layout instead of searching: "
         "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
-    add("--tokens", type=float, default=0, help="to train on, as 15e12: says days and GPU-hours")
-    add("--price", type=float, default=0, help="of a GPU-hour, for --tokens")
-    add("--mtbf", type=float, default=0, help="hours between failures of the whole job, for --tokens")
-    add("--checkpoint_s", type=float, default=60, help="seconds that a checkpoint holds it up, for --mtbf")
-    add("--restart_s", type=float, default=600, help="seconds from a failure until it goes on, for --mtbf")
-    add("--verify", type=int, default=0, metavar="K", help="have tools/simulate run the best K (needs torch)")
-    add("--json", action="store_true", help="print the answer for programs")
-    add("--constants", help="a file that --fit wrote, or is to write")
-    add("--fit", help="a CSV file of tools/sweep.py: fit the constants to this cluster")
-    add("--serve", action="store_true", help="a page with sliders, for a browser on this machine")
-    add("--port", type=int, default=8008, help="of --serve; 0: any that is free")
-    add("--html", help="write the answer to this file, as a page that needs nothing")
-    add("--predict", help="a CSV file of runs of other trainers")
-    add("--out", help="where --predict writes")
+    add("--tokens", type=float, default=0, help="tokens to train on, as 15e12: adds days and GPU-hours to the answer")
+    add("--price", type=float, default=0, help="dollars per GPU-hour: with --tokens, adds what the run costs")
+    add("--mtbf", type=float, default=0, help="hours between failures of the whole job: with --tokens, adds the time they cost")
+    add("--checkpoint_s", type=float, default=60, help="for --mtbf: seconds for which a checkpoint stops training")
+    add("--restart_s", type=float, default=600, help="for --mtbf: seconds from a failure until training continues")
+    add("--verify", type=int, default=0, metavar="K", help="compare the best K layouts with tools/simulate (needs torch)")
+    add("--json", action="store_true", help="print the answer as JSON")
+    add("--constants",
+        help="a file of constants that --fit has written; with --fit, where to write them")
+    add("--fit", help="a CSV file that tools/sweep.py has written: fit the constants to these runs")
+    add("--serve", action="store_true", help="serve a page with sliders, for a browser on this machine")
+    add("--port", type=int, default=8008, help="port of --serve; 0 takes any that is free")
+    add("--html", help="write the answer to this file, as a page that needs no server")
+    add("--predict", help="a CSV file with runs of other trainers: predict each of them")
+    add("--out", help="for --predict: the CSV file to write")
     args = parser.parse_args()
     check(args)
     return args
@@ -90,7 +92,7 @@ def check(args):
     for name in ("gpus", "gpus_per_node", "seq_len"):
         value, most = getattr(args, name), serve.LARGEST[name]
         if not 1 <= value <= most or value != int(value):
-            fail(f"--{name} {value}: must be positive, and a whole number up to {most:,}")
+            fail(f"--{name} {value}: must be a whole number from 1 to {most:,}")
         setattr(args, name, int(value))
     for name, (least, most) in RANGES.items():
         value = getattr(args, name)
@@ -98,33 +100,33 @@ def check(args):
             fail(f"--{name} {value}: must be from {least:g} to {most:g}")
     tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
     if not 1 <= tokens <= most:
-        fail(f"--global_batch_tokens {tokens:,.15g}: at least 1 and at most {most:,}")
+        fail(f"--global_batch_tokens {tokens:,.15g}: must be from 1 to {most:,}")
     if tokens / args.seq_len > MOST / 2:
-        fail(f"--global_batch_tokens {tokens:,.15g}: at most {MOST // 2:,} sequences, these are of "
+        fail(f"--global_batch_tokens {tokens:,.15g}: must be at most {MOST // 2:,} sequences of "
              f"{args.seq_len:,} tokens")
 
 
 def cluster_of(args):
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
-        fail(f"--gpus {args.gpus} is not a multiple of gpus_per_node({args.gpus_per_node})")
+        fail(f"--gpus {args.gpus}: must be a multiple of --gpus_per_node {args.gpus_per_node}, or at most that")
     gpu = GPUS[args.gpu]
     own = dict(bfloat16=args.flops, hbm=args.hbm, memory=args.memory, nvlink=args.nvlink)
     gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
     if args.verify and (gpu != GPUS[args.gpu] or args.trainer != "this" or args.compile or args.fp8):
-        fail("--verify: the simulator has GPUs as --gpu names them, and this trainer alone, without "
-             "--compile and --fp8")
+        fail("--verify: the simulator knows only the GPUs that --gpu names, and only this trainer; leave out "
+             "--flops, --hbm, --memory, --nvlink, --power, --trainer, --compile and --fp8")
     return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
 def main():
     args = parse_args()
     if args.predict:
-        return nanotron.predict_file(args.predict, args.out or fail("--predict needs --out FILE"))
+        return nanotron.predict_file(args.predict, args.out or fail(f"--predict {args.predict}: needs --out FILE to write to"))
     cluster = cluster_of(args)
     if args.fit:
-        path = args.constants or fail("--fit needs --constants FILE to write to")
+        path = args.constants or fail(f"--fit {args.fit}: needs --constants FILE to write to")
         constants, runs = measured.fit_own(args.fit, cluster)
         measured.write_text("--constants", path, json.dumps(constants, indent=1))
         return print(f"fitted to {runs} runs: {path}")
@@ -154,7 +156,7 @@ def main():
     if not best:
         return print(explain.nothing_fits(question))
     print("\n".join(explain.two_answers(question, search)))
-    print(f"the best of each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
+    print(f"the best layout for each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
     print("\n".join(explain.table(question, best)), "\n")
     print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
     for one in best[:args.verify]:

@@ -79,12 +79,12 @@ def two_answers(question, search):
             yield (f"{what}: {name_of(one.layout)}: {one.tokens_per_s:,.0f} tokens/s/GPU "
                    f"({low:,.0f} to {high:,.0f}), {one.held:.1f} GiB; {known_by(question, one.layout)}")
     if fastest is safest:
-        yield "They are the same."
+        yield "Both are the same layout."
     elif safest:
         gain, known = fastest.tokens_per_s / safest.tokens_per_s - 1, trust.of_layout(safest.layout)
         new = [name for name in trust.of_layout(fastest.layout) if name not in known]
-        yield (f"To trust the fastest, measure a few steps of both: {gain:.1%} apart; what is new in it is "
-               f"{', '.join(new) or 'its degrees'}. Best on as many nodes as one replica takes.")
+        yield (f"The fastest is {gain:.1%} faster, but what is new in it is {', '.join(new) or 'its degrees'}. Before you "
+               "trust that, measure a few steps of both, on as many nodes as one replica needs.")
 
 
 def wanted(question, one):
@@ -100,30 +100,29 @@ def wanted(question, one):
     yield (f"{tokens:.3g} tokens: {hours / question.cluster.gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
            + f", ${hours * price:,.0f} at ${price:g} a GPU-hour" * bool(price))
     if mtbf:
-        yield (f"of which {lost:.1%} for checkpoints and failures: one in {mtbf:g} hours, {checkpoint:g} s a "
-               f"checkpoint, one every {every / 60:,.0f} minutes (Young's rule), "
-               f"{restart:g} s to start again")
+        yield (f"{lost:.1%} of that goes to checkpoints and failures: a failure every {mtbf:g} hours with {restart:g} s to "
+               f"restart, and a checkpoint of {checkpoint:g} s every {every / 60:,.0f} minutes (Young's rule)")
 
 
 def nothing_fits(question):
     """Say how much memory is missing, which layout comes nearest, and how many GPUs would be enough."""
     found = plan.nearest(question.c, question.cluster, question.seq_len, question.constants)
     if found is None:
-        return "no layout fits: none has this many GPUs"
+        return "no layout fits: none uses exactly this many GPUs"
     held, l = found
     if fits(held, question.cluster):
-        return f"no layout fits and meets the batch: {name_of(l)} fits, with another batch"
+        return f"no layout both fits and reaches the batch; {name_of(l)} fits, but with another batch"
     missing = held * (1 + MEMORY_ERROR) - limit(question.cluster)
-    return (f"no layout fits: the nearest, {name_of(l)}, holds {held:.1f} GiB, {missing:.1f} more than a GPU "
-            f"can give; {fewest(question, 'do', 'does')}")
+    return (f"no layout fits: the nearest, {name_of(l)}, needs {held:.1f} GiB, which is {missing:.1f} too much; "
+            f" {fewest(question)}")
 
 
-def fewest(question, they, none):
-    """Say how many GPUs would be enough. they and none are the verb, in the plural and in the singular."""
+def fewest(question):
+    """Say how many GPUs would be enough."""
     count = plan.fewest_gpus(question.c, question.cluster, question.seq_len, question.constants)
     if count == math.inf:
-        return f"no number of GPUs {none}"
-    return f"{count:,} GPUs are the fewest that {they}, of powers of two"
+        return "no number of GPUs is enough for this model"
+    return f"this model needs at least {count:,} GPU{'s' * (count > 1)}, counting in powers of two"
 
 
 def why_not(what, best, second):
@@ -134,13 +133,13 @@ def why_not(what, best, second):
     said = ", ".join(f"{name} {s:+.2f} s" for name, s in named if abs(s) >= 0.005)
     gain = second.tokens_per_s / best.tokens_per_s - 1
     if abs(gain) < 0.0005:
-        return f"{what}, {name_of(second.layout)}, is as fast; the first is simpler, or was measured."
+        return f"{what}, {name_of(second.layout)}, is just as fast, but the first is simpler or closer to runs that were measured."
     if gain <= 0:
-        return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small things'}."
+        return f"{what}, {name_of(second.layout)}, is {-gain:.1%} slower: {said or 'many small differences'}."
     first, other = (1 - one.held_back / one.tokens_per_s for one in (best, second))
     has = ", ".join(trust.of_layout(second.layout)) or "its size"
     return (f"{what}, {name_of(second.layout)}, should be {gain:.1%} faster ({said}), but with {has} it may "
-            f"be {other:.0%} slower than computed, the first {first:.0%}: each is ranked as so much slower.")
+            f"be {other:.0%} slower than that, and the first only {first:.0%}. Layouts are ranked by these lower speeds.")
 
 
 def notches(c, l):
@@ -193,7 +192,7 @@ def knobs(c, best, cluster, constants):
     for turn in turned(c, best, cluster, constants):
         name = f"{turn['knob']} {turn['to']}"
         if "why" in turn:
-            yield f"{name:<26}  cannot be: {turn['why']}"
+            yield f"{name:<26}  impossible: {turn['why']}"
         else:
             memory = f"{turn['held']:>8.1f}{turn['more']:>+9.1f}"
             speed = f"{turn['step']:>9.2f}{turn['tokens_per_s']:>14,.0f}{turn['faster']:>+8.1%}"
@@ -265,10 +264,10 @@ def heading(question, what="all layouts have the same batch", batch=None):
     batch, seq_len = batch or question.batch, question.seq_len
     billions = costs.model_parameters(question.c) / 1e9
     yield (f"{question.model}, {billions:.2f}B parameters, on {question.cluster.gpus:,} x {question.gpu}; "
-           f"{fewest(question, 'hold it', 'holds it')}")
+           f"{fewest(question)}")
     yield from question.c.notes
-    yield (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens, for "
-           f"{question.sequences * seq_len:,.0f} wanted")
+    yield (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens; you "
+           f"asked for {question.sequences * seq_len:,.0f}")
 
 
 def one_in_detail(question, one, more=()):
@@ -278,21 +277,21 @@ def one_in_detail(question, one, more=()):
     kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
     verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
     yield f"memory of the fullest GPU, GiB: {kinds}"
-    yield (f"{one.held:.1f} of {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} are kept "
-           f"for what this may be off by: {verdict}")
+    yield (f"{one.held:.1f} of the {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} must stay free "
+           f"because the estimate may be off: {verdict}")
     sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
     yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
     yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in mfus(c, one, cluster).items())
     low, high = interval(question, one)
-    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU of {ABOUT[constants['trainer']]}, for four runs of five "
-           f"{low:,.0f} to {high:,.0f}: {known_by(question, l)}")
+    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU with {ABOUT[constants['trainer']]}; four runs of five "
+           f"should reach {low:,.0f} to {high:,.0f}: {known_by(question, l)}")
     yield from [*wanted(question, one), *more, ""]
-    yield f"the step, {one.step:.2f} s, of the average GPU"
+    yield f"a step of {one.step:.2f} s, as the average GPU spends it"
     yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
                 for name, s in one.seconds.items() if s >= 0.0005 * one.step)
     yield from ["", *knobs(c, one, cluster, constants), ""]
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
-    yield from [f"# refused as it stands: {why}"] * bool(why)
+    yield from [f"# the trainer refuses this: {why}"] * bool(why)
     yield "# " * bool(why) + command(question.model, l, cluster)
     yield "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))
 
@@ -305,7 +304,7 @@ def among_others(question, search, best):
     if fastest not in best[:2]:
         yield why_not("The fastest by estimate", best[0], fastest)
     for rule, one in playbook(question.c, search, question.cluster):
-        said = "nothing that follows it fits and meets the batch"
+        said = "no layout that follows it both fits and reaches the batch"
         if one:
             lost = one.tokens_per_s / best[0].tokens_per_s - 1
             than_best = "slower" if lost < 0 else "faster by estimate"

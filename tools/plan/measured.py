@@ -23,7 +23,7 @@ def fit_own(path, cluster):
     runs = [read_run(row, f"--fit {path}, line {number}") for number, row in enumerate(rows, 2)
             if row["status"] == "ok"]
     if not runs:
-        fail(f"--fit {path}: no row has status ok")
+        fail(f"--fit {path}: no row has status ok, so there is nothing to fit to")
     time = lowest(dict(speed.USUAL), lambda k: loss(runs, cluster, k))
     slack = statistics.median(measured / sum(memory(c, l).values()) for c, l, _, measured in runs)
     return dict(time=time, slack=slack), len(runs)
@@ -36,13 +36,14 @@ def read_run(row, where):
                    micro_batch=int(row["mbs"]), accumulation=int(row["grad_acc"]))
         seen, held = float(row["tok_s_gpu"]), float(row["mem_gib"])
     except ValueError as error:
-        fail(f"{where}: a number is wanted ({error})")
+        fail(f"{where}: must be a number ({error})")
     if not (0 < seen < math.inf and 0 < held < math.inf and min(l.dp, l.tp, l.cp, l.pp, l.ep, l.seq_len) > 0
             and l.micro_batch > 0 and l.accumulation > 0 and l.zero in range(4)):
-        fail(f"{where}: numbers must be positive, and zero 0 to 3")
+        fail(f"{where}: numbers must be positive, and zero from 0 to 3")
     c = models.load(row["model"])
     if l.schedule not in SCHEDULES or l.recompute not in RECOMPUTE:
-        fail(f"{where}: schedule {row['schedule']!r} or recompute {row['recompute']!r} is not known")
+        fail(f"{where}: schedule {row['schedule']!r} or recompute {row['recompute']!r} is unknown; "
+             f"choose from {', '.join(SCHEDULES)}, and {', '.join(RECOMPUTE)}")
     if why := impossible(c, l):
         fail(f"{where}: {why}")
     return c, l, seen, held
@@ -78,13 +79,13 @@ def load_constants(path):
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         time, slack = {**speed.USUAL, **raw["time"]}, float(raw["slack"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fail(f"--constants {path}: not what --fit writes ({type(error).__name__}: {error})")
+        fail(f"--constants {path}: not a file that --fit wrote ({type(error).__name__}: {error})")
     for name, value in dict(time, slack=slack).items():
         if name != "slack" and name not in speed.USUAL:
-            fail(f"--constants {path}: there is no constant {name}")
+            fail(f"--constants {path}: unknown constant {name}; let --fit write this file")
         is_number = type(value) in (int, float) and 0 <= value < math.inf
         if not is_number or value == 0 and name in ("slack", *FITTED):
-            fail(f"--constants {path}: {name} is {value!r}, and must be a positive number")
+            fail(f"--constants {path}: {name} {value!r}: must be a positive number")
     return dict(time=time, slack=slack)
 
 
@@ -101,7 +102,7 @@ def read_csv(flag, path, needed=()):
         rows = list(csv.DictReader(file)) or fail(f"{flag} {path}: no rows")
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            fail(f"{flag} {path}, line {number}: not as many values as there are columns")
+            fail(f"{flag} {path}, line {number}: must have as many values as there are columns")
     need(flag, path, rows, needed)
     return rows
 

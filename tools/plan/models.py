@@ -42,14 +42,14 @@ def load(name):
     if name in PRESETS:
         return PRESETS[name]
     if os.path.isfile(name):
-        fail(f"--model {name} is a file; its directory is wanted: --model {os.path.dirname(name) or '.'}")
+        fail(f"--model {name}: is a file; give its directory: --model {os.path.dirname(name) or '.'}")
     if not os.path.isdir(name) and "/" not in name:       # hub ids have a slash
-        fail(f"--model {name}: no such directory, and no hub id; the presets are {', '.join(PRESETS)}")
+        fail(f"--model {name}: no such directory, and not a hub id; the presets are {', '.join(PRESETS)}")
     try:
         from transformers import PretrainedConfig         # it imports torch, which nothing else here needs
         raw, _ = PretrainedConfig.get_config_dict(name)
     except Exception as error:
-        fail(f"--model {name}: no config.json to be read ({one_line(error)}); the presets are "
+        fail(f"--model {name}: its config.json could not be read ({one_line(error)}); the presets are "
              f"{', '.join(PRESETS)}")
     return read(raw, f"--model {name}")
 
@@ -63,24 +63,24 @@ def read(raw, where):
         from transformers import AutoConfig
         theirs = AutoConfig.for_model(**raw)
     except Exception as error:                            # a file may hold anything
-        fail(f"{where}: not a config.json that transformers reads ({one_line(error)})")
+        fail(f"{where}: transformers could not read this config.json ({one_line(error)})")
     kind, refused = theirs.model_type, ""
     try:
         trainer.from_hugging_face(theirs)
     except Exception as error:
         refused = one_line(error)
     if kind not in KNOWN:
-        fail(f"{where}: model_type {kind!r}; known are {', '.join(KNOWN)}")
+        fail(f"{where}: model_type {kind!r} is not supported; choose from {', '.join(KNOWN)}")
     if theirs.hidden_act != "silu" or getattr(theirs, "mlp_bias", False):
-        fail(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}; known: 'silu', False")
+        fail(f"{where}: hidden_act {theirs.hidden_act!r}, mlp_bias {theirs.mlp_bias}: only 'silu' and False are supported")
     sizes = {name: getattr(theirs, name, None) for name in SIZES}
     heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
     sizes["head_dim"] = sizes["head_dim"] or theirs.hidden_size // max(1, heads)
     for name, value in sizes.items():
         if not 1 <= value < MOST:
-            fail(f"{where}: {name} {value} is not a positive whole number below {MOST:,}")
+            fail(f"{where}: {name} {value} must be a whole number from 1 to below {MOST:,}")
     if heads % kv_heads:
-        fail(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        fail(f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
     model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
                   tied=theirs.tie_word_embeddings, untrained=refused,
                   qk_norm=kind in TRAINED and trainer.FAMILIES[kind].qk_norm)
@@ -99,7 +99,7 @@ def experts(theirs, kind, where):
     count = getattr(theirs, "n_routed_experts", 0) or theirs.num_local_experts
     chosen = theirs.num_experts_per_tok
     if not 1 <= chosen <= count < MOST:
-        fail(f"{where}: num_experts_per_tok {chosen} is below 1, or more than num_local_experts {count}")
+        fail(f"{where}: num_experts_per_tok {chosen} must be from 1 to num_local_experts {count}")
     if kind == "deepseek_v3":
         dense = theirs.first_k_dense_replace
     else:
@@ -124,7 +124,7 @@ def notes(c, theirs):
         yield (f"NOT TRAINABLE HERE: planned as a Llama{extra}; "
                f"this trainer itself takes model_type {', '.join(TRAINED)} only")
     elif c.untrained:
-        yield f"planned all the same, but this trainer refuses it: {c.untrained}"
+        yield f"this is a plan only, because this trainer refuses it: {c.untrained}"
     window = getattr(theirs, "sliding_window", None)
     if window and getattr(theirs, "use_sliding_window", True):
         yield f"sliding_window {window:,}: attention is counted over the whole sequence"

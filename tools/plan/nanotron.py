@@ -162,8 +162,8 @@ def check(row, where):
     except ValueError:
         fail(f"{where}: {', '.join(KEYS[1:])} must be whole numbers")
     if row["model"] not in BENCHMARKED or zero not in range(4):
-        fail(f"{where}: model must be one of {', '.join(BENCHMARKED)}, and zero 0 to 3")
+        fail(f"{where}: model must be one of {', '.join(BENCHMARKED)}, and zero from 0 to 3")
     if not all(1 <= number <= MOST for number in (nodes, dp, tp, pp, *batch)):
-        fail(f"{where}: {', '.join(KEYS[1:5] + KEYS[6:])} must be at least 1, and at most {MOST:,}")
+        fail(f"{where}: {', '.join(KEYS[1:5] + KEYS[6:])} must be from 1 to {MOST:,}")
     if dp * tp * pp != 8 * nodes:
         fail(f"{where}: dp({dp}) x tp({tp}) x pp({pp}) = {dp * tp * pp} != 8 x nodes({nodes})")

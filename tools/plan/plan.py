@@ -26,9 +26,9 @@ def divisors(number, most=math.inf):
 def impossible(c, l):
     """Return why the trainer, in its own words, or the planner would refuse a layout; None if neither would."""
     if l.ep > 1 and not c.num_local_experts:
-        return f"ep({l.ep}) is for experts, and the model has none"
+        return f"ep({l.ep}) shards experts, and the model has none"
     if l.batch >= trainer.TOO_LARGE:
-        return f"a batch of {l.batch:,} sequences; the trainer takes fewer than {trainer.TOO_LARGE:,}"
+        return f"a batch of {l.batch:,} sequences is too large; the trainer takes fewer than {trainer.TOO_LARGE:,}"
     filled_in = l if l.pp > 1 else l._replace(schedule=DEFAULT_SCHEDULE)   # as the trainer's parse_args does
     args = SimpleNamespace(
         **filled_in._asdict(), global_batch_size=l.batch, stages_per_rank=filled_in.stages_per_rank,
@@ -109,14 +109,15 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
         name, _, value = part.partition("=")
         name = NAMES.get(name, name)
         if name not in Layout._fields or name in ("seq_len", "fused") or not value:
-            fail(f"--config {part}: dp, tp, cp, pp, ep, zero, schedule, v, mbs, acc, recompute take =value")
+            fail(f"--config {part}: is not NAME=VALUE with a known name; the names are dp, tp, cp, pp, ep, zero, "
+                 "schedule, v, mbs, acc, recompute")
         choices = dict(schedule=[*SCHEDULES], recompute=RECOMPUTE, zero=tuple("0123")).get(name)
         if choices and value not in choices:
             fail(f"--config {part}: must be one of {', '.join(choices)}")
         if not choices and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
-            fail(f"--config {part}: must be a whole number, at least 1")
+            fail(f"--config {part}: must be a whole number of at least 1")
         if name in said:
-            fail(f"--config {part}: {name} is said twice")
+            fail(f"--config {part}: {name} is given twice; give it once")
         said[name] = value if name in ("schedule", "recompute") else int(value)
     used = math.prod(said.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = said.setdefault("dp", max(1, cluster.gpus // used))

@@ -33,7 +33,7 @@ def predict(row):
     each, pp = int(row["sequences_per_step"]) // int(row["dp"] or 1), int(row["pp"] or 1)
     if row.get("trainer") == "torchtitan" and pp > 1:     # torchtitan's default
         row = {**row, "micro_batch": str(max(1, each // pp)), "stages_per_rank": "2"}
-        return predict_one(row, ["as many micro-batches as ranks of pp, 2 stages a rank"])
+        return predict_one(row, ["as many micro-batches as ranks of pp, 2 stages per rank"])
     tried = [predict_one({**row, "micro_batch": str(size)}, [f"micro_batch {size}, the fastest"])
              for size in (1, 2, 4, 8) if each % size == 0]
     return max(tried, key=lambda one: one["pred_tok_s_gpu"])
@@ -100,16 +100,16 @@ def check(row, where):
     for name, known in CHOICES.items():
         value = row.get(name, "")
         if (value.lower() if name == "gpu" else value) not in known:
-            fail(f"{where}: {name} {value!r} is not known; it is one of {', '.join(filter(None, known))}")
+            fail(f"{where}: {name} {value!r} is unknown; choose from {', '.join(filter(None, known))}")
     if row.get("precision") == "float8" and not GPUS[row["gpu"].lower()].float8:
-        fail(f"{where}: gpu {row['gpu']} has no products in 8 bits")
+        fail(f"{where}: gpu {row['gpu']} cannot multiply in 8 bits")
     for name in NUMBERS:
         value = row.get(name, "")
         left_out = value == "" and name not in NEEDED
         if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
             fail(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
     if row["model"] not in PRESETS and not all(row.get(name) for name in SHAPE):
-        fail(f"{where}: model {row['model']!r} is not known; it is one of {', '.join(PRESETS)}, or has "
+        fail(f"{where}: model {row['model']!r} is unknown; choose from {', '.join(PRESETS)}, or fill in "
              f"{', '.join(SHAPE)}")
     c, l, _ = run_of(row, [])
     if l.gpus != int(row["gpus"]):

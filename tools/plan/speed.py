@@ -59,16 +59,16 @@ NOTHING = (0.0, 0.0, 0.0)
 
 # The kinds of time in a step. The first six are work, by what bounds it; the others are mostly waits.
 KINDS = dict(
-    products="matrix products that the model needs, at the datasheet's peak",
-    kernels="what a large matrix product loses to that peak",
-    shape="what a product of this layout's shape loses to a large one",
-    attention="flash attention", memory="norms, rotary, SwiGLU, residuals, softmax: bound by memory",
+    products="the model's matrix products, at the datasheet's peak",
+    kernels="what large matrix products lose against that peak",
+    shape="what products of this layout's shapes lose against large ones",
+    attention="flash attention", memory="norms, rotary, SwiGLU, residuals, softmax, all bound by memory",
     recompute="the part of forward that runs again", launch="the GPU waits for Python",
-    imbalance="ranks of pp with less to do wait for the one with most",
-    bubble="the pipeline fills and empties", tp="tp's collectives",
-    cp="what attention does not hide of cp's ring", ep="tokens to their experts and back",
-    pp="messages between stages", dp="what backward does not hide of dp and ZeRO, and takes from it",
-    optimizer="the update", other="what every step takes")
+    imbalance="ranks of pp with less work wait for the one with most",
+    bubble="idle while the pipeline fills and empties", tp="the collectives of tp that nothing hides",
+    cp="transfers in the ring that attention does not hide", ep="tokens sent to their experts and back",
+    pp="messages between stages", dp="traffic of dp and ZeRO that nothing hides, and how it slows the work beside it",
+    optimizer="the update", other="a fixed cost of every step")
 
 
 # ---------------------------------------------------------------------- a training step

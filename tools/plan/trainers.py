@@ -32,7 +32,7 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
     """Return the constants that answer a question. known are those of --constants, or the usual ones."""
     if float8 and not GPUS[gpu].float8:
-        fail(f"--gpu {gpu}: it has no products in 8 bits")
+        fail(f"--gpu {gpu}: cannot multiply in 8 bits; leave out --fp8")
     base = dict(time=known["time"], slack=known["slack"])
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
     return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,

@@ -11,8 +11,8 @@ from trainer import SCHEDULES
 MEANS = {
     "measured": "this trainer was measured doing the same",
     "elsewhere": "other trainers were measured doing the same",
-    "extrapolated": "as runs that were measured, of another size",
-    "physics only": "no run was measured with {}"}
+    "extrapolated": "runs like it were measured, but of another size or on other hardware",
+    "physics only": "nobody has measured a run with {}"}
 
 # Intervals (low, high) for the logarithm of measured over predicted. ALONE is for dp and ZeRO alone in another trainer
 # (six of seven fitted runs lie in it). MORE is for what else a layout has: tp and pp from the fitted runs, the others
