@@ -790,7 +790,7 @@ REFUSED = {
     "--global_batch_tokens 1e30": "must be from 1 to", "--port 70000": "0 to 65535", "--config dp=3": "= 3 != gpus(8)",
     "--config dp=2,tp=4,mbs=0": "at least 1", "--config tp=3": "!= gpus(8)",
     "--config speed=9": "is not NAME=VALUE with a known name",
-    "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "needs 16 micro-batches or more",
+    "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "16 micro-batches or more",
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
     "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not a file that --fit wrote",
     "--verify 1 --power 300": "only the GPUs that --gpu names", "--verify 1 --trainer megatron": "only this trainer",
