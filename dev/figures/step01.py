@@ -155,8 +155,9 @@ def preset_table():
 
 def activation_bytes(c):
     """Return the activation bytes per token and layer, in bfloat16 with fused norms, for --recompute none, selective, full."""
-    h, kv, i = c.hidden_size, c.num_key_value_heads * c.head_dim, c.intermediate_size
-    return 12 * h + 4 * kv + 8 * i, 10 * h + 4 * kv + 4 * i, 2 * h
+    h, q, kv, i = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+    before_qk_norm = q + kv if c.qk_norm else 0
+    return 2 * (4 * h + 2 * q + 2 * kv + 4 * i + before_qk_norm), 2 * (3 * h + 2 * q + 2 * kv + 2 * i), 2 * h
 
 
 class FusedNorm(torch.autograd.Function):
