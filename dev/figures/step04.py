@@ -321,9 +321,11 @@ BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
          ("f", "norm, 2", "gate"), ("gate,\nup", "columns"), ("silu\n· up", "columns"),
          ("down_\nproj", "partial"), ("g", "down_proj's product", "MLP's output"),
          ("residual\nstream", "stream")]
-# the README's four letters at a border: for the tensors, left to right; for their gradients, right to left
-LETTERS = {("off", "f"): ("I → R", "I ← P"), ("off", "g"): ("P → I", "R ← I"),
-           ("on", "f"): ("V → R", "V ← P"), ("on", "g"): ("P → V", "R ← V")}
+# the kinds of tensor on entering and leaving a region: tensors, left to right; their gradients, right to left
+KINDS = {("off", "f"): ("invariant → replicated", "invariant ← partial"),
+         ("off", "g"): ("partial → invariant", "replicated ← invariant"),
+         ("on", "f"): ("varying → replicated", "varying ← partial"),
+         ("on", "g"): ("partial → varying", "replicated ← varying")}
 
 
 def border_words(before, after, sp):
@@ -348,11 +350,11 @@ def block_picture():
                           color="#c8605a")
                 forward, backward = border_words(*stop[1:], sp)
                 small = dict(ha="center", va="top", fontsize=10, linespacing=1.2)
-                there, back = LETTERS[sp, stop[0]]
-                axes.text(x, -2.4, f"forward: {there}\n{forward[0]}", **small)
-                axes.text(x, -3.15, f"backward: {back}\n{backward[-1]}", **small)
+                there, back = KINDS[sp, stop[0]]
+                axes.text(x, -2.4, f"forward\n{there}\n{forward[0]}", **small)
+                axes.text(x, -3.45, f"backward\n{back}\n{backward[-1]}", **small)
                 if len(backward) > 1:                     # the idea does not need this one
-                    axes.text(x, -3.85, f"({backward[0]} again,\nto save memory)", color="#a0a0a0", **small)
+                    axes.text(x, -4.5, f"({backward[0]} again,\nto save memory)", color="#a0a0a0", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
@@ -360,7 +362,7 @@ def block_picture():
         for rank, y in ((0, 0.62), (1, -0.72)):
             axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
         axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
-        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.6, 1.75))
+        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-5.3, 1.75))
         axes.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
