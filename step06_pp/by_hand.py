@@ -40,11 +40,11 @@ def one_f_one_b(rank, batch, weight):
         done.append((f"B{i}", len(kept)))
 
     num_warmup = min(m, p - rank)
-    for i in range(num_warmup):                                # warm-up
+    for i in range(num_warmup):                           # warm-up
         forward(i)
     for i in range(m):                                    # steady: one backward, one forward
         backward(i)
-        if num_warmup + i < m:                                 # in the cool-down no forward is left
+        if num_warmup + i < m:                            # in the cool-down no forward is left
             forward(num_warmup + i)
     for work, _ in sends:
         work.wait()

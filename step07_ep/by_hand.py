@@ -36,7 +36,7 @@ def moe(x, router, experts, names):                       # x: this rank's token
     # 1. Route: select each token's experts, and weight them.
     logits = x @ router.T                                              # [tokens, all experts]
     expert = logits.topk(TOP_K).indices                                # [tokens, top_k]
-    weights = logits.gather(-1, expert).softmax(-1)                      # [tokens, top_k]
+    weights = logits.gather(-1, expert).softmax(-1)                    # [tokens, top_k]
     # 2. Sort: one row per token and choice, sorted by expert, so that rows for the same rank are adjacent.
     order = expert.flatten().argsort(stable=True)
     rows = x[order // TOP_K]                                           # [tokens * top_k, hidden]
@@ -55,7 +55,7 @@ def moe(x, router, experts, names):                       # x: this rank's token
     by_expert = local_expert.argsort(stable=True)
     rows_of = rows[by_expert].split(recv_counts.view(ranks, -1).sum(0).tolist())
     out = torch.cat([some @ one.T for some, one in zip(rows_of, experts)])
-    out = out[by_expert.argsort()]                                         # the inverse of a permutation
+    out = out[by_expert.argsort()]                                     # the inverse of a permutation
     # 6. All-to-all back, with the two lists swapped; undo the first sort; weight and add.
     out = AllToAll.apply(out, output_splits, input_splits)[order.argsort()].view(*expert.shape, -1)
     return (out * weights.unsqueeze(-1)).sum(1)

@@ -51,7 +51,7 @@ def main(rank, folder):
     for name in GROUPS:
         ranks = all_gather(rank, groups[name])
         assert ranks == peers(rank, name), (rank, name, ranks, peers(rank, name))
-        first = all_gather(ranks[0])                            # for every rank, the first rank of its group
+        first = all_gather(ranks[0])                      # for every rank, the first rank of its group
         letters = dict(zip(sorted(set(first)), string.ascii_uppercase))
         if rank == 0:
             print(f"{name:10}", row(letters[number] for number in first), "", GROUPS[name][1])
@@ -59,7 +59,7 @@ def main(rank, folder):
     dist.destroy_process_group()
 
 
-def all_gather(number, group=None):                             # the numbers of all ranks of the group
+def all_gather(number, group=None):                       # the numbers of all ranks of the group
     numbers = [torch.tensor([0]) for _ in range(dist.get_world_size(group))]
     dist.all_gather(numbers, torch.tensor([number]), group)
     return [number.item() for number in numbers]
