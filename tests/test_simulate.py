@@ -279,13 +279,13 @@ def test_numbers_for_programs(tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("8 12 --tp 8", "pp 1 x dp 1 x cp 1 x tp 8: must equal the world size, 12"),
-    ("9 1", "STEP 9: the steps are 1 to 8"),
-    ("1 2", "RANKS 2: there must be at least 1, and step 1 has no more"), ("8 0", "RANKS 0: there must be at least 1"),
+    ("9 1", "STEP 9: must be a step, 1 to 8"),
+    ("1 2", "RANKS 2: must be at least 1, and for step 1 exactly 1"), ("8 0", "RANKS 0: must be at least 1"),
     ("8 many", "argument RANKS: invalid int value: 'many'"), ("8", "the following arguments are required: RANKS"),
-    ("8 8 --rank 8", "--rank 8: of 8 ranks the last is 7"), ("8 8 --rank -1", "--rank -1: of 8 ranks"),
+    ("8 8 --rank 8", "--rank 8: must be from 0 to 7"), ("8 8 --rank -1", "--rank -1: must be from 0 to 7"),
     ("3 8 --rank 3 --tp 2", "unrecognized arguments: --tp 2"),
-    ("8 8 --rank 5 --attention flash", "takes --attention sdpa"),
-    ("8 8 --network 0", "--network 0: both must be more than nothing"), ("8 8 --gpu p100", "invalid choice: 'p100'"),
+    ("8 8 --rank 5 --attention flash", "--attention flash: not in a dry run; choose sdpa"),
+    ("8 8 --network 0", "--network 0: both must be positive"), ("8 8 --gpu p100", "invalid choice: 'p100'"),
     ("8 8 --json nowhere/seen.json", "nowhere/seen.json: cannot be written (No such file or directory)"),
     *((f"8 8 --rank 2 {flag}", f"leave out {flag.split()[0]}") for flag in (
         "--save out", "--log_file out", "--profile out", "--checkpoint out", "--resume", "--init_from out"))])

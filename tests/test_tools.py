@@ -78,7 +78,7 @@ def two_steps(small_repository):
 
 
 DIFF = """\
-step01_single_gpu -> step02_dp: 4 changed lines of the lesson, 4 of support
+step01_single_gpu -> step02_dp: 4 changed lines in the lesson, 4 in support
   train.py                +1 -1
   data.py                 +1 -1
 == support, for a second reading ==
@@ -123,13 +123,13 @@ def test_make_diff_of_a_lesson_without_support(two_steps):
     for name in ("ledger.py", "extra.py"):
         (two_steps / NAMES[1] / name).unlink()
     status, output = make(two_steps, "diff", "STEP=2")
-    assert status == 0 and "4 changed lines of the lesson, 0 of support\n" in output and "second reading" not in output
+    assert status == 0 and "4 changed lines in the lesson, 0 in support\n" in output and "second reading" not in output
 
 
 @pytest.mark.parametrize("words, message", [
-    *((words, "needs steps N-1 and N; there are step01_single_gpu step02_dp")
+    *((words, "compares step N with step N-1; choose N from 2 to 2")
       for words in ("STEP=0", "STEP=1", "STEP=3", "STEP=", "STEP=x")),
-    *((f"STEP=2 FILE={name}", f"FILE={name}: step 2 changes train.py, data.py, ledger.py, extra.py")
+    *((f"STEP=2 FILE={name}", f"FILE={name}: step 2 does not change this file; choose from train.py, data.py, ledger.py, extra.py")
       for name in ("model.py", "gone.py", "figures/fits.png"))])
 def test_make_diff_refuses(two_steps, words, message):
     status, output = make(two_steps, "diff", *words.split())
@@ -163,13 +163,13 @@ def test_make_diff_of_every_step_is_what_diff_says():
         of_old = [line for name in CHANGES[new.name] if (old / name).exists() for line in real_diff(old / name, new / name)[2:]]
         assert [added, removed] == [sum(line.startswith(sign) for line in of_old) for sign in "+-"]
         parts = [sum(map(int, re.findall(r"[-+, ](\d+)\b", part))) for part in head.split("\n", 1)[1].split(diff.LINE)]
-        assert head.startswith("{} -> {}: {} changed lines of the lesson, {} of support\n".format(old.name, new.name, *parts))
+        assert head.startswith("{} -> {}: {} changed lines in the lesson, {} in support\n".format(old.name, new.name, *parts))
 
 
 def test_make_diff_that_nobody_reads_to_the_end():
     words = "make -s diff STEP=6 | head -1"
     done = subprocess.run(words, shell=True, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert re.fullmatch(r"step05_cp -> step06_pp: \d+ changed lines of the lesson, \d+ of support\n", done.stdout)
+    assert re.fullmatch(r"step05_cp -> step06_pp: \d+ changed lines in the lesson, \d+ in support\n", done.stdout)
     assert done.stderr == ""
 
 
@@ -358,8 +358,8 @@ def test_plot(tmp_path):
             write_log(tmp_path / "later.jsonl", [2, 3], first=2), write_log(tmp_path / "apart.jsonl", [1], first=9)]
     status, output = draw(tmp_path, *logs)
     assert status == 0 and (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG"), output
-    assert output.splitlines() == ["tp2: largest relative difference of the loss to one: 1.0e-02 (step 2)",
-                                   "later: largest relative difference of the loss to one: 0.0e+00 (step 2)",
+    assert output.splitlines() == ["tp2: largest relative difference from the loss of one: 1.0e-02 (step 2)",
+                                   "later: largest relative difference from the loss of one: 0.0e+00 (step 2)",
                                    "apart: no step in common with one", "curves.png: 4 runs"]
 
 
@@ -375,7 +375,7 @@ def test_plot_shows_every_curve_where_all_coincide(tmp_path):
 
 def test_plot_refuses_what_is_not_there(tmp_path):
     (tmp_path / "empty.jsonl").touch()
-    for name, message in (("gone.jsonl", "no such file"), ("empty.jsonl", "no step in it")):
+    for name, message in (("gone.jsonl", "no such file"), ("empty.jsonl", "has no steps")):
         status, output = draw(tmp_path, name)
         assert status == 2 and message in output and "Traceback" not in output
 
@@ -384,7 +384,7 @@ def test_plot_refuses_what_is_not_there(tmp_path):
                                   '{"step": 0, "loss": 1.0', '{"step": 0, "loss": 1.0}', "[1]"])
 def test_plot_refuses_what_is_no_log(tmp_path, text):
     (tmp_path / "some.jsonl").write_text(text + "\n")
-    assert draw(tmp_path, "some.jsonl") == (2, "error: some.jsonl: not what --log_file writes\n")
+    assert draw(tmp_path, "some.jsonl") == (2, "error: some.jsonl: is not a training log; give files that --log_file has written\n")
 
 
 def test_plot_does_not_replace_a_log(tmp_path):
@@ -399,7 +399,7 @@ def test_plot_does_not_replace_a_log(tmp_path):
 def test_plot_replaces_nothing_but_a_picture(tmp_path):
     log, other = write_log(tmp_path / "a.jsonl", [5, 4]), write_log(tmp_path / "other.png", [3, 2])
     os.link(log, tmp_path / "hard.png")
-    for out, message in (("hard.png", "is one of the logs"), ("other.png", "is there already and is no picture")):
+    for out, message in (("hard.png", "is one of the logs"), ("other.png", "already exists and is not a picture")):
         before = (tmp_path / out).read_bytes()
         status, output = run([sys.executable, ROOT / "tools/plot.py", log, "--out", out], tmp_path, timeout=120)
         assert status == 2 and message in output and (tmp_path / out).read_bytes() == before
@@ -407,9 +407,10 @@ def test_plot_replaces_nothing_but_a_picture(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--out gone/x.csv", "there is no folder gone"), ("--out folder.csv", "is a folder"), ("--out x.png", "ends in .csv"),
-    ("--out mine.csv", "not of a sweep with these columns"), ("--out of.csv", "of.png is there already, of something else"),
-    ("--out x.csv --gpus 0", "--gpus 0: at least 1"), ("--out x.csv --time_limit 0", "more than 0"),
+    ("--out gone/x.csv", "there is no folder gone"), ("--out folder.csv", "is a folder"), ("--out x.png", "must end in .csv"),
+    ("--out mine.csv", "is not a sweep with these columns"),
+    ("--out of.csv", "of.png already exists and belongs to something else"),
+    ("--out x.csv --gpus 0", "--gpus 0: must be at least 1"), ("--out x.csv --time_limit 0", "must be a positive number"),
     ("--out x.csv --trainer nowhere.py", "--trainer nowhere.py: no such file")])
 def test_sweep_refuses(tmp_path, monkeypatch, capsys, words, message):
     import sweep

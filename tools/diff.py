@@ -2,7 +2,7 @@
 
 The files come first, with the size of each change: those of the lesson and, below a line, those that only support it
 (steps.LESSON and steps.SUPPORT, as in the READMEs' tables). Their diffs follow in the same order, with the same line between them.
-README.md and figures/ are left out (steps.in_diff). The output is coloured on a terminal.
+It leaves out README.md and figures/ (steps.in_diff), and colours its output on a terminal.
 """
 import os
 import subprocess
@@ -24,7 +24,7 @@ def steps_of(number):
     """Return the names of the previous step and of this one."""
     names = NAMES[int(number) - 2:int(number)] if number.isdecimal() and int(number) > 1 else []
     if len(names) < 2 or not set(names) <= set(STEPS):
-        refuse(f"make diff STEP=N: needs steps N-1 and N; there are {' '.join(STEPS)}")
+        refuse(f"make diff STEP=N: compares step N with step N-1; choose N from 2 to {len(STEPS)}")
     return names
 
 
@@ -56,7 +56,7 @@ def head(old, new, lesson, support):
         for name, (added, removed) in zip(diffs, map(changed, diffs.values())):
             yield f"  {name:<24}" + (f"+{added} -{removed}" if (ROOT / old / name).exists() else f"new, {added} lines")
     of_lesson, of_support = (sum(sum(changed(lines)) for lines in diffs.values()) for diffs in (lesson, support))
-    return [f"{old} -> {new}: {of_lesson} changed lines of the lesson, {of_support} of support",
+    return [f"{old} -> {new}: {of_lesson} changed lines in the lesson, {of_support} in support",
             *sizes(lesson), *([LINE] if support else []), *sizes(support)]
 
 
@@ -73,7 +73,8 @@ def main(number="", *wanted):
     diffs = lesson | support
     unknown = [name for name in wanted if name not in diffs]
     if unknown:
-        refuse(f"make diff STEP={number} FILE={unknown[0]}: step {number} changes {', '.join(diffs)}")
+        refuse(f"make diff STEP={number} FILE={unknown[0]}: step {number} does not change this file; "
+               f"choose from {', '.join(diffs)}")
     parts = [coloured(diffs[name]) for name in wanted or diffs]
     if not wanted:
         parts.insert(len(lesson), [f"{BOLD}{LINE}{PLAIN}" if sys.stdout.isatty() else LINE] if support else [])

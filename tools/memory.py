@@ -3,9 +3,9 @@
     python tools/memory.py step01_single_gpu/train.py --out out/memory --recompute full
     torchrun --standalone --nproc_per_node 2 tools/memory.py step03_zero/train.py --out out/memory --zero 3
 
-The trainer runs unchanged, with all other flags, and stops after these steps unless --steps says otherwise. Only its Profiler is
-replaced, by one that watches every operation: a step becomes slower, but holds the same. Each rank draws memory_rankN.png; rank 0
-prints two of its sums.
+The trainer runs with all flags that are not this tool's, and stops after four steps unless --steps says otherwise. Only its
+Profiler is replaced, by one that watches every operation. That makes a step slower, but its memory stays the same. Each rank
+draws memory_rankN.png, and rank 0 prints its memory between steps and at the peak.
 """
 import argparse
 import contextlib
@@ -132,7 +132,7 @@ def parse_args(argv):
                                      usage="memory.py TRAINER --out DIR [TRAINER FLAGS]")
     parser.error = fail
     parser.add_argument("trainer", metavar="TRAINER", help="a step's trainer, such as step03_zero/train.py")
-    parser.add_argument("--out", required=True, metavar="DIR", help="for the picture of each rank, memory_rankN.png")
+    parser.add_argument("--out", required=True, metavar="DIR", help="where each rank puts its picture, memory_rankN.png")
     args, flags = parser.parse_known_args(argv)
     if Path(args.trainer).name != "train.py" or not Path(args.trainer).is_file():
         fail(f"TRAINER {args.trainer}: must be a step's train.py; choose one such as step03_zero/train.py")

@@ -26,14 +26,14 @@ def refuse(message):
 
 def read(path):
     if not Path(path).is_file():
-        refuse(f"{path}: no such file; a run writes one with --log_file {path}")
+        refuse(f"{path}: no such file; a trainer writes one with --log_file {path}")
     try:
         lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     except (OSError, ValueError):
         lines = [None]
     if not all(isinstance(line, dict) and all(is_number(line.get(name)) for name in ("step", *PANELS)) for line in lines):
-        refuse(f"{path}: not what --log_file writes")
-    return lines or refuse(f"{path}: no step in it")
+        refuse(f"{path}: is not a training log; give files that --log_file has written")
+    return lines or refuse(f"{path}: has no steps; let the run finish at least one")
 
 
 def is_number(value):
@@ -44,13 +44,13 @@ def check_out(out, logs):
     """Refuse an output path whose file is a log, or is not a picture: the file would be overwritten."""
     path = Path(out)
     if path.exists() and any(path.samefile(log) for log in logs):
-        refuse(f"--out {out}: is one of the logs")
+        refuse(f"--out {out}: is one of the logs; choose another name")
     try:
         begin = path.read_bytes()[:5] if path.is_file() else b""
     except OSError as error:
         refuse(f"--out {out}: {error}")
     if begin and not begin.startswith(PICTURES):
-        refuse(f"--out {out}: is there already and is no picture; it stays as it is")
+        refuse(f"--out {out}: already exists and is not a picture; choose another name")
 
 
 def largest_difference(lines, reference):
@@ -64,7 +64,7 @@ def report(runs):
     first, *others = runs
     for name in others:
         found = largest_difference(runs[name], runs[first])
-        print(f"{name}: largest relative difference of the loss to {first}: {found[0]:.1e} (step {found[1]})" if found
+        print(f"{name}: largest relative difference from the loss of {first}: {found[0]:.1e} (step {found[1]})" if found
               else f"{name}: no step in common with {first}")
 
 
@@ -107,8 +107,8 @@ def names(paths):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = refuse
-    parser.add_argument("logs", nargs="+", metavar="LOG.jsonl")
-    parser.add_argument("--out", default="curves.png")
+    parser.add_argument("logs", nargs="+", metavar="LOG.jsonl", help="what --log_file of a trainer has written")
+    parser.add_argument("--out", default="curves.png", help="the picture to draw (curves.png)")
     args = parser.parse_args()
     runs = dict(zip(names(args.logs), map(read, args.logs)))
     check_out(args.out, args.logs)

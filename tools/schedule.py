@@ -1,4 +1,4 @@
-"""Show a pipeline schedule: a timeline, how long the ranks idle, what they keep, and a picture.
+"""Show a pipeline schedule: its timeline, how long the ranks idle, how many micro-batches they keep, and a picture.
 
     python tools/schedule.py --schedule 1f1b --pp 4 --micro_batches 8
 
@@ -79,26 +79,26 @@ def as_it_runs(pipeline):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="shows a schedule: timeline, picture, bubble, what it keeps")
-    parser.add_argument("--step", default="step08_5d", help="the folder whose schedules.py it is")
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--micro_batches", type=int, default=8)
-    parser.add_argument("--stages_per_rank", type=int, help="the schedule's own number if not given")
-    parser.add_argument("--picture", default="schedule.png")
+    parser = argparse.ArgumentParser(description="Show a pipeline schedule: its timeline, how long ranks idle, what they keep.")
+    parser.add_argument("--step", default="step08_5d", help="the step whose schedules.py to use (step08_5d)")
+    parser.add_argument("--schedule", default="1f1b", help="the schedule to show (1f1b)")
+    parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline (4)")
+    parser.add_argument("--micro_batches", type=int, default=8, help="micro-batches per training step (8)")
+    parser.add_argument("--stages_per_rank", type=int, help="pipeline stages per rank (what the schedule needs)")
+    parser.add_argument("--picture", default="schedule.png", help="the picture to draw (schedule.png)")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / args.step))
     import schedules
     if args.schedule not in schedules.SCHEDULES:
-        parser.error(f"--schedule {args.schedule}: there are {', '.join(schedules.SCHEDULES)}")
+        parser.error(f"--schedule {args.schedule}: unknown schedule; choose from {', '.join(schedules.SCHEDULES)}")
     row = schedules.SCHEDULES[args.schedule]
     own = row.stages_per_rank
     stages = own if args.stages_per_rank is None else args.stages_per_rank
     if stages < own or stages > own and not row.or_more:
-        parser.error(f"--stages_per_rank {stages}: --schedule {args.schedule} takes {own}{' or more' * row.or_more}")
+        parser.error(f"--stages_per_rank {stages}: must be {own}{' or more' * row.or_more} with --schedule {args.schedule}")
     least = row.min_micro_batches(max(1, args.pp))
     if args.pp < 1 or args.micro_batches < least:
-        parser.error(f"pp must be at least 1, micro_batches with this schedule at least {least}")
+        parser.error(f"--pp {args.pp}, --micro_batches {args.micro_batches}: must be at least 1, and at least {least}")
     schedule = schedules.make(args.schedule, args.pp, args.micro_batches, stages)
     events = schedules.simulate(schedule)
     print(text(events))

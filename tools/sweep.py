@@ -1,12 +1,12 @@
-"""Run the trainer in many layouts, on any machine: find the fastest, and why the others fail.
+"""Run the trainer in many layouts, find the fastest, and see why others fail.
 
     python tools/sweep.py --out results.csv --gpus 8 --tp 1 2 4 --pp 1 2 --zero 0 1 \\
         --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
-    python tools/plan --fit results.csv --constants mine.json       # the planner's, of this cluster
+    python tools/plan --fit results.csv --constants mine.json       # then fit the planner to this cluster
 
-The sweep tries every combination of the lists that the trainer accepts, and passes the flags after -- through to it. Each run
-has its own processes, its own time limit and its own row in the CSV file. Processes that a run leaves behind are killed, and so
-are those of an earlier sweep that was killed itself. A sweep that is started again skips the rows that are already there.
+The sweep runs every combination of these lists that the trainer accepts, and passes the flags after -- on to it. Each run has its
+own processes, its own time limit and its own row in the CSV file. The sweep kills processes that a run leaves behind, and those
+of an earlier sweep that was itself killed. If you start it again, it skips the rows that the file already has.
 """
 import argparse
 import contextlib
@@ -99,7 +99,7 @@ def judge(code, output, lines, args):
         memory = max(line["peak_memory_gib"] for line in lines)
         return dict(status="ok", tok_s_gpu=round(speed, 2), mem_gib=round(memory, 3), reason="")
     if code is None:
-        return dict(status="hang", reason=f"no end after {args.time_limit} s, {len(lines)} steps done")
+        return dict(status="hang", reason=f"stopped after {args.time_limit} s, with {len(lines)} steps done")
     status = "oom" if OUT_OF_MEMORY.search(output) else "crash"
     said = output.splitlines()
     telling = [line for line in said if "Error" in line or line.startswith("error:")]
@@ -134,7 +134,7 @@ def read_rows(path):
     with open(path, newline="", errors="replace") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or COLUMNS) != COLUMNS:
-            refuse(f"--out {path}: is there already and not of a sweep with these columns; it stays as it is")
+            refuse(f"--out {path}: already exists and is not a sweep with these columns; choose another name")
         return [row for row in reader if None not in row.values()]                 # a torn line's run is repeated
 
 
@@ -151,10 +151,10 @@ def sweep(args):
     kill_all(args.out)                                    # processes left by a sweep that was killed
     rows, wanted = read_rows(args.out), list(combinations(args))
     if not wanted:
-        refuse("the trainer takes none of these combinations")
+        refuse("the trainer refuses every one of these combinations; run one of them by itself to see why")
     done = {key(row) for row in rows}
     todo = [(row, flags) for row, flags in wanted if key(row) not in done]
-    print(f"{len(wanted)} layouts, {len(wanted) - len(todo)} of them done before", flush=True)
+    print(f"{len(wanted)} layouts, of which {len(wanted) - len(todo)} are already done", flush=True)
     for row, flags in (bar := tqdm(todo, unit="run")):
         result = run(flags, row["gpus"], args)
         rows.append({**row, **result})
@@ -181,7 +181,7 @@ def best_of(rows):
 
 
 def print_best(rows):
-    print(f"\n{'the fastest of each size':<60}{'tokens/s/GPU':>14}{'GiB':>9}")
+    print(f"\n{'the fastest for each number of GPUs':<60}{'tokens/s/GPU':>14}{'GiB':>9}")
     for row in best_of(rows).values():
         print(f"{short(row):<60}{float(row['tok_s_gpu']):>14,.0f}{float(row['mem_gib']):>9.2f}")
     failed = [row["status"] for row in rows if row["status"] != "ok"]
@@ -224,13 +224,13 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = refuse
-    parser.add_argument("--out", required=True, help="the CSV file; the heat map is put beside it")
+    parser.add_argument("--out", required=True, help="the CSV file to write; a heat map with the same name goes beside it")
     for name, default in SWEPT.items():
         parser.add_argument(f"--{name}", nargs="+", type=type(default[0]), default=default,
-                            help=f"{default[0]} if not given")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first two do not count")
-    parser.add_argument("--time_limit", type=float, default=600, help="seconds that a run may take")
-    parser.add_argument("--trainer", default=str(step_dir("step08_5d") / "train.py"))
+                            help=f"the values of --{name} to try ({default[0]})")
+    parser.add_argument("--steps", type=int, default=8, help="training steps per run, of which the first two do not count (8)")
+    parser.add_argument("--time_limit", type=float, default=600, help="seconds after which a run is stopped (600)")
+    parser.add_argument("--trainer", default=str(step_dir("step08_5d") / "train.py"), help="the train.py to run (step 8's)")
     argv = sys.argv[1:] if argv is None else argv
     own = list(itertools.takewhile(lambda word: word != "--", argv))
     args = parser.parse_args(own)
@@ -238,11 +238,11 @@ def main(argv=None):
     check_places(args)
     for name, least in (("gpus", 1), ("micro_batch_size", 1), ("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1)):
         if min(getattr(args, name)) < least:
-            refuse(f"--{name} {min(getattr(args, name))}: at least {least}")
+            refuse(f"--{name} {min(getattr(args, name))}: must be at least {least}")
     if args.time_limit <= 0:
-        refuse(f"--time_limit {args.time_limit:g}: seconds, more than 0")
+        refuse(f"--time_limit {args.time_limit:g}: must be a positive number of seconds")
     if args.steps < 3:
-        refuse(f"--steps {args.steps}: at least 3, of which the first two do not count")
+        refuse(f"--steps {args.steps}: must be at least 3, because the first two do not count")
     try:
         rows = sweep(args)
         print_best(rows)
@@ -259,11 +259,12 @@ def check_places(args):
     """Refuse paths with which the sweep would fail midway, or overwrite something else."""
     folder = os.path.dirname(args.out) or "."
     if not os.path.isdir(folder) or os.path.isdir(args.out):
-        refuse(f"--out {args.out}: " + ("is a folder" if os.path.isdir(args.out) else f"there is no folder {folder}"))
+        why = "is a folder; give a file" if os.path.isdir(args.out) else f"there is no folder {folder}; create it first"
+        refuse(f"--out {args.out}: {why}")
     if not args.out.endswith(".csv"):
-        refuse(f"--out {args.out}: a name that ends in .csv; the heat map gets the same with .png")
+        refuse(f"--out {args.out}: must end in .csv; the heat map gets the same name with .png")
     if os.path.exists(heat_map(args.out)) and not os.path.exists(args.out):
-        refuse(f"--out {args.out}: {heat_map(args.out)} is there already, of something else; it stays as it is")
+        refuse(f"--out {args.out}: {heat_map(args.out)} already exists and belongs to something else; choose another name")
     if not os.path.isfile(args.trainer):
         refuse(f"--trainer {args.trainer}: no such file")
 

@@ -210,4 +210,4 @@ def test_a_gpu_without_8_bits_is_refused(gpu, status):
     command = [clean_environment()["PYTHON"], "tools/simulate", step_dir(STEP), "1", "--gpu", gpu, "--fp8", "row"]
     found = run(command, ROOT, timeout=120)
     assert found[0] == status, found
-    assert status == 0 or found[1] == "error: --gpu a100: it has no products in 8 bits\n"
+    assert status == 0 or found[1] == "error: --gpu a100: cannot multiply in 8 bits; choose another GPU\n"

@@ -2,8 +2,9 @@
 
     python tools/simulate 3 8 --model llama-8b --zero 3 --seq_len 8192 --global_batch_size 8 --micro_batch_size 1
 
-The step's own trainer runs, but without memory, a GPU or other processes (stand_ins.py). The simulator records what it does
-(record.py) and plays it on simulated GPUs (play.py, gpus.py). It does not see the memory that the allocator and NCCL take.
+The trainer of that step really runs, but with stand-ins for its memory, its GPU and all other processes (stand_ins.py). The
+simulator records what it does (record.py) and plays that on simulated GPUs (play.py, gpus.py). It cannot see the memory that
+the allocator and NCCL take. All flags that are not listed here go to the trainer.
 """
 import argparse
 import json
@@ -22,24 +23,24 @@ def parse_args(gpus):
                                      allow_abbrev=False)
     parser.error = refuse
     add = parser.add_argument
-    add("step", metavar="STEP", help="1 to 8, or a folder with a trainer")
-    add("ranks", metavar="RANKS", type=int, help="how many processes torchrun would start")
-    add("--gpu", choices=list(gpus), default="h100")
-    add("--gpus_per_node", type=int, default=8, help="that NVLink connects (8)")
-    add("--network", type=float, default=50, metavar="GB/s", help="of the network card that each GPU has (50)")
-    add("--rank", type=int, default=0, help="whose memory, FLOPs and bytes are shown (0)")
-    add("--trace", metavar="FILE", help="write what happens when, for https://ui.perfetto.dev")
-    add("--plot", metavar="FILE", help="draw it")
-    add("--json", metavar="FILE", help="write what was seen there, too")
+    add("step", metavar="STEP", help="a step, 1 to 8, or a folder with a train.py")
+    add("ranks", metavar="RANKS", type=int, help="the number of processes that torchrun would start")
+    add("--gpu", choices=list(gpus), default="h100", help="the GPU to simulate (h100)")
+    add("--gpus_per_node", type=int, default=8, help="how many GPUs NVLink connects (8)")
+    add("--network", type=float, default=50, metavar="GB/s", help="speed of the network card that each GPU has (50)")
+    add("--rank", type=int, default=0, help="the rank whose memory, FLOPs and bytes to show (0)")
+    add("--trace", metavar="FILE", help="write a trace to open in https://ui.perfetto.dev")
+    add("--plot", metavar="FILE", help="draw the step: kernels, waits, links, memory")
+    add("--json", metavar="FILE", help="write the numbers as JSON")
     args, flags = parser.parse_known_args()
     if args.step not in list("12345678") and not (Path(args.step) / "train.py").is_file():
-        refuse(f"STEP {args.step}: the steps are 1 to 8")
+        refuse(f"STEP {args.step}: must be a step, 1 to 8, or a folder with a train.py")
     if args.ranks < 1 or args.ranks > 1 and args.step == "1":
-        refuse(f"RANKS {args.ranks}: there must be at least 1, and step 1 has no more")
+        refuse(f"RANKS {args.ranks}: must be at least 1, and for step 1 exactly 1")
     if not 0 <= args.rank < args.ranks:
-        refuse(f"--rank {args.rank}: of {args.ranks} ranks the last is {args.ranks - 1}")
+        refuse(f"--rank {args.rank}: must be from 0 to {args.ranks - 1}, since RANKS is {args.ranks}")
     if args.gpus_per_node < 1 or not 0 < args.network < 1e6:
-        refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be more than nothing")
+        refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be positive")
     for name in filter(None, (args.trace, args.plot, args.json)):
         try:
             open(name, "a").close()
@@ -61,7 +62,7 @@ def main():
     ranks = Ranks(look(flags, args.ranks, args.rank), args.rank)
     recordings = record_all(flags, args.ranks, ranks.recorded)
     if not GPUS[args.gpu].float8 and any(kernel.name == "_scaled_mm" for one in recordings.values() for kernel in one.kernels):
-        refuse(f"--gpu {args.gpu}: it has no products in 8 bits")
+        refuse(f"--gpu {args.gpu}: cannot multiply in 8 bits; choose another GPU")
     cluster = Cluster(GPUS[args.gpu], args.gpus_per_node, args.network * 1e9)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)

@@ -75,7 +75,7 @@ class Player:
                 self.busy.update(transfer.lanes)
         stuck = {rank: one.notes[self.at[rank]] for rank, one in self.of.items() if self.at[rank] < len(one.notes)}
         if stuck:
-            raise RuntimeError(f"ranks wait for ever: {stuck}")
+            raise RuntimeError(f"ranks wait for each other for ever: {stuck}")
         self.seconds = max(self.now.values())
         return self
 

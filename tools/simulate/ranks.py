@@ -73,7 +73,7 @@ def record_all(argv, ranks, numbers):
                 raise SystemExit(seen[1])
             found[rank] = seen
             if len(numbers) > 2 and sys.stderr.isatty():
-                print(f"\r{len(found)} of {len(numbers)} ranks are recorded, which stand for {ranks:,}", end="", file=sys.stderr)
+                print(f"\r{len(found)} of {len(numbers)} ranks recorded, which stand for all {ranks:,}", end="", file=sys.stderr)
     return found
 
 

@@ -41,7 +41,7 @@ def report(result, name):
     print(f"{'all':<18}" + "".join(f"{sum(column.values()) / 2**20:>15,.2f}" for column in columns[:2]))
     peak = sum(seen.peak.values()) / 2**30
     fits = "fits in" if peak < result.gpu.memory else "DOES NOT FIT in"
-    print(f"the peak is {seen.place}; it {fits} the {result.gpu.memory:g} GiB of {name}, as far as is seen\n")
+    print(f"the peak is {seen.place}; it {fits} the {result.gpu.memory:g} GiB of {name}, not counting the allocator and NCCL\n")
     tokens = result.tokens // size.get("dp", 1) // size.get("cp", 1)
     print(f"{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
     if seen.sent:
@@ -51,16 +51,16 @@ def report(result, name):
     whole, many = result.played.seconds, result.many
     print(f"\nsimulated on {result.count:,} {name}: {whole:,.4g} s a step, "
           f"{result.speed:,.0f} tokens/s/GPU, MFU {result.mfu:.1%}\n")
-    print(f"{'seconds, mean of ' + str(many) + ' played':<34}{'of the step':>12}")
+    print(f"{'seconds, mean of ' + str(many) + ' ranks played':<34}{'of the step':>12}")
     rows = {"computing": sum(result.played.computing.values()) / many,
             **{f"waiting for {dimension}": seconds for dimension, seconds in result.exposed.most_common()},
             "waiting for the host": result.host}
-    rows["over before the slowest"] = whole - sum(rows.values())
+    rows["done before the slowest"] = whole - sum(rows.values())
     for what, seconds in rows.items():
         if seconds >= whole / 2000:
             print(f"{what:<24}{seconds:>10,.4f}{seconds / whole:>12.1%}")
     if size.get("pp", 1) > 1:
-        print(f"bubble: a rank stands idle for {result.bubble:.1%} of the step because ranks of other stages are not so far")
+        print(f"bubble: a rank stands idle for {result.bubble:.1%} of the step, waiting for ranks of other stages")
     longest = [(seconds, *what) for what, seconds in result.waits.most_common(3) if seconds > 0]
     if longest:
         print("the longest waits: " + "; ".join(f"{dimension} in {site} {seconds:,.4f} s" for seconds, dimension, site in longest))

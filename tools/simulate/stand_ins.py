@@ -35,8 +35,9 @@ def one_rank(ranks, rank):
         with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.get_device_capability", lambda: (8, 0)):
             args = parse_args(argv)
         for name in LEFT_OUT:
-            getattr(args, name, None) and fail(f"a dry run reads, writes and compiles nothing: leave out --{name}")
-        args.attention == "sdpa" or fail("a dry run takes --attention sdpa, which keeps and computes the same")
+            getattr(args, name, None) and fail(f"--{name}: a dry run reads, writes and compiles nothing; leave out --{name}")
+        if args.attention != "sdpa":
+            fail(f"--attention {args.attention}: not in a dry run; choose sdpa, which keeps and computes the same")
         for name, instead in of_data_and_device(args).items():
             replaced.enter_context(patch(name, instead))
         replaced.enter_context(NoData())
