@@ -100,13 +100,13 @@ def assert_two_steps(pool, mode, sizes, begin, one):
                                "before: empty the list of handles after the waits")
             expected = [1111] * len(sizes)
             assert sums[step - 1] == expected, (
-                f"after finish() in step {step} the main_grads on rank {rank} are {sums[step - 1]}, not {expected}: 1 + 10 are the "
-                "shares of rank 0, 100 + 1000 those of rank 1")
+                f"after finish() in step {step} the main_grads on rank {rank} are {sums[step - 1]}, not {expected}: 1 + 10 come "
+                "from rank 0, and 100 + 1000 from rank 1")
 
 
 def assert_begun(step, calls, begin, one):
     early = [call for call in calls if not call.where.startswith((FINISH, "in micro-batch 2"))]
-    assert not early, f"{len(early)} all-reduces were started before the last micro-batch: its share is not in them"
+    assert not early, f"{len(early)} all-reduces were started before the last micro-batch, so its gradients are not in them"
     numbers = sorted(call.numbers for call in calls)
     assert numbers == sorted(begin), (f"in step {step} there were all-reduces of {numbers} numbers, not of {sorted(begin)}: "
                                       f"one per {one}, in every step")
@@ -133,15 +133,15 @@ def assert_waited(step, calls):
 
 
 @rung({"data_parallel.py": ["NaiveReducer.finish"]}, hints="""
-    `param.main_grad` is this rank's sum. Which collective replaces it, on every rank, by the sum of all ranks'?
+    `param.main_grad` holds the gradient from this rank's sequences alone. Which collective replaces it, on every rank, by the sum
+    over all ranks?
 
-    `dist.all_reduce(tensor, group=group)` sums in place and returns when it is done. It is wanted once per parameter, after
-    backward. The trainer calls `finish` there.
+    `dist.all_reduce(tensor, group=group)` sums in place, and returns when it is done. You need it once for each parameter.
 
     Loop over `self.params` and call `dist.all_reduce(param.main_grad, group=self.group)` for each.""")
 def test_a_sum_after_backward(pool):
-    """Write `NaiveReducer.finish`, which the trainer calls after backward. It leaves the sum over all ranks of the group in every
-    parameter's main_grad. `__init__`, which is there, keeps params and group."""
+    """Write `NaiveReducer.finish`. The trainer calls it after backward. When it returns, every parameter's main_grad must hold the
+    sum over all ranks of the group. `__init__`, which is given, keeps params and group."""
     assert_two_steps(pool, "naive", SIZES, dict.fromkeys(SIZES, FINISH), "parameter")
 
 
@@ -178,45 +178,45 @@ def counted_job():
 
 
 @rung({"data_parallel.py": ["OverlapReducer.__init__", "OverlapReducer.on_grad"]}, hints="""
-    Backward runs once per micro-batch. How does a parameter find out that this was the last one? It can count.
+    Backward runs once per micro-batch. How does a parameter know that this was the last one? It can count.
 
-    `param.register_post_accumulate_grad_hook(f)` calls f(param) each time that backward has made this parameter's gradient.
-    Hooks run in the order in which they were registered, so accumulate_in_main_grad has already added it to main_grad;
-    `register_hook` would be too early. Keep a count per parameter, in a dictionary.
+    `param.register_post_accumulate_grad_hook(f)` makes backward call f(param) each time it has computed this parameter's gradient.
+    Hooks run in the order in which they were registered, so accumulate_in_main_grad has already added the gradient to main_grad.
+    `register_hook` would be too early. Keep a count for each parameter, in a dictionary.
 
     `__init__`: `self.backwards = dict.fromkeys(params, 0)`, and register `self.on_grad` as the hook of each parameter. `on_grad`:
-    add one to the parameter's count; if `self.micro_batches` divides it, call `self.start(param)`. Do not reset the count at the
-    end of a step: the division takes care of that.""")
+    add one to the parameter's count; if `self.micro_batches` divides it, call `self.start(param)`. There is no need to reset the
+    count at the end of a step.""")
 def test_knowing_when_a_gradient_is_final(pool):
-    """Write `OverlapReducer.__init__`: keep the group and the number of micro-batches in self.group and self.micro_batches, and
-    make self.handles, an empty list for the next rung. Have on_grad called when backward has made a parameter's gradient. Write
-    `on_grad`: call self.start(param) once for each parameter when its gradient is final. With 3 micro-batches that is in the 3rd
-    backward, when main_grad has its share already, and before backward goes on to the next parameter; then again in the 6th, and
-    in no other."""
+    """Write `OverlapReducer.__init__` and `on_grad`. `__init__` keeps the group in self.group and the number of micro-batches in
+    self.micro_batches, and creates self.handles, an empty list for the next rung. It also registers on_grad, to be called whenever
+    backward has computed a parameter's gradient. `on_grad(param)` calls self.start(param) when the gradient is final. With 3
+    micro-batches that is in the 3rd backward, then in the 6th, and in no other. By then main_grad must contain the last
+    micro-batch's gradient, and backward must not have moved on to the next parameter."""
     (seen, called, shares, attributes), = pool.call(counted_job, STEP)
     expected = [0, 0, 2, 2, 2, 4]
     assert seen == expected, f"calls of start so far (2 parameters), after each of six backwards: {seen}, not {expected}"
     assert sorted(called[:2]) == sorted(called[2:]) == [[0], [1]], (
         "start must be called once for each parameter, with the parameter as its argument")
     held = min(shares)
-    assert held == 3, f"when start was called, main_grad held {held} of 3 shares: the hook runs before the gradient is added"
+    assert held == 3, f"when start was called, main_grad held {held} of 3 gradients: the hook runs before the last is added"
     assert attributes == [True, 3, []], (
         "`__init__` must keep what it is given in self.group and self.micro_batches, and make an empty list, self.handles")
 
 
 @rung({"data_parallel.py": ["OverlapReducer.start", "OverlapReducer.all_reduce", "OverlapReducer.finish"]}, hints="""
-    An all-reduce can be started now and waited for later; backward goes on meanwhile. Which argument of dist.all_reduce
-    asks for that, and what does it return then?
+    An all-reduce can start now and be waited for later, while backward continues. Which argument of dist.all_reduce asks for that,
+    and what does the call return then?
 
-    `dist.all_reduce(..., async_op=True)` returns a handle with a method `wait()`. `on_grad` calls `start` for each parameter whose
-    gradient is final: start its all-reduce there, and keep the handle in `self.handles`.
+    `dist.all_reduce(..., async_op=True)` returns a handle, which has a method `wait()`. `on_grad` calls `start` for each parameter
+    whose gradient is final. Start its all-reduce there, and keep the handle in `self.handles`.
 
     `start`: `self.all_reduce(param.main_grad)`. `all_reduce`: append `dist.all_reduce(tensor, group=self.group, async_op=True)` to
-    `self.handles`. `finish`: call `wait()` of each handle in the list, then `self.handles.clear()` for the next step.""")
+    `self.handles`. `finish`: call `wait()` on each handle of the list, then `self.handles.clear()` for the next step.""")
 def test_sending_while_backward_goes_on(pool):
-    """Write the rest of `OverlapReducer`. `start(param)` starts the all-reduce of a parameter's main_grad, without waiting for it;
-    `all_reduce(tensor)` does so for any tensor, and keeps the handle in self.handles. `finish` waits for all that were started in
-    this step, and empties the list for the next step."""
+    """Write the rest of `OverlapReducer`. `start(param)` starts the all-reduce of a parameter's main_grad, without waiting for it.
+    `all_reduce(tensor)` does the same for any tensor, and keeps the handle in self.handles. `finish` waits for all that were
+    started in this step, and empties the list for the next step."""
     assert_two_steps(pool, "overlap", SIZES, {size: after(size) for size in SIZES}, "parameter")
 
 
@@ -237,19 +237,19 @@ def bucket_job():
 
 
 @rung({"data_parallel.py": ["Bucket.__init__"]}, hints="""
-    One large message is faster than many small ones. To send several main_grads at once, they must lie side by side in
-    one flat tensor. Copying them there in every step would take time: how can they always lie there?
+    One large message is faster than many small ones. To send several main_grads in one message, they must lie side by side in one
+    flat tensor. Copying them there in every step would take time. How can they always lie there?
 
-    Make one flat tensor of all main_grads (torch.cat of the flattened ones), then let each parameter's main_grad be a view
-    of its part: split and view_as.
+    Build one flat tensor from all main_grads (torch.cat of the flattened ones). Then make each parameter's main_grad a view of its
+    part, with split and view_as.
 
-    `self.params`, `self.num_pending` (the number of gradients that are not final yet: all), `self.flat_grad = torch.cat([...
-    .flatten() ...])`; then, for each `param, view` of `zip(params, self.flat_grad.split(sizes))`, `param.main_grad =
+    `self.params = params`; `self.num_pending = len(params)`; `self.flat_grad = torch.cat([param.main_grad.flatten() for param in
+    params])`; then, for each `param, view` of `zip(params, self.flat_grad.split(sizes))`, `param.main_grad =
     view.view_as(param)`.""")
 def test_gradients_side_by_side(pool):
-    """Give a Bucket `params`, the list that it gets; `flat_grad`, one tensor with the values of all their main_grads, and make
-    every main_grad a view of it; and `num_pending`, the number of parameters whose gradients are not final yet: at first
-    len(params)."""
+    """Write `Bucket.__init__`. `params` is the list that it gets. `flat_grad` is one tensor with the elements of all their
+    main_grads, one after the other, and every main_grad becomes a view of it. `num_pending` is the number of parameters whose
+    gradients are not final yet: at first len(params)."""
     (kept, before, shapes, main_grads, num_pending), = pool.call(bucket_job, STEP)
     assert kept, "`params` is not the list of parameters that Bucket was given"
     expected = [100, 100, 110, 110, 110]
@@ -275,17 +275,17 @@ def groups_job(bucket_bytes):
 
 
 @rung({"data_parallel.py": ["make_buckets"]}, hints="""
-    Backward reaches the parameters in the reverse of their order in the model. Which of them should share a bucket, so that
-    the first bucket is full early?
+    Backward reaches the parameters in the reverse of their order in the model. Which of them should share a bucket, so that the
+    first bucket is complete early?
 
-    Go through `reversed(params)` and fill lists. When the last list has reached `bucket_bytes` (main_grad.nbytes), begin
+    Go through `reversed(params)` and fill lists. When the current list has reached `bucket_bytes` (count main_grad.nbytes), start
     another.
 
-    Keep `groups = [[]]` and `size = 0`. For each parameter: if size >= bucket_bytes, append a new list and set size to 0;
-    then append the parameter and add its bytes. Make a Bucket of each list.""")
+    Keep `groups = [[]]` and `size = 0`. For each parameter: if size >= bucket_bytes, append a new list and set size to 0; then
+    append the parameter, and add its bytes to size. Return a Bucket for each list.""")
 def test_which_gradients_share_a_bucket(pool):
-    """Return a list of Bucket. Put parameters in, the last first, and close a bucket when its main_grads have at least
-    `bucket_bytes`. The rest make a last, smaller bucket."""
+    """Write `make_buckets(params, bucket_bytes)`. It returns a list of Bucket. Fill buckets with parameters, the last parameter
+    first, and close a bucket as soon as its main_grads have at least `bucket_bytes`. What remains forms a last, smaller bucket."""
     expected_by_size = {1: [[40], [30], [20], [10]], 81: [[40], [30], [20, 10]], 200: [[40, 30], [20, 10]],
                         280: [[40, 30], [20, 10]], 281: [[40, 30, 20], [10]],
                         10**6: [[40, 30, 20, 10]]}
@@ -296,18 +296,18 @@ def test_which_gradients_share_a_bucket(pool):
 
 
 @rung({"data_parallel.py": ["BucketReducer.__init__", "BucketReducer.start"]}, hints="""
-    It is `OverlapReducer` with one change: it sends a bucket's flat_grad, not a parameter's main_grad. When may it be
-    sent?
+    It is an `OverlapReducer` with one change: it sends a bucket's flat_grad instead of a parameter's main_grad. When may it send
+    that?
 
-    Each bucket counts the gradients that are not final yet. A dictionary says which bucket a parameter is in.
+    Each bucket counts the gradients that are not final yet. A dictionary maps each parameter to its bucket.
 
-    `__init__`: `super().__init__(params, group, micro_batches)`, then `self.bucket_of` has, for each bucket that
-    `make_buckets(params, bucket_bytes)` returns, the bucket under each of its params. `start`: take one from bucket.num_pending;
-    when it is 0, set it to len(bucket.params) again for the next step, and call `self.all_reduce(bucket.flat_grad)`.""")
+    `__init__`: `super().__init__(params, group, micro_batches)`; then `self.bucket_of` maps each parameter to its bucket, for all
+    buckets that `make_buckets(params, bucket_bytes)` returns. `start`: subtract one from bucket.num_pending; when it reaches 0,
+    set it back to len(bucket.params) for the next step, and call `self.all_reduce(bucket.flat_grad)`.""")
 def test_a_bucket_is_sent_when_it_is_full(pool):
-    """Write `BucketReducer.__init__` and `start`. It starts one all-reduce per bucket when the last gradient of the bucket is
-    final, without waiting for it. It does so in every step. It inherits the rest: OverlapReducer calls start(param) for each
-    gradient that is final."""
+    """Write `BucketReducer.__init__` and `start`. In every step it starts one all-reduce for each bucket, when the last gradient of
+    the bucket is final, without waiting for it. It inherits the rest: OverlapReducer calls start(param) for each gradient that is
+    final."""
     # buckets of at least 105 bytes: 20 + 30 numbers, 10 + 25, and the rest
     assert_two_steps(pool, "bucket", [3, 2, 25, 10, 30, 20], {50: after(30), 35: after(25), 5: after(3)}, "bucket")
 
@@ -345,17 +345,17 @@ WRITTEN = {"naive": "NaiveReducer", "overlap": "OverlapReducer", "bucket": "Buck
 
 @pytest.mark.slow
 @rung({"traffic.py": ["data_parallel_traffic"]}, hints="""
-    The ledger compares the bytes sent with those that traffic.py expects. How many bytes of gradients does a rank sum
-    in a step?
+    The ledger compares the bytes that were sent with those that traffic.py expects. How many bytes of gradients does a rank
+    all-reduce in a step?
 
-    Return a list of (group, collective, bytes). The group of the data-parallel ranks is `data_mesh(mesh).get_group()`.
+    Return a list of (group, collective, bytes). `data_mesh(mesh).get_group()` is the group of the data-parallel ranks.
 
-    One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. The buckets have the same bytes in total.""")
+    One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. Buckets have the same bytes in total.""")
 @pytest.mark.parametrize("mode", ["naive", "overlap", "bucket"])
 def test_a_training_run(pool, mode):
-    """Write `data_parallel_traffic`. It returns what the sums of gradients should send in a training step, a list of (group,
-    collective, payload bytes); with the bytes of the loss it must equal the ledger's. Four steps on two ranks must give the losses,
-    gradient norms and weights of one process."""
+    """Write `data_parallel_traffic`. It returns what summing the gradients should send in a training step, as a list of (group,
+    collective, payload bytes). Together with the bytes of the loss, this must equal the ledger's bytes. Four steps on two ranks
+    must give the losses, gradient norms and weights of one process."""
     assert_traffic(pool)
     flags = f"--dtype float64 --recompute none --micro_batch_size 6 --dp_mode {mode}"
     try:

@@ -362,8 +362,8 @@ STAGE_1 = ["Zero1Unit." + name for name in ("accumulate_grad", "start_reduce_sca
 
 
 @rung({"zero.py": STAGE_1}, hints="""
-    An all-reduce is a reduce-scatter followed by an all-gather. In stage 1 the optimizer's update comes in between: the first
-    sums gradients, of which each rank gets its shard; the second collects the shards of the weights. Both are called with
+    An all-reduce is a reduce-scatter followed by an all-gather. In stage 1 the optimizer's update comes between the two. The first
+    sums gradients, and gives each rank its shard of the sum. The second collects the shards of the weights. Both are called with
     async_op=True, and so return a handle that can be waited for later. Backward continues meanwhile, so do not wait here.
 
     `self.grad_views[param]` is the place of a parameter's gradient in `self.flat_grad`. The two collectives are
@@ -522,12 +522,12 @@ def assert_collected(stage, steps):
     `len(self.reduce_scatters) > 1` call `self.finish_oldest()`.
     finish_oldest: `unit, handle, shard = self.reduce_scatters.pop(0)`; `handle.wait()`; `unit.finish_reduce_scatter(shard)`.""")
 def test_a_unit_is_reduced_when_it_is_complete(pool):
-    """Write `post_accumulate_grad(param)`, which is called when backward has made param.grad. Give the gradient to the parameter's
-    unit and set param.grad to None. If it is the unit's last gradient in the last micro-batch, start the unit's reduce-scatter
-    while backward continues. The gradients of a unit may come in any order. In stage 1 that is all: after backward,
-    finish_grad_reduction finishes all of self.reduce_scatters. In stages 2 and 3 each entry will hold the whole gradients of a
-    unit. So there, if two have been started now, finish the older one, which has had all of this unit's backward to travel in:
-    `finish_oldest` waits for it and calls the unit's finish_reduce_scatter."""
+    """Write `post_accumulate_grad(param)`, which is called when backward has computed param.grad. Pass the gradient to the
+    parameter's unit, and set param.grad to None. If this was the unit's last gradient in the last micro-batch, start the unit's
+    reduce-scatter, and let backward continue. The gradients of a unit may come in any order. In stage 1 that is all, because
+    finish_grad_reduction finishes all of self.reduce_scatters after backward. In stages 2 and 3, each entry of this list keeps the
+    whole gradients of a unit in memory. So there, as soon as the list has two entries, finish the older one. It has had the whole
+    backward of this unit to travel in. `finish_oldest` waits for it, and calls the unit's finish_reduce_scatter."""
     for stage in (1, 2, 3):
         for steps in pool.call(collect_job, STEP, stage=stage, world=2):
             assert_collected(stage, steps)
@@ -743,7 +743,8 @@ def test_weights_come_when_they_are_needed(pool):
     the unit begins, if self.weights_in_backward, and frees the weights if self.reshard_after_forward.
     `register_post_forward_hooks(units)` sets weights_in_backward (unit 0 needs no weights in backward), reshard_after_forward (all
     but the last two units) and next_in_backward (the list for pre_backward) of each unit, and registers post_forward as the forward
-    hook of the unit's last module. In stage 1, forward gathers the weights that the last update changed, also one unit ahead."""
+    hook of the unit's last module. In stage 1, forward gathers the weights that the last update has changed, and does so one unit
+    ahead as well."""
     for stage in (3, 1):
         for rank, steps in enumerate(pool.call(needed_job, STEP, world=2, stage=stage)):
             for step, (order, at, loss, shards) in enumerate(steps, 1):
@@ -789,9 +790,9 @@ def test_weights_come_when_they_are_needed(pool):
 def test_a_training_run(pool, world, flags):
     """Write `zero_traffic`. It returns what ZeRO and the gradient norm should send in one training step, as a list of (group,
     collective, payload bytes); with what traffic.py has already it must equal the ledger's bytes. Four steps on three ranks must
-    give the losses, gradient norms and weights of one process, in each stage, and so must four ranks with --zero_shard 2. With
-    --zero 0 only the gradient norm is listed: data_parallel_traffic has the rest. With --zero_shard, the ranks that have the same
-    shard, unit.replicate_group, all-reduce its gradients once per step. Padding is sent too."""
+    give the losses, gradient norms and weights of one process, in each stage. So must four ranks with --zero_shard 2. With --zero
+    0, list only the gradient norm, because data_parallel_traffic has the rest. With --zero_shard, the ranks that have the same
+    shard, unit.replicate_group, all-reduce its gradients once per step. Count padding too, because it is sent."""
     micro_batch_size = {2: 6, 3: 4, 4: 2}[world]          # 2, 2 and 3 micro-batches
     flags = f"--recompute none --micro_batch_size {micro_batch_size} --dtype {flags}"
     check(pool, layouts.Layout(STEP, world, "dense-3", "adamw", flags))

@@ -183,20 +183,20 @@ F_AND_G = ["EnterRegion.forward", "EnterRegion.backward", "LeaveRegion.forward",
 
 
 @rung({"tensor_parallel.py": F_AND_G}, hints="""
-    When a region is entered, all ranks already have the input, so forward has nothing to do with --sp off. But each rank finds
-    only its own share of the input's gradient: backward has to add them up. When a region is left, it is the other way round. Both
-    classes get the functions that do that as arguments: `gather` and `reduce`.
+    When a region is entered, all ranks already have the input, so forward has nothing to do with --sp off. But each rank computes
+    only its own terms of the input's gradient, so backward has to sum them over the ranks. When a region is left, it is the other
+    way round. Both classes get the functions that do this as arguments: `gather` and `reduce`.
 
-    Each of the two functions starts something and returns a function that waits: `gather(x, group)()` does both. What backward
-    needs, forward keeps on ctx: `ctx.reduce, ctx.group = reduce, group`. backward returns a gradient for every argument of forward
+    Each of the two functions starts something and returns a function that waits: `gather(x, group)()` does both. Forward keeps
+    what backward needs on ctx: `ctx.reduce, ctx.group = reduce, group`. backward returns a gradient for every argument of forward
     but ctx: x, gather, reduce, group. For an argument that is not a tensor it is None.
 
-    EnterRegion.forward: keep reduce and group on ctx, return `gather(x, group)()`. EnterRegion.backward: return
-    `ctx.reduce(grad, ctx.group)(), None, None, None`. LeaveRegion is the same, with gather and reduce exchanged.""")
+    EnterRegion.forward: keep reduce and group on ctx, return `gather(x, group)()`. EnterRegion.backward: return `ctx.reduce(grad,
+    ctx.group)(), None, None, None`. LeaveRegion is the same, with gather and reduce exchanged.""")
 def test_f_and_g(pool):
     """Write f and g. EnterRegion is f: forward returns `gather` of x, and backward returns `reduce` of the gradient. LeaveRegion is
-    g: forward does `reduce`, backward does `gather`. Use the functions that come as arguments: with --sp off they are identity and
-    all_reduce, later others."""
+    g: forward does `reduce`, backward does `gather`. Use the functions that you get as arguments. With --sp off these are identity
+    and all_reduce; with --sp on they will be others."""
     for rank, found in answers(pool, f_and_g_job):
         expected = {"EnterRegion": ([1, 2], [3, 1]), "EnterRegion" + EXCHANGED: ([2, 4], [[1, 1], [2, 0]][rank]),
                     "LeaveRegion": ([5, 1], [1, 0]), "LeaveRegion" + EXCHANGED: ([[3, 2], [2, -1]][rank], [2, 0])}
@@ -223,8 +223,8 @@ def region_job():
 
 
 @rung({"tensor_parallel.py": ["ColumnParallelLinear.forward", "RowParallelLinear.forward"]}, hints="""
-    Two linears make a region: the first one computes some of the inner numbers on each rank, the second turns them into a term of
-    every output. Where does f belong, and where does g? One of the two is called before the product, the other after it.
+    Two linears make a region: the first one computes some of the inner numbers on each rank, the second turns them into one term
+    of every output. Where does f belong, and where does g? One of the two is called before the product, the other after it.
 
     `F.linear(x, self.weight)` is the product with the shard that this rank has. `enter_region(x, self.comm)` is f and
     `leave_region(x, self.comm)` is g.
@@ -345,24 +345,24 @@ def cross_entropy_job(more):
     return loss.item(), (8 * gradient).tolist(), sum(size for _, size in calls), str(low.dtype)
 
 
-@rung({"tensor_parallel.py": ["vocab_parallel_cross_entropy.cross_entropy"]}, hints="""
-    The loss of a token is log(sum of exp(logit)) - (the target's logit), and its gradient is softmax(logits) minus 1 at the target.
-    Each rank has the logits of some words. So three numbers of each token need all ranks: the largest logit, which is subtracted
-    first so that exp does not overflow; the sum; and the logit of the target, which one rank has.
+@rung({"tensor_parallel.py": ["vocabulary_parallel_cross_entropy.cross_entropy"]}, hints="""
+    The loss of a token is log(sum of exp(logit)) - (the target's logit), and its gradient is softmax(logits) minus 1 at the
+    target. Each rank has the logits of some words. So three numbers per token need all ranks: the largest logit, which is
+    subtracted first so that exp does not overflow; the sum; and the logit of the target, which one rank has.
 
-    Compare `cross_entropy` in loss.py. For the largest: `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`. The sum and the
-    target's logit are both summed, so both can go in one tensor of shape [tokens, 2]. Treat targets as you treated the tokens in
-    the embedding: subtract group.rank() * logits.shape[1], make a mask, put 0 where the target is not here.
+    Compare `cross_entropy` in loss.py. For the largest: `dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)`. The sum and
+    the target's logit are both summed, so both can go in one tensor of shape [tokens, 2]. Treat targets as you treated the tokens
+    in the embedding: subtract group.rank() * logits.shape[1], make a mask, put 0 where the target is not here.
 
     `target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)`; `local_mask` as before; `target = target.where(local_mask,
     0)`; `largest = logits.amax(-1, keepdim=True)`, reduced by MAX; `logits = logits - largest`; `sums =
     torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * local_mask), dim=-1)`, all-reduced; `log_sum =
-    sums[:, :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at the
-    target where local_mask is true: `gradient.scatter_add_(-1, target, -local_mask.type_as(gradient))`.""")
+    sums[:, :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at
+    the target where local_mask is true: `gradient.scatter_add_(-1, target, -local_mask.type_as(gradient))`.""")
 def test_a_loss_over_all_parts_of_the_vocabulary(pool):
     """Write `cross_entropy(logits, targets)`. It gets the logits of this rank's part of the vocabulary, [tokens, vocab/tp], and all
-    targets. Return the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large, and far
-    from those of another token. As in loss.py, sum in float32 or better. All-reduce three numbers for each token."""
+    targets. Return the summed loss, the same on all ranks, and the gradient of this rank's logits. Logits may be large, and those
+    of two tokens may be far apart. As in loss.py, sum in float32 or better. All-reduce only three numbers per token."""
     for more in (0, 1000):
         for rank, (loss, gradient, sent, low) in answers(pool, cross_entropy_job, more=more):
             here = f"softmax 1 2 3 2 and 4 1 1 2 eighths, targets 2 and 0, {'logits near +-1000, ' * bool(more)}rank {rank}:"
@@ -431,10 +431,10 @@ def linears_job(sp):
     ctx.group)`; `reduced = ctx.reduce(sum of grad @ weight, ctx.group)`; `x = gathered().flatten(0, 1)`; the weights' gradients;
     return `reduced(), None, None, None, *grad_weights`.""")
 def test_one_gathering_for_several_linears(pool):
-    """Write ColumnParallelLinears, which is f and the products after it in one. `forward(ctx, x, gather, reduce, group, *weights)`
-    gathers x and returns a tuple, the product with each weight. Save x for backward as it came, and the weights. `backward` starts
-    to gather x again, computes the gradient of x meanwhile, starts to reduce that, and computes the weights' gradients
-    meanwhile."""
+    """Write ColumnParallelLinears, which combines f with the products that follow it. `forward(ctx, x, gather, reduce, group,
+    *weights)` gathers x and returns a tuple, the product with each weight. Save for backward the weights, and x as it was before
+    gathering. `backward` starts to gather x again, computes the gradient of x meanwhile, starts to reduce that, and computes the
+    weights' gradients meanwhile."""
     for sp in (False, True):
         for right, more, forward, x_right, weights_right, backward in (answer for _, answer in answers(pool, linears_job, sp=sp)):
             here = f"with --sp {'on' if sp else 'off'}"
@@ -462,9 +462,9 @@ def partial_gradients_job():
 
 @pytest.mark.slow
 @rung({"tensor_parallel.py": ["all_reduce_partial_grads"], "traffic.py": ["tensor_parallel_traffic"]}, hints="""
-    Some parameters are on every rank of tp, but a rank finds only a share of their gradient: their `placement.grad_reduce_group` is
-    the group over which the shares are summed, once per step. For the traffic, count how often a region is entered or left: each
-    time the whole [batch, seq, hidden] is payload, of all sequences of the step.
+    Some parameters are replicated over tp, but each rank computes only a partial gradient of them. Their
+    `placement.grad_reduce_group` is the group over which to sum these gradients, once per step. For the traffic, count how often a
+    region is entered or left: each time, the payload is the whole [batch, seq, hidden], for all sequences of the step.
 
     A layer has two regions, and each is entered and left once in forward and once in backward. With --sp off only one of the two
     directions is an all-reduce, so there are 4 in each layer, and 1 at each end of the model (embedding and head). With --sp on
@@ -472,11 +472,11 @@ def partial_gradients_job():
     layer. The cross-entropy sends three numbers of each token.
 
     all_reduce_partial_grads: for each param with a placement.grad_reduce_group, `dist.all_reduce(param.main_grad,
-    group=param.placement.grad_reduce_group)`. tensor_parallel_traffic: `tokens = args.global_batch_size // args.dp * args.seq_len`;
-    `activation_bytes = tokens * model.model.config.hidden_size * args.dtype.itemsize`; `layers = len(model.model.layers)`;
-    `reductions = 4 * layers + 2`. --sp off: (group, "all_reduce", reductions * activation_bytes). --sp on: (group,
-    "reduce_scatter", reductions * activation_bytes) and (group, "all_gather", (reductions + 2 * layers) * activation_bytes).
-    Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype, torch.float32).itemsize), and
+    group=param.placement.grad_reduce_group)`. tensor_parallel_traffic: `tokens = args.global_batch_size // args.dp *
+    args.seq_len`; `activation_bytes = tokens * model.model.config.hidden_size * args.dtype.itemsize`; `layers =
+    len(model.model.layers)`; `reductions = 4 * layers + 2`. --sp off: (group, "all_reduce", reductions * activation_bytes). --sp
+    on: (group, "reduce_scatter", reductions * activation_bytes) and (group, "all_gather", (reductions + 2 * layers) *
+    activation_bytes). Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype, torch.float32).itemsize), and
     (placement.grad_reduce_group, "all_reduce", main_grad.nbytes) of each parameter that has a grad_reduce_group. The group is
     `mesh.get_group("tp")`. If args.tp is 1 the list is empty. (This counts neither --recompute nor --zero; ours does.)""")
 @pytest.mark.parametrize("flags", [
@@ -486,8 +486,8 @@ def test_a_training_run(pool, flags):
     """Write `all_reduce_partial_grads(params)`: for each parameter with a placement.grad_reduce_group, sum its main_grad over that
     group. Write `tensor_parallel_traffic`: return what tensor parallelism should send in one training step, as a list of (group,
     collective, payload bytes). Four steps on four ranks, with tp 2, 4 or 1, must give the losses, gradient norms and weights of one
-    process, and the ledger's bytes must be the expected ones, here for --recompute none and --zero 0. (`make test` asks for the
-    others as well: recomputation enters and leaves a layer's regions again, except that it does not leave the last one; and with
+    process, and the ledger's bytes must be the expected ones, here for --recompute none and --zero 0. (`make test` also asks for
+    the others. Recomputation enters and leaves a layer's regions again, except that it does not leave the last one. And with
     --zero, the sharded_params() of model.zero_units are summed instead of the parameters.)"""
     for rank, found in answers(pool, partial_gradients_job):
         expected = [[11, 11], [2 * 10**rank, 2 * 10**rank], [33, 33]]

@@ -284,18 +284,18 @@ def positions_job():
 
 
 @rung({"context_parallel.py": ["local_positions"]}, hints="""
-    How many tokens does a rank have, and in how many chunks? In ring and ulysses it is one chunk, the rank-th of cp. In
-    zigzag and allgather it is two, so that a rank has an early one, which sees little, and a late one, which sees much.
+    How many tokens does a rank have, and in how many chunks? In ring and ulysses it has one chunk. In zigzag and allgather it has
+    two, an early one, which sees few keys, and a late one, which sees many.
 
-    `torch.arange(args.seq_len).chunk(n)` is a tuple of n tensors of positions. `mesh.get_local_rank("cp")` is this rank's
-    number among the ranks of cp.
+    `torch.arange(args.seq_len).chunk(n)` is a tuple of n tensors of positions. `mesh.get_local_rank("cp")` is this rank's number
+    among the ranks of cp.
 
     ring and ulysses: `torch.arange(args.seq_len).chunk(args.cp)[rank]`. The other two: with `chunks =
     torch.arange(args.seq_len).chunk(2 * args.cp)` it is `torch.cat((chunks[rank], chunks[-1 - rank]))`.""")
 def test_which_tokens_are_mine(pool):
-    """Return from `local_positions` a tensor of this rank's positions in the sequence, in rising order. In ring and ulysses, take
-    from cp equal chunks the one with the rank's number. In zigzag and allgather, take from 2 cp chunks the one with the rank's
-    number counted from the start, and the one counted from the end."""
+    """Write `local_positions`. It returns a tensor with this rank's positions in the sequence, in rising order. In ring and
+    ulysses, cut the sequence into cp equal chunks; rank r has chunk r. In zigzag and allgather, cut it into 2 cp chunks; rank r has
+    the r-th from the start and the r-th from the end."""
     ring = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2, 3], [4, 5, 6, 7]], 3: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]}
     zigzag = {1: [[0, 1, 2, 3]], 2: [[0, 1, 6, 7], [2, 3, 4, 5]], 3: [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]}
     found, = pool.call(positions_job, STEP)
@@ -335,11 +335,11 @@ def merge_job():
     lse is [batch, heads, seq], out has one dimension more, so the weights need `.unsqueeze(-1)`. Change the given tensors in
     place: `out.mul_(weight).add_(block_out * block_weight)`, and then `lse.copy_(total_lse)`.""")
 def test_two_blocks_of_softmax(pool):
-    """Write `update_out_and_lse`. It adds a block to out and lse in place. These are the output and the log-sum-exp (lse) of one
-    attention over the keys so far, block_out and block_lse those over one more block of keys: afterwards `out` and `lse` are those
-    over both blocks. A mean of 15 with weights of sum 2, and a mean of 37.5 with weights of sum 8, make a mean of 33 with weights
-    of sum 10. Where a query has seen no key yet, its lse is -inf. Two lse may lie far apart. Blocks may be in bfloat16, but `out`
-    and `lse` are wider, and must lose no precision."""
+    """Write `update_out_and_lse`. `out` and `lse` are the output and the log-sum-exp of attention over the keys so far, and
+    block_out and block_lse are those over one more block of keys. Change `out` and `lse` in place, so that they are those over all
+    these keys. For example, a mean of 15 with weights that sum to 2, and a mean of 37.5 with weights that sum to 8, give a mean of
+    33 with weights that sum to 10. Where a query has seen no key yet, its lse is -inf. Two lse may lie far apart. Blocks may be in
+    bfloat16, but `out` and `lse` are wider, and must lose no precision."""
     from math import log
     (plain, plain_lse), (first, first_lse), (huge, huge_lse), mixed, apart, low = pool.call(merge_job, STEP)[0]
     assert plain == pytest.approx([33, 330, 2, 20]), f"two queries with outputs of two numbers each: {plain}, not [33, 330, 2, 20]"
@@ -380,20 +380,20 @@ def visible_job():
 
 
 @rung({"context_parallel.py": ["visible"]}, hints="""
-    A query sees the keys at its own position and before it. Draw the positions of two ranks on paper, queries as rows and
-    keys as columns. Among a rank's own tokens it is the usual triangle, since they are in rising order.
+    A query sees the keys at its own position and before it. Draw the positions of two ranks on paper, queries as rows and keys as
+    columns. Among a rank's own tokens you get the usual triangle, because they are in rising order.
 
     In ring, all tokens of an earlier rank come before all of mine, and those of a later rank come after. In zigzag the early
-    chunks are in the order of the ranks, and the late chunks the other way round. Which of the four pairs of chunks are
-    visible if source < rank, and which if source > rank?
+    chunks are in the order of the ranks, and the late chunks the other way round. Which of the four pairs of chunks are visible if
+    source < rank, and which if source > rank?
 
-    source == rank: (everything, everything, True), where everything = slice(None). ring: (everything, everything, False) if
-    source < rank, else None. Otherwise, with early = slice(0, length // 2) and late = slice(length // 2, None): (everything, early,
+    source == rank: (everything, everything, True), where everything = slice(None). ring: (everything, everything, False) if source
+    < rank, else None. Otherwise, with early = slice(0, length // 2) and late = slice(length // 2, None): (everything, early,
     False) if source < rank, else (late, everything, False).""")
 def test_who_sees_whom(pool):
-    """Write `visible(rank, source, mode, length)`. It says which queries of rank see which keys of source, each of which has
-    `length` tokens. Return (a slice of the queries, a slice of the keys, whether the mask is causal: only up to the diagonal), or
-    None if no query sees a key. Every mode but "ring" has zigzag's chunks."""
+    """Write `visible(rank, source, mode, length)`. It says which queries of `rank` see which keys of `source`. Each of the two has
+    `length` tokens. Return (a slice of the queries, a slice of the keys, whether only the keys up to the diagonal count), or None
+    if no query sees a key. All modes except "ring" have zigzag's chunks."""
     found, = pool.call(visible_job, STEP)
     for (mode, rank, source), (expected, came, nothing) in found.items():
         where = f"{mode}, queries of rank {rank} as rows, keys of rank {source} as columns"
@@ -416,21 +416,21 @@ def gather_job():
 
 
 @rung({"context_parallel.py": ["gather", "AllGatherAttention.forward"]}, hints="""
-    Keys and values of all ranks come in one collective. Then a rank goes through the ranks as sources: which of this
-    source's keys do my queries see? For a single source everything exists already: `visible` and `add_block`.
+    Keys and values of all ranks come in one collective. Then a rank goes through all ranks, one source after another: which of
+    this source's keys do my queries see? For a single source you already have everything: `visible` and `add_block`.
 
-    `gather`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(all_kv, kv, group=group)` fills a tensor that
-    is group.size() times as long in its first dimension; `all_kv.chunk(group.size())` are the ranks' parts. `forward`: begin
-    with `out, lse = init_out_and_lse(q)`.
+    `gather`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(all_kv, kv, group=group)` fills a tensor that is
+    group.size() times as long in its first dimension; `all_kv.chunk(group.size())` are the ranks' parts. `forward`: begin with
+    `out, lse = init_out_and_lse(q)`.
 
     For source, kv in enumerate(gather(k, v, group)): `add_block(out, lse, q, kv, visible(group.rank(), source, mode,
-    q.shape[2]))`. Then `out = out.type_as(q)`; for backward `ctx.save_for_backward(q, k, v, out, lse)` and `ctx.mode,
-    ctx.group = mode, group`; return out.""")
+    q.shape[2]))`. Then `out = out.type_as(q)`; for backward `ctx.save_for_backward(q, k, v, out, lse)` and `ctx.mode, ctx.group =
+    mode, group`; return out.""")
 def test_all_keys_at_once(pool):
     """Write `gather`, which returns a list: for each rank of the group its keys and values, stacked, [2, batch, heads, seq/cp,
     head_dim]. Write `AllGatherAttention.forward`, which returns the attention of this rank's queries to the keys of all ranks, one
-    block of keys after another. Save for backward q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing from other
-    ranks. Add blocks up in float32 or wider."""
+    block of keys after another. For backward, save q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing that came
+    from other ranks. Accumulate the blocks in float32 or wider."""
     expected = [[[10 * rank, 10 * rank + 1], [10 * rank + 100, 10 * rank + 101]] for rank in range(RANKS)]
     for rank, (every, sent) in enumerate(answers_of(pool, gather_job)):
         assert every == expected, f"on rank {rank}, gather returns {every}; keys are 0 1, 10 11 and 20 21, values 100 more"
@@ -441,13 +441,13 @@ def test_all_keys_at_once(pool):
 
 
 @rung({"context_parallel.py": ["block_gradients", "AllGatherAttention.backward"]}, hints="""
-    A probability is exp(score - lse) with the lse over all keys. So if `flash_backward` is given the final output and the
-    final lse, it returns exact terms of the gradients for a block of keys, which only have to be added up. Whose
-    gradients does a rank hold in the end that it has to send away?
+    A probability is exp(score - lse) with the lse over all keys. So if `flash_backward` is given the final output and the final
+    lse, it returns exact terms of the gradients for a block of keys, which only have to be added up. In the end a rank also holds
+    gradients that it has to send away: whose?
 
     `block_gradients`: take the block's queries of grad_out, q, out and lse, [:, :, queries], and its keys of kv, [:, :, :, keys],
-    and call `flash_backward` (lse.contiguous()). Without a block it returns nothing. `backward`: gather again, and
-    let `add_gradients` add each block's terms to grad_q and to the part of a tensor [2 cp, ...] that is the source's.
+    and call `flash_backward` (lse.contiguous()). Without a block it returns nothing. `backward`: gather again, and let
+    `add_gradients` add each block's terms to grad_q and to the part of a tensor [2 cp, ...] that is the source's.
 
     all_grad_kv = zeros of [2 * cp, *k.shape] in lse.dtype; for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group),
     all_grad_kv.chunk(cp))): add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block), block). Then
@@ -455,9 +455,9 @@ def test_all_keys_at_once(pool):
     parts are grad_k and grad_v. Return grad_q, grad_k, grad_v (each .type_as(q)), None, None.""")
 def test_gradients_of_all_keys(pool):
     """Write `block_gradients`, which returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
-    Write `AllGatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, with the shares of all
-    ranks. Gather once more, and reduce-scatter the gradients; add them up in float32 or wider, in lse's dtype. (The value of token
-    s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
+    Write `AllGatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, to which all ranks
+    contribute. Gather once more, and reduce-scatter the gradients; add them up in float32 or wider, in lse's dtype. (The value of
+    token s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
     answers = answers_of(pool, attention_job, mode="allgather", backward=True)
     assert_attention(answers)
     assert_work(answers, "allgather", backward=True)
@@ -481,9 +481,9 @@ def ring_send_recv_job():
 
 
 @rung({"context_parallel.py": ["ring_send_recv", "RingAttention.forward"]}, hints="""
-    A rank sends to the next one of the ring and receives from the one before. Both must start before anybody waits:
-    otherwise all ranks send and nobody receives. In forward a rank passes on what it has, works with it, and then waits for
-    what comes. At hop h, whose keys and values does it have?
+    A rank sends to the next one of the ring and receives from the one before. Both must start before anybody waits. Otherwise all
+    ranks would send and nobody would receive. In forward a rank passes on what it has, works with it, and then waits for what
+    comes. At hop h, whose keys and values does it have?
 
     `ring_send_recv`: `dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, group=group, group_peer=next), dist.P2POp(dist.irecv,
     recv_buffer, group=group, group_peer=previous)])` returns handles with wait(); both tensors must be contiguous. Return a
@@ -496,8 +496,8 @@ def ring_send_recv_job():
 def test_keys_go_round_a_ring(pool):
     """Write `ring_send_recv(tensor, group)`. It starts to send the tensor to the next rank of the ring, and to receive from the one
     before, both in one dist.batch_isend_irecv. It returns a function that waits, and returns the tensor that came. Write
-    `RingAttention.forward`, which returns what `AllGatherAttention.forward` does, but keys and values go round, and while a rank
-    works with some, the next ones are under way. It saves as little for backward, too."""
+    `RingAttention.forward`, which returns what `AllGatherAttention.forward` returns. But here keys and values go round, and while a
+    rank computes with one block, the next one is under way. For backward it saves just as little."""
     for rank, (shape, came, started, dtype) in enumerate(answers_of(pool, ring_send_recv_job)):
         before = (rank - 1) % RANKS
         assert (shape, came) == ([3, 2], [before] * 6), \
@@ -511,12 +511,12 @@ def test_keys_go_round_a_ring(pool):
 
 
 @rung({"context_parallel.py": ["RingAttention.backward"]}, hints="""
-    Keys and values go round once more, as in forward. The gradients of a rank's keys have to meet every rank too, since each
-    adds its share, and must come home. So they go round behind the keys, and one hop more.
+    Keys and values go round once more, as in forward. The gradients of a rank's keys also have to visit every rank, because each
+    adds its terms, and then they must come home. So they go round behind the keys, and make one hop more.
 
-    At each hop: pass kv on (but not in the last hop); compute this block's share with `block_gradients`; only then wait for
-    the sum that the ranks before have made; add the share with `add_gradients`; pass the sum on. In the first hop nobody has
-    added anything: zeros. After the last hop the sum comes home.
+    At each hop: pass kv on (but not in the last hop); compute this block's terms with `block_gradients`; only then wait for the
+    sum that the ranks before have made; add the terms with `add_gradients`; pass the sum on. In the first hop nobody has added
+    anything: zeros. After the last hop the sum comes home.
 
     Begin with `receive_grad = None`. In each hop: `grads = block_gradients(grad_out, q, kv, out, lse, block)`; `grad_kv =
     receive_grad() if receive_grad else torch.zeros_like(kv, dtype=lse.dtype)`; `add_gradients(grad_q, grad_kv, grads, block)`;
@@ -524,7 +524,7 @@ def test_keys_go_round_a_ring(pool):
     grad_q.type_as(q), grad_k, grad_v, None, None.""")
 def test_gradients_follow_the_keys(pool):
     """Write `RingAttention.backward`. It returns the gradients of q, and those of this rank's k and v, to which every rank has
-    added its share while they went round the ring. Add them up and send them in float32 or wider, in lse's dtype. While a rank
+    added its terms while they went round the ring. Add them up and send them in float32 or wider, in lse's dtype. While a rank
     works on a block, two transfers are under way: the next keys and values, and the sum for the present ones."""
     for mode in ("ring", "zigzag"):
         answers = answers_of(pool, attention_job, mode=mode, backward=True)

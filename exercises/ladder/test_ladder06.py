@@ -91,24 +91,24 @@ def as_tuples(actions):
 
 
 @rung({"schedules.py": ["afab"]}, hints="""
-    AFAB is "all forwards, all backwards". A list contains what one rank computes, in order. What does a rank with one stage
-    compute, if there are three micro-batches?
+    AFAB is "all forwards, all backwards". The list says what one rank computes, in order. What does a rank with one stage compute
+    if there are three micro-batches?
 
-    `Action("F", rank, i)` is the forward of micro-batch i, `Action("B", rank, i)` its backward: the rank's only stage has
-    the rank's number.
+    `Action("F", rank, i)` is the forward of micro-batch i, `Action("B", rank, i)` its backward: the rank's only stage has the
+    rank's number.
 
-    `[Action("F", rank, i) for i in range(m)] + [Action("B", rank, i) for i in range(m)]`. (Ours calls warmup_steady_cooldown
-    with num_warmup=m, which returns the same list.)""")
+    `[Action("F", rank, i) for i in range(m)] + [Action("B", rank, i) for i in range(m)]`. (Ours calls warmup_steady_cooldown with
+    num_warmup=m, which returns the same list.)""")
 def test_all_forwards_all_backwards(pool):
     """Write `afab(rank, num_ranks, m)`. It returns the list of one rank's actions for m micro-batches: F of each, in order, then B
-    of each, in the same order. A rank has one stage, which has the rank's number."""
+    of each, in the same order. Each rank has one stage, whose number is the rank's."""
     assert_lists(pool, "afab", {(1, 1): ["F0 B0"], (2, 3): ["F0 F1 F2 B0 B1 B2"] * 2})
 
 
 @rung({"schedules.py": ["one_f_one_b"]}, hints="""
-    A backward frees the memory of its forward, so it should come as early as it can. The last rank can do B0 right after F0.
-    Rank 0 waits for its first backward while micro-batch 0 goes to the end and comes back. How many ranks can be busy with one
-    micro-batch each on this way?
+    A backward frees the memory of its forward, so it should come as early as it can. The last rank can do B0 right after F0. Rank
+    0 waits for its first backward while micro-batch 0 travels to the last rank and back. How many micro-batches must it have in
+    flight, so that every rank on the way is busy?
 
     From `rank` to the last there are `num_ranks - rank` ranks. That many forwards come first: the warm-up. Then a backward and a
     forward alternate, as long as there are forwards, and then come the remaining backwards.
@@ -116,8 +116,8 @@ def test_all_forwards_all_backwards(pool):
     `warmup_steady_cooldown(forwards, backwards, num_warmup)` puts a list together in this way. Take the forwards and backwards of
     AFAB (each backward in a list of its own: `[[Action("B", rank, i)] for i in range(m)]`), and num_warmup=num_ranks - rank.""")
 def test_one_forward_one_backward(pool):
-    """Write `one_f_one_b(rank, num_ranks, m)`. It returns the list of 1F1B: first as many forwards as there are ranks from this one
-    to the last, both counted (or all m, if they are fewer); then B and F alternate; then come the remaining backwards."""
+    """Write `one_f_one_b(rank, num_ranks, m)`. It returns the list of 1F1B. First come as many forwards as there are ranks from
+    this one to the last, counting both (or all m, if m is smaller). Then B and F alternate. The remaining backwards come last."""
     assert_lists(pool, "1f1b", {
         (2, 3): ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"],
         (3, 2): ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"],
@@ -153,9 +153,9 @@ def follows_job():
     start; [length - busy[rank] for rank in sorted(busy)].""")
 def test_who_waits_for_whom(pool):
     """Write `receives(action, last)`, which returns the Message that an action waits for, and `sends(action, last)`, which returns
-    the one that it sends; each returns None if there is none. A Message contains the number of the stage that sends it. Write
-    `bubble(events)`, which returns for each rank how long it idles between the first start and the last end of all events. Then
-    `simulate` can tell what a schedule costs: 9 units with 1F1B on four ranks."""
+    the one that it sends. Each returns None if there is none. A Message contains the number of the stage that sends it. Write
+    `bubble(events)`, which returns for each rank how long it idles between the first start and the last end of all events. With
+    these, `simulate` can tell you what a schedule costs: with 1F1B on four ranks, every rank idles for 9 units."""
     (messages, by_hand), = pool.call(follows_job, STEP)
     there, back = [(True, 0, 5), (True, 1, 5)], [(False, 1, 5), (False, 2, 5)]
     right = {("F", 0): [None, there[0]], ("F", 1): there, ("F", 2): [there[1], None], ("W", 0): [None] * 2, ("W", 1): [None] * 2,
@@ -201,9 +201,10 @@ def place_in_pp(rank):
 
 
 @rung({"pipeline_parallel.py": ["stage_boundaries", "local_stages"]}, hints="""
-    The first stage has the embedding and the last one the head, and each of these counts as `ends` layers. So divide a row of
-    ends + layers + ends into equal pieces. Where in this row does stage i begin, and which layer is that? As for the stages of a
-    rank: a micro-batch passes all ranks before it comes to a rank's next stage, but in dualpipe it goes down the ranks and back.
+    The first stage has the embedding and the last one the head, and each of these counts as `ends` layers. So divide a row of ends
+    + layers + ends into equal pieces. Where in this row does stage i begin, and which layer is that? Which stages does a rank
+    have? A micro-batch visits all ranks before it comes to a rank's next stage. Only in dualpipe does it go down the ranks and
+    then back.
 
     A layer's matrices have hidden * width elements, with width = (2 heads + 2 kv_heads) head_dim + 3 intermediate_size. The
     embedding has hidden * vocab_size. So ends = vocab_size / width. Stage i begins at (layers + 2 ends) i / num_stages - ends,
@@ -217,8 +218,8 @@ def test_which_layers_a_rank_has(pool):
     """Write `stage_boundaries(config, num_stages)`. It returns a list of the number of each stage's first layer, and at the end the
     number of layers. The stages are to be equal in size; embedding and head count as layers, by the size of their matrices (ignore
     norms); and each stage has at least one layer. Write `local_stages(mesh, args)`. It returns the list of the stages of this rank,
-    out of pp * stages_per_rank: with dualpipe one on the way down and one on the way back, otherwise every pp-th. The rank's number
-    is mesh.get_local_rank("pp")."""
+    out of pp * stages_per_rank: with dualpipe one on the way down and one on the way back, and otherwise every pp-th stage. The
+    rank's number is mesh.get_local_rank("pp")."""
     first = {(6, 40, 4): [0, 1, 3, 5, 6], (8, 80, 4): [0, 1, 4, 7, 8], (7, 40, 3): [0, 2, 5, 7], (6, 40, 3): [0, 2, 4, 6],
              (8, 4, 4): [0, 2, 4, 6, 8], (4, 4000, 4): [0, 1, 2, 3, 4], (40, 400, 4): [0, 5, 20, 35, 40],
              (300, 1600, 4): [0, 55, 150, 245, 300]}
@@ -320,11 +321,12 @@ def three_stages_job():
     `self.queue.clear()`, so that weight_gradient finds what W has to compute.""")
 def test_from_stage_to_stage_and_back(pool):
     """Write `forward(stage, i, x)`. It runs micro-batch i through a stage, keeps in self.fwd_cache what backward needs, and returns
-    the output without its history; the first stage gets None for x and takes the inputs: self.micro_batches[i] is (inputs,
-    positions, targets), as in step 5's loop. Write `input_gradient(stage, i, grad)`. It runs backward from the gradient of the
-    output, or on the last stage from the loss, and returns the gradient of the stage's input. Move what backward has put into
-    self.queue to self.weight_grad_queues[stage, i]. Write `head_and_loss(i, y)`. It computes the loss of the micro-batch, which is
-    the head's divided by the number of tokens of the global batch, and adds it to self.loss."""
+    the output without its history. The first stage gets None for x and takes the micro-batch's inputs instead:
+    self.micro_batches[i] is (inputs, positions, targets), as in step 5's loop. Write `input_gradient(stage, i, grad)`. It runs
+    backward, starting from the gradient of the output, or on the last stage from the loss, and returns the gradient of the stage's
+    input. Move what backward has put into self.queue to self.weight_grad_queues[stage, i]. Write `head_and_loss(i, y)`. It computes
+    the loss of the micro-batch, which is the head's divided by the number of tokens of the global batch, and adds it to
+    self.loss."""
     (there, back, grads, loss, kept, queue, deferred), = pool.call(three_stages_job, STEP)
     begin = "Stages multiply by 2, 5 and 2; micro-batches 3 and 1 with targets 58 and 17."
     assert there == [6, 30, 60, 2, 10, 20], f"{begin} The stages' outputs are [6, 30, 60, 2, 10, 20], not {there}"
@@ -403,10 +405,10 @@ def run_job():
 def test_running_a_list(pool):
     """Write `forward_backward(micro_batches)`. It does what self.program says, one entry after the other, and returns this rank's
     loss divided by tp. It begins with a loss of zero, in float32, or in args.dtype if that is wider, and with self.fwd_cache,
-    weight_grad_queues, ready and recv_handles empty. Wait no earlier than necessary: for a receive when an action needs it, in
-    `wait_for`, and for sends at the end of forward_backward. At each send, drop those that have completed, with their tensors; in
-    the end self.send_handles is empty. Write `wait_for(message)`. It returns the tensor that an action needs: this rank has
-    computed it itself (self.ready), or is receiving it (self.recv_handles)."""
+    weight_grad_queues, ready and recv_handles empty. Wait no earlier than necessary: for a receive in `wait_for`, when an action
+    needs it, and for sends at the end of forward_backward. Before each send, drop the earlier sends that have completed, with their
+    tensors, and leave self.send_handles empty at the end. Write `wait_for(message)`. It returns the tensor that an action needs.
+    Either this rank has computed it (self.ready), or it is receiving it (self.recv_handles)."""
     answers = pool.call(run_job, STEP, world=4, timeout=HANGS)[1:]
     begin = ("A pipeline of ranks 1, 2 and 3 of the world (they are self.group, and peer is a place in it): stages multiply by 2 "
              "(on its first rank), 5 and 2 (on the second) and 1 (on the third); micro-batches 3 and 1 with targets 58 and 17")
@@ -450,8 +452,8 @@ def test_several_stages_on_a_rank(pool):
     """Write `interleaved(rank, num_ranks, m, stages_per_rank)`: rank r has the stages r, r + num_ranks, r + 2 num_ranks ... The
     bubble should be as long as 1F1B's, but in stages, which are shorter: 3 (num_ranks - 1) units of a stage, if m is a multiple of
     num_ranks. For that, rank r may hold stages_per_rank * num_ranks + num_ranks - 1 - 2 r micro-batches of a stage, or fewer. The
-    lists must also run with any other m above num_ranks: m // num_ranks rounds, as equal as possible, the longest first, are
-    enough. On two ranks with two stages and two micro-batches, rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then
+    lists must also run with any other m above num_ranks. For these, use m // num_ranks rounds, as equal as possible, the longest
+    first. On two ranks with two stages and two micro-batches, rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then
     B0 B1 of stage 1."""
     cases = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 2, 2), (2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 16, 3))]
     no_multiple = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 5, 2), (4, 9, 2), (4, 5, 3), (4, 9, 3))]
@@ -523,28 +525,30 @@ def split_job():
 
 
 @rung({"schedules.py": ["zero_bubble"], "zero_bubble.py": ["linear_weight_grad", "defer_weight_grads"]}, hints="""
-    The stage before waits for I, but nobody waits for W until the optimizer. So a rank may put W where it would idle. Where
-    does 1F1B idle, and which rank idles longest at the end? To get I without W, hide the weights from autograd. Then you compute
-    the product for their gradient yourself. What does it need?
+    The stage before waits for I, but nobody waits for W until the optimizer. So a rank may put W where it would idle. Where does
+    1F1B idle, and which rank idles longest at the end? To get I without W, hide the weights from autograd, and later compute their
+    gradient yourself. What do you need for that product?
 
     `zero_bubble`: 1F1B, where rank r does I of micro-batch i and right after it W of micro-batch i - r, if i >= r; at the end come
     the remaining r W. For y = x Wᵀ the weight's gradient is the output's gradient, transposed, times x, both flattened to [tokens,
     ...]. In `defer_weight_grads`, multiply by `linear.weight.detach()`, and call keep_grad for each output, which stores its
-    gradient when backward has computed it. The backward of `DeferWeightGrads.apply` puts a function that computes W into the queue.
+    gradient when backward has computed it. The backward of `DeferWeightGrads.apply` puts a function that computes W into the
+    queue.
 
-    zero_bubble: backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) ...], warmup_steady_cooldown with
-    num_warmup=num_ranks - rank, plus the W of range(max(0, m - rank), m). linear_weight_grad: grad.flatten(0, -2).T @ x.flatten(0,
-    -2). defer_weight_grads returns products(x): grads = {}; x = DeferWeightGrads.apply(x, grads, comm, linear_weight_grad, queue);
-    if comm: x = enter_region(x, comm); outputs = [F.linear(x, linear.weight.detach()) ...]; for each linear and its y:
-    keep_grad(y, linear, grads); return outputs. (Ours returns torch.compiler.disable(products), for --compile.)""")
+    zero_bubble: backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) ...], warmup_steady_cooldown
+    with num_warmup=num_ranks - rank, plus the W of range(max(0, m - rank), m). linear_weight_grad: grad.flatten(0, -2).T @
+    x.flatten(0, -2). defer_weight_grads returns products(x): grads = {}; x = DeferWeightGrads.apply(x, grads, comm,
+    linear_weight_grad, queue); if comm: x = enter_region(x, comm); outputs = [F.linear(x, linear.weight.detach()) ...]; for each
+    linear and its y: keep_grad(y, linear, grads); return outputs. (Ours returns torch.compiler.disable(products), for
+    --compile.)""")
 def test_weights_can_wait(pool):
-    """Write `zero_bubble(rank, num_ranks, m)`. It returns a list with I and W instead of B. Each rank idles for num_ranks - 1
-    units, and one more for each micro-batch that m is below num_ranks, where 1F1B idles for 3 (num_ranks - 1); and it holds at most
-    num_ranks micro-batches. Write `linear_weight_grad(grad, x)`. It returns the gradient of a linear's weight, [outputs, inputs],
-    from the gradient of its output and its input. Write `defer_weight_grads(linears, queue, comm)`. It returns a function of x that
-    returns the list of the linears' outputs. Their backward computes only the gradient of x, and for each call of the function puts
-    one function into the queue, which computes W: accumulate_weight_grads, with x and, in grads, the gradient of each linear's
-    output. (DeferWeightGrads does that, and keep_grad stores a gradient.) With tp there is a comm: then x goes through
+    """Write `zero_bubble(rank, num_ranks, m)`. It returns a list with I and W instead of B. Each rank may idle for num_ranks - 1
+    units, where 1F1B idles for 3 (num_ranks - 1), and for one unit more for each micro-batch that m is below num_ranks. It may hold
+    at most num_ranks micro-batches. Write `linear_weight_grad(grad, x)`. It returns the gradient of a linear's weight, [outputs,
+    inputs], from the gradient of its output and its input. Write `defer_weight_grads(linears, queue, comm)`. It returns a function
+    of x that returns the list of the linears' outputs. Their backward computes only the gradient of x, and for each call of the
+    function puts one function into the queue, which computes W: accumulate_weight_grads, with x and, in grads, the gradient of each
+    linear's output. (DeferWeightGrads does that, and keep_grad stores a gradient.) With tp there is a comm: then x goes through
     enter_region(x, comm) before the linears."""
     cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
@@ -587,12 +591,11 @@ def traffic_job(layouts):
 @pytest.mark.slow
 @rung({"traffic.py": ["pipeline_traffic"]}, hints="""
     The ledger compares the bytes sent with what `expected_traffic` returns. A stage sends activations to the stage after it, and
-    gradients to the stage before. Which of the neighbors of this rank's stages are on another rank? Each rank counts what it sends
-    itself.
+    gradients to the stage before. Which neighbors of this rank's stages are on another rank? Each rank counts only what it sends.
 
     Stage s sends F's output to s + 1 and I's or B's to s - 1, if there is such a stage, and if it is not on the same rank: the two
-    stages of dualpipe's last rank are neighbors. In a step, a stage sends each neighbor as much as the activations of all tokens of
-    the rank: its part of the batch (dp) and of the sequence (cp), which sequence parallelism divides by tp as well.
+    stages of dualpipe's last rank are neighbors. In a step, a stage sends each neighbor as much as the activations of all tokens
+    of the rank: its part of the batch (dp) and of the sequence (cp), which sequence parallelism divides by tp as well.
 
     messages = how many of the neighbors (s - 1 and s + 1 of all s in local_stages(mesh, args)) are 0 <= n < num_stages and not in
     local_stages. Without any, return []. tokens = args.global_batch_size // args.dp * args.seq_len // args.cp, and // args.tp if

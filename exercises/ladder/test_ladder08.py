@@ -53,8 +53,8 @@ def list_job(folder):
     return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + suffix)).""")
 def test_own_names_only(pool, tmp_path):
     """Write `list_checkpoints(args, suffix="")`. It returns a list of the checkpoints in the directory args.checkpoint, as Path,
-    the one with the fewest steps first. Their names are `step_`, exactly eight digits, and the suffix. Leave out all other names:
-    they belong to somebody else. If the directory does not exist, the list is empty."""
+    the one with the fewest steps first. Their names are `step_`, exactly eight digits, and the suffix. Leave out all other names,
+    because they belong to somebody else. If the directory does not exist, the list is empty."""
     folder = tmp_path / "run"
     right = {"": ["step_00000002", "step_00000010", "step_00000011", "step_00000200"],
              ".tmp": ["step_00000004.tmp", "step_00000012.tmp"], ".aside": ["step_00000005.aside"]}
@@ -127,10 +127,10 @@ def overlap_job():
     o) for a, b, o in zip(start, stop, box_offsets)); saved_slices, the same with saved_offsets; box[box_slices] =
     saved[saved_slices].""")
 def test_what_two_boxes_share(pool):
-    """Write `copy_overlap(box, box_offsets, saved, saved_offsets)`. It copies the elements that `saved` shares with `box`, a
-    tensor, into `box`. Both are boxes of one whole tensor, in which they begin at these offsets: lists with a number for each
-    dimension, of which there may be one, two or three. `saved` is a box in a file: saved.get_shape() is its shape, and saved[index]
-    reads from the disk, so read only the overlap, and only once. Leave all other elements of `box` as they are."""
+    """Write `copy_overlap(box, box_offsets, saved, saved_offsets)`. It copies the elements that `saved` and `box` have in common
+    into `box`, a tensor. Both are boxes of one whole tensor, and begin in it at these offsets, lists with a number for each
+    dimension. There may be one, two or three dimensions. `saved` is a box in a file. saved.get_shape() is its shape, and
+    saved[index] reads from the disk, so read only the overlap, and only once. Leave all other elements of `box` as they are."""
     found, other = pool.call(overlap_job, STEP)[0]
     for stored, wanted, right, came, common, read in found:
         where = (f"from a tensor of 4 x 6 with the elements 0 to 23, the file has the box {stored}, and the box in memory is "
@@ -188,8 +188,8 @@ def fill_job(folder):
 def test_from_any_files(pool, tmp_path):
     """Write `fill(state, paths)`, which fills the boxes of a rank from files. `state` is {key: box}, and so is a file. A key is the
     tensor's name and the offsets of the box in it, like "w[2, 0]"; `offsets(key)` returns the list, [2, 0]. The boxes are views of
-    memory: fill them in place, and ignore what they contain. Files have boxes of other tensors, too. Return None, or the key of a
-    box with an element that is in no file: start with nan everywhere."""
+    memory: fill them in place, and ignore what they contain. Files also have boxes of other tensors. Return None, or the key of a
+    box that has an element which no file contains. To find such elements, start with nan everywhere."""
     found, gaps = pool.call(fill_job, STEP, folder=str(tmp_path))[0]
     whole = [[6 * i + j for j in range(6)] for i in range(4)]
     right = (None, whole, [line[2:5] for line in whole[1:3]], [[100 + a for a in line] for line in whole[2:]], [3, 4], 105, True)
@@ -252,11 +252,10 @@ def rectangles_job():
     inside_row(start_row - 1, start - (start_row - 1) * row_size, row_size), plus [((start_row, 0, ...), (stop_row - start_row,
     *shape[1:]))] if start_row < stop_row, plus inside_row(stop_row, 0, stop - stop_row * row_size).""")
 def test_a_shard_is_a_few_boxes(pool):
-    """Write `rectangles(shape, start, stop)`. Count the elements of a tensor in the order in which they are in memory: which
-    rectangles do those from `start` up to but not including `stop` form? Return a list, in this order, of (offsets, sizes): tuples
-    with a number for each dimension. The elements of each rectangle follow one another in memory, and there are as few rectangles
-    as possible: first the rest of a row, then whole rows, then the beginning of a row. In more than two dimensions, a "row" has
-    rows itself."""
+    """Write `rectangles(shape, start, stop)`. Number the elements of a tensor in memory order. Which rectangles do those from
+    `start` up to but not including `stop` form? Return a list, in this order, of (offsets, sizes): tuples with a number for each
+    dimension. The elements of each rectangle follow one another in memory, and there are as few rectangles as possible: first the
+    rest of a row, then whole rows, then the beginning of a row. In more than two dimensions, a "row" has rows itself."""
     for (shape, start, stop), came in pool.call(rectangles_job, STEP)[0].items():
         expected = fewest(shape, start, stop)
         assert came == expected, f"elements {start} to {stop} (without {stop}) of a tensor of {shape} are {expected}, not {came}"
@@ -561,15 +560,16 @@ CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("new
     (None, "newest") and not candidates: fail("..."); if resume and not candidates: print0("..."); return (candidates[-1],
     index_of(candidates[-1])) if candidates else None.""")
 def test_where_to_resume(pool, tmp_path):
-    """Write `lock(file, flag)`. It locks an open file with fcntl.flock, without waiting. It calls fail(message) if another run has
-    the lock; if locks are not supported (any other OSError) it only says so, with `print0`. `flag` is the flag and its value, for
-    both messages. Write `Checkpoints.choose()`, which all ranks call; its decorator makes all of them exit if fail is called on
-    rank 0. It returns None on all ranks but rank 0, which does this: open the file .lock in the directory self.args.checkpoint
-    without changing its text, lock it, and keep it in self.lock_file; delete what killed runs have left (the checkpoints with the
-    suffix ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest if self.args.resume is
-    "newest", or else the one of this name; fail if it is missing. If there are no checkpoints, "newest" returns None and says so.
-    If self.args.resume is None, return None, too, but fail if there are checkpoints, which a new run would mix with its own. If
-    torchrun has restarted the run (TORCHELASTIC_RESTART_COUNT is in the environment and not "0"), a name means the newest, too."""
+    """Write `lock(directory)`. It locks the file .lock in the directory with fcntl.flock, without waiting, does not change its
+    text, and returns the open file. It calls fail(message) if another run has the lock; if locks are not supported (any other
+    OSError) it says so, with `print0`, and returns the file all the same. Write `Checkpoints.choose()`, which all ranks call; its
+    decorator makes all of them exit if fail is called on rank 0. It returns None on all ranks but rank 0, which does this: keep the
+    lock of the directory self.args.checkpoint in self.lock_file; delete what killed runs have left (the checkpoints with the suffix
+    ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest one if self.args.resume is
+    "newest", and otherwise the one of this name; fail if it does not exist. If there are no checkpoints at all, return None for
+    "newest", and print that there are none. If self.args.resume is None, return None, too, but fail if there are checkpoints, which
+    a new run would mix with its own. If torchrun has restarted the run (TORCHELASTIC_RESTART_COUNT is in the environment and not
+    "0"), a name means the newest, too."""
     run, empty, steps = tmp_path / "run", tmp_path / "empty", (2, 4, 10)
     for name in [*(f"step_{step:08d}" for step in steps), "step_00000006.tmp", "step_00000012.tmp", "notes", "notes.tmp"]:
         (run / name).mkdir(parents=True)
@@ -678,13 +678,13 @@ def signals_job():
     op=dist.ReduceOp.MAX); is_last = step + 1 == self.args.steps; if stop_signal or is_last or (step + 1) % self.args.save_every ==
     0: self.save(step + 1); return bool(stop_signal) and not is_last.""")
 def test_when_to_save_and_when_to_end(pool):
-    """Write `install_signal_handlers()`. It returns an empty list, to which from now on the number of each SIGTERM, SIGHUP and
-    SIGINT (Ctrl-C) is appended, and nothing else happens; but after any of them, the next SIGINT ends the program (SIG_DFL).
-    SIGTERM and SIGHUP that are ignored (SIG_IGN, as with nohup) stay ignored; SIGINT is handled even so. Write
-    `Checkpoints.save_if_due(step)`, which all ranks call after every step (the first is 0). Call self.save(number of steps done),
-    once, if this number is a multiple of self.args.save_every, if it is self.args.steps, or if any rank has a number in
-    self.signals. Return True, on all ranks, if the run has to end here because a rank has received a signal, and otherwise False:
-    after the last step, too. Without self.args.checkpoint, do nothing and return False."""
+    """Write `install_signal_handlers()`. It returns an empty list. From then on, each SIGTERM, SIGHUP and SIGINT (Ctrl-C) only
+    appends its number to this list. But after any of them, the next SIGINT ends the program (SIG_DFL). If SIGTERM or SIGHUP is
+    ignored (SIG_IGN, as with nohup), it stays ignored; SIGINT is handled in any case. Write `Checkpoints.save_if_due(step)`, which
+    all ranks call after every step (the first is 0). Call self.save(number of steps done), once, if this number is a multiple of
+    self.args.save_every, if it is self.args.steps, or if any rank has a number in self.signals. Return True, on all ranks, if the
+    run has to end here because a rank has received a signal, and otherwise False: after the last step, too. Without
+    self.args.checkpoint, do nothing and return False."""
     found, kept, signals = pool.call(signals_job, STEP)[0]
     import signal
     for name, came, ends in found:
@@ -867,9 +867,9 @@ def incomplete_job(argv):
 
 
 @rung({"resume.py": ["Checkpoints.write", "Checkpoints.finish", "Checkpoints.restore"]}, hints="""
-    Every run takes a folder named step_00000200 for complete. So it must get this name when every file is complete, at one
-    moment. Until then it is step_00000200.tmp. `save`, which is there, calls `write` on all ranks, and `finish` when all of them
-    have written. When older checkpoints are deleted, the run may be killed in the middle as well: what would the next run find?
+    Every run takes a folder named step_00000200 for complete. So it must get this name when every file is complete, at one moment.
+    Until then it is step_00000200.tmp. `save`, which is there, calls `write` on all ranks, and `finish` when all of them have
+    written. The run may also be killed while it deletes older checkpoints. What would the next run find then?
 
     safetensors' `save_file({key: tensor on the CPU}, path)`; `digest(path)`. Path.rename(other) renames, and path.with_suffix("")
     removes .tmp. `list_checkpoints(self.args)[:-keep]` are those to delete. `fill(self.state(), paths)` returns the key of a box
