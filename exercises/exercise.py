@@ -1,19 +1,18 @@
-"""Exercises: a step with its technique taken out, for the reader to put back, rung by rung.
+"""Exercises: a step without its technique, for the reader to put back, rung by rung.
 
-    python exercises/exercise.py 4                 # copy step 4 to exercise/step04, with its technique's functions left empty
-    python exercises/exercise.py 4 FROM=3          # the same, with our code in the rungs before the third
-    python exercises/exercise.py 4 LEVEL=blank     # copy step 3 instead, with signatures and docstrings of what the rungs ask for
-    python exercises/exercise.py 4 restart         # start again, with FROM or LEVEL if you like; the old folder becomes step04.1
-    python exercises/exercise.py 4 check           # show which rungs are green, and what the first red one wants; RUNG=5: only that
+    python exercises/exercise.py 4                 # copy step 4 to exercise/step04, with the functions of its technique emptied
+    python exercises/exercise.py 4 FROM=3          # the same, but keep our code for the rungs before the third
+    python exercises/exercise.py 4 LEVEL=blank     # copy step 3 instead, and add only signatures and docstrings
+    python exercises/exercise.py 4 restart         # start again (FROM and LEVEL work here, too); the old folder becomes step04.1
+    python exercises/exercise.py 4 check           # test up to the first red rung, and show what it wants; RUNG=5: only that
     python exercises/exercise.py 4 watch           # check whenever you save a file
     python exercises/exercise.py 4 hint            # show the next hint for that rung; there are three
-    python exercises/exercise.py 4 solution        # show how your functions differ from ours; if all are green, those of all rungs
+    python exercises/exercise.py 4 solution        # compare your functions with ours, in that rung; if all are green, in all
 
-If ranks wait for each other for ever, they are stopped after half a minute, and the rung is not green (PATIENCE=SECONDS changes the
-limit).
+If your ranks wait for each other for ever, they are stopped after half a minute, and the rung stays red (PATIENCE=SECONDS changes
+the limit).
 
-exercises/ladder/test_ladder04.py says what is taken out, in which order, and with which hints: it has a test for each rung, marked
-`rung`.
+exercises/ladder/test_ladder04.py has a test for each rung, marked `rung`, which names the functions to write and the hints.
 """
 import ast
 import difflib
@@ -212,20 +211,20 @@ def refuse(message):
 
 def number_of(text):
     if not text.isdecimal() or not 2 <= int(text) <= len(NAMES):
-        refuse(f"which step? STEP=N, N from 2 to {len(NAMES)}; step 1 has no technique to take out")
+        refuse(f"STEP={text}: must be a step from 2 to {len(NAMES)}; step 1 has no technique to write")
     if int(text) > len(STEPS):
-        refuse(f"step {text} does not exist; there are {len(STEPS)}")
+        refuse(f"STEP={text}: this repository has only {len(STEPS)} steps")
     return int(text)
 
 
 def start(number, folder, blank, first):
     shown = folder.relative_to(ROOT)
     if folder.exists():
-        print(f"{shown} already exists and stays as it is; make restart STEP={number} puts it aside and starts again")
+        print(f"{shown} already exists, and was not changed; make restart STEP={number} renames it and starts again")
     else:
         print(f"{shown} is {make(number, folder, blank, first)}")
-    print(f"Edit {shown}/*.py; then check how far you are, here or in {shown}:\n"
-          f"    make check STEP={number}       go rung by rung; make watch STEP={number} does so whenever you save\n"
+    print(f"Edit {shown}/*.py. Then, here or in {shown}:\n"
+          f"    make check STEP={number}       test rung by rung; make watch STEP={number} does so whenever you save\n"
           f"    make hint STEP={number}        if you are stuck\n"
           f"    EXERCISE={number}={shown} make test STEP={number}        all tests of step {number}")
 
@@ -233,7 +232,7 @@ def start(number, folder, blank, first):
 def restart(number, folder, blank, first):
     old = next(old for n in itertools.count(1) if not (old := folder.with_name(f"{folder.name}.{n}")).exists())
     folder.rename(old)
-    print(f"{folder.relative_to(ROOT)} was put aside: {old.relative_to(ROOT)}")
+    print(f"{folder.relative_to(ROOT)} was renamed to {old.relative_to(ROOT)}")
     start(number, folder, blank, first)
 
 
@@ -247,7 +246,7 @@ def make(number, folder, blank, first):
             shutil.copytree(ROOT / before, new, ignore=NO_LESSON)
             said = f"a copy of {before}"
         elif blank:
-            said = f"a copy of {before}; what the rungs want begins in {', '.join(copy_blank(number, new))}"
+            said = f"a copy of {before}; write what the rungs want in {', '.join(copy_blank(number, new))}"
         else:
             copy(number, new, first - 1)
             said = f"a copy of {step}, without the bodies of {sum(map(count, rungs(number)[first - 1:]))} functions"
@@ -294,7 +293,7 @@ def climb(number, folder, first, last):
         if verdict.failed or not verdict.passed:
             mine = {file: [name for other in ladder[:i] for name in other.rung["write"].get(file, [])] for file in files_of(ladder)}
             print(f"{i:>3} of {len(ladder)}  {title(test)}: not yet\n\n{wanted(test)}\n\n{what_came(verdict, folder, mine)}\n\n"
-                  f"make hint STEP={number}   or, to see how ours differs, make solution STEP={number}", flush=True)
+                  f"make hint STEP={number}   or, to compare your code with ours, make solution STEP={number}", flush=True)
             remember(folder, rung=i)
             return False
         print(f"{i:>3} of {len(ladder)}  {title(test)}: green, {time.monotonic() - begun:.1f} s", flush=True)
@@ -307,7 +306,7 @@ def files_of(ladder):
 
 
 def all_tests(number, folder):
-    return f"All tests of the step: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
+    return f"To run all tests of the step: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
 
 
 def watch(number, folder):
@@ -315,7 +314,7 @@ def watch(number, folder):
     loaded."""
     ladder, seen = rungs(number), None
     from harness import shared_pool
-    print(f"Checks whenever you save a file in {folder.relative_to(ROOT)}; Ctrl-C ends it.", flush=True)
+    print(f"Checking whenever you save a file in {folder.relative_to(ROOT)}; Ctrl-C ends it.", flush=True)
     while True:
         now = saved(folder)
         if now == seen:
@@ -325,7 +324,7 @@ def watch(number, folder):
         first = min(memory(folder)["rung"], len(ladder))
         shared_pool().stop()                              # they have imported what was there before
         if climb(number, folder, first, len(ladder)):
-            print(f"The last rung is green. From the first on: make check STEP={number}", flush=True)
+            print(f"The last rung is green. To check all of them again: make check STEP={number}", flush=True)
 
 
 def saved(folder):
@@ -368,14 +367,14 @@ def of_ranks(last, folder, mine):
             errors.setdefault(of_traceback(result, folder, mine), []).append(rank)
         elif kind == "exit" and result:
             refused = [line for line in printed.splitlines() if line.startswith("error:")]
-            errors.setdefault("\n".join(refused) or f"it ended with exit status {result}", []).append(rank)
+            errors.setdefault("\n".join(refused) or f"ended with exit status {result}", []).append(rank)
     real = {text: ranks for text, ranks in errors.items() if not re.search("by peer|Connection reset|Broken pipe", text)}
     if real:
         world = len(last.answers) + len(last.stood)
         return "\n".join((f"rank {', '.join(map(str, ranks))}: " if len(ranks) < world else "") + text
                          for text, ranks in real.items())
-    patience = f", {last.timeout} s long" if last.stood else ""
-    return "\n".join([f"ranks wait for what does not come{patience}:",
+    patience = f" (for {last.timeout} s)" if last.stood else ""
+    return "\n".join([f"ranks wait for something that never comes{patience}:",
                       *(f"rank {rank} {text}" for rank, text in sorted(where_each_stood(last, folder, mine).items()))])
 
 
@@ -383,7 +382,7 @@ def where_each_stood(last, folder, mine):
     stood = {rank: f"waits: {place(frames(stack)[::-1], folder, mine, code=True)}" for rank, stack in last.stood.items()}
     for rank, (kind, result, _) in last.answers.items():
         if kind == "error" and "Traceback" in result:
-            stood[rank] = f"waited, until another was gone: {place(frames(result), folder, mine, code=True)}"
+            stood[rank] = f"waited until another rank ended: {place(frames(result), folder, mine, code=True)}"
         else:
             stood[rank] = "had ended" if kind == "ok" else f"ended: {died(result, folder, mine)}"
     return stood
@@ -408,7 +407,7 @@ def died(text, folder, mine):
     """Describe a process that died without an exception, or exited with a status."""
     first, _, stack = str(text).partition("\n")
     where = place(frames(stack)[::-1], folder, mine, code=True)
-    why = " (abort: gloo does so where the tensors of two ranks differ in size)" if "exit code -6" in first else ""
+    why = " (gloo aborts if the tensors of two ranks differ in size)" if "exit code -6" in first else ""
     return f"{first}{why}{', at ' * bool(where)}{where}"
 
 
@@ -472,7 +471,7 @@ def memory(folder):
     except (ValueError, KeyError, TypeError, AttributeError):
         numbers = [None]
     if not all(type(number) is int and number > 0 for number in numbers):
-        refuse(f"{path.relative_to(ROOT)} is not as make check and make hint leave it; without it they begin anew")
+        refuse(f"{path.relative_to(ROOT)} is not what make check wrote; delete it to start at the first rung")
     return known
 
 
@@ -517,21 +516,21 @@ def main():
     commands = dict(exercise=start, restart=restart, check=check, watch=watch, hint=hint, solution=solution)
     takes = dict(exercise=("LEVEL", "FROM"), restart=("LEVEL", "FROM"), check=("RUNG",)).get(what, ())
     if what not in commands:
-        refuse(f"{what}: there are {', '.join(commands)}")
+        refuse(f"{what}: unknown command; choose from {', '.join(commands)}")
     if more:
-        refuse(f"{more[0]}: a rung is given as RUNG=5, another beginning as FROM=3 or LEVEL=blank")
+        refuse(f"{more[0]}: not understood; write a rung as RUNG=5, and a start as FROM=3 or LEVEL=blank")
     if unknown := [key for key in given if key not in takes]:
-        refuse(f"{unknown[0]}= is nothing that make {what} takes")
+        refuse(f"{unknown[0]}=: make {what} does not take this; leave it out")
     if given.get("LEVEL", "blank") != "blank":
-        refuse(f"LEVEL={given['LEVEL']}: there is LEVEL=blank")
+        refuse(f"LEVEL={given['LEVEL']}: must be blank")
     if "LEVEL" in given and "FROM" in given:
-        refuse("LEVEL=blank begins at the first rung, FROM= at another")
+        refuse(f"FROM={given['FROM']}: LEVEL=blank always starts at the first rung; leave out one of the two")
     if what != "exercise" and not folder.exists():
-        refuse(f"no exercise/step{number:02d}: make exercise STEP={number} makes it")
+        refuse(f"exercise/step{number:02d} does not exist; run make exercise STEP={number} first")
     if what in ("exercise", "restart"):
         return commands[what](number, folder, "LEVEL" in given, rung_of(given, "FROM", number) or 1)
     if not has_ladder(number):
-        refuse(f"step {number} has no ladder")
+        refuse(f"STEP={number}: has no ladder, so there are no rungs to check")
     memory(folder)                                        # refuse a broken file before anything runs
     commands[what](number, folder, *([rung_of(given, "RUNG", number)] if what == "check" else []))
 
@@ -542,7 +541,7 @@ def rung_of(given, key, number):
         return None
     last = len(rungs(number)) if has_ladder(number) else 0
     if not given[key].isdecimal() or not 1 <= int(given[key]) <= last:
-        refuse(f"{key}={given[key]}: the rungs of step {number} are 1 to {last}")
+        refuse(f"{key}={given[key]}: must be a rung of step {number}, 1 to {last}")
     return int(given[key])
 
 

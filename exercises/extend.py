@@ -1,10 +1,10 @@
-"""Extensions: techniques that a single step could have as well, each as a patch of a few lines.
+"""Extensions: further techniques, each as a small patch to one step.
 
     python exercises/extend.py               # list them, and run their tests
-    python exercises/extend.py muon          # put a copy of its step with the patch in exercise/muon
+    python exercises/extend.py muon          # copy its step to exercise/muon, and apply the patch there
 
-The first lines of exercises/extensions/muon.patch say what it is, how to run it, and what was measured; its tests are in
-exercises/extensions/muon.py. As with a planted mistake, EXERCISE puts the copy in place of the step.
+The first lines of exercises/extensions/muon.patch say what it is, how to run it, and what we measured. Its tests are in
+exercises/extensions/muon.py. As with planted mistakes, EXERCISE makes the tests use the copy instead of the step.
 """
 import os
 import shutil
@@ -43,7 +43,7 @@ def apply(patch, folder):
     command = ["git", "apply", "--unsafe-paths", f"--directory={folder}", patch]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        refuse(f"{patch.name} does not fit {copy.name} as it is here (git status shows what was changed): "
+        refuse(f"{patch.name} does not fit {copy.name} as it is here; undo your changes to that step (git status shows them): "
                + done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     return copy
 
@@ -58,7 +58,7 @@ def start(patch):
     target, said = ROOT / "exercise" / patch.stem, read_header(patch)
     step, shown = full_name(said["step"]), target.relative_to(ROOT)
     if target.exists():
-        print(f"{shown} already exists and stays as it is")
+        print(f"{shown} already exists, and was not changed")
     else:
         with tempfile.TemporaryDirectory() as folder:
             copy = apply(patch, folder)
@@ -88,7 +88,7 @@ def run_all():
 def main():
     names, known = sys.argv[1:], patches()
     if unknown := [name for name in names if name not in known]:
-        refuse(f"no extension {unknown[0]}; there are: {' '.join(known)}")
+        refuse(f"NAME={unknown[0]}: unknown extension; choose from {', '.join(known)}")
     for name in names:
         start(known[name])
     if not names:

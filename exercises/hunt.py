@@ -1,14 +1,14 @@
-"""Hunt for a planted mistake in a copy of a step that you do not see. Find its file and line by asking for numbers.
+"""Hunt for a mistake that is planted in a hidden copy of a step. Find its file and line by asking for numbers.
 
-    make hunt SEED=today                                  # start a hunt: shows the loss, without and with the mistake
-    make probe OF=grad_norm RANK=1 AT=3                   # one number of one rank in one training step, from both runs
-    make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT is 1 by default; without NAME, over everything the rank has
+    make hunt SEED=today                                  # start a hunt: shows the losses without and with the mistake
+    make probe OF=grad_norm RANK=1 AT=3                   # one number of one rank in one training step, for both runs
+    make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT is 1 if you leave it out; without NAME, over all that the rank has
     make hunt ANSWER="zero.py:120"                        # a line of our code; after LEVEL=any: ANSWER="step03_zero/zero.py:120"
 
-LEVEL=any beside SEED plants it in any step, and does not say which. OF= is loss, grad_norm, gradient (the norm of this rank's
-gradients, before clipping), weight (norm and digest of the rank's own part after the update), bytes (payload that the rank sends)
-or operations (the first collective that differs). A line is close enough if it is at most three lines from one that the planted
-mistake changes. The fewest probes win.
+With LEVEL=any beside SEED, the mistake may be in any step, and you are not told in which. OF= is loss, grad_norm, gradient (the
+norm of this rank's gradients, before clipping), weight (norm and digest of what the rank keeps, after the update), bytes (the
+payload that the rank sends) or operations (the first collective that differs). An answer may be up to three lines away from a
+line that the mistake changes. The fewest probes win.
 """
 import datetime
 import difflib
@@ -156,7 +156,7 @@ def begin(pool, seed, level):
     hunt = next(filter(None, (plant(pool, name, HIDDEN) for name in drawn(seed))))
     remember(hunt | dict(level=level))
     where = f"{hunt['step']}, --nproc_per_node {hunt['layout']}" if level == "one" else f"a step, {len(hunt['planted'])} ranks"
-    print(f"There is a planted mistake in a copy of {where}. The loss, without and with it:")
+    print(f"A mistake is planted in a copy of {where}. The losses without and with it:")
     for t, (right, planted) in enumerate(zip(hunt["right"][0], hunt["planted"][0]), 1):
         print(f"    training step {t}   {right['loss']:.4f}   {planted['loss']:.4f}")
 
@@ -169,21 +169,22 @@ def present():
     try:
         return json.loads((HIDDEN / "hunt.json").read_text())
     except (FileNotFoundError, ValueError):
-        refuse("there is no hunt yet: make hunt SEED=today")
+        refuse("no hunt has started; run make hunt SEED=today first")
 
 
 def probe(of, rank="0", at="1", name=""):
     hunt = present()
     asked = ("loss", "grad_norm", "gradient", "weight", "bytes", "operations")
     if of not in asked:
-        refuse(f"OF={of}: there are {', '.join(asked)}")
+        refuse(f"OF={of}: must be one of {', '.join(asked)}")
     for key, text, first, last in (("RANK", rank, 0, len(hunt["planted"]) - 1), ("AT", at, 1, len(hunt["planted"][0]))):
         if not re.fullmatch("[0-9]{1,6}", text) or not first <= int(text) <= last:
-            refuse(f"{key}={text}: there are {first} to {last}")
+            refuse(f"{key}={text}: must be from {first} to {last}")
     right, planted = (hunt[which][int(rank)][int(at) - 1][of] for which in ("right", "planted"))
     names = right if of in ("gradient", "weight") else {}
     if name and name not in names:
-        refuse(f"NAME={name}: {of} of rank {rank} has {', '.join(names) or 'no names'}")
+        refuse(f"NAME={name}: " + (f"rank {rank} has no such {of}; choose from {', '.join(names)}" if names else
+                                    f"{of} has no names; leave out NAME"))
     if names:
         right, planted = right[name or "all"], planted.get(name or "all")
     if of == "operations":
@@ -210,7 +211,7 @@ def judge(hunt, answer, copy):
     """Return whether the answer is right."""
     found = re.fullmatch(r"(?:(step0[1-8]\w*)/)?(\w+\.py):([0-9]{1,6})", answer.strip())
     if not found or hunt["level"] == "any" and not found[1]:
-        refuse(f'ANSWER="{answer}": an answer is "zero.py:120", and with LEVEL=any "step03_zero/zero.py:120"')
+        refuse(f'ANSWER="{answer}": must be like "zero.py:120", or with LEVEL=any like "step03_zero/zero.py:120"')
     step, file, line = found[1] or hunt["step"], found[2], int(found[3])
     changed = changed_lines(hunt["step"], copy).get(file, ())
     return hunt["step"].startswith(step) and any(abs(line - one) <= NEAR for one in changed)
@@ -219,12 +220,12 @@ def judge(hunt, answer, copy):
 def answered(answer):
     hunt, best_of = present(), HUNT / "best.json"
     if not judge(hunt, answer, HIDDEN / hunt["step"]):
-        print(f"no: the planted mistake is not there ({hunt['probes']} probes so far)")
+        print(f"no: the mistake is somewhere else ({hunt['probes']} probes so far)")
         return WRONG
     best = json.loads(best_of.read_text()) if best_of.exists() else {}
     best[hunt["patch"]] = min(hunt["probes"], best.get(hunt["patch"], hunt["probes"]))
     best_of.write_text(json.dumps(best))
-    print(f"yes, with {hunt['probes']} probes; the fewest with which it was found here: {best[hunt['patch']]}\n\n"
+    print(f"yes, with {hunt['probes']} probes; the fewest that anybody needed here: {best[hunt['patch']]}\n\n"
           + (MISTAKES / f"{hunt['patch']}.patch").read_text())
 
 
@@ -237,9 +238,9 @@ def main():
         return answered(given["ANSWER"])
     seed, level = given.get("SEED", ""), given.get("LEVEL", "one")
     if not re.fullmatch(r"[\w.-]{1,40}", seed):
-        refuse('which hunt? make hunt SEED=today, or any word; make hunt ANSWER="FILE:LINE" answers')
+        refuse(f'SEED={seed}: must be today or another word; ANSWER="FILE:LINE" answers the present hunt')
     if level not in ("one", "any"):
-        refuse(f"LEVEL={level}: there are one and any")
+        refuse(f"LEVEL={level}: must be one or any")
     sys.path += [path for path in PYTHONPATH if path not in sys.path]
     from harness import shared_pool
     begin(shared_pool(), datetime.date.today().isoformat() if seed == "today" else seed, level)

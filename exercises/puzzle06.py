@@ -1,15 +1,15 @@
-"""A puzzle of step 6: write a schedule by hand.
+"""A puzzle for step 6: write a schedule by hand.
 
-    python exercises/puzzle06.py            # judges exercise/puzzle06.txt, and creates it if it does not exist
+    python exercises/puzzle06.py            # judge exercise/puzzle06.txt; create it first if it does not exist
 
 Three ranks have one stage each, and there are four micro-batches. F, I and W take one unit of time each; B is I and W. The file has
-a line for each rank: its actions in order, such as F0 F1 I0 W0 ... At first it has 1F1B, where each rank idles for 6 units and the
-ranks keep 3, 2 and 1 micro-batches, 6 in all. You can do better. For each column of this table such lists exist:
+a line for each rank, with its actions in order, such as F0 F1 I0 W0 ... At first it contains 1F1B, where each rank idles for 6
+units and the ranks keep 3, 2 and 1 micro-batches, 6 in all. You can do better: lists exist for each column of this table.
 
     kept, by all ranks together     3   4   5   6   7   9
     idle, each rank                16  10   5   4   3   2
 
-No list idles less without keeping more: `least_idle` has tried all of them.
+No list idles less without keeping more; `least_idle` tries all of them.
 """
 import importlib.util
 import itertools
@@ -91,8 +91,8 @@ def main():
         sys.exit(f"{shown}: {error}")
     best = least_idle(kept)
     print(f"{timeline}\n\neach rank idles {idle} units; the ranks keep {kept}, {sum(kept)} micro-batches in all")
-    print("With no more kept on any rank, nobody can idle less." if idle == best else
-          f"With no more kept on any rank, {best} units are possible. Edit {shown} and try again.")
+    print("No schedule that keeps no more idles less." if idle == best else
+          f"{best} units are possible without keeping more. Edit {shown} and try again.")
 
 
 if __name__ == "__main__":

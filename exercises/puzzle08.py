@@ -1,18 +1,18 @@
-"""A puzzle of step 8: the fewest bytes on the wire.
+"""A puzzle for step 8: which layout sends the fewest bytes?
 
-    python exercises/puzzle08.py            # judges exercise/puzzle08.txt, and creates it if it does not exist
+    python exercises/puzzle08.py            # judge exercise/puzzle08.txt; create it first if it does not exist
 
 Train an 8B model on 16 GPUs, with 64 sequences of 8,192 tokens per step, in bfloat16, without recomputation. The file has one line,
-a layout in the form of the planner's --config: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (a field that is left
-out is 1 or 0; dp and acc follow from the rest). Of all layouts that fit, which sends the fewest bytes, over all ranks? That depends
-on a GPU's memory:
+a layout in the form of the planner's --config: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (a field that you
+leave out is 1 or 0; dp and acc follow from the rest). Of all layouts that fit, which sends the fewest bytes, summed over all ranks?
+That depends on the memory of a GPU:
 
     GiB of a GPU that may be used         70       40       24       15
     GiB on the wire in a step          100.9    484.9  1,748.9  6,209.8
 
-`least` has tried all layouts that the planner knows. The best need not be fast: a pipeline sends little and waits a lot.
-tools/simulate shows what a layout holds and sends (the command is printed). ZeRO's hybrid sharding and cp's other modes are left
-out.
+`least` tries all layouts that the planner knows. The best one need not be fast: a pipeline sends little but waits a lot.
+The program prints a command of tools/simulate that shows what your layout keeps and sends. Hybrid sharding and the other modes
+of cp are left out.
 """
 import sys
 from pathlib import Path
@@ -85,14 +85,14 @@ def main():
     except Refused as refused:
         sys.exit(f"{shown}: {refused}")
     if l.recompute != "none":
-        sys.exit(f"{shown}: no recomputation in this puzzle")
+        sys.exit(f"{shown}: recompute={l.recompute} is not allowed in this puzzle; leave it out")
     if l.dp * l.micro_batch * l.accumulation != SEQUENCES:
-        sys.exit(f"{shown}: dp({l.dp}) x mbs({l.micro_batch}) x acc({l.accumulation}) does not give {SEQUENCES} sequences")
+        sys.exit(f"{shown}: dp({l.dp}) x mbs({l.micro_batch}) x acc({l.accumulation}) must be {SEQUENCES} sequences; change one")
     wire, size = on_the_wire(l), held(l)
     total = sum(wire.values())
-    print(f"{size:.1f} GiB on the fullest rank; on the wire {total / 2**30:,.1f} GiB a step: "
+    print(f"{size:.1f} GiB on the fullest rank; {total / 2**30:,.1f} GiB on the wire per step: "
           + ", ".join(f"{dimension} {part / 2**30:,.1f}" for dimension, part in sorted(wire.items())))
-    print("See for yourself: " + explain.dry_run(C, MODEL, l))
+    print("To see it in a dry run: " + explain.dry_run(C, MODEL, l))
     for limit, best in least().items():
         if size <= limit:
             fewest = sum(on_the_wire(best).values())

@@ -50,6 +50,6 @@ def test_a_copy_to_play_with(tmp_path):
     status, output = run([sys.executable, "exercises/extend.py", first], tmp_path, timeout=60)
     assert status == 0 and (tmp_path / "exercise" / first / "train.py").exists(), output
     again = run([sys.executable, "exercises/extend.py", first], tmp_path, timeout=60)
-    assert again[0] == 0 and "stays as it is" in again[1]
+    assert again[0] == 0 and "was not changed" in again[1]
     status, output = run([sys.executable, "exercises/extend.py", "none"], tmp_path, timeout=60)
     assert status == 2 and output.count("\n") == 1 and first in output

@@ -46,7 +46,7 @@ def test_as_a_reader_goes_up(tmp_path):
     def make(*words):
         return run([sys.executable, "exercises/exercise.py", "2", *words], tmp_path, timeout=120)
     copy_repository(tmp_path)
-    assert make("hint") == (2, "error: no exercise/step02: make exercise STEP=2 makes it\n")
+    assert make("hint") == (2, "error: exercise/step02 does not exist; run make exercise STEP=2 first\n")
     assert make("solved")[0] == 2
     mine = tmp_path / "exercise/step02/data_parallel.py"
     assert make()[0] == 0 and "NotImplementedError" in mine.read_text() and "do not write the answer" not in make("hint")[1]
@@ -68,7 +68,7 @@ def test_as_a_reader_goes_up(tmp_path):
     status, output = make("check")
     assert status == RED and f"1 of {RUNGS}  a sum after backward: green" in output, output
     assert f"2 of {RUNGS}  knowing when" in output
-    assert f"rung 2 of {RUNGS}" in make("hint")[1] and "stays as it is" in make()[1] and right in mine.read_text()
+    assert f"rung 2 of {RUNGS}" in make("hint")[1] and "was not changed" in make()[1] and right in mine.read_text()
 
 
 @pytest.mark.parametrize("number", LADDERS)
@@ -235,9 +235,9 @@ def meet_job(case):
     ("refuses", "rank 1: error: no such folder"),
     ("dies", "rank 1: the process died, exit code -9"),
     ("returns a function", "rank 1: what it returned cannot be sent to the test: "),
-    pytest.param("loops", "ranks wait for what does not come, 20 s long:\nrank 0 waits: mine.py:23 in meet: given()\n"
+    pytest.param("loops", "ranks wait for something that never comes (for 20 s):\nrank 0 waits: mine.py:23 in meet: given()\n"
                           "rank 1 waits: mine.py:18 in meet: ", marks=pytest.mark.slow),
-    ("leaves", "ranks wait for what does not come:\nrank 0 waited, until another was gone: mine.py:23 in meet: given()\n"
+    ("leaves", "ranks wait for something that never comes:\nrank 0 waited until another rank ended: mine.py:23 in meet: given()\n"
                "rank 1 had ended")])
 def test_what_ranks_have_met_is_said(pool, tmp_path, case, reason):
     (tmp_path / "mine.py").write_text(MINE)
@@ -276,17 +276,17 @@ def test_another_way_through(tmp_path):
     mine = tmp_path / "exercise/step02/data_parallel.py"
     mine.write_text("mine\n")
     status, output = make("restart", "STEP=2", "LEVEL=blank")
-    assert status == 0 and "exercise/step02 was put aside: exercise/step02.1\n" in output
+    assert status == 0 and "exercise/step02 was renamed to exercise/step02.1\n" in output
     assert (tmp_path / "exercise/step02.1/data_parallel.py").read_text() == "mine\n" and "rung 1: finish" in mine.read_text()
     assert "SyntaxError" not in make("check", "STEP=2")[1]
 
 
 @pytest.mark.parametrize("words, message", [
-    ("exercise STEP=2 LEVEL=black", "LEVEL=black: there is LEVEL=blank"),
-    ("check STEP=2 FROM=2", "FROM= is nothing that make check"),
-    ("exercise STEP=2 FROM=8", "FROM=8: the rungs of step 2 are 1 to 7"), ("exercise STEP=2 FROM=x", "FROM=x: the rungs"),
-    ("exercise STEP=2 FROM=2 LEVEL=blank", "LEVEL=blank begins at the first rung"),
-    ("restart STEP=2", "make exercise STEP=2 makes it")])
+    ("exercise STEP=2 LEVEL=black", "LEVEL=black: must be blank"),
+    ("check STEP=2 FROM=2", "FROM=: make check does not take this"),
+    ("exercise STEP=2 FROM=8", "FROM=8: must be a rung of step 2, 1 to 7"), ("exercise STEP=2 FROM=x", "FROM=x: must be a rung"),
+    ("exercise STEP=2 FROM=2 LEVEL=blank", "LEVEL=blank always starts at the first rung"),
+    ("restart STEP=2", "run make exercise STEP=2 first")])
 def test_what_is_refused(tmp_path, words, message):
     copy_repository(tmp_path)
     status, output = run(["make", *words.split()], tmp_path, timeout=120)

@@ -192,11 +192,11 @@ def test_make_exercise(small_repository):
     status, output = make(small_repository, "test", "STEP=2", EXERCISE="2=exercise/step02")
     assert status == 0 and "3 passed, 1 deselected" in output, output
     status, output = make(small_repository, "exercise", "STEP=2")
-    assert status == 0 and "stays as it is" in output and "mine" in (exercise / "train.py").read_text()
+    assert status == 0 and "was not changed" in output and "mine" in (exercise / "train.py").read_text()
 
 
-@pytest.mark.parametrize("step, message", [("1", "N from 2 to 8"), ("", "N from 2 to 8"), ("²", "N from 2 to 8"),
-                                           ("4", "step 4 does not exist")])
+@pytest.mark.parametrize("step, message", [("1", "from 2 to 8"), ("", "from 2 to 8"), ("²", "from 2 to 8"),
+                                           ("4", "STEP=4: this repository has only")])
 def test_make_exercise_refuses(small_repository, step, message):
     status, output = make(small_repository, "exercise", f"STEP={step}")
     assert status == 2 and message in output and not (small_repository / "exercise").exists() and "Traceback" not in output
@@ -226,8 +226,8 @@ def test_a_broken_memory_of_the_rungs_is_refused(small_repository, content):
     for what in ("check", "hint", "solution"):
         status, output = make(small_repository, what, "STEP=2")
         said = [line for line in output.splitlines() if not line.startswith("make: ***")]
-        assert status == 2 and said == ["error: exercise/step02/.rung.json is not as make check and make hint leave it; "
-                                        "without it they begin anew"], output
+        assert status == 2 and said == ["error: exercise/step02/.rung.json is not what make check wrote; "
+                                        "delete it to start at the first rung"], output
 
 
 COLLECT = """

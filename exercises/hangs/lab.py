@@ -1,9 +1,9 @@
-"""Runs that hang, and what a cluster would show you: where each rank stands, and what it called last.
+"""Show a run that hangs as you would see it on a cluster: where each rank is, and what it called last.
 
     make hang N=3                                         # or: python exercises/hangs/lab.py 3
-    make hang N=3 ANSWER="2 hang3.py:14"                  # the rank and the line of the program that are to blame
-    make hang N=3 ANSWER="slow 2 hang3.py:14"             # if nothing hangs, and that rank holds up the others
-    make hang N=3 ANSWER=hint                             # the next hint; a wrong answer shows it, too
+    make hang N=3 ANSWER="2 hang3.py:14"                  # your answer: the rank and the line that are to blame
+    make hang N=3 ANSWER="slow 2 hang3.py:14"             # the same, if nothing hangs but this rank holds up the others
+    make hang N=3 ANSWER=hint                             # the next hint; a wrong answer shows it as well
 
 exercises/hangs/README.md explains how to read the output.
 """
@@ -147,7 +147,7 @@ class Run:
     def wait(self, until):
         while not until():
             if time.monotonic() > self.deadline:
-                sys.exit(f"error: no answer within {LIMIT} s; is there so much else to do on this machine?")
+                sys.exit(f"error: the ranks did not come to rest within {LIMIT} s; try again when this machine is less busy")
             time.sleep(BEAT / 2)
 
     def wait_for_quiet(self):
@@ -195,16 +195,16 @@ def look(number):
 
 
 def show(number, ranks, later):
-    print(f"exercises/hangs/hang{number}.py on {RANKS} ranks: the training does not go on.\n")
+    print(f"exercises/hangs/hang{number}.py on {RANKS} ranks: the training has stopped.\n")
     for rank, found in enumerate(ranks):
         print(f"rank {rank}" + (f": the process has ended, exit code {found['exit']}" if found["exit"] is not None else ""))
         for function, file, line in found["stack"]:
             print(f"    {function} ({Path(file).name}:{line})")
         for line in printed(number, found["out"]):
-            print(f"    it has printed: {line[:150]}")
+            print(f"    printed: {line[:150]}")
     print("\nthe last calls of each rank")
     print_calls((rank, entry) for rank, found in enumerate(ranks) for entry in found["calls"][-4:])
-    print("\na second look some seconds later: the last call of each rank")
+    print("\nthe last call of each rank, at a second look some seconds later")
     print_calls(enumerate(later))
 
 
@@ -235,15 +235,15 @@ def judge(number, answer):
     from answers import ANSWERS
     found = re.fullmatch(rf"(slow )?\s*([0-9]{{1,4}})\s+(?:hang{number}\.py:)?([0-9]{{1,6}})", answer.strip())
     if not found or int(found[2]) >= RANKS:
-        return None, (f'ANSWER="{answer}": an answer is a rank, 0 to {RANKS - 1}, and a line, "2 hang{number}.py:14"; '
-                      'with "slow " before it where nothing hangs')
+        return None, (f'ANSWER="{answer}": must be a rank, 0 to {RANKS - 1}, and a line, as "2 hang{number}.py:14"; '
+                      'put "slow " before it if nothing hangs')
     wanted, rank, line = ANSWERS[number], int(found[2]), int(found[3])
     if bool(found[1]) != wanted.get("slow", False):
-        return False, "no: " + ("it does hang" if found[1] else "does it hang? compare the two looks")
+        return False, "no: " + ("it really hangs" if found[1] else "does it really hang? compare the two looks")
     if rank not in wanted["ranks"]:
         return False, f"no: rank {rank} is not to blame"
     if not any(abs(line - right) <= 1 for right in lines_of(number)):
-        return False, f"no: the rank is right, line {line} is not, nor one beside it"
+        return False, f"no: the rank is right, but line {line} and its neighbours are not to blame"
     return True, f"yes. {wanted['why']}"
 
 
@@ -265,7 +265,7 @@ def refuse(message):
 def main(words):
     number, answer = [*words, "", ""][:2]
     if not re.fullmatch("[1-8]", number) or len(words) > 2:
-        return refuse(f"which program? make hang N=1 to N={NUMBERS[-1]}")
+        return refuse(f"N={number}: must be a program, 1 to {NUMBERS[-1]}")
     number = int(number)
     if not answer:
         show(number, *look(number))
