@@ -400,7 +400,7 @@ def test_what_is_drawn_says_what_is_so(opened, server):
     opened.wait("document.getElementById('name').textContent.includes('interleaved 4')")
     assert "v=4" in opened.run("state.config")
     show(opened, server, "config=pp%3D32,zero%3D1")
-    assert ", of one rank of pp in 2." in text(opened, "#timeline p")
+    assert ", for one pipeline rank in 2." in text(opened, "#timeline p")
     show(opened, server, "gpus=24&seq_len=6144&config=cp%3D3,zero%3D1")
     assert "cp crosses nodes" in text(opened, "#mesh p")
 
@@ -458,7 +458,7 @@ def test_a_pin_follows_the_question(opened, server):
 @needs_chromium
 def test_a_pin_that_cannot_be_says_so_beside_the_answer(opened, server):
     show(opened, server, "pin=tp%3D3")
-    assert "cannot be asked here: --config: dp(21)" in text(opened, "#compared p")
+    assert "The pinned layout is impossible here: --config: dp(21)" in text(opened, "#compared p")
     assert visible(opened, "#refused", "#name", "#compared") == ["#name", "#compared"]
     opened.run("document.querySelector('#compared button').click()")
     opened.wait("document.getElementById('compared').hidden")
