@@ -7,6 +7,7 @@ step 2), divided by the time. So if it differs between collectives or group size
 Without torchrun it starts two ranks.
 """
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated")
-SIZES = [2**k for k in range(12, 27, 2)]                  # payload in bytes, 4 KiB to 64 MiB
+SIZES = [2**k for k in range(12, 27, 2)]                  # payload in bytes, 4 KiB to 64 MiB; on GPUs one more
 
 
 def collectives(n, rank):
@@ -77,6 +78,9 @@ def main():
         for size in SIZES:
             part = torch.ones(size // 4 // n, device=DEVICE)
             table[name].append(sent * part.nbytes * n / seconds(call, torch.ones(len(part) * n, device=DEVICE), part) / 1e9)
+        if rank == 0 and JSON:                            # after each, in case the next one hangs
+            with open(JSON, "w") as file:
+                json.dump(dict(backend=dist.get_backend(), ranks=n, sizes=SIZES, bus_gb_per_s=table), file)
     if rank == 0:
         print("| payload | " + " | ".join(table) + " |\n|" + "---|" * (len(table) + 1))
         for size, *row in zip(SIZES, *table.values()):
@@ -88,9 +92,10 @@ def main():
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="a picture of the table")
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="so many of the message sizes, the smallest")
+    parser.add_argument("--json", help="a file for the same numbers")
+    parser.add_argument("--sizes", type=int, help="so many of the message sizes, the smallest")
     args = parser.parse_args()
-    OUT, SIZES = args.out, SIZES[:args.sizes]
+    OUT, JSON = args.out, args.json
     if "RANK" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -99,6 +104,8 @@ if __name__ == "__main__":
     DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if DEVICE == "cuda":
         torch.cuda.set_device(local)
+        SIZES.append(2**28)
+    SIZES = SIZES[:args.sizes]
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     main()
     dist.destroy_process_group()
