@@ -9,7 +9,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan
+.PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan gpu
 .PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
 .DEFAULT_GOAL := help
 
@@ -35,6 +35,7 @@ Learn
 Ask
   make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
   make simulate STEP=8 RANKS=16 FLAGS="--pp 2 --tp 4"      what would it do, on GPUs I do not have?
+  make gpu                             what do the steps do on my GPUs? a report within 20 minutes: docs/gpus.md
 
 Check
   make test [STEP=4]                   the quick tests, about five minutes; with STEP, all tests of that step but the long ones
@@ -127,6 +128,9 @@ plan: $(VENV)
 
 simulate: $(VENV)
 	@$(PYTHON) tools/simulate "$(STEP)" "$(RANKS)" $(FLAGS)
+
+gpu: $(VENV)
+	@$(PYTHON) tools/gpu.py $(FLAGS)
 
 carry:
 	@python3 dev/carry.py $(if $(BASE),--base "$(BASE)") $(if $(CHECK),--check)

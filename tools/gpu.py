@@ -207,24 +207,25 @@ def simulated(run, step, ranks, flags, limit, rank=0):
 
 def size_that_fits(run, kind, step, limit):
     """Return the flags of the largest model that fits, with a batch that one GPU can train on in SECONDS, and FLOPs per token."""
-    before = "--dtype", run.dtype, "--device", run.device
     product = run.report["machine"].get("product_flops") or 1e12
+    least, seq_len = (max(2, run.ranks), 2048) if run.device == "cuda" else (8, 128)
+
+    def predict():
+        return simulated(run, step, 1, [*flags, "--seq_len", seq_len, "--global_batch_size", least], limit)
     for model, layers in LADDER[kind] if run.device == "cuda" else ON_CPU[kind]:
-        seq_len, least = (2048, max(2, run.ranks)) if run.device == "cuda" else (128, 8)
-        flags = [*before, "--model", model_flag(model, layers, run.out), "--micro_batch_size", 1]
-        predicted = simulated(run, step, 1, [*flags, "--seq_len", seq_len, "--global_batch_size", least], limit)
-        if predicted is None:
-            continue
-        flops = predicted["flops"] / (seq_len * least)
-        tokens = SECONDS * EFFICIENCY * product / flops
-        while run.device == "cuda" and seq_len > 512 and tokens < least * seq_len:
-            seq_len //= 2
-        batch = least
-        while run.device == "cuda" and 2 * batch * seq_len <= tokens:
-            batch *= 2
-        flags += ["--seq_len", seq_len, "--global_batch_size", batch]
-        if run.device == "cpu" or predicted["peak_bytes"] < ROOM * run.memory:     # of 2,048 tokens: a little too much is well
-            return flags, flops
+        flags = ["--model", model_flag(model, layers, run.out), "--dtype", run.dtype, "--device", run.device,
+                 "--micro_batch_size", 1]
+        batch, predicted = least, predict()
+        if predicted and run.device == "cuda":
+            flops = predicted["flops"] / (seq_len * least)
+            tokens = SECONDS * EFFICIENCY * product / flops
+            while seq_len > 512 and tokens < least * seq_len:
+                seq_len, predicted = seq_len // 2, None
+            while 2 * batch * seq_len <= tokens:
+                batch *= 2
+            predicted = predicted or predict()
+        if predicted and (run.device == "cpu" or predicted["peak_bytes"] < ROOM * run.memory):
+            return [*flags, "--seq_len", seq_len, "--global_batch_size", batch], predicted["flops"] / (seq_len * least)
     raise RuntimeError(f"no model of LADDER fits, or tools/simulate fails: see {run.log('simulate')}")
 
 
@@ -393,10 +394,10 @@ def steps_text(found):
                         number(row.get("simulated_gib"), ".2f"), *(number(row["losses"][at], ".4f") for at in (0, -1))]
                        if row["status"] == "ok" else [f"{row['status']}: {row['reason']}".replace("|", "/"), *[""] * 7])]
                     for row in found["rows"]])
-    lines += ["Tokens per second are of all GPUs together. *MFU* is the trainer's own, for GPUs whose peak it knows; *of a product* "
-              "compares the FLOPs that the simulator counts with the product measured above. All rows but those of step 7 train the "
-              "same model on the same batches, so their first losses must agree. On a CPU, the peak is the memory of the whole "
-              "process, and the simulator's that of its tensors.", "", "<details><summary>Commands</summary>", "", "```text",
+    lines += ["Tokens per second are of all GPUs together. *MFU* is the trainer's, for GPUs whose peak it knows. *Of a product* "
+              "compares the FLOPs that the simulator counts with the product measured above. All rows but those of step 7 train "
+              "the same model on the same batches, so their first losses must agree. On a CPU, the peak is the memory of the "
+              "whole process, and the simulator's that of its tensors.", "", "<details><summary>Commands</summary>", "", "```text",
               *(row["command"] for row in found["rows"] if "command" in row), "```", "", "</details>", ""]
     return lines
 

@@ -1,0 +1,190 @@
+"""make gpu: its report, on the CPU and of made-up results; and the files in tools/cloud that run it elsewhere."""
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import gpu
+import pytest
+import torch
+import yaml
+from steps import NAMES, ROOT, clean_environment, run
+
+CLOUD = ROOT / "tools/cloud"
+
+
+def report(folder, *flags, timeout=1500):
+    status, output = run([sys.executable, ROOT / "tools/gpu.py", "--device", "cpu", "--out", folder, *flags], folder, timeout)
+    return status, output, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------------ on the CPU
+def test_one_step_is_reported(tmp_path):
+    status, output, found, text = report(tmp_path, "--parts", "steps", "--only", "step01_single_gpu ")
+    rows = found["steps"]["rows"]
+    assert status == 0 and [row["step"] for row in rows] == [NAMES[0]] * len(rows) and rows, output
+    assert all(row["status"] == "ok" and row["tokens_per_s"] > 0 and row["simulated_gib"] > 0 for row in rows)
+    assert "no report of a GPU" in text and f"{rows[0]['tokens_per_s']:,.0f}" in text and torch.__version__ in text
+
+
+@pytest.mark.slow
+def test_all_parts_on_the_cpu(tmp_path):
+    """Check that everything runs, so that on GPUs only what GPUs do can go wrong."""
+    status, output, found, text = report(tmp_path)
+    assert status == 0 and [found[part]["status"] for part in gpu.PARTS] == ["ok"] * len(gpu.PARTS), output + text
+    assert {row["step"] for row in found["steps"]["rows"]} == set(NAMES)
+    losses = [row["losses"][0] for row in found["steps"]["rows"] if row["kind"] == "dense"]
+    assert max(losses) - min(losses) < 1e-4
+    assert set(found["collectives"]["bus_gb_per_s"]) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send/recv"}
+    outcomes = [one["outcome"] for one in found["tests"]["tests"].values()]
+    assert outcomes.count("passed") > outcomes.count("failed") == outcomes.count("not reached") == 0
+    assert "No test failed." in text and all(name in text for name in ("all_reduce", *NAMES))
+
+
+@pytest.mark.slow
+def test_what_takes_too_long_is_ended_and_the_rest_goes_on(tmp_path):
+    status, output, found, text = report(tmp_path, "--minutes", "1", "--only", "step02")
+    assert status == 1 and found["machine"] and "tests" in found and "report is" in output, output
+    assert any(found[part]["status"] == "failed" for part in gpu.PARTS) and "no end within" in text + output or "no time" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so():
+    done = subprocess.run([sys.executable, ROOT / "tools/gpu.py"], env=clean_environment() | {"CUDA_VISIBLE_DEVICES": ""},
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and "finds no GPU" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ made-up results
+MACHINE = dict(status="ok", gpus=[dict(name="Tesla T4", capability="7.5", memory_gib=14.5)] * 2, torch="2.13.0+cu126", cuda="12.6",
+               nccl="2.29", driver="575.1", dtype="float32", kernels_for=["sm_75"], product_flops=4e12, links="GPU0 GPU1 PHB")
+ROW = dict(step="step03_zero", ranks=2, flags="--zero 3", kind="dense", status="ok", command="torchrun x", tokens_per_s=1234.5,
+           mfu=None, of_product=0.31, simulated_tokens_per_s=None, peak_gib=7.125, simulated_gib=7.0, losses=[5.5, 5.25])
+MADE_UP = dict(date="2026-01-02", revision="abc", device="cuda", ranks=2, seconds=600, machine=MACHINE,
+               collectives=dict(status="ok", backend="nccl", ranks=2, sizes=[4096, 2**28], bus_gb_per_s={"all_reduce": [0.5, 5.75]}),
+               steps=dict(status="failed", reason="1 of 2 did not run", rows=[ROW, ROW | dict(status="failed", reason="no | end")]),
+               tests=dict(status="failed", reason="see", tests={
+                   "test_a_technique_on_many_ranks[x]": dict(outcome="passed", reason=""),
+                   "test_a_technique_on_many_ranks[y]": dict(outcome="failed", reason="losses[1] differ"),
+                   "test_dimensions_mixed[z]": dict(outcome="not reached", reason="")}))
+
+
+def test_a_report_names_what_was_equal_what_failed_and_how_fast():
+    text = gpu.written(MADE_UP)
+    assert text.startswith("# 2 x Tesla T4\n") and "no report of a GPU" not in text
+    assert "| a technique on many ranks | 1 | 1 | 0 | 0 |" in text and "| dimensions mixed | 0 | 0 | 0 | 1 |" in text
+    assert "- `test_a_technique_on_many_ranks[y]`: losses[1] differ" in text and "- `test_a_technique_on_many_ranks[x]`" in text
+    assert "| step03_zero | 2 | `--zero 3` | 1,234 |  | 31.0% |  | 7.12 | 7.00 | 5.5000 | 5.2500 |" in text
+    assert "failed: no / end" in text and "| 256 MiB | 5.75 |" in text and "GPU0 GPU1 PHB" in text
+    widths = {re.sub(r"\\\|", "", line).count("|") for line in text.split("## How fast")[1].split("\n\n")[1].splitlines()}
+    assert len(widths) == 1, "all rows of the table have the same number of cells"
+
+
+@pytest.mark.parametrize("part", ["machine", "collectives", "steps", "tests"])
+def test_a_report_can_be_written_whatever_failed(part):
+    def fails(run, limit):
+        raise ZeroDivisionError("made up")
+    fails.__name__ = part
+    found = gpu.of_part(SimpleNamespace(say=print), fails, 100)
+    text = gpu.written(MADE_UP | {part: found})
+    assert f"| {part} | failed ZeroDivisionError: made up |" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_each_step_has_a_command(ranks):
+    found = gpu.commands(ranks)
+    assert {step for step, _, _ in found} == set(NAMES) and {many for _, many, _ in found} <= {1, ranks}
+
+
+@pytest.mark.parametrize("memory_gib, product, chosen", [(14.5, 4e12, "qwen3-0.6b-"), (22, 60e12, "qwen3-0.6b"),
+                                                         (79, 6e14, "llama-1b")])
+def test_the_size_goes_by_memory_and_speed(tmp_path, monkeypatch, memory_gib, product, chosen):
+    """Check it with stand-ins for the simulator's numbers: 16 bytes a parameter, and 4 GiB for 2,048 tokens."""
+    parameters = {"llama-1b": 1.5e9, "qwen3-0.6b": 0.75e9, "qwen3-0.6b-14": 0.53e9, "qwen3-0.6b-8": 0.43e9}
+
+    def predicted(run, step, ranks, flags, limit, rank=0):
+        get = {flags[i]: flags[i + 1] for i in range(0, len(flags), 2)}
+        count, tokens = parameters[get["--model"]], get["--seq_len"] * get["--global_batch_size"]
+        return dict(peak_bytes=16 * count + 2**21 * get["--seq_len"], flops=6 * count * tokens)
+    monkeypatch.setattr(gpu, "simulated", predicted)
+    monkeypatch.setattr(gpu, "model_flag", lambda model, layers, out: f"{model}-{layers}" if layers else model)
+    here = SimpleNamespace(device="cuda", dtype="float32", ranks=2, memory=memory_gib * 2**30, out=tmp_path,
+                           report=dict(machine=dict(product_flops=product)), log=str)
+    flags, flops = gpu.size_that_fits(here, "dense", NAMES[0], 100)
+    get = dict(zip(flags[::2], flags[1::2]))
+    assert get["--model"].startswith(chosen) and get["--global_batch_size"] >= here.ranks
+    seconds = flops * get["--seq_len"] * get["--global_batch_size"] / (gpu.EFFICIENCY * product)
+    assert seconds <= gpu.SECONDS or get["--seq_len"] == 512 and get["--global_batch_size"] == here.ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, layers", [("qwen3-0.6b", 8), ("experts", 2)])
+def test_a_model_of_fewer_layers_is_one_that_the_steps_take(tmp_path, model, layers):
+    folder = gpu.model_flag(model, layers, tmp_path)
+    status, output = run([sys.executable, ROOT / "tools/simulate", "7", "2", "--model", folder, "--ep" if model == "experts" else
+                          "--tp", "2", "--global_batch_size", "2", "--micro_batch_size", "1"], ROOT, 300)
+    assert status == 0 and "tokens/s/GPU" in output, output
+
+
+# ------------------------------------------------------------------------------------------------ tools/cloud
+STUB = """#!/bin/bash
+printf '%q ' "${0##*/}" "$@" >> "$RECORD"; echo "in ${PWD##*/}" >> "$RECORD"
+[ "$2" != venv ] || { mkdir -p "${@: -1}/bin"; touch "${@: -1}/bin/activate"; }
+[ "$1" != venv ] || { mkdir -p "${@: -1}/bin"; touch "${@: -1}/bin/activate"; }
+[ "$1" != clone ] || mkdir -p "${@: -1}/out/gpu"
+[[ "$*" != *gpu ]] || touch "${@: -2:1}/out/gpu/report.md" out/gpu/report.md 2>/dev/null || true
+"""
+
+
+def calls(tmp_path, command, **environment):
+    """Run a command with stand-ins for the programs that it calls. Return how it called them."""
+    for name in ("git", "python", "pip", "make", "torchrun", "uv"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "here").mkdir()
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "called"), "HOME": str(tmp_path / "here"),
+           "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path / "here", env=env | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return (tmp_path / "called").read_text().splitlines()
+
+
+def test_kaggle(tmp_path):
+    found = json.loads((CLOUD / "kaggle/kernel-metadata.json").read_text())
+    assert found["code_file"] == "report.py" and found["kernel_type"] == "script" and found["language"] == "python"
+    assert found["machine_shape"] == "NvidiaTeslaT4" and found["enable_gpu"] is found["enable_internet"] is True
+    assert re.fullmatch(r"[A-Z_]+/" + found["title"], found["id"]), "Kaggle wants the title to be the name in the id"
+    said = calls(tmp_path, [sys.executable, CLOUD / "kaggle/report.py"])
+    assert [line.split()[0] for line in said] == ["git", "python", "pip", "pip", "make"] and "make -C steps gpu " in said[-1], said
+    assert (tmp_path / "here/report.md").exists(), "Kaggle keeps what lies in the folder in which the script starts"
+
+
+@pytest.mark.parametrize("nodes, wanted", [("1", "make gpu in steps"), ("2", "--nnodes 2 --node_rank 1 --master_port 29500 "
+                                                                        "--master_addr 10.0.0.1 --nproc_per_node 8 step02_dp/train.py")])
+def test_skypilot(tmp_path, nodes, wanted):
+    found = yaml.safe_load((CLOUD / "skypilot.yaml").read_text())
+    assert set(found) == {"name", "num_nodes", "envs", "resources", "setup", "run"} and found["num_nodes"] == 1
+    assert {many for many in found["resources"]["accelerators"].values()} == {8}
+    said = calls(tmp_path, ["bash", "-c", f"({found['setup']}) && ({found['run']})"], SKYPILOT_NUM_NODES=nodes, SKYPILOT_NODE_RANK="1",
+                 SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_NUM_GPUS_PER_NODE="8", **found["envs"])
+    assert said[0].startswith("git clone ") and wanted in said[-1], said
+
+
+def test_modal():
+    """Check what can be checked without the package: the paths, and that nothing of the file runs on import but its declarations."""
+    text = (CLOUD / "modal_run.py").read_text()
+    tree = ast.parse(text)
+    kinds = ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef, ast.Expr
+    assert all(isinstance(node, kinds) for node in tree.body) and "make gpu" in text and '"requirements.txt"' in text
+    assert not (CLOUD / "modal.py").exists(), "modal run would import it in the place of the package"
+
+
+def test_no_address_and_no_secret_is_in_them():
+    for path in filter(os.path.isfile, CLOUD.rglob("*.*")):
+        text = path.read_text()
+        assert not re.search(r"(token|secret|password|api_?key)\s*[:=]", text, re.I), path
+        assert set(re.findall(r"github\.com/\S+?(?=[\"'\s])", text)) <= {"github.com/OWNER/NAME"}, path
+        assert "check the price" in text or "check it" in text or path.suffix == ".json", path
