@@ -345,7 +345,7 @@ def cross_entropy_job(more):
     return loss.item(), (8 * gradient).tolist(), sum(size for _, size in calls), str(low.dtype)
 
 
-@rung({"tensor_parallel.py": ["vocabulary_parallel_cross_entropy.cross_entropy"]}, hints="""
+@rung({"tensor_parallel.py": ["vocab_parallel_cross_entropy.cross_entropy"]}, hints="""
     The loss of a token is log(sum of exp(logit)) - (the target's logit), and its gradient is softmax(logits) minus 1 at the
     target. Each rank has the logits of some words. So three numbers per token need all ranks: the largest logit, which is
     subtracted first so that exp does not overflow; the sum; and the logit of the target, which one rank has.

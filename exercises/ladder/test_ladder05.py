@@ -402,8 +402,8 @@ def test_who_sees_whom(pool):
 
 
 def gather_job():
-    """Return this rank's result of `gather`, for keys and values that say whose they are: 10 for rank 1, 20 for rank 2, 100 more
-    for values."""
+    """Return this rank's result of `all_gather_kv`, for keys and values that say whose they are: 10 for rank 1, 20 for rank 2, and
+    100 more for values."""
     import context_parallel
     import torch
     group = start()
@@ -415,26 +415,27 @@ def gather_job():
     return [kv.flatten(1).tolist() for kv in every], dict(sent)
 
 
-@rung({"context_parallel.py": ["gather", "AllGatherAttention.forward"]}, hints="""
+@rung({"context_parallel.py": ["all_gather_kv", "AllGatherAttention.forward"]}, hints="""
     Keys and values of all ranks come in one collective. Then a rank goes through all ranks, one source after another: which of
     this source's keys do my queries see? For a single source you already have everything: `visible` and `add_block`.
 
-    `gather`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(all_kv, kv, group=group)` fills a tensor that is
-    group.size() times as long in its first dimension; `all_kv.chunk(group.size())` are the ranks' parts. `forward`: begin with
-    `out, lse = init_out_and_lse(q)`.
+    `all_gather_kv`: `torch.stack((k, v))` is one tensor; `dist.all_gather_into_tensor(all_kv, kv, group=group)` fills a tensor
+    that is group.size() times as long in its first dimension; `all_kv.chunk(group.size())` are the ranks' parts. `forward`:
+    begin with `out, lse = init_out_and_lse(q)`.
 
-    For source, kv in enumerate(gather(k, v, group)): `add_block(out, lse, q, kv, visible(group.rank(), source, mode,
+    For source, kv in enumerate(all_gather_kv(k, v, group)): `add_block(out, lse, q, kv, visible(group.rank(), source, mode,
     q.shape[2]))`. Then `out = out.type_as(q)`; for backward `ctx.save_for_backward(q, k, v, out, lse)` and `ctx.mode, ctx.group =
     mode, group`; return out.""")
 def test_all_keys_at_once(pool):
-    """Write `gather`, which returns a list: for each rank of the group its keys and values, stacked, [2, batch, heads, seq/cp,
-    head_dim]. Write `AllGatherAttention.forward`, which returns the attention of this rank's queries to the keys of all ranks, one
-    block of keys after another. For backward, save q, k, v, the output (in q's dtype) and its log-sum-exp, and nothing that came
-    from other ranks. Accumulate the blocks in float32 or wider."""
+    """Write `all_gather_kv`, which returns a list: for each rank of the group its keys and values, stacked, [2, batch, heads,
+    seq/cp, head_dim]. Write `AllGatherAttention.forward`, which returns the attention of this rank's queries to the keys of all
+    ranks, one block of keys after another. For backward, save q, k, v, the output (in q's dtype) and its log-sum-exp, and
+    nothing that came from other ranks. Accumulate the blocks in float32 or wider."""
     expected = [[[10 * rank, 10 * rank + 1], [10 * rank + 100, 10 * rank + 101]] for rank in range(RANKS)]
     for rank, (every, sent) in enumerate(answers_of(pool, gather_job)):
-        assert every == expected, f"on rank {rank}, gather returns {every}; keys are 0 1, 10 11 and 20 21, values 100 more"
-        assert sent == {"all_gather": RANKS * 16}, f"gather sends {sent} bytes, and should send {{'all_gather': {RANKS * 16}}}"
+        assert every == expected, f"on rank {rank}, all_gather_kv returns {every}; keys are 0 1, 10 11 and 20 21, values 100 more"
+        right = {"all_gather": RANKS * 16}
+        assert sent == right, f"all_gather_kv sends {sent} bytes, and should send {right}"
     answers = answers_of(pool, attention_job, mode="allgather", backward=False)
     assert_attention(answers)
     assert_work(answers, "allgather", backward=False)
@@ -449,10 +450,10 @@ def test_all_keys_at_once(pool):
     and call `flash_backward` (lse.contiguous()). Without a block it returns nothing. `backward`: gather again, and let
     `add_gradients` add each block's terms to grad_q and to the part of a tensor [2 cp, ...] that is the source's.
 
-    all_grad_kv = zeros of [2 * cp, *k.shape] in lse.dtype; for source, (kv, grad_kv) in enumerate(zip(gather(k, v, ctx.group),
-    all_grad_kv.chunk(cp))): add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block), block). Then
-    `dist.reduce_scatter_tensor(local_grad_kv, all_grad_kv, group=ctx.group)` with local_grad_kv like all_grad_kv[:2]; its two
-    parts are grad_k and grad_v. Return grad_q, grad_k, grad_v (each .type_as(q)), None, None.""")
+    all_grad_kv = zeros of [2 * cp, *k.shape] in lse.dtype; for source, (kv, grad_kv) in enumerate(zip(all_gather_kv(k, v,
+    ctx.group), all_grad_kv.chunk(cp))): add_gradients(grad_q, grad_kv, block_gradients(grad_out, q, kv, out, lse, block),
+    block). Then `dist.reduce_scatter_tensor(local_grad_kv, all_grad_kv, group=ctx.group)` with local_grad_kv like
+    all_grad_kv[:2]; its two parts are grad_k and grad_v. Return grad_q, grad_k, grad_v (each .type_as(q)), None, None.""")
 def test_gradients_of_all_keys(pool):
     """Write `block_gradients`, which returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
     Write `AllGatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, to which all ranks
