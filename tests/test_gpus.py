@@ -177,7 +177,7 @@ def test_peak_memory_is_the_simulated(pool, device, more):
         code, output = run([sys.executable, "tools/simulate", "8", "1", *flags.split()], ROOT, timeout=120)
         assert code == 0, output
         said = float(next(line for line in output.splitlines() if line.startswith("all ")).split()[2].replace(",", "")) / 1024
-        if said < 0.9 * memory / 2**30:
+        if said < 0.85 * memory / 2**30:
             break
     else:
         pytest.skip(f"{model} takes {said:.1f} GiB, and this GPU has {memory / 2**30:.1f}")

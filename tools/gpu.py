@@ -89,7 +89,7 @@ def reason(status, log, limit):
     if status is None:
         return f"no end within {limit:.0f} s"
     text = Path(log).read_text(errors="replace")
-    said = [line for line in text.splitlines() if re.search(r"^(\[rank\d+\]: )?(error:|\w*(Error|Exception)\b)", line)]
+    said = [line for line in text.splitlines() if re.search(r"^(\[rank\d+\]: )?(error:|[\w.]*(Error|Exception)\b)", line)]
     said = said or text.splitlines()[-1:] or [f"exit status {status}"]
     return ("out of memory: " if OUT_OF_MEMORY.search(text) else "") + said[0][:300]
 
@@ -430,7 +430,6 @@ class Run:
 
     def know(self, found):
         """Keep what the other parts need to know of the machine."""
-        sys.path.append(str(ROOT / "tools"))
         from simulate.gpus import GPUS
         self.dtype = found.get("dtype", "float32")
         self.memory = min((gpu["memory_gib"] for gpu in found.get("gpus", [])), default=0) * 2**30
