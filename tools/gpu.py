@@ -216,7 +216,7 @@ def size_that_fits(run, kind, step, limit):
         flags = ["--model", model_flag(model, layers, run.out), "--dtype", run.dtype, "--device", run.device,
                  "--micro_batch_size", 1]
         batch, predicted = least, predict()
-        if predicted and run.device == "cuda":
+        if predicted and run.device == "cuda" and predicted["between_bytes"] < ROOM * run.memory:
             flops = predicted["flops"] / (seq_len * least)
             tokens = SECONDS * EFFICIENCY * product / flops
             while seq_len > 512 and tokens < least * seq_len:
