@@ -11,15 +11,15 @@ import modal
 
 NOT_SENT = [".git", ".venv", "out", "exercise", "**/__pycache__", "**/*.png"]
 image = (modal.Image.debian_slim(python_version="3.11").apt_install("make", "git", "gcc", "g++")       # a compiler for --compile
-         .pip_install_from_requirements("requirements.txt").add_local_dir(".", "/root/steps", ignore=NOT_SENT))
+         .pip_install_from_requirements("requirements.txt").add_local_dir(".", "/steps", ignore=NOT_SENT))
 app = modal.App("gpu-report", image=image)
 
 
 @app.function(gpu=os.environ.get("GPUS", "T4:2"), timeout=1800)
 def report():
     import subprocess
-    subprocess.run("PYTHON=python make gpu", shell=True, cwd="/root/steps")
-    return {name: Path("/root/steps/out/gpu", name).read_text() for name in ("report.md", "report.json")}
+    subprocess.run("PYTHON=python make gpu", shell=True, cwd="/steps")
+    return {name: Path("/steps/out/gpu", name).read_text() for name in ("report.md", "report.json")}
 
 
 @app.local_entrypoint()

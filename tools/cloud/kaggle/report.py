@@ -9,8 +9,8 @@ import os
 import subprocess
 
 REPOSITORY = os.environ.get("REPOSITORY", "https://github.com/OWNER/NAME")
-# for CUDA 12.6: torch's usual wheel is for CUDA 13, and needs a newer driver than Kaggle may have
-TORCH = os.environ.get("TORCH", "pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126")
+# torch's usual wheel is for CUDA 13 and needs a newer driver than Kaggle may have: uv picks the wheel that fits the driver
+TORCH = os.environ.get("TORCH", "pip install -q uv && uv pip install -q torch==2.13.0 --torch-backend=auto")
 COMMANDS = f"""
 set -e
 here=$PWD
