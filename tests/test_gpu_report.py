@@ -160,7 +160,8 @@ def test_kaggle(tmp_path):
     assert found["machine_shape"] == "NvidiaTeslaT4" and found["enable_gpu"] is found["enable_internet"] is True
     assert re.fullmatch(r"[A-Z_]+/" + found["title"], found["id"]), "Kaggle wants the title to be the name in the id"
     said = calls(tmp_path, [sys.executable, CLOUD / "kaggle/report.py"])
-    assert [line.split()[0] for line in said] == ["git", "python", "pip", "uv", "pip", "make"] and "make -C steps gpu " in said[-1], said
+    programs = [line.split()[0] for line in said]
+    assert programs == ["git", "python", "pip", "uv", "pip", "make"] and "make -C steps gpu " in said[-1], said
     assert (tmp_path / "here/report.md").exists(), "Kaggle keeps what lies in the folder in which the script starts"
 
 
