@@ -27,8 +27,8 @@ VERDICTS = "*agrees*", "*agrees where* ", "*differs, because* ", "*not here*"
 # What other pages say about the playbook, and the row that has it. A mere link to the playbook is no claim.
 SAID_ELSEWHERE = {
     "Notes on the playbook say *across* nodes": "Put experts across nodes",
-    "for ten to one": "greater than 10:1",
-    "The playbook adds dp before it accumulates": "maximize dp over grad_acc",
+    "recommends a ratio above ten": "greater than 10:1",
+    "The playbook prefers a larger dp to more accumulation": "maximize dp over grad_acc",
     "change their advice at 1B, 13B and 70B": "Under 1B dp alone",
     "The playbook combines pp with ZeRO-1 or 2": "ZeRO-1 and 2 combine with pp",
 }
