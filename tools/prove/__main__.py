@@ -1,0 +1,237 @@
+"""Is my trainer right? Train it under a layout and on one process, compare every number, and say what a difference looks like.
+
+    python tools/prove ADAPTER.py --world 4 --flags "tp=2 pp=2"
+
+An adapter is a file with three functions; tools/prove/adapters/template.py explains them. Exit status 0: all is equal, 1: it is not,
+2: it cannot run.
+"""
+import argparse
+import contextlib
+import importlib.util
+import json
+import shlex
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+STEPS = 4
+
+
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def flags_of(text):
+    """Read 'tp=2 mode=ddp' as a dict; whole numbers become ints."""
+    flags = {}
+    for word in shlex.split(text, comments=True):
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise argparse.ArgumentTypeError(f"{word}: not a flag; write name=value, as in \"tp=2 pp=2\"")
+        flags[key] = int(value) if value.lstrip("-").isdecimal() else value
+    return flags
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(prog="prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.error = refuse
+    add = parser.add_argument
+    add("adapter", metavar="ADAPTER.py", help="a file with build, step and parts")
+    add("--world", type=int, default=2, help="ranks of the layout (2)")
+    add("--flags", type=flags_of, default={}, metavar='"tp=2 pp=2"', help="what makes the layout, and should change no number")
+    add("--both", type=flags_of, default={}, metavar='"layers=8"', help="what the layout and one process have in common")
+    add("--layouts", metavar="FILE", help="many layouts: a line has the number of ranks, then flags: 4 tp=2 pp=2")
+    add("--dtype", choices=["float64", "float32", "bfloat16"], default="float64", help="what build is told to compute in (float64)")
+    add("--mask", action="store_true", help="give some targets no loss (-100), a different number in each sequence")
+    add("--unforgiving", action="store_true", help="make results of asynchronous operations NaN until they are waited for (gloo)")
+    add("--seconds", type=int, default=120, help="that one run may take before the ranks' stacks are shown (120)")
+    add("--json", metavar="FILE", help="write what was found there, too")
+    args = parser.parse_args(argv)
+    if not Path(args.adapter).is_file():
+        refuse(f"{args.adapter}: no such file; copy tools/prove/adapters/template.py")
+    if args.layouts and not Path(args.layouts).is_file():
+        refuse(f"--layouts {args.layouts}: no such file")
+    for name, most in (("world", 64), ("seconds", 86400)):
+        if not 1 <= getattr(args, name) <= most:
+            refuse(f"--{name} {getattr(args, name)}: must be from 1 to {most}")
+    return args
+
+
+def layouts_of(args):
+    if not args.layouts:
+        return [(args.world, args.flags)]
+    found = []
+    for number, line in enumerate(Path(args.layouts).read_text().splitlines(), 1):
+        world, _, flags = line.partition("#")[0].strip().partition(" ")
+        if world:
+            try:
+                found.append((int(world), flags_of(flags)))
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                refuse(f"--layouts {args.layouts}, line {number}: {error}; write the number of ranks, then flags: 4 tp=2 pp=2")
+    return found or refuse(f"--layouts {args.layouts}: has no layout")
+
+
+def load_adapter(path):
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"adapter_{Path(path).stem}", path)
+    adapter = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(adapter)
+    except Exception:
+        refuse(f"{path}: cannot be imported\n{traceback.format_exc(limit=-3)}")
+    missing = [name for name in ("build", "step", "parts") if not callable(getattr(adapter, name, None))]
+    if missing:
+        refuse(f"{path}: has no function {', '.join(missing)}; tools/prove/adapters/template.py shows what it does")
+    return adapter
+
+
+class Baseline:
+    """One process: its weights, its run, the run with nudged weights, and the data. All layouts share it."""
+
+    def __init__(self, adapter, args):
+        import torch
+
+        from prove.compare import Run
+        from prove.ranks import launch
+        self.adapter, self.both, self.dtype, self.mask = adapter, args.both | {"dtype": args.dtype}, args.dtype, args.mask
+        self.seconds, self.known, self.unforgiving = args.seconds, {}, contextlib.nullcontext
+        if args.unforgiving:
+            from unforgiving import unforgiving
+            self.unforgiving = unforgiving
+        batch, seq, vocab = (getattr(adapter, name, usual) for name, usual in (("BATCH", 8), ("SEQ", 16), ("VOCAB", 64)))
+        draw = torch.Generator().manual_seed(0)
+        stream = torch.randint(vocab, (STEPS * batch * seq + 1,), generator=draw)
+        self.inputs, self.targets = stream[:-1].view(STEPS, batch, seq), stream[1:].view(STEPS, batch, seq).clone()
+        if args.mask:
+            self.targets[torch.arange(seq) >= torch.randint(seq // 2 + 1, seq + 1, (STEPS, batch, 1), generator=draw)] = -100
+        self.own = Run(launch(adapter, 1, self.both, [], self.seconds)).whole(-1, "weights")
+        # norms of ones, or biases of zeros, would hide too much
+        self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) if (weight == weight.flatten()[0]).all() else weight
+                      for name, weight in self.own.items()}
+        self.one = self.launch_one(self.jobs(self.start))
+        # one rounding of every weight: to float32, which is also measured in its place where a trainer computes in float64
+        self.eps = torch.finfo(torch.float32 if args.dtype == "float64" else getattr(torch, args.dtype)).eps
+        signs = {name: 2 * torch.randint(2, weight.shape, generator=draw) - 1 for name, weight in self.start.items()}
+        self.nudged = self.launch_one(self.jobs({name: w * (1 + self.eps * signs[name]) for name, w in self.start.items()}))
+
+    def jobs(self, weights):
+        from prove.ranks import Job
+        return [Job(None if k else weights, self.inputs[k], self.targets[k]) for k in range(STEPS)]
+
+    def launch_one(self, jobs):
+        from prove.compare import Run
+        from prove.ranks import launch
+        return Run(launch(self.adapter, 1, self.both, jobs, self.seconds))
+
+
+class Trial:
+    """One layout beside the baseline."""
+
+    def __init__(self, baseline, world, flags):
+        self.baseline, self.world, self.flags = baseline, world, flags
+
+    def __getattr__(self, name):
+        return getattr(self.baseline, name)
+
+    def launch(self, jobs):
+        from prove.compare import Run
+        from prove.ranks import launch
+        return Run(launch(self.adapter, self.world, self.both | self.flags, jobs, self.seconds, self.unforgiving))
+
+    def compare(self):
+        """Run the layout. Set the differences and their limits; return for every step which are beyond the limits."""
+        from prove.compare import EXACT, beyond, distances, limits
+        self.run = self.launch(self.jobs(self.start))
+        self.far = [distances(self.run, self.one, step) for step in range(STEPS)]
+        self.exact = self.dtype == "float64"
+        float64 = 2.0**-29                                # the rounding of float64 as a part of that of float32
+        self.limits = [*limits(self.nudged, self.one, EXACT if self.exact else 8 * self.eps, float64 if self.exact else 1.0)]
+        if self.exact and any(beyond(self.far[0], self.limits[0])[:3]):            # something may compute in float32
+            rounded = [*limits(self.nudged, self.one, 8 * self.eps)]
+            if not any(beyond(self.far[0], rounded[0])[:3]):
+                self.limits, self.exact = rounded, False
+        self.exactness = 1e-7 if self.exact else 5e-2 if self.dtype == "bfloat16" else 1e-4
+        return [beyond(*rows) for rows in zip(self.far, self.limits)]
+
+    def prove(self):
+        """Return what there is to say, as a dict."""
+        from prove.compare import worst
+        from prove.diagnose import Diagnosis, drawn_copies
+        began = time.monotonic()
+        apart = self.compare()
+        different, copied = drawn_copies(self.run, self.own)
+        said = dict(world=self.world, flags=self.flags, dtype=self.dtype, status=int(any(map(any, apart))), note=None,
+                    steps=[worst(row)._asdict() for row in self.far], limits=[worst(row)._asdict() for row in self.limits])
+        said["largest"] = max(max(step.values()) for step in said["steps"])
+        if different:
+            said["note"] = f"left alone, the layout starts from other weights than one process: {len(different)} of {len(self.own)} parameters"
+        if copied:
+            from prove.causes import CAUSES
+            said["copies"] = len(copied)
+            said["note"] += f"; {len(copied)} parts are copies of others, such as {copied[0]}. Usually: {CAUSES['copies at the start'].means}"
+        if said["status"]:
+            step, found = Diagnosis(self, self.run, self.one, self.limits, apart).find()
+            groups = {}
+            for name, look in found.looks.items():
+                groups.setdefault(look.text, []).append(name)
+            said |= dict(step=step + 1, cause=found.cause, seen=found.seen, means=found.means, place=found.place, looks=groups)
+        said["exact"], said["seconds"] = self.exact, time.monotonic() - began
+        return said
+
+
+def report(adapter, said):
+    flags = " ".join(f"{key}={value}" for key, value in said["flags"].items())
+    print(f"{adapter}: {flags} on {said['world']} ranks, beside one process, {STEPS} steps in {said['dtype']}")
+    if "cannot" in said:
+        return print(f"CANNOT RUN: {said['cannot']}")
+    print("largest relative difference, and what could still be rounding\n" + " " * 10
+          + "".join(f"{what:20}" for what in said["steps"][0]).rstrip())
+    for k, (far, most) in enumerate(zip(said["steps"], said["limits"]), 1):
+        print(f"step {k}    " + "".join(f"{far[what]:<8.0e} {most[what]:<10.0e} " for what in far).rstrip())
+    if said["note"]:
+        print(f"note: {said['note']}")
+    if not said["status"]:
+        kind = "" if said["exact"] else ", as far as it can tell" if said["dtype"] != "float64" else "; somewhere on the way is float32"
+        return print(f"EQUAL to {said['largest']:.0e}{kind}")
+    print(f"APART, first in step {said['step']}: {said['seen']}\nusually: {said['means']}")
+    if len(said["looks"]) > 1:
+        print("gradients:" if said["cause"] not in ("not updated", "decay", "update", "update times a factor") else "weights:")
+        for text, names in sorted(said["looks"].items(), key=lambda item: -len(item[1]))[:6]:
+            print(f"    {len(names):3} parameters, such as {names[-1]}: {text}")
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools/, in which prove is a package
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    layouts, adapter = layouts_of(args), load_adapter(args.adapter)
+    import torch
+
+    from prove.ranks import CannotRun
+    torch.set_num_threads(1)
+    results = []
+    try:
+        baseline = Baseline(adapter, args)
+    except CannotRun as error:
+        refuse(f"one process cannot run. {error}")
+    for world, flags in layouts:
+        try:
+            results.append(Trial(baseline, world, flags).prove())
+        except CannotRun as error:
+            results.append(dict(world=world, flags=flags, dtype=args.dtype, status=2, cannot=str(error)))
+        report(args.adapter, results[-1])
+        sys.stdout.flush()
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+    return max(result["status"] for result in results)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

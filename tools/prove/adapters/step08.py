@@ -1,0 +1,120 @@
+"""Step 8 of this repository, or a copy of it (STEP=folder in the environment). It runs train.py itself, its flags as flags: tp=2 zero=3.
+
+train.main runs in a thread. It asks for a batch, which step() gives it, and logs what step() returns. moe=1 in --both: a mixture of
+experts; qk=1: QK-norm; kv=1: one key-value head.
+"""
+import itertools
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch._dynamo
+import torch.distributed.device_mesh
+import torch.utils.checkpoint
+
+BATCH, SEQ, VOCAB = 8, 16, 128
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, max_position_embeddings=SEQ)
+EXPERTS = dict(family="mixtral", num_local_experts=4, num_experts_per_tok=2)
+FLAGS = dict(device="cuda" if torch.cuda.device_count() else "cpu", seq_len=SEQ, global_batch_size=BATCH, steps=10**6, lr=1e-2, warmup=0,
+             lr_schedule="constant", grad_clip=0.5)
+
+
+def build(flags):
+    folder = os.environ.get("STEP") or Path(__file__).resolve().parents[3] / "step08_5d"
+    sys.path.insert(0, str(folder))
+    import config
+    import train
+    shape = SHAPE | (EXPERTS if flags.pop("moe", 0) else {}) | (dict(family="qwen3") if flags.pop("qk", 0) else {})
+    config.PRESETS["prove"] = config.ModelConfig(**shape | dict(num_key_value_heads=flags.pop("kv", 2)))
+    words = FLAGS | dict(model="prove", micro_batch_size=BATCH // int(os.environ["WORLD_SIZE"])) | flags
+    run = SimpleNamespace(train=train, batch=queue.Queue(), said=queue.Queue())
+    argv = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+    threading.Thread(target=main, args=(run, argv), daemon=True).start()
+    listen(run)                                           # until it asks for the first batch
+    return run
+
+
+def listen(run):
+    said = run.said.get()
+    if isinstance(said, BaseException):
+        raise said
+    return said
+
+
+def main(run, argv):
+    train, batches, build_model = run.train, run.train.batches, run.train.build_model
+
+    def asked(tokens, config, mesh, args):
+        run.mesh = mesh
+        for step in itertools.count():
+            run.said.put("ready")
+            stream, inputs, targets = run.batch.get()
+            if stream is None:                            # prove asks one process for sequences that are no stream of tokens
+                yield step, [(inputs, torch.arange(inputs.shape[1], device=args.device), targets)]
+            else:                                         # its own data path cuts the stream up
+                args.steps = args.first_step + 1
+                yield step, next(batches(stream, config, mesh, args))[1]
+
+    def kept(*args):
+        run.model = build_model(*args)
+        return run.model
+
+    class Kept(train.Optimizer):
+        def __init__(self, params, args):
+            super().__init__(params, args)
+            run.optimizer, run.grads = self, self.grads
+
+        def clip_grad_norm(self):
+            run.grads = [grad.clone() for grad in self.grads]
+            return super().clip_grad_norm()
+
+    def log(metrics, step, loss, grad_norm, lr, **more):
+        run.said.put((loss, grad_norm))
+    signals = patch("signal.signal"), patch.object(signal, "set_wakeup_fd", create=True)            # only the main thread may set them
+    with signals[0], signals[1], patch.multiple(train, batches=asked, build_model=kept, Optimizer=Kept), \
+            patch.object(train.Metrics, "log", log):
+        try:
+            train.main(argv)
+        except BaseException as error:
+            run.said.put(error)
+
+
+def step(run, inputs, targets):
+    stream = torch.cat([inputs.flatten(), targets[-1, -1:]])
+    is_stream = inputs.shape[1] == SEQ and torch.equal(stream[1:], targets.flatten())
+    device = run.optimizer.grads[0].device
+    run.batch.put((stream.numpy() if is_stream else None, inputs.to(device), targets.to(device)))
+    result = listen(run)
+    listen(run)                                           # the update is over when it asks for the next batch
+    return result
+
+
+def parts(run):
+    import boxes
+    names = {param: name for name, param in run.model.named_parameters()}
+    for piece, master, grad in zip(run.optimizer.params, run.optimizer.masters, run.grads):
+        param, start = getattr(piece, "origin", (piece, 0))                        # a shard of ZeRO's, or a whole parameter
+        gradients = boxes.boxes(names[param], param, start, grad)
+        for key, weight in boxes.boxes(names[param], param, start, master).items():
+            yield names[param], weight, gradients[key], json.loads(key[key.index("["):])
+
+
+def place(run):
+    return {name: run.mesh.get_local_rank(name) for name in run.mesh.mesh_dim_names}
+
+
+def modules(run):
+    return run.model.named_modules()
+
+
+def loaded(run):
+    for param, master in zip(run.optimizer.params, run.optimizer.masters):         # weights that compute, in bfloat16
+        param.data.copy_(master)

@@ -1,0 +1,115 @@
+"""What a difference looks like, and what it usually means: the one table of causes. docs/rounding.md shows it.
+
+The order is that of a training step: what is wrong first is what counts.
+"""
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    looks: str
+    means: str
+
+
+CAUSES = {
+    # ------------------------------------------------------------------------------------------- the loss
+    "log of one rank": Cause(
+        "the logged loss alone: every rank has its own, and their mean or sum is right",
+        "the log has one rank's share; all-reduce it. The training is right"),
+    "log times a factor": Cause(
+        "the logged loss alone, times a factor",
+        "it is summed over ranks that have it alike, or divided by another count. The training is right"),
+    "log of something else": Cause(
+        "the logged loss alone, by no factor",
+        "the log shows another number than the one backward starts from. The training is right"),
+    "loss times a factor": Cause(
+        "the loss and all gradients times the same factor",
+        "it is divided by a rank's or a micro-batch's own count, or means are summed"),
+    "other data": Cause(
+        "the loss and the gradients of a batch in which some sequences count more often, others less or not at all",
+        "ranks read the same data, or somebody's is left out"),
+    "mean of means": Cause(
+        "the loss and the gradients of a batch in which a sequence counts the more, the fewer targets there are beside it",
+        "each rank or micro-batch divides by its own number of targets; divide by that of the global batch"),
+    "old weights": Cause(
+        "the loss and the gradients of the weights before the last update",
+        "weights are gathered before the update, or not again after it"),
+    "targets at home": Cause(
+        "the loss and the gradients of targets that were shifted after the sequence was split",
+        "shift first, split then: the last target of a part is the first token of the next"),
+    "attends alone": Cause(
+        "the loss of sequences of which each part attends to itself alone",
+        "the keys and values of the other ranks never reach attention"),
+    "forward": Cause(
+        "the loss; activations are right up to a module and wrong from there on",
+        "look there. Embedding, head: rows of other ranks. Attention: positions, mask, others' keys. After a sharded matrix: the sum over ranks"),
+    "end of forward": Cause(
+        "the loss, though all activations are right",
+        "targets (shifted within a rank's part?), or the sums inside the loss: its maximum, its count"),
+    "loss": Cause(
+        "the loss, by no factor, and no activations to compare",
+        "positions, masks, targets, data, a partial sum; add modules() to the adapter, and it names a place"),
+    # ------------------------------------------------------------------------------------------- gradients
+    "all gradients times a factor": Cause(
+        "the gradients of all parameters, times a factor",
+        "a mean is taken twice, or a sum not divided. AdamW hides it"),
+    "some gradients times a factor": Cause(
+        "the gradients of some parameters, times a factor",
+        "these are reduced twice, not divided, or divided by the size of another group"),
+    "not reduced": Cause(
+        "copies of a gradient differ between ranks, and their sum or mean is right",
+        "they are not reduced over these ranks; the weights will drift apart"),
+    "reduced in part": Cause(
+        "copies of a gradient differ between ranks, and their sum is not right either",
+        "they are not reduced over these ranks, and wrong before that"),
+    "scaled apart": Cause(
+        "every gradient is right but for a factor, and the factors differ",
+        "each rank or stage clips or scales by a norm of its own"),
+    "zero gradients": Cause(
+        "gradients are zero",
+        "they are never computed, or zeroed before the optimizer sees them"),
+    "others' gradients": Cause(
+        "a gradient is the sum of those of different parts of the parameter",
+        "a reduction runs over ranks that hold other parts, such as other experts"),
+    "gradients of some data": Cause(
+        "gradients are right for some of the sequences, and lack the others; the loss is right",
+        "accumulation overwrites, or a reduction misses micro-batches or ranks"),
+    "not zeroed": Cause(
+        "gradients contain those of the step before",
+        "they, or the buffer they are sent from, were not zeroed"),
+    "gradients in part": Cause(
+        "gradients are right in some rows or on some ranks only",
+        "look at who sends these: an index, a chunk that was left out, or a buffer that was used again"),
+    "backward": Cause(
+        "gradients are right from the loss down to a module, and wrong from there on",
+        "look at the backward of what stands there: the reduction where a sharded region is entered, or keys that other ranks hold"),
+    "gradients": Cause(
+        "gradients are wrong, no multiple of the right ones",
+        "nothing that this table knows. The first wrong ones on the way back are the place to look"),
+    # ------------------------------------------------------------------------------------------- the norm
+    "norm counts": Cause(
+        "the gradient norm alone: the squares of some parameters count n or 1/n times",
+        "what n ranks hold alike is counted n times, or a part is taken for a copy"),
+    "norm of one rank": Cause(
+        "the gradient norm alone: it is that of what one rank holds",
+        "the squares are not summed over the ranks, and each clips by its own"),
+    "norm": Cause(
+        "the gradient norm alone, by no such factor",
+        "it is taken too early, or of other numbers than the gradients"),
+    # ------------------------------------------------------------------------------------------- the update
+    "not updated": Cause(
+        "the weights alone: some are as before the update",
+        "they are not in the optimizer, or not gathered after it"),
+    "decay": Cause(
+        "the weights alone: off by a multiple of themselves",
+        "weight decay is applied to other parameters"),
+    "update times a factor": Cause(
+        "the weights alone: they have moved c times as far",
+        "another learning rate, or the clipping uses another norm"),
+    "update": Cause(
+        "the weights alone, otherwise",
+        "the update itself: states of the optimizer, or weights that are not gathered"),
+    # ------------------------------------------------------------------------------------------- the start
+    "copies at the start": Cause(
+        "the weights that the layout draws itself: parts of a matrix, or layers, are copies of each other",
+        "ranks draw their parts from the same seed, and stay copies: the model is smaller than it seems"),
+}

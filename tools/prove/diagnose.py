@@ -1,0 +1,335 @@
+"""Say what the first difference looks like, and which row of the table of causes (causes.py) that is.
+
+Nothing here knows a trainer. Gradients are compared with multiples of the right ones, with each other, and with the gradients that
+each sequence alone gives; activations are compared row by row.
+"""
+import collections
+import contextlib
+import fractions
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from prove.causes import CAUSES
+from prove.compare import relative
+from prove.ranks import CannotRun, Job, cut
+from prove.trace import trace
+from prove.words import Words, ranges
+
+
+class Look(NamedTuple):
+    """What one wrong tensor looks like. `kind` is a cause, or "factor" or "shares", which are causes only together with others."""
+    kind: str
+    text: str
+    factor: float = 1.0
+
+
+class Finding(NamedTuple):
+    cause: str
+    seen: str
+    looks: dict = {}                                      # {name of a parameter: Look}
+    place: str = ""                                       # the name of a module or parameter
+
+    @property
+    def means(self):
+        return CAUSES[self.cause].means
+
+
+def multiple(a, b, limit):
+    """Return c if a is c x b."""
+    c = float((a * b).sum() / (b * b).sum().clamp(min=1e-60))
+    return c if relative(a, c * b) <= limit or float(a.norm()) == 0 else None
+
+
+class Diagnosis:
+    def __init__(self, trial, run, one, limits, apart):
+        self.trial, self.run, self.one, self.limits, self.apart = trial, run, one, limits, apart
+        self.names = [*trial.start]
+        self.near = 1e-2 if trial.dtype in ("bfloat16", "float16") else 1e-4      # two factors are equal
+        self.words = Words(run, self.names, trial.both | trial.flags, trial.world, len(trial.inputs[0]), self.near)
+
+    def find(self):
+        """Return the first step with a difference, and the Finding."""
+        step = next(k for k, row in enumerate(self.apart) if any(row))
+        row = self.apart[step]
+        if row.loss:
+            return step, self.loss(step, row)
+        if row.gradients:
+            return step, self.gradients(step, self.looks(step, "gradients"))
+        return step, self.norm(step) if row.norm else self.update(step)
+
+    # ------------------------------------------------------------------------------------------- one tensor
+    def looks(self, step, kind):
+        """Return {name: Look} of the tensors that are wrong."""
+        held, right = self.run.boxes(step, kind), self.one.whole(step, kind)
+        basis = self.shares_of_sequences(step) if kind == "gradients" else None
+        before = (self.one.whole(step - 1, kind) if step else self.trial.start) if kind == "weights" else None
+        found = {name: self.look(name, right[name], held[name], self.limits[step]._asdict()[kind][name], basis, before and before[name])
+                 for name in self.names}
+        return {name: look for name, look in found.items() if look}
+
+    def look(self, name, right, held, limit, basis, before):
+        wrong = {box: {rank for rank, tensor in copies.items() if relative(tensor, cut(right, *box)) > limit}
+                 for box, copies in held.items()}
+        wrong = {box: ranks for box, ranks in wrong.items() if ranks}
+        if not wrong:
+            return None
+        for box in wrong:
+            if found := self.copies_that_differ(held[box], cut(right, *box), wrong[box], limit):
+                return found
+        first = {box: next(iter(copies.values())) for box, copies in held.items()}
+        factors = [multiple(tensor, cut(right, *box), limit) for box, tensor in first.items()]
+        if None not in factors and max(factors) - min(factors) <= self.near * max(map(abs, factors)):
+            return Look("factor", self.words.times(factors[0]), factors[0]) if factors[0] else Look("zero gradients", "zero")
+        if before is not None and all(relative(tensor, cut(before, *box)) <= limit for box, tensor in first.items() if box in wrong):
+            return Look("not updated", "as before the update")
+        every = {box: sum(cut(right, *other) for other in held if other[1] == box[1]) for box in wrong}
+        factors = [multiple(first[box], every[box], limit) for box in wrong]
+        if len(held) > 1 and None not in factors and 0 not in factors:
+            return Look("others' gradients", "the sum of those of different parts, " + self.words.times(factors[0]), factors[0])
+        if basis and (found := self.fit(name, first, right, limit, *basis)):
+            return found
+        return self.only_in_part(right, held, first, wrong, limit)
+
+    def copies_that_differ(self, copies, right, wrong, limit):
+        distinct = []                                     # (tensor, ranks that have it)
+        for rank, tensor in copies.items():
+            alike = [ranks for other, ranks in distinct if relative(tensor, other) <= limit]
+            alike[0].append(rank) if alike else distinct.append((tensor, [rank]))
+        if len(distinct) == 1:
+            return None
+        over = self.words.along([ranks for _, ranks in distinct])
+        c = multiple(sum(tensor for tensor, _ in distinct), right, limit)
+        if c:
+            return Look("not reduced", f"not reduced over {over}; the sum of the ranks' shares is {self.words.times(c)}")
+        if len(wrong) < len(copies):
+            return Look("gradients in part", f"right on some ranks, wrong on {self.words.ranks(wrong)}")
+        return Look("reduced in part", f"copies differ over {over}, and their sum is wrong")
+
+    def only_in_part(self, right, held, first, wrong, limit):
+        if len(wrong) < len(held):
+            ranks = sorted(rank for ranks in wrong.values() for rank in ranks)
+            return Look("gradients in part", f"wrong only in the parts of {self.words.ranks(ranks)}")
+        rows = [relative(row, right_row) <= limit for box, tensor in first.items() if tensor.dim() > 1
+                for row, right_row in zip(tensor, cut(right, *box))]
+        if len(held) == 1 and 0 < sum(rows) < len(rows):
+            return Look("gradients in part", f"wrong only in rows {ranges([i for i, fine in enumerate(rows) if not fine])} of {len(rows)}"
+                        if len(ranges([i for i, fine in enumerate(rows) if not fine])) < 40
+                        else f"right only in {sum(rows)} of {len(rows)} rows")
+        return Look("gradients", "wrong, no multiple of the right ones")
+
+    # ------------------------------------------------------------------------------------------- what each sequence alone gives
+    def weights_before(self, step):
+        return self.one.whole(step - 1, "weights") if step else self.trial.start
+
+    def shares_of_sequences(self, step):
+        """Return [(label, {name: gradient}, loss)] of every sequence alone, in this step and in the one before it."""
+        if (step, "basis") not in self.trial.known:
+            self.trial.known[step, "basis"] = basis = []
+            for at in (step, step - 1)[:1 + bool(step)]:
+                labels, jobs = zip(*self.alone(at))
+                with contextlib.suppress(CannotRun):      # not every trainer takes such targets
+                    alone = self.trial.launch_one(jobs)
+                    basis += [((at, *label), alone.whole(k, "gradients"), alone.numbers(k, "loss")[0]) for k, label in enumerate(labels)]
+        return self.trial.known[step, "basis"], step
+
+    def alone(self, step):
+        """Yield the jobs that give the gradient of one sequence each; with masked targets, of a part of one."""
+        inputs, targets, weights = self.trial.inputs[step], self.trial.targets[step], self.weights_before(step)
+        batch, seq = inputs.shape
+        pieces = max([n for n in self.words.sizes.values() if seq % n == 0 and n <= 8], default=1) if self.trial.mask else 1
+        for i, piece in itertools.product(range(batch), range(pieces)):
+            columns = torch.arange(seq).chunk(pieces)[piece]
+            kept = torch.full_like(targets[i], -100)
+            kept[columns] = targets[i][columns]
+            if (kept >= 0).any():
+                yield (i, piece), Job(weights, inputs[i].expand(batch, seq), kept.expand(batch, seq))
+
+    def fit(self, name, first, right, limit, basis, step):
+        """Look for a sum of the sequences' gradients that gives this one."""
+        def flat(of):
+            return torch.cat([cut(of, *box).flatten() for box in first])
+        columns = [(label, flat(gradients[name])) for label, gradients, _ in basis]
+        theirs, ours = torch.cat([tensor.flatten() for tensor in first.values()]), flat(right)
+        if len(columns) * 2 > len(theirs) or not columns:
+            return None
+        now = [i for i, (label, _) in enumerate(columns) if label[0] == step]
+        matrix = torch.stack([column for _, column in columns], 1)
+        usual = torch.linalg.lstsq(matrix[:, now], ours[:, None], driver="gelsd").solution.flatten()
+        shares = torch.linalg.lstsq(matrix, theirs[:, None], driver="gelsd").solution.flatten()
+        if relative(matrix[:, now] @ usual, ours) > 10 * limit or relative(matrix @ shares, theirs) > 10 * limit or (usual <= 0).any():
+            return None
+        ratios = {columns[i][0]: float(shares[i] / usual[k]) for k, i in enumerate(now)}
+        older = {columns[i][0]: float(shares[i] / usual.mean()) for i in range(len(columns)) if i not in now}
+        if any(abs(share) > self.near for share in older.values()):
+            whose = {label[1] for label, share in older.items() if abs(share) > self.near}
+            which = "" if len(whose) == len(self.trial.inputs[step]) else f" (of sequences {ranges(whose)})"
+            return Look("not zeroed", f"they contain the gradients of the step before{which}")
+        return self.describe_shares(ratios, step)
+
+    def describe_shares(self, ratios, step):
+        """Describe how much each sequence counts: {(step, sequence, piece): how many times what it should}."""
+        targets = self.trial.targets[step]
+        pieces = max(piece for _, _, piece in ratios) + 1
+        counts = {label: int((targets[label[1]].chunk(pieces)[label[2]] >= 0).sum()) for label in ratios}
+        groups = collections.defaultdict(list)
+        for label, ratio in ratios.items():
+            groups[round(ratio, 3)].append(label)
+        total = sum(counts.values())
+        held = [ratio * sum(counts[label] for label in labels) / total for ratio, labels in groups.items()]
+        for number in range(2, len(ratios) + 1):          # of groups, each of which has the same say
+            says = [share * number for share in held]
+            if self.trial.mask and all(say > 0.5 and abs(say - round(say)) < 0.01 for say in says):
+                return Look("mean of means", f"those of a mean of {number} means, each over its own number of targets")
+        if len(groups) == 1:
+            return None
+        if len(groups) > 4:
+            return Look("shares", "those of a batch in which sequences count differently: "
+                        + ", ".join(f"{ratio:.3g}" for ratio in ratios.values()))
+        said = [f"{ranges({label[1] for label in labels})} {self.how_often(ratio)}" for ratio, labels in groups.items()]
+        return Look("shares", f"those of a batch in which sequences {', '.join(said)}")
+
+    def how_often(self, ratio):
+        if abs(ratio) < 1e-3:
+            return "are missing"
+        return f"count {fractions.Fraction(ratio).limit_denominator(64)} times" if abs(ratio - 1) > 1e-3 else "count once"
+
+    # ------------------------------------------------------------------------------------------- the loss
+    def loss(self, step, row):
+        theirs, right, limit = self.run.numbers(step, "loss"), self.one.numbers(step, "loss")[0], self.limits[step].loss
+        c = theirs[0] / right
+        looks = self.looks(step, "gradients") if row.gradients else {}
+        if not looks:
+            differ = max(theirs) - min(theirs) > limit * abs(right)
+            if differ and any(relative(sum(theirs) / n, right) <= limit for n in {1, len(theirs)}):
+                return Finding("log of one rank", "the logged loss: each rank has that of its own share, and together they are right")
+            simple = self.words.times(c)
+            if "(" in simple or abs(fractions.Fraction(c).limit_denominator(16) - c) < self.near * abs(c):
+                return Finding("log times a factor", f"the logged loss, {simple}; gradients are right".replace(" ones", " one"))
+            return Finding("log of something else", "the logged loss, which is no simple multiple of the right one; gradients are right")
+        texts, kinds = {look.text for look in looks.values()}, {look.kind for look in looks.values()}
+        all_wrong = len(looks) == len(self.names)
+        if all_wrong and kinds == {"factor"} and len(texts) == 1:
+            return Finding("loss times a factor", f"the loss and all gradients are {texts.pop()}", looks)
+        if "mean of means" in kinds:
+            return Finding("mean of means", self.most_common(looks, "mean of means"), looks)
+        if "shares" in kinds and len({look.text for look in looks.values() if look.kind == "shares"}) == 1:
+            return Finding("other data", "the loss and the gradients are " + self.most_common(looks, "shares"), looks)
+        return self.known_state(step, theirs[0], limit, looks) or self.forward(step, looks)
+
+    def most_common(self, looks, kind):
+        return collections.Counter(look.text for look in looks.values() if look.kind == kind).most_common(1)[0][0]
+
+    def known_state(self, step, loss, limit, looks):
+        """Look for a state of one process that gives this loss: older weights, other targets, sequences in parts."""
+        inputs, targets = self.trial.inputs[step], self.trial.targets[step]
+        batch, seq = inputs.shape
+        weights, lengths = self.weights_before(step), sorted({n for n in self.words.sizes.values() if seq % n == 0})
+        tries = []
+        if step:
+            tries.append(("old weights", "the loss is that of the weights before the last update",
+                          Job(self.weights_before(step - 1), inputs, targets)))
+        for n in lengths:
+            home = targets.clone()
+            home[:, seq // n - 1::seq // n] = inputs[:, ::seq // n]
+            tries.append(("targets at home", f"the loss is that of targets which are shifted within each of {n} parts of a sequence by itself",
+                          Job(weights, inputs, home)))
+        for n in lengths:
+            tries.append(("attends alone", f"the loss is that of sequences of which each of {n} parts attends to itself alone",
+                          Job(weights, inputs.reshape(batch * n, -1), targets.reshape(batch * n, -1))))
+        for cause, seen, job in tries:
+            with contextlib.suppress(CannotRun):          # not every trainer takes other lengths
+                if relative(loss, self.trial.launch_one([job]).numbers(0, "loss")[0]) <= limit:
+                    return Finding(cause, seen, looks)
+        return None
+
+    def forward(self, step, looks):
+        """Compare activations, if the adapter shows modules."""
+        jobs = [Job(self.trial.start if k == 0 else None, self.trial.inputs[k], self.trial.targets[k], watched=k == step)
+                for k in range(step + 1)]
+        found = trace(self.trial.launch(jobs), self.trial.launch_one(jobs), step, self.trial.inputs[step].shape,
+                      self.trial.exactness, self.words)
+        if found is None:
+            return Finding("loss", "the loss and the gradients", looks)
+        place, text = found
+        return Finding("forward" if place else "end of forward", text, looks, place)
+
+    # ------------------------------------------------------------------------------------------- gradients
+    def gradients(self, step, looks):
+        place = [*looks][-1]                              # backward comes here first
+        first, kinds, texts = looks[place], {look.kind for look in looks.values()}, {look.text for look in looks.values()}
+        which, late = self.words.which([*looks]), "; in step 1 they are right" if step else ""
+        all_wrong = len(looks) == len(self.names)
+        if kinds == {"factor"} and len(texts) == 1:
+            cause = "all gradients times a factor" if all_wrong else "some gradients times a factor"
+            return Finding(cause, f"the gradients of {which} are {first.text}{late}", looks, "" if all_wrong else place)
+        if kinds == {"factor"}:
+            simple = all(abs(fractions.Fraction(look.factor).limit_denominator(16) - look.factor) < self.near * abs(look.factor)
+                         for look in looks.values())
+            return Finding("some gradients times a factor" if simple else "scaled apart",
+                           f"the gradients of {which} are right up to factors, which differ{late}", looks, place)
+        if "not zeroed" in kinds:
+            return Finding("not zeroed", f"the gradients of {which}: {self.most_common(looks, 'not zeroed')}", looks, place)
+        if "shares" in kinds or "mean of means" in kinds:
+            kind = "shares" if "shares" in kinds else "mean of means"
+            return Finding("gradients of some data" if kind == "shares" else kind,
+                           f"the gradients of {which} are {self.most_common(looks, kind)}{late}", looks, place)
+        if len(kinds) == 1 and first.kind != "gradients":
+            return Finding(first.kind, f"the gradients of {which}: {first.text}{late}", looks, place)
+        before = self.names[:self.names.index(place) + 1]
+        if not all_wrong and len(looks) > 0.7 * len(before):
+            return Finding("backward", f"the gradients go wrong at {place} on the way back: {first.text}{late}", looks, place)
+        return Finding(first.kind if first.kind in CAUSES else "gradients", f"the gradients of {which}: {first.text}{late}", looks, place)
+
+    # ------------------------------------------------------------------------------------------- the norm
+    def norm(self, step):
+        theirs, right = (side.numbers(step, "norm") for side in (self.run, self.one))
+        held, gradients = self.run.boxes(step, "gradients"), self.one.whole(step, "gradients")
+        for rank, norm in enumerate(theirs):
+            own = sum(float(tensor.double().square().sum()) for _, _, tensor in self.run.ranks[rank]["steps"][step]["gradients"])
+            if relative(own ** 0.5, norm) < self.near and max(theirs) - min(theirs) > self.near * norm:
+                return Finding("norm of one rank", "the gradient norm: every rank has that of what it holds itself")
+        groups = collections.defaultdict(list)
+        for name in self.names:
+            groups[max(map(len, held[name].values()))].append(name)
+        for names in (self.names, *groups.values()):
+            square = float(sum(gradients[name].square().sum() for name in names))
+            c = 1 + (theirs[0] ** 2 - right[0] ** 2) / square
+            simple = fractions.Fraction(c).limit_denominator(64)
+            if c > 0 and abs(simple - c) < self.near * c and 1 in (simple.numerator, simple.denominator):
+                return Finding("norm counts", f"the gradient norm: the squares of {self.words.which(names)} are {self.words.times(float(simple))}")
+        return Finding("norm", f"the gradient norm is {theirs[0] / right[0]:.5g} times the right one")
+
+    # ------------------------------------------------------------------------------------------- the update
+    def update(self, step):
+        before, right = self.weights_before(step), self.one.whole(step, "weights")
+        theirs, looks = self.run.whole(step, "weights"), self.looks(step, "weights")
+        which = self.words.which([*looks])
+        looked = [name for name in looks if right[name].numel() > 1]
+        if {look.kind for look in looks.values()} == {"not updated"}:
+            return Finding("not updated", f"the weights of {which} are as before the update", looks, [*looks][0])
+        for cause, text, a, b in (
+                ("decay", "are off by {} of themselves", lambda n: theirs[n] - right[n], lambda n: before[n]),
+                ("update times a factor", "have moved {} times as far", lambda n: theirs[n] - before[n], lambda n: right[n] - before[n])):
+            factors = [multiple(a(name), b(name).double(), 1e-3) for name in looked]
+            if factors and None not in factors and max(factors) - min(factors) <= 1e-2 * abs(max(factors)) and abs(factors[0] - 1) > 1e-2:
+                return Finding(cause, f"the weights of {which} {text.format(f'{factors[0]:.3g}')}; gradients and norm are right", looks)
+        first = next(iter(looks.values()))
+        return Finding("update", f"the weights of {which}: {first.text}; gradients and norm are right", looks)
+
+
+# ------------------------------------------------------------------------------------------- the weights that a layout draws itself
+def drawn_copies(run, own):
+    """Return what is to say of the weights that a layout draws itself: (parameters that differ from one process, copies)."""
+    different, first, copies = set(), {}, []
+    for name, of in run.boxes(-1, "weights").items():
+        for box, held in of.items():
+            tensor, right = next(iter(held.values())), cut(own[name], *box)
+            if relative(tensor, right) > 1e-6:
+                different.add(name)
+            twin = first.setdefault((box[1], tensor.numpy().tobytes()), (name, box))
+            if tensor.min() < tensor.max() and not torch.equal(cut(own[twin[0]], *twin[1]), right):
+                copies.append(f"{name}{[*box[0]]} of {twin[0]}{[*twin[1][0]]}")
+    return different, copies
+

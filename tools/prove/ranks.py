@@ -1,0 +1,261 @@
+"""Run an adapter on ranks of this machine, in bounded time, and return what every rank has seen.
+
+The ranks are forked from this process, which has imported torch and the adapter, so they start at once. Each launch has ranks of its
+own: a trainer may keep global state.
+"""
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+GRACE = 3                                                 # seconds that the other ranks get after one has failed
+# torch's store has a thread; the ranks do not need it
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+
+
+class CannotRun(Exception):
+    """Raised with a message for the user: the adapter, the trainer or the flags do not work."""
+
+
+class Job(NamedTuple):
+    """One training step. With weights, every rank first takes its parts of them."""
+    weights: dict | None
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    watched: bool = False                                 # whether to record activations
+
+
+# ------------------------------------------------------------------------------------------- on a rank
+def local(tensor):
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def offsets_of(weight, where, memory):
+    """Return where a rank's part begins in the whole tensor, in every dimension."""
+    if hasattr(weight, "to_local"):
+        _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return tuple(offsets)
+    if isinstance(where, list):
+        return tuple(where)
+    return tuple((where or {}).get(dim, 0) * size for dim, size in enumerate(memory.shape))
+
+
+def read_parts(adapter, run, kind):
+    """Return [(name, offsets, memory)] of this rank's "gradients" or "weights"."""
+    found = []
+    for part in adapter.parts(run):
+        if not isinstance(part, tuple) or len(part) != 4:
+            what = f"a tuple of {len(part)}" if isinstance(part, tuple) else type(part).__name__
+            raise CannotRun(f"parts: yields {what}; it must yield (name, weight, gradient, where)")
+        name, weight, gradient, where = part
+        if not isinstance(name, str) or not isinstance(weight, torch.Tensor):
+            raise CannotRun(f"parts: yields name {name!r} and a weight of type {type(weight).__name__}; "
+                            "it must yield a str and a tensor")
+        if not (where is None or isinstance(where, dict | list)):
+            raise CannotRun(f"parts: {name} has where {where!r}; it must be None, a dict {{dimension: which of equal parts}} "
+                            "or a list of offsets")
+        memory = local(weight)
+        if isinstance(where, list) and len(where) != memory.dim():
+            raise CannotRun(f"parts: {name} has offsets {where}, but {memory.dim()} dimensions")
+        offsets = offsets_of(weight, where, memory)
+        if kind == "gradients":
+            if hasattr(gradient, "redistribute"):         # it may still be a partial sum
+                gradient = gradient.redistribute(weight.device_mesh, weight.placements)
+            memory = torch.zeros_like(memory) if gradient is None else local(gradient)
+            if memory.shape != local(weight).shape:
+                raise CannotRun(f"parts: {name} has shape {list(local(weight).shape)}, but its gradient has {list(memory.shape)}")
+        found.append((name, offsets, memory))
+    if not found and kind == "weights" and int(os.environ["WORLD_SIZE"]) == 1:
+        raise CannotRun("parts: yields nothing; it must yield (name, weight, gradient, where) of every parameter")
+    return found
+
+
+def cut(whole, offsets, shape):
+    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape))]
+
+
+def copies(adapter, run, kind):
+    return [(name, offsets, memory.cpu().clone()) for name, offsets, memory in read_parts(adapter, run, kind)]
+
+
+def load(adapter, run, weights):
+    """Write this rank's parts of the given weights into the trainer's memory."""
+    for name, offsets, memory in read_parts(adapter, run, "weights"):
+        if name not in weights:
+            raise CannotRun(f"parts: yields {name}, which one process does not have; names must be the same under every layout. "
+                            f"One process has {', '.join([*weights][:3])}, ...")
+        part = cut(weights[name], offsets, memory.shape)
+        if part.shape != memory.shape:
+            raise CannotRun(f"parts: no part of shape {list(memory.shape)} begins at {list(offsets)} in {name}, "
+                            f"which has shape {list(weights[name].shape)}; correct `where`")
+        memory.copy_(part)
+    if hasattr(adapter, "loaded"):
+        adapter.loaded(run)
+    for name, offsets, memory in read_parts(adapter, run, "weights"):
+        if not torch.equal(memory.cpu(), cut(weights[name], offsets, memory.shape).to(memory.dtype)):
+            raise CannotRun(f"parts: {name} is not what was written into it; yield the memory itself, not a copy")
+
+
+def rows_of(value):
+    """Return the first tensor of numbers in a module's input or output, as [rows, width] of this rank; or None."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return next((rows for rows in map(rows_of, value) if rows is not None), None)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return None
+    if any(placement.is_partial() for placement in getattr(value, "placements", ())):
+        return None
+    return local(value).flatten(0, -2).double().cpu().clone()
+
+
+@contextlib.contextmanager
+def watch(adapter, run, wanted):
+    """Yield {name of a module: [(its input, its output) of every call]}, which fills during forward."""
+    seen, handles = {}, []
+
+    def note(name):
+        def hook(module, args, kwargs, output):
+            if torch._C._current_graph_task_id() == -1:   # not while backward recomputes it
+                seen.setdefault(name, []).append((rows_of((*args, kwargs)), rows_of(output)))
+        return hook
+    if wanted and hasattr(adapter, "modules"):
+        handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in adapter.modules(run) or () if name]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def number(value, what):
+    if value is None:
+        return None
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise CannotRun(f"step: returns a {what} of type {type(value).__name__}; it must be a number, or None where the rank does not "
+                        "know it") from None
+
+
+def train(adapter, flags, jobs):
+    """Build the trainer and run the jobs. Return what this rank has seen."""
+    run = adapter.build(dict(flags))
+    if run is None:
+        raise CannotRun("build: returns None; it must return what parts and step take")
+    place = (adapter.place(run) if hasattr(adapter, "place") else None) or {}
+    if not isinstance(place, dict):
+        raise CannotRun(f"place: returns a {type(place).__name__}; it must return a dict such as {{'tp': 0, 'pp': 1}}")
+    seen = dict(own=copies(adapter, run, "weights"), place=place, steps=[])
+    for job in jobs:
+        if job.weights:
+            load(adapter, run, job.weights)
+        with watch(adapter, run, job.watched) as activations:
+            result = adapter.step(run, job.inputs.clone(), job.targets.clone())
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise CannotRun(f"step: returns {type(result).__name__}; it must return (loss, gradient norm), None for what this rank "
+                            "does not know")
+        loss, norm = number(result[0], "loss"), number(result[1], "norm")
+        seen["steps"].append(dict(loss=loss, norm=norm, gradients=copies(adapter, run, "gradients"),
+                                  weights=copies(adapter, run, "weights"), activations=activations))
+    return seen
+
+
+def worker(adapter, rank, world, port, flags, jobs, seconds, unforgiving, folder, parent):
+    os.dup2(os.open(f"{folder}/{rank}.out", os.O_CREAT | os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=open(f"{folder}/{rank}.stack", "w"))
+    devices = torch.cuda.device_count()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % devices if devices else rank), WORLD_SIZE=str(world),
+                      LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME=LOOPBACK)
+    torch.set_num_threads(1)
+    try:
+        with unforgiving() if world > 1 else contextlib.nullcontext():
+            seen = train(adapter, flags, jobs)
+        torch.save(seen, f"{folder}/{rank}.saving")
+        os.rename(f"{folder}/{rank}.saving", f"{folder}/{rank}.seen")
+    except BaseException as error:
+        Path(f"{folder}/{rank}.error").write_text(describe(rank, error))
+    faulthandler.cancel_dump_traceback_later()
+    while os.getppid() == parent:                         # others may still talk to this rank; the parent ends it
+        time.sleep(0.2)
+    os._exit(0)
+
+
+def describe(rank, error):
+    if isinstance(error, CannotRun):
+        return str(error)
+    message = getattr(error, "message", None) or str(error)                        # of a step's refusal, see its messages.py
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = "".join(f"\n    {frame.filename}:{frame.lineno} {frame.line}" for frame in frames[-4:])
+    return f"rank {rank}: {type(error).__name__}: {message}{where}"
+
+
+# ------------------------------------------------------------------------------------------- in the parent
+def launch(adapter, world, flags, jobs, seconds=120, unforgiving=contextlib.nullcontext):
+    """Run the jobs on `world` ranks. Return what each of them has seen, or raise CannotRun within `seconds` or a little more."""
+    context = multiprocessing.get_context("fork")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)       # through it the ranks find each other
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=worker, args=(adapter, rank, world, store.port, flags, jobs, seconds, unforgiving, folder,
+                                                      os.getpid()), daemon=True) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        try:
+            wait(ranks, folder, time.monotonic() + seconds + 10)
+            return collect(ranks, folder, seconds)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def those_with(ending, ranks, folder):
+    return [rank for rank in range(len(ranks)) if os.path.exists(f"{folder}/{rank}.{ending}")]
+
+
+def wait(ranks, folder, deadline):
+    while time.monotonic() < deadline and len(those_with("seen", ranks, folder)) < len(ranks):
+        dead = [rank for rank, process in enumerate(ranks) if not process.is_alive()]
+        if those_with("error", ranks, folder) or dead:
+            deadline = min(deadline, time.monotonic() + GRACE)                     # the others may wait for it for ever
+        time.sleep(0.02)
+
+
+def collect(ranks, folder, seconds):
+    if len(those_with("seen", ranks, folder)) == len(ranks):
+        return [torch.load(f"{folder}/{rank}.seen", weights_only=False) for rank in range(len(ranks))]
+    failed = those_with("error", ranks, folder)
+    if failed:
+        first = min(failed, key=lambda rank: os.path.getmtime(f"{folder}/{rank}.error"))
+        raise CannotRun(Path(f"{folder}/{first}.error").read_text())
+    lost = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0, 1)]
+    if lost:
+        output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]
+        raise CannotRun(f"rank {lost[0]} died with exit status {ranks[lost[0]].exitcode}. {output}")
+    raise CannotRun("\n".join([f"--seconds {seconds}: the ranks did not finish in this time. Each stands here, innermost call first:",
+                               *(f"    rank {rank}: {stack(rank, folder)}" for rank in range(len(ranks)))]))
+
+
+def stack(rank, folder):
+    """Return where a rank stood when its time was over: calls outside the libraries, or else the innermost ones."""
+    path = Path(f"{folder}/{rank}.stack")
+    if os.path.exists(f"{folder}/{rank}.seen"):
+        return "it has finished"
+    calls = re.findall(r'File "(.*)", line (\d+) in (\S+)', path.read_text() if path.exists() else "")
+    own = [call for call in calls if "/lib/python" not in call[0] and Path(call[0]).parent != Path(__file__).parent]
+    return " < ".join(f"{os.path.basename(file)}:{line} {function}" for file, line, function in (own or calls)[:3]) or "no stack"
