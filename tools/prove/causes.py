@@ -39,9 +39,15 @@ CAUSES = {
     "attends alone": Cause(
         "the loss of sequences of which each part attends to itself alone",
         "the keys and values of the other ranks never reach attention"),
+    "partial sum": Cause(
+        "the loss; from a module on activations are wrong, and there the sum over the ranks is right",
+        "each rank has a partial sum, which an all-reduce or a reduce-scatter has to add up"),
+    "other weights": Cause(
+        "the loss; on some ranks a module gets the right input, and every row of its output is wrong",
+        "there it computes with other weights than the optimizer updated: gathered too early, or not at all"),
     "forward": Cause(
-        "the loss; activations are right up to a module and wrong from there on",
-        "look there. Embedding, head: rows of other ranks. Attention: positions, mask, others' keys. After a sharded matrix: the sum over ranks"),
+        "the loss; activations are right up to a module, and wrong from there on",
+        "look there. Embedding: rows that another rank holds. Attention: positions, mask, keys of other ranks"),
     "end of forward": Cause(
         "the loss, though all activations are right",
         "targets (shifted within a rank's part?), or the sums inside the loss: its maximum, its count"),
@@ -67,6 +73,9 @@ CAUSES = {
     "zero gradients": Cause(
         "gradients are zero",
         "they are never computed, or zeroed before the optimizer sees them"),
+    "low precision": Cause(
+        "gradients, or weights, all of whose digits fit into bfloat16 or float32, though the right ones' do not",
+        "they are reduced or kept in that precision"),
     "others' gradients": Cause(
         "a gradient is the sum of those of different parts of the parameter",
         "a reduction runs over ranks that hold other parts, such as other experts"),

@@ -76,18 +76,28 @@ class Diagnosis:
         if not wrong:
             return None
         for box in wrong:
+            stale = before is not None and all(relative(held[box][rank], cut(before, *box)) <= limit for rank in wrong[box])
+            if stale and len(wrong[box]) < len(held[box]):
+                return Look("not updated", f"as before the update on {self.words.ranks(wrong[box])}")
             if found := self.copies_that_differ(held[box], cut(right, *box), wrong[box], limit):
                 return found
         first = {box: next(iter(copies.values())) for box, copies in held.items()}
         factors = [multiple(tensor, cut(right, *box), limit) for box, tensor in first.items()]
         if None not in factors and max(factors) - min(factors) <= self.near * max(map(abs, factors)):
             return Look("factor", self.words.times(factors[0]), factors[0]) if factors[0] else Look("zero gradients", "zero")
+        if None not in factors and 0 not in factors and len(wrong) == len(held):
+            said = [f"{factor:.3g} on {self.words.ranks([*held[box]])}" for factor, box in zip(factors, held)]
+            return Look("scaled apart", f"right but for a factor, which is {', '.join(said[:4])}")
         if before is not None and all(relative(tensor, cut(before, *box)) <= limit for box, tensor in first.items() if box in wrong):
             return Look("not updated", "as before the update")
         every = {box: sum(cut(right, *other) for other in held if other[1] == box[1]) for box in wrong}
         factors = [multiple(first[box], every[box], limit) for box in wrong]
         if len(held) > 1 and None not in factors and 0 not in factors:
             return Look("others' gradients", "the sum of those of different parts, " + self.words.times(factors[0]), factors[0])
+        low = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if all(torch.equal(tensor, tensor.to(dtype).double())
+               for tensor in first.values())] if self.trial.dtype != "bfloat16" else []
+        if low and self.trial.dtype != str(low[0]).removeprefix("torch."):
+            return Look("low precision", f"numbers of {str(low[0]).removeprefix('torch.')}, and the right ones are not")
         if basis and (found := self.fit(name, first, right, limit, *basis)):
             return found
         return self.only_in_part(right, held, first, wrong, limit)
@@ -246,14 +256,15 @@ class Diagnosis:
 
     def forward(self, step, looks):
         """Compare activations, if the adapter shows modules."""
-        jobs = [Job(self.trial.start if k == 0 else None, self.trial.inputs[k], self.trial.targets[k], watched=k == step)
-                for k in range(step + 1)]
-        found = trace(self.trial.launch(jobs), self.trial.launch_one(jobs), step, self.trial.inputs[step].shape,
+        steps = [0, 0] if step == 0 else [*range(step + 1)]                        # a pipeline's first step looks for shapes, too
+        jobs = [Job(self.trial.start if k == 0 else None, self.trial.inputs[k], self.trial.targets[k], watched=i == len(steps) - 1)
+                for i, k in enumerate(steps)]
+        found = trace(self.trial.launch(jobs), self.trial.launch_one(jobs), self.trial.inputs[step].shape,
                       self.trial.exactness, self.words)
         if found is None:
             return Finding("loss", "the loss and the gradients", looks)
-        place, text = found
-        return Finding("forward" if place else "end of forward", text, looks, place)
+        cause, place, text = found
+        return Finding(cause, text, looks, place)
 
     # ------------------------------------------------------------------------------------------- gradients
     def gradients(self, step, looks):

@@ -242,7 +242,9 @@ def collect(ranks, folder, seconds):
     failed = those_with("error", ranks, folder)
     if failed:
         first = min(failed, key=lambda rank: os.path.getmtime(f"{folder}/{rank}.error"))
-        raise CannotRun(Path(f"{folder}/{first}.error").read_text())
+        text = Path(f"{folder}/{first}.error").read_text()
+        printed = [Path(f"{folder}/{rank}.out").read_text(errors="replace").strip() for rank in failed if "SystemExit" in text]
+        raise CannotRun("\n    ".join([text.splitlines()[0], *filter(None, (lines[-500:] for lines in printed))] if printed else [text]))
     lost = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0, 1)]
     if lost:
         output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]

@@ -12,7 +12,7 @@ class Seen:
     """What became of one module's input or output: which rows are right, and which rows of one process no rank has."""
 
     def __init__(self, of_ranks, right, exactness):
-        self.wrong_ranks, self.missing, self.known = [], set(), False
+        self.wrong_ranks, self.missing, self.known, self.any_right_there = [], set(), False, False
         found = set()
         for rank, rows in enumerate(of_ranks):
             places = None if rows is None or right is None else look_up(rows, right, exactness)
@@ -21,6 +21,7 @@ class Seen:
                 found |= {place for place in places if place is not None}
                 if None in places:
                     self.wrong_ranks.append(rank)
+                    self.any_right_there |= places.count(None) < len(rows)
         if self.known:
             self.missing = {*range(len(right))} - found
             self.total = len(right)
@@ -57,14 +58,17 @@ def joined(calls, which):
     return torch.cat(tensors) if tensors and len({tensor.shape[1] for tensor in tensors}) == 1 else None
 
 
-def trace(run, one, step, shape, exactness, words):
-    """Return (module, text); module is "" if all activations are right; None if there are none to compare."""
-    of_ranks = [seen["steps"][step]["activations"] for seen in run.ranks]
-    right = one.ranks[0]["steps"][step]["activations"]
+def trace(run, one, shape, exactness, words):
+    """Return (cause, module, text), module "" if all activations are right; None if there are none to compare."""
+    of_ranks = [seen["steps"][-1]["activations"] for seen in run.ranks]
+    right = one.ranks[0]["steps"][-1]["activations"]
     names = [name for name in right if any(name in seen for seen in of_ranks)]     # in the order in which forward leaves them
 
+    def rows(name, which):
+        return [joined(of[name], which) if name in of else None for of in of_ranks], joined(right[name], which)
+
     def seen(name, which):
-        return Seen([joined(of[name], which) if name in of else None for of in of_ranks], joined(right[name], which), exactness)
+        return Seen(*rows(name, which), exactness)
     outputs = {name: seen(name, 1) for name in names}
     if not any(output.known for output in outputs.values()):
         return None
@@ -72,9 +76,17 @@ def trace(run, one, step, shape, exactness, words):
     if place is None:
         last = [output for output in outputs.values() if output.known][-1]
         if last.missing:
-            return "", f"the loss: no rank computes {rows_in_words(last, shape)}"
-        return "", "the loss; all activations are right"
-    return place, f"the forward pass goes wrong at {place}, {sentence}" + where(outputs.get(place), shape, words, len(of_ranks))
+            return "other data", "", f"the loss: no rank computes {rows_in_words(last, shape)}"
+        return "end of forward", "", "the loss; all activations are right"
+    text = f"the forward pass goes wrong at {place}, {sentence}" + where(outputs.get(place), shape, words, len(of_ranks))
+    given, (shares, whole) = seen(place, 0), rows(place, 1)
+    if all(share is not None and whole is not None and share.shape == whole.shape for share in shares) and len(shares) > 1 \
+            and (sum(shares) - whole).norm() <= exactness * whole.norm():
+        return "partial sum", place, text + "; the sum over the ranks is right"
+    owns = any(f"{place}.{name}" in words.names for name in ("weight", "bias"))
+    # all ranks run the same code, but in a first step, too, some may not have been given the weights that were written
+    stale = owns and given.right and not outputs[place].any_right_there and len(outputs[place].wrong_ranks) < len(of_ranks)
+    return "other weights" if stale else "forward", place, text
 
 
 def descend(parent, names, outputs, seen):

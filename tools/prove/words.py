@@ -10,7 +10,7 @@ def ranges(numbers):
     found = []
     for _, group in itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
-        found.append(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}")
+        found.append(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)))
     return ", ".join(found)
 
 
@@ -28,6 +28,8 @@ class Words:
 
     def times(self, c):
         """Write 2.0 as '2 times the right ones (dp)'."""
+        if abs(c - 1) < self.near:
+            return "right"
         big, simple = max(c, 1 / c) if c > 0 else math.nan, fractions.Fraction(c).limit_denominator(64)
         text = f"{simple}" if abs(simple - c) < self.near * abs(c) else f"{c:.5g}"
         for count, root in ((1, 1), (2, 1), (1, 0.5)):
@@ -60,8 +62,8 @@ class Words:
         layers = {int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)} if cut_off else set()
         most = len(rest) < len(kinds(names))
         few = [k.removesuffix(".weight") for k in (rest if most else kinds(names))]
-        text = ("all parameters" + " but " * bool(few) if most else "") + ", ".join(few[:4]) + f" and {len(few) - 4} kinds more" * (len(few) > 4)
+        text = ("all parameters" + " but " * bool(few) if most else "") + ", ".join(few[:4]) + f" and {len(few) - 4} more" * (len(few) > 4)
         boxes = self.run.boxes(0, "weights")
         holders = {rank for name in names for held in boxes[name].values() for rank in held}
         stage = f" ({self.ranks(holders)})" * (0 < len(holders) < len(self.places))
-        return text + f" of layers {ranges(layers)}" * bool(layers) + stage
+        return text + f" of layer{'s' * (len(layers) > 1)} {ranges(layers)}" * bool(layers) + stage

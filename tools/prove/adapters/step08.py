@@ -1,7 +1,7 @@
 """Step 8 of this repository, or a copy of it (STEP=folder in the environment). It runs train.py itself, its flags as flags: tp=2 zero=3.
 
 train.main runs in a thread. It asks for a batch, which step() gives it, and logs what step() returns. moe=1 in --both: a mixture of
-experts; qk=1: QK-norm; kv=1: one key-value head.
+experts; qk=1: QK-norm; kv=1: one key-value head; layers=8.
 """
 import itertools
 import json
@@ -33,7 +33,7 @@ def build(flags):
     import config
     import train
     shape = SHAPE | (EXPERTS if flags.pop("moe", 0) else {}) | (dict(family="qwen3") if flags.pop("qk", 0) else {})
-    config.PRESETS["prove"] = config.ModelConfig(**shape | dict(num_key_value_heads=flags.pop("kv", 2)))
+    config.PRESETS["prove"] = config.ModelConfig(**shape | dict(num_key_value_heads=flags.pop("kv", 2), num_hidden_layers=flags.pop("layers", 4)))
     words = FLAGS | dict(model="prove", micro_batch_size=BATCH // int(os.environ["WORLD_SIZE"])) | flags
     run = SimpleNamespace(train=train, batch=queue.Queue(), said=queue.Queue())
     argv = [word for key, value in words.items() for word in (f"--{key}", str(value))]
