@@ -1,7 +1,6 @@
-"""Mistakes planted in trainers that use torch's own parallelism. The layout gets `plant=NAME` among its flags; one process is right.
+"""Mistakes planted in trainers that use torch's own parallelism. The layout has `plant=NAME` among its flags; one process is right.
 
-A mistake is a function of this file. It is called when the trainer has been built, and changes it, as a slip of the trainer's author
-would.
+A mistake is a function of this file. It is called when the trainer has been built, and changes it as a slip of its author would.
 """
 import functools
 import itertools
@@ -232,7 +231,7 @@ def norms_not_summed(run):
 
 @planted(torch_tp, "2 tp=2", "partial sum", r"layers\.1\.self_attn")
 def attention_not_summed(run):
-    """The output projection of a layer keeps its own partial sum."""
+    """Keep the partial sum of each rank behind a layer's output projection."""
     projection = run.model.model.layers[1].self_attn.o_proj
     projection._forward_hooks.clear()
     projection.register_forward_hook(lambda module, args, output: output.to_local() if isinstance(output, DTensor) else output)
@@ -240,7 +239,7 @@ def attention_not_summed(run):
 
 @planted(torch_tp, "2 tp=2", "backward, not reduced", r"layers\.1\.mlp|layers\.1\.post")
 def entering_not_summed(run):
-    """The gradient of the MLP's input is each rank's own."""
+    """Keep the gradient of the MLP's input apart on each rank."""
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -256,7 +255,7 @@ def entering_not_summed(run):
 
 @planted(torch_tp, "2 tp=2", "", r"layers\.0\.self_attn")
 def heads_of_the_other_rank(run):
-    """Keys and values belong to the other rank's queries."""
+    """Give each rank the keys of the other rank's heads."""
     attention = run.model.model.layers[0].self_attn
 
     def other(module, args, output):
@@ -270,8 +269,8 @@ def heads_of_the_other_rank(run):
 @planted(torch_tp, "2 tp=2", "norm counts")
 def norm_counts_copies(run):
     def counted(loss, norm):
-        square = norm.square() + sum(param.grad.square().sum() for param in run.model.parameters() if not isinstance(param.grad, DTensor))
-        return loss, square.sqrt()
+        copies = [param.grad for param in run.model.parameters() if not isinstance(param.grad, DTensor)]
+        return loss, (norm.square() + sum(grad.square().sum() for grad in copies)).sqrt()
     with_log(run, counted)
 
 
@@ -323,6 +322,6 @@ def log_of_all_micro_batches(run):
 
 @planted(torch_pp, "2 pp=2 acc=4", "some gradients times a factor", "pp 0")
 def gradient_halved_on_the_way(run):
-    """What the first stage gets back is divided once too often."""
+    """Divide once too often what the first stage gets back."""
     if dist.get_rank() == 0:
         before_update(run, lambda: [param.grad.div_(2) for param in run.model.parameters()])

@@ -27,12 +27,13 @@ class Plant(SimpleNamespace):
 
 def plant(layout, causes="", place="", both="", **options):
     world, _, flags = layout.partition(" ")
-    return Plant(world=int(world), flags=flags, causes={*filter(None, re.split(r", *", causes))}, place=place, both=both, options=options)
+    return Plant(world=int(world), flags=flags, causes=set(filter(None, re.split(r", *", causes))), place=place, both=both,
+                 options=options)
 
 
 # why a mistake of steps 2 to 7 is not tried: it changes no number of a training step
 NO_NUMBER = {
-    "step03_weights_of_the_last_step": "step 8 drops them once more, after the step; step06_weights_of_the_last_step is the same there",
+    "step03_weights_of_the_last_step": "in step 8 it is step06_weights_of_the_last_step",
     "step02_refused_alone": "shows only where a rank refuses its data",
     "step02_waited_for_at_once": "takes longer", "step03_reduced_one_by_one": "takes longer",
     "step06_messages_that_take_no_time": "takes longer", "step04_partial_sums_kept": "takes memory",
@@ -50,7 +51,7 @@ STEPS = {
     "step02_loss_not_summed": plant("2", "log of one rank, log times a factor"),
     "step02_not_waited_for": plant("2 dp_mode=bucket", "cannot", "not waited for", unforgiving=True),
     "step02_same_sequences_everywhere": plant("2", "other data"),
-    "step02_sums_every_micro_batch": plant("2 dp_mode=overlap micro_batch_size=2", "not reduced, reduced in part, gradients of some data"),
+    "step02_sums_every_micro_batch": plant("2 dp_mode=overlap micro_batch_size=2", "gradients of some data"),
     "step03_norm_of_the_own_slice": plant("2 zero=1", "norm of one rank"),
     "step03_others_gradients_kept": plant("2 zero=1", "not zeroed"),
     "step03_pieces_do_not_decay": plant("2 zero=1", "decay"),
@@ -86,15 +87,15 @@ STEPS = {
     "step06_past_the_hooks": plant("4 pp=2 schedule=zerobubble micro_batch_size=1", "not reduced"),
     "step06_stages_as_replicas": plant("2 pp=2", "norm counts"),
     "step06_weights_of_the_last_step": plant("4 pp=2 zero=3", "old weights"),
-    "step07_aux_of_the_own_part": plant("2 cp=2 balance=aux", "", "gate", both="moe=1 balance=aux"),
-    "step07_counts_of_the_own_tokens": plant("2", "", "mlp|gate", both="moe=1"),
-    "step07_gradients_of_equal_parts": plant("2 pp=2 schedule=zerobubble micro_batch_size=1", "", "experts", both="moe=1"),
-    "step07_gradients_over_all": plant("4 ep=2", "others' gradients", both="moe=1"),
-    "step07_replicas_not_divided": plant("2 ep=2", "norm counts", both="moe=1"),
-    "step07_results_not_put_back": plant("2 ep=2", "", r"layers\.0\.mlp", both="moe=1"),
-    "step07_router_not_summed": plant("2 tp=2", "not reduced", both="moe=1"),
-    "step07_rows_not_sorted": plant("2 ep=2", "", r"layers\.0\.mlp", both="moe=1"),
-    "step07_same_experts_on_every_rank": plant("2 ep=2", "copies", both="moe=1"),
+    "step07_aux_of_the_own_part": plant("2 cp=2 balance=aux", "", "gate", both="moe=2 balance=aux"),
+    "step07_counts_of_the_own_tokens": plant("2", "", "mlp|gate", both="moe=2"),
+    "step07_gradients_of_equal_parts": plant("2 pp=2 schedule=zerobubble micro_batch_size=1", "", "experts", both="moe=2"),
+    "step07_gradients_over_all": plant("4 ep=2", "others' gradients", both="moe=2"),
+    "step07_replicas_not_divided": plant("2 ep=2", "norm counts", both="moe=2"),
+    "step07_results_not_put_back": plant("2 ep=2", "", r"layers\.0\.mlp", both="moe=2"),
+    "step07_router_not_summed": plant("2 tp=2", "not reduced", both="moe=2"),
+    "step07_rows_not_sorted": plant("2 ep=2", "", r"layers\.0\.mlp", both="moe=2"),
+    "step07_same_experts_on_every_rank": plant("2 ep=2", "copies", both="moe=2"),
 }
 
 # patches whose lines step 8 has in another form: (file, lines, what takes their place)
@@ -132,7 +133,8 @@ def planted_copy(name, folder):
     alone = os.environ | dict(GIT_CEILING_DIRECTORIES=str(Path(folder).resolve().parent))
     done = subprocess.run(["git", "apply", "-C1", "-"], input=text, cwd=folder, env=alone, capture_output=True, text=True)
     if done.returncode:                                   # the lines around it are others in step 8
-        done = subprocess.run(["patch", "-p1", "-F3", "--no-backup-if-mismatch"], input=text, cwd=folder, capture_output=True, text=True)
+        command = ["patch", "-p1", "-F3", "--no-backup-if-mismatch"]
+        done = subprocess.run(command, input=text, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, f"{name} does not apply to step 8: {done.stdout}"
     return copy
 
@@ -190,7 +192,8 @@ def main():
     args, found = parser.parse_args(), {}
     for name, verdict, said in run(args.names):
         found[name] = dict(verdict=verdict, said=said)
-        print(f"{name:40} {verdict:7} {said.get('cause') or said.get('note') or ''}: {said.get('seen', said.get('cannot', ''))[:230]}", flush=True)
+        text = said.get("seen") or said.get("cannot") or said.get("note") or ""
+        print(f"{name:40} {verdict:7} {said.get('cause', '')}: {text[:230]}", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
 

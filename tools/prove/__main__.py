@@ -2,8 +2,8 @@
 
     python tools/prove ADAPTER.py --world 4 --flags "tp=2 pp=2"
 
-An adapter is a file with three functions; tools/prove/adapters/template.py explains them. Exit status 0: all is equal, 1: it is not,
-2: it cannot run.
+An adapter is a file with three functions; tools/prove/adapters/template.py explains them. Exit status 0: all is equal, 1: it is
+not, 2: it cannot run.
 """
 import argparse
 import contextlib
@@ -110,7 +110,7 @@ class Baseline:
             self.targets[torch.arange(seq) >= torch.randint(seq // 2 + 1, seq + 1, (STEPS, batch, 1), generator=draw)] = -100
         self.own = Run(launch(adapter, 1, self.both, [], self.seconds)).whole(-1, "weights")
         # norms of ones, or biases of zeros, would hide too much
-        self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) if (weight == weight.flatten()[0]).all() else weight
+        self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) * (weight == weight.flatten()[0]).all()
                       for name, weight in self.own.items()}
         self.one = self.launch_one(self.jobs(self.start))
         # one rounding of every weight: to float32, which is also measured in its place where a trainer computes in float64
@@ -168,11 +168,13 @@ class Trial:
                     steps=[worst(row)._asdict() for row in self.far], limits=[worst(row)._asdict() for row in self.limits])
         said["largest"] = max(max(step.values()) for step in said["steps"])
         if different:
-            said["note"] = f"left alone, the layout starts from other weights than one process: {len(different)} of {len(self.own)} parameters"
+            said["note"] = ("left alone, the layout starts from other weights than one process: "
+                            f"{len(different)} of {len(self.own)} parameters")
         if copied:
             from prove.causes import CAUSES
             said["copies"] = len(copied)
-            said["note"] += f"; {len(copied)} parts are copies of others, such as {copied[0]}. Usually: {CAUSES['copies at the start'].means}"
+            said["note"] += (f"; {len(copied)} parts are copies of others, such as {copied[0]}\n"
+                             f"usually: {CAUSES['copies at the start'].means}")
         if said["status"]:
             step, found = Diagnosis(self, self.run, self.one, self.limits, apart).find()
             groups = {}
@@ -195,8 +197,8 @@ def report(adapter, said):
     if said["note"]:
         print(f"note: {said['note']}")
     if not said["status"]:
-        kind = "" if said["exact"] else ", as far as it can tell" if said["dtype"] != "float64" else "; somewhere on the way is float32"
-        return print(f"EQUAL to {said['largest']:.0e}{kind}")
+        kind = ", as far as it can tell" if said["dtype"] != "float64" else "; somewhere on the way is float32"
+        return print(f"EQUAL to {said['largest']:.0e}" + kind * (not said["exact"]))
     print(f"APART, first in step {said['step']}: {said['seen']}\nusually: {said['means']}")
     if len(said["looks"]) > 1:
         print("gradients:" if said["cause"] not in ("not updated", "decay", "update", "update times a factor") else "weights:")

@@ -90,7 +90,7 @@ CAUSES = {
         "look at who sends these: an index, a chunk that was left out, or a buffer that was used again"),
     "backward": Cause(
         "gradients are right from the loss down to a module, and wrong from there on",
-        "look at the backward of what stands there: the reduction where a sharded region is entered, or keys that other ranks hold"),
+        "look at the backward of what stands there: the reduction where a sharded region begins, or keys of other ranks"),
     "gradients": Cause(
         "gradients are wrong, no multiple of the right ones",
         "nothing that this table knows. The first wrong ones on the way back are the place to look"),

@@ -65,7 +65,8 @@ class Diagnosis:
         held, right = self.run.boxes(step, kind), self.one.whole(step, kind)
         basis = self.shares_of_sequences(step) if kind == "gradients" else None
         before = (self.one.whole(step - 1, kind) if step else self.trial.start) if kind == "weights" else None
-        found = {name: self.look(name, right[name], held[name], self.limits[step]._asdict()[kind][name], basis, before and before[name])
+        limits = getattr(self.limits[step], kind)
+        found = {name: self.look(name, right[name], held[name], limits[name], basis, before and before[name])
                  for name in self.names}
         return {name: look for name, look in found.items() if look}
 
@@ -88,16 +89,17 @@ class Diagnosis:
         if None not in factors and 0 not in factors and len(wrong) == len(held):
             said = [f"{factor:.3g} on {self.words.ranks([*held[box]])}" for factor, box in zip(factors, held)]
             return Look("scaled apart", f"right but for a factor, which is {', '.join(said[:4])}")
-        if before is not None and all(relative(tensor, cut(before, *box)) <= limit for box, tensor in first.items() if box in wrong):
+        if before is not None and all(relative(first[box], cut(before, *box)) <= limit for box in wrong):
             return Look("not updated", "as before the update")
         every = {box: sum(cut(right, *other) for other in held if other[1] == box[1]) for box in wrong}
         factors = [multiple(first[box], every[box], limit) for box in wrong]
         if len(held) > 1 and None not in factors and 0 not in factors:
             return Look("others' gradients", "the sum of those of different parts, " + self.words.times(factors[0]), factors[0])
-        low = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if all(torch.equal(tensor, tensor.to(dtype).double())
-               for tensor in first.values())] if self.trial.dtype != "bfloat16" else []
-        if low and self.trial.dtype != str(low[0]).removeprefix("torch."):
-            return Look("low precision", f"numbers of {str(low[0]).removeprefix('torch.')}, and the right ones are not")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            fits = torch.finfo(dtype).bits < torch.finfo(getattr(torch, self.trial.dtype)).bits
+            if fits and all(torch.equal(tensor, tensor.to(dtype).double()) for tensor in first.values()) \
+                    and not torch.equal(right, right.to(dtype).double()):
+                return Look("low precision", f"numbers of {str(dtype).removeprefix('torch.')}, and the right ones are not")
         if basis and (found := self.fit(name, first, right, limit, *basis)):
             return found
         return self.only_in_part(right, held, first, wrong, limit)
@@ -124,9 +126,9 @@ class Diagnosis:
         rows = [relative(row, right_row) <= limit for box, tensor in first.items() if tensor.dim() > 1
                 for row, right_row in zip(tensor, cut(right, *box))]
         if len(held) == 1 and 0 < sum(rows) < len(rows):
-            return Look("gradients in part", f"wrong only in rows {ranges([i for i, fine in enumerate(rows) if not fine])} of {len(rows)}"
-                        if len(ranges([i for i, fine in enumerate(rows) if not fine])) < 40
-                        else f"right only in {sum(rows)} of {len(rows)} rows")
+            text = ranges([i for i, fine in enumerate(rows) if not fine])
+            return Look("gradients in part", f"wrong only in rows {text} of {len(rows)}" if len(text) < 40 else
+                        f"right only in {sum(rows)} of {len(rows)} rows")
         return Look("gradients", "wrong, no multiple of the right ones")
 
     # ------------------------------------------------------------------------------------------- what each sequence alone gives
@@ -134,14 +136,14 @@ class Diagnosis:
         return self.one.whole(step - 1, "weights") if step else self.trial.start
 
     def shares_of_sequences(self, step):
-        """Return [(label, {name: gradient}, loss)] of every sequence alone, in this step and in the one before it."""
+        """Return [(label, {name: gradient})] of every sequence alone, in this step and in the one before it."""
         if (step, "basis") not in self.trial.known:
             self.trial.known[step, "basis"] = basis = []
             for at in (step, step - 1)[:1 + bool(step)]:
                 labels, jobs = zip(*self.alone(at))
                 with contextlib.suppress(CannotRun):      # not every trainer takes such targets
                     alone = self.trial.launch_one(jobs)
-                    basis += [((at, *label), alone.whole(k, "gradients"), alone.numbers(k, "loss")[0]) for k, label in enumerate(labels)]
+                    basis += [((at, *label), alone.whole(k, "gradients")) for k, label in enumerate(labels)]
         return self.trial.known[step, "basis"], step
 
     def alone(self, step):
@@ -160,7 +162,7 @@ class Diagnosis:
         """Look for a sum of the sequences' gradients that gives this one."""
         def flat(of):
             return torch.cat([cut(of, *box).flatten() for box in first])
-        columns = [(label, flat(gradients[name])) for label, gradients, _ in basis]
+        columns = [(label, flat(gradients[name])) for label, gradients in basis]
         theirs, ours = torch.cat([tensor.flatten() for tensor in first.values()]), flat(right)
         if len(columns) * 2 > len(theirs) or not columns:
             return None
@@ -168,7 +170,7 @@ class Diagnosis:
         matrix = torch.stack([column for _, column in columns], 1)
         usual = torch.linalg.lstsq(matrix[:, now], ours[:, None], driver="gelsd").solution.flatten()
         shares = torch.linalg.lstsq(matrix, theirs[:, None], driver="gelsd").solution.flatten()
-        if relative(matrix[:, now] @ usual, ours) > 10 * limit or relative(matrix @ shares, theirs) > 10 * limit or (usual <= 0).any():
+        if max(relative(matrix[:, now] @ usual, ours), relative(matrix @ shares, theirs)) > 10 * limit or (usual <= 0).any():
             return None
         ratios = {columns[i][0]: float(shares[i] / usual[k]) for k, i in enumerate(now)}
         older = {columns[i][0]: float(shares[i] / usual.mean()) for i in range(len(columns)) if i not in now}
@@ -213,11 +215,11 @@ class Diagnosis:
         if not looks:
             differ = max(theirs) - min(theirs) > limit * abs(right)
             if differ and any(relative(sum(theirs) / n, right) <= limit for n in {1, len(theirs)}):
-                return Finding("log of one rank", "the logged loss: each rank has that of its own share, and together they are right")
+                return Finding("log of one rank", "the logged loss: each rank has that of its own share; together they are right")
             simple = self.words.times(c)
             if "(" in simple or abs(fractions.Fraction(c).limit_denominator(16) - c) < self.near * abs(c):
                 return Finding("log times a factor", f"the logged loss, {simple}; gradients are right".replace(" ones", " one"))
-            return Finding("log of something else", "the logged loss, which is no simple multiple of the right one; gradients are right")
+            return Finding("log of something else", "the logged loss, no simple multiple of the right one; gradients are right")
         texts, kinds = {look.text for look in looks.values()}, {look.kind for look in looks.values()}
         all_wrong = len(looks) == len(self.names)
         if all_wrong and kinds == {"factor"} and len(texts) == 1:
@@ -243,7 +245,7 @@ class Diagnosis:
         for n in lengths:
             home = targets.clone()
             home[:, seq // n - 1::seq // n] = inputs[:, ::seq // n]
-            tries.append(("targets at home", f"the loss is that of targets which are shifted within each of {n} parts of a sequence by itself",
+            tries.append(("targets at home", f"the loss is that of targets shifted within each of {n} parts of a sequence",
                           Job(weights, inputs, home)))
         for n in lengths:
             tries.append(("attends alone", f"the loss is that of sequences of which each of {n} parts attends to itself alone",
@@ -291,7 +293,8 @@ class Diagnosis:
         before = self.names[:self.names.index(place) + 1]
         if not all_wrong and len(looks) > 0.7 * len(before):
             return Finding("backward", f"the gradients go wrong at {place} on the way back: {first.text}{late}", looks, place)
-        return Finding(first.kind if first.kind in CAUSES else "gradients", f"the gradients of {which}: {first.text}{late}", looks, place)
+        cause = first.kind if first.kind in CAUSES else "gradients"
+        return Finding(cause, f"the gradients of {which}: {first.text}{late}", looks, place)
 
     # ------------------------------------------------------------------------------------------- the norm
     def norm(self, step):
@@ -309,7 +312,8 @@ class Diagnosis:
             c = 1 + (theirs[0] ** 2 - right[0] ** 2) / square
             simple = fractions.Fraction(c).limit_denominator(64)
             if c > 0 and abs(simple - c) < self.near * c and 1 in (simple.numerator, simple.denominator):
-                return Finding("norm counts", f"the gradient norm: the squares of {self.words.which(names)} are {self.words.times(float(simple))}")
+                counted = f"the squares of {self.words.which(names)} are {self.words.times(float(simple))}"
+                return Finding("norm counts", f"the gradient norm: {counted}")
         return Finding("norm", f"the gradient norm is {theirs[0] / right[0]:.5g} times the right one")
 
     # ------------------------------------------------------------------------------------------- the update
@@ -320,12 +324,14 @@ class Diagnosis:
         looked = [name for name in looks if right[name].numel() > 1]
         if {look.kind for look in looks.values()} == {"not updated"}:
             return Finding("not updated", f"the weights of {which} are as before the update", looks, [*looks][0])
-        for cause, text, a, b in (
-                ("decay", "are off by {} of themselves", lambda n: theirs[n] - right[n], lambda n: before[n]),
-                ("update times a factor", "have moved {} times as far", lambda n: theirs[n] - before[n], lambda n: right[n] - before[n])):
-            factors = [multiple(a(name), b(name).double(), 1e-3) for name in looked]
-            if factors and None not in factors and max(factors) - min(factors) <= 1e-2 * abs(max(factors)) and abs(factors[0] - 1) > 1e-2:
-                return Finding(cause, f"the weights of {which} {text.format(f'{factors[0]:.3g}')}; gradients and norm are right", looks)
+        decayed = [multiple(theirs[name] - right[name], before[name].double(), 1e-3) for name in looked]
+        moved = [multiple(theirs[name] - before[name], right[name] - before[name], 1e-3) for name in looked]
+        for cause, text, factors in (("decay", "are off by {:.3g} of themselves", decayed),
+                                     ("update times a factor", "have moved {:.3g} times as far", moved)):
+            if factors and None not in factors and max(factors) - min(factors) <= 1e-2 * abs(max(factors)):
+                said = f"the weights of {which} {text.format(factors[0])}; gradients and norm are right"
+                if abs(factors[0] - 1) > 1e-2:
+                    return Finding(cause, said, looks)
         first = next(iter(looks.values()))
         return Finding("update", f"the weights of {which}: {first.text}; gradients and norm are right", looks)
 

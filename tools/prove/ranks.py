@@ -1,7 +1,7 @@
 """Run an adapter on ranks of this machine, in bounded time, and return what every rank has seen.
 
-The ranks are forked from this process, which has imported torch and the adapter, so they start at once. Each launch has ranks of its
-own: a trainer may keep global state.
+The ranks are forked from this process, which has imported torch and the adapter, so they start at once. Each launch has its own
+ranks, because a trainer may keep global state.
 """
 import contextlib
 import faulthandler
@@ -134,7 +134,8 @@ def watch(adapter, run, wanted):
                 seen.setdefault(name, []).append((rows_of((*args, kwargs)), rows_of(output)))
         return hook
     if wanted and hasattr(adapter, "modules"):
-        handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in adapter.modules(run) or () if name]
+        modules = [(name, module) for name, module in adapter.modules(run) or () if name]
+        handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in modules]
     yield seen
     for handle in handles:
         handle.remove()
@@ -147,8 +148,8 @@ def number(value, what):
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise CannotRun(f"step: returns a {what} of type {type(value).__name__}; it must be a number, or None where the rank does not "
-                        "know it") from None
+        raise CannotRun(f"step: returns a {what} of type {type(value).__name__}; it must be a number, or None where the rank does "
+                        "not know it") from None
 
 
 def train(adapter, flags, jobs):
@@ -244,12 +245,12 @@ def collect(ranks, folder, seconds):
         first = min(failed, key=lambda rank: os.path.getmtime(f"{folder}/{rank}.error"))
         text = Path(f"{folder}/{first}.error").read_text()
         printed = [Path(f"{folder}/{rank}.out").read_text(errors="replace").strip() for rank in failed if "SystemExit" in text]
-        raise CannotRun("\n    ".join([text.splitlines()[0], *filter(None, (lines[-500:] for lines in printed))] if printed else [text]))
+        raise CannotRun("\n    ".join([text.splitlines()[0], *(lines[-500:] for lines in printed if lines)]) if printed else text)
     lost = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0, 1)]
     if lost:
         output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]
         raise CannotRun(f"rank {lost[0]} died with exit status {ranks[lost[0]].exitcode}. {output}")
-    raise CannotRun("\n".join([f"--seconds {seconds}: the ranks did not finish in this time. Each stands here, innermost call first:",
+    raise CannotRun("\n".join([f"--seconds {seconds}: the ranks did not finish. Each stands here, innermost call first:",
                                *(f"    rank {rank}: {stack(rank, folder)}" for rank in range(len(ranks)))]))
 
 

@@ -32,7 +32,7 @@ class Seen:
 
 
 def look_up(rows, right, exactness):
-    """Return for every row the place of a row of one process that is equal to it, or None; return None if columns cannot be compared."""
+    """Return for every row the place of an equal row of one process, or None; return None if columns cannot be compared."""
     width, whole = rows.shape[1], right.shape[1]
     if width > whole or whole % width:
         return None
@@ -116,8 +116,9 @@ def rows_in_words(output, shape):
     sequences, positions = {row // seq for row in output.missing}, {row % seq for row in output.missing}
     if len(sequences) * len(positions) != len(output.missing):
         return f"{len(output.missing)} of {output.total} tokens"
-    return " and ".join(text for text in (f"sequences {ranges(sequences)}" * (len(sequences) < batch),
-                                          f"positions {ranges(positions)} of {seq}" * (len(positions) < seq)) if text) or "all tokens"
+    texts = ([f"sequences {ranges(sequences)}"] if len(sequences) < batch else [],
+             [f"positions {ranges(positions)} of {seq}"] if len(positions) < seq else [])
+    return " and ".join(sum(texts, [])) or "all tokens"
 
 
 def where(output, shape, words, world):

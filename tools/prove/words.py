@@ -41,13 +41,15 @@ class Words:
 
     def along(self, groups):
         """Name the dimension along which groups of ranks lie apart."""
-        dims = [dim for dim in self.places[0] if len({frozenset(self.places[r][dim] for r in ranks) for ranks in groups}) == len(groups)]
+        dims = [dim for dim in self.places[0]
+                if len({frozenset(self.places[r][dim] for r in ranks) for ranks in groups}) == len(groups)]
         return " or ".join(dims) or f"ranks {' | '.join(ranges(ranks) for ranks in groups)}"
 
     def ranks(self, ranks):
         """Name a set of ranks by a coordinate that they alone have: 'pp 1'."""
-        common = [f"{dim} {self.places[min(ranks)][dim]}" for dim in self.places[0] if len({self.places[r][dim] for r in ranks}) == 1
-                  and {r for r, place in enumerate(self.places) if place[dim] == self.places[min(ranks)][dim]} == set(ranks)]
+        first = self.places[min(ranks)]
+        common = [f"{dim} {at}" for dim, at in first.items()
+                  if {r for r, place in enumerate(self.places) if place[dim] == at} == {*ranks}]
         return " or ".join(common) or f"ranks {ranges(ranks)}"
 
     def which(self, names):
@@ -62,7 +64,8 @@ class Words:
         layers = {int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)} if cut_off else set()
         most = len(rest) < len(kinds(names))
         few = [k.removesuffix(".weight") for k in (rest if most else kinds(names))]
-        text = ("all parameters" + " but " * bool(few) if most else "") + ", ".join(few[:4]) + f" and {len(few) - 4} more" * (len(few) > 4)
+        text = "all parameters" + " but " * bool(few) if most else ""
+        text += ", ".join(few[:4]) + f" and {len(few) - 4} more" * (len(few) > 4)
         boxes = self.run.boxes(0, "weights")
         holders = {rank for name in names for held in boxes[name].values() for rank in held}
         stage = f" ({self.ranks(holders)})" * (0 < len(holders) < len(self.places))

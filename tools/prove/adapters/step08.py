@@ -1,7 +1,7 @@
-"""Step 8 of this repository, or a copy of it (STEP=folder in the environment). It runs train.py itself, its flags as flags: tp=2 zero=3.
+"""Step 8 of this repository, or a copy of it (STEP=folder in the environment), with its own flags: tp=2 zero=3.
 
-train.main runs in a thread. It asks for a batch, which step() gives it, and logs what step() returns. moe=1 in --both: a mixture of
-experts; qk=1: QK-norm; kv=1: one key-value head; layers=8.
+train.main itself runs, in a thread. It asks for a batch, which step() gives it, and logs what step() returns. Flags for the
+model, in --both: moe=2, experts, of which a token takes two; qk=1, QK-norm; kv=1, one key-value head; layers=8.
 """
 import itertools
 import json
@@ -20,11 +20,18 @@ import torch.distributed.device_mesh
 import torch.utils.checkpoint
 
 BATCH, SEQ, VOCAB = 8, 16, 128
-SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=8, max_position_embeddings=SEQ)
-EXPERTS = dict(family="mixtral", num_local_experts=4, num_experts_per_tok=2)
-FLAGS = dict(device="cuda" if torch.cuda.device_count() else "cpu", seq_len=SEQ, global_batch_size=BATCH, steps=10**6, lr=1e-2, warmup=0,
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8, max_position_embeddings=SEQ)
+FLAGS = dict(model="prove", device="cuda" if torch.cuda.device_count() else "cpu", seq_len=SEQ, steps=10**6, lr=1e-2, warmup=0,
              lr_schedule="constant", grad_clip=0.5)
+
+
+def model_config(flags, config):
+    """Return the model's shape; take the flags that are about it out of the trainer's."""
+    top_k, qk_norm = flags.pop("moe", 0), flags.pop("qk", 0)
+    family = "qwen3_moe" if top_k and qk_norm else "mixtral" if top_k else "qwen3" if qk_norm else "llama"
+    experts = dict(num_local_experts=4, num_experts_per_tok=top_k) if top_k else {}
+    return config.ModelConfig(**SHAPE, **experts, family=family, num_hidden_layers=flags.pop("layers", 4),
+                              num_key_value_heads=flags.pop("kv", 2))
 
 
 def build(flags):
@@ -32,9 +39,8 @@ def build(flags):
     sys.path.insert(0, str(folder))
     import config
     import train
-    shape = SHAPE | (EXPERTS if flags.pop("moe", 0) else {}) | (dict(family="qwen3") if flags.pop("qk", 0) else {})
-    config.PRESETS["prove"] = config.ModelConfig(**shape | dict(num_key_value_heads=flags.pop("kv", 2), num_hidden_layers=flags.pop("layers", 4)))
-    words = FLAGS | dict(model="prove", micro_batch_size=BATCH // int(os.environ["WORLD_SIZE"])) | flags
+    config.PRESETS["prove"] = model_config(flags, config)
+    words = FLAGS | dict(global_batch_size=BATCH, micro_batch_size=BATCH // int(os.environ["WORLD_SIZE"])) | flags
     run = SimpleNamespace(train=train, batch=queue.Queue(), said=queue.Queue())
     argv = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     threading.Thread(target=main, args=(run, argv), daemon=True).start()
@@ -78,9 +84,9 @@ def main(run, argv):
 
     def log(metrics, step, loss, grad_norm, lr, **more):
         run.said.put((loss, grad_norm))
-    signals = patch("signal.signal"), patch.object(signal, "set_wakeup_fd", create=True)            # only the main thread may set them
-    with signals[0], signals[1], patch.multiple(train, batches=asked, build_model=kept, Optimizer=Kept), \
-            patch.object(train.Metrics, "log", log):
+    # only the main thread may set signal handlers
+    with patch.multiple(signal, signal=lambda *_: None, set_wakeup_fd=lambda *_, **__: -1), \
+            patch.multiple(train, batches=asked, build_model=kept, Optimizer=Kept), patch.object(train.Metrics, "log", log):
         try:
             train.main(argv)
         except BaseException as error:

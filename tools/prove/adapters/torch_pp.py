@@ -39,7 +39,7 @@ def build(flags):
 def step(run, inputs, targets):
     run.adamw.zero_grad()
     first, last, losses = dist.get_rank() == 0, dist.get_rank() == run.pp - 1, []
-    run.schedule.step(*[inputs.to(run.device)] * first, target=targets.to(run.device) if last else None, losses=losses if last else None)
+    run.schedule.step(*[inputs.to(run.device)] * first, **dict(target=targets.to(run.device), losses=losses) if last else {})
     square = sum(param.grad.double().square().sum() for param in run.model.parameters())
     dist.all_reduce(square)
     run.adamw.step()
