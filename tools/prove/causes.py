@@ -1,4 +1,5 @@
-"""What a difference looks like, and what it usually means: the one table of causes. docs/rounding.md shows it.
+"""What a difference looks like, and what it usually means: the one table of causes. docs/rounding.md shows it
+(python tools/prove/causes.py prints it).
 
 The order is that of a training step: what is wrong first is what counts.
 """
@@ -122,3 +123,7 @@ CAUSES = {
         "the weights that the layout draws itself: parts of a matrix, or layers, are copies of each other",
         "ranks draw their parts from the same seed, and stay copies: the model is smaller than it seems"),
 }
+
+if __name__ == "__main__":
+    print("| what differs first | what it usually means |\n|---|---|")
+    print("\n".join(f"| {cause.looks} | {cause.means} |" for cause in CAUSES.values()))

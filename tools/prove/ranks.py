@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-GRACE = 3                                                 # seconds that the other ranks get after one has failed
+GRACE = 0.5                                               # seconds that the other ranks get after one has failed
 # torch's store has a thread; the ranks do not need it
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
@@ -94,7 +94,8 @@ def copies(adapter, run, kind):
 
 def load(adapter, run, weights):
     """Write this rank's parts of the given weights into the trainer's memory."""
-    for name, offsets, memory in read_parts(adapter, run, "weights"):
+    written = read_parts(adapter, run, "weights")
+    for name, offsets, memory in written:
         if name not in weights:
             raise CannotRun(f"parts: yields {name}, which one process does not have; names must be the same under every layout. "
                             f"One process has {', '.join([*weights][:3])}, ...")
@@ -105,8 +106,9 @@ def load(adapter, run, weights):
         memory.copy_(part)
     if hasattr(adapter, "loaded"):
         adapter.loaded(run)
-    for name, offsets, memory in read_parts(adapter, run, "weights"):
-        if not torch.equal(memory.cpu(), cut(weights[name], offsets, memory.shape).to(memory.dtype)):
+    for (name, offsets, memory), (_, _, before) in zip(read_parts(adapter, run, "weights"), written):
+        lasting = memory.data_ptr() == before.data_ptr()
+        if not lasting or not torch.equal(memory.cpu(), cut(weights[name], offsets, memory.shape).to(memory.dtype)):
             raise CannotRun(f"parts: {name} is not what was written into it; yield the memory itself, not a copy")
 
 
@@ -231,25 +233,27 @@ def those_with(ending, ranks, folder):
 
 def wait(ranks, folder, deadline):
     while time.monotonic() < deadline and len(those_with("seen", ranks, folder)) < len(ranks):
-        dead = [rank for rank, process in enumerate(ranks) if not process.is_alive()]
-        if those_with("error", ranks, folder) or dead:
-            deadline = min(deadline, time.monotonic() + GRACE)                     # the others may wait for it for ever
+        ended = {*those_with("error", ranks, folder), *(rank for rank, process in enumerate(ranks) if not process.is_alive())}
+        if ended:                                         # the others may wait for it for ever
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if len(ended) == len(ranks):
+            break
         time.sleep(0.02)
 
 
 def collect(ranks, folder, seconds):
     if len(those_with("seen", ranks, folder)) == len(ranks):
         return [torch.load(f"{folder}/{rank}.seen", weights_only=False) for rank in range(len(ranks))]
+    lost = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0, 1)]
+    if lost:                                              # what the others say follows from it
+        output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]
+        raise CannotRun(f"rank {lost[0]} died with exit status {ranks[lost[0]].exitcode}. {output}")
     failed = those_with("error", ranks, folder)
     if failed:
         first = min(failed, key=lambda rank: os.path.getmtime(f"{folder}/{rank}.error"))
         text = Path(f"{folder}/{first}.error").read_text()
         printed = [Path(f"{folder}/{rank}.out").read_text(errors="replace").strip() for rank in failed if "SystemExit" in text]
         raise CannotRun("\n    ".join([text.splitlines()[0], *(lines[-500:] for lines in printed if lines)]) if printed else text)
-    lost = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0, 1)]
-    if lost:
-        output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]
-        raise CannotRun(f"rank {lost[0]} died with exit status {ranks[lost[0]].exitcode}. {output}")
     raise CannotRun("\n".join([f"--seconds {seconds}: the ranks did not finish. Each stands here, innermost call first:",
                                *(f"    rank {rank}: {stack(rank, folder)}" for rank in range(len(ranks)))]))
 

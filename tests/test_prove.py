@@ -1,0 +1,327 @@
+"""tools/prove has no false alarm, sees and names what is planted, and says what is wrong with an adapter."""
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from layouts import drawn
+from patched import planted_mistakes
+from plants import NO_NUMBER, STEPS, judged, run
+from prove.__main__ import main
+from prove.causes import CAUSES
+from prove.compare import Run
+from prove.trace import Seen
+from prove.words import Words, ranges
+from steps import ROOT, clean_environment
+
+PROVE, ADAPTERS = ROOT / "tools/prove", ROOT / "tools/prove/adapters"
+README = (PROVE / "README.md").read_text()
+
+
+def prove(adapter, tmp_path, *flags, layouts="", **environment):
+    """Run the tool as a user does. Return its exit status, output, and what it wrote for programs."""
+    if layouts:
+        (tmp_path / "layouts").write_text(layouts)
+        flags = [*flags, "--layouts", tmp_path / "layouts"]
+    environment = clean_environment() | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | environment
+    command = [sys.executable, PROVE, adapter, *map(str, flags), "--json", tmp_path / "said.json"]
+    done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=1800)
+    said = json.loads((tmp_path / "said.json").read_text()) if (tmp_path / "said.json").exists() else []
+    return done.returncode, done.stdout + done.stderr, said
+
+
+def equal(result):
+    return result["status"] == 0 and result["largest"] < 1e-9 and result["exact"]
+
+
+# ------------------------------------------------------------------------------------------- no false alarm
+def test_right_layouts_of_step_8_are_equal(tmp_path):
+    layouts = "4 tp=2 pp=2 micro_batch_size=2\n4 zero=3 cp=2   # FSDP and rings\n"
+    status, output, said = prove(ADAPTERS / "step08.py", tmp_path, layouts=layouts)
+    assert status == 0 and len(said) == 2 and all(map(equal, said)), output
+    assert output.count("\nEQUAL to ") == 2
+
+
+TORCH = {"torch_dp": "2 mode=ddp acc=2\n2 mode=fsdp acc=2\n4 mode=fsdp\n", "torch_tp": "2 tp=2\n2 tp=2 sp=1\n",
+         "torch_pp": "2 pp=2 acc=4\n2 pp=2 acc=2 schedule=ScheduleGPipe\n"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("adapter", TORCH)
+def test_right_layouts_of_torch_are_equal(adapter, dtype, tmp_path):
+    flags = ["--dtype", dtype] + ["--mask"] * (adapter == "torch_dp") + ["--unforgiving"] * (adapter == "torch_dp")
+    status, output, said = prove(ADAPTERS / f"{adapter}.py", tmp_path, *flags, layouts=TORCH[adapter])
+    assert status == 0 and said and (dtype == "float32" or all(map(equal, said))), output
+
+
+@pytest.mark.slow
+def test_layouts_that_are_drawn_for_step_8_are_equal(tmp_path):
+    """Take the dense layouts of this commit's draw."""
+    (tmp_path / "drawn.py").write_text(
+        "import step08\nfrom step08 import *\nBATCH = step08.BATCH = 24\n"
+        "step08.SHAPE |= dict(hidden_size=40, intermediate_size=56, num_attention_heads=8, head_dim=6)\n")
+    lines = {}
+    for layout in drawn(8):
+        kind, layers, *more = layout.shape.split("-")
+        if kind == "dense" and layout.world > 1 and set(more) <= {"qk"}:
+            flags = dict(zip(layout.flags.split()[::2], layout.flags.split()[1::2])) | {"--kv": "4", "--layers": layers}
+            flags.pop("--dtype"), flags.pop("--ep", 0)
+            both = " ".join([f"layers={layers}", "kv=4", "qk=1" if more else "qk=0"])
+            line = " ".join(f"{key.lstrip('-')}={value}" for key, value in flags.items() if key not in ("--kv", "--layers"))
+            lines.setdefault(both, []).append(f"{layout.world} {line}\n")
+    assert lines
+    for both, layouts in lines.items():
+        status, output, said = prove(tmp_path / "drawn.py", tmp_path, "--both", both, layouts="".join(layouts),
+                                     PYTHONPATH=str(ADAPTERS))
+        assert status == 0 and all(map(equal, said)), output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("PICOTRON"), reason="PICOTRON=folder names a checkout of picotron")
+def test_what_it_says_of_picotron_at_59714b1(tmp_path):
+    _, output, said = prove(ADAPTERS / "of_picotron.py", tmp_path, layouts="2 dp=2\n2 tp=2\n2 pp=2\n2 pp=2 acc=4\n")
+    assert [result["status"] for result in said] == [0, 0, 0, 1], output
+    assert said[3]["cause"] == "all gradients times a factor" and "4 times the right ones (acc)" in output
+    assert said[1]["copies"] == 28 and said[2]["copies"] == 14
+    _, output, said = prove(ADAPTERS / "of_picotron.py", tmp_path, "--world", "2", "--flags", "cp=2", "--dtype", "float32")
+    assert said[0]["cause"] == "not reduced" and "over cp" in output
+
+
+# ------------------------------------------------------------------------------------------- planted mistakes
+
+
+def verdicts(names, tmp_path):
+    command = [sys.executable, ROOT / "tests/support/plants.py", *names, "--json", tmp_path / "plants.json"]
+    environment = clean_environment() | dict(CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "plants.json").read_text())
+
+
+def test_a_wrong_forward_of_a_patched_step_has_a_place(tmp_path):
+    found = verdicts(["step05_merge_without_rescaling"], tmp_path)["step05_merge_without_rescaling"]
+    assert found["verdict"] == "placed" and found["said"]["place"] == "model.layers.0.self_attn"
+    assert "for positions 4 to 15 of 16" in found["said"]["seen"]
+
+
+def test_every_planted_mistake_of_steps_2_to_7_is_tried_or_changes_no_number():
+    names = {patch.stem for patch in planted_mistakes() if "step02" <= patch.stem < "step08"}
+    assert {*STEPS} | {*NO_NUMBER} == names and not {*STEPS} & {*NO_NUMBER}
+
+
+def table_of(found):
+    """Return the rows of the table on the tool's page."""
+    rows = []
+    for label, begins in [(f"step {k}", f"step0{k}_") for k in range(2, 8)] + [("torch's own", "torch_")]:
+        of = [one["verdict"] for name, one in sorted(found.items()) if name.startswith(begins)]
+        counts = [of.count(verdict) for verdict in ("named", "placed", "seen", "never")]
+        rows.append("| " + " | ".join(map(str, [label, len(of), *counts])) + " |")
+    return rows
+
+
+@pytest.mark.slow
+def test_the_table_of_planted_mistakes_is_what_comes_out(tmp_path):
+    found = verdicts([], tmp_path)
+    assert [row for row in table_of(found) if row not in README] == []
+    for verdict in ("seen", "never"):
+        unnamed = [name for name, one in found.items() if one["verdict"] == verdict]
+        assert [name for name in unnamed if f"`{name}`" not in README] == [], "the page names what has no name"
+
+
+def test_the_page_counts_all_that_is_tried():
+    rows = re.findall(r"^\| (?:step \d|torch's own) \|(.*)\|$", README, re.M)
+    numbers = [[int(n) for n in row.split("|")] for row in rows]
+    assert len(numbers) == 7 and all(total == sum(rest) for total, *rest in numbers)
+    assert sum(total for total, *_ in numbers[:6]) == len(STEPS)
+
+
+def test_a_verdict_can_be_each_of_four():
+    one = STEPS["step04_entering_not_reduced"]
+    said = dict(status=1, cause="backward", place="model.layers.3.x", seen="")
+    assert judged(one, said) == "named" and judged(one, said | dict(cause="norm")) == "placed"
+    assert judged(one, said | dict(place="model.layers.1.x")) == "seen" and judged(one, dict(status=0)) == "never"
+    assert callable(run)
+
+
+# ------------------------------------------------------------------------------------------- the table of causes
+def test_rounding_shows_the_table_of_causes():
+    text = (ROOT / "docs/rounding.md").read_text()
+    missing = [name for name, cause in CAUSES.items() if f"| {cause.looks} | {cause.means} |" not in text]
+    assert missing == []
+
+
+def test_every_cause_can_be_said():
+    """Check that the code names no cause that the table lacks, and the table none that nothing says."""
+    code = "".join((PROVE / name).read_text() for name in ("diagnose.py", "trace.py", "__main__.py"))
+    named = set(re.findall(r'(?:Finding|Look)\("([^"]+)"', code)) - {"factor", "shares"}
+    assert named <= {*CAUSES} and [name for name in CAUSES if f'"{name}"' not in code and f"'{name}'" not in code] == []
+
+
+# ------------------------------------------------------------------------------------------- what is wrong with an adapter
+TOY = '''
+import os, time
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+BATCH, SEQ, VOCAB = 4, 4, 8
+
+def build(flags):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 4), torch.nn.Linear(4, VOCAB)).to(getattr(torch, flags["dtype"]))
+    run = SimpleNamespace(model=model, adamw=torch.optim.AdamW(model.parameters(), lr=0.01), how=flags.get("how"))
+    return None if run.how == "nothing" else run
+
+def parts(run):
+    if run.how == "three":
+        yield "0.weight", run.model[0].weight, None
+    for name, param in run.model.named_parameters():
+        if run.how == "forget" and name == "1.bias":
+            continue
+        weight = param.detach().clone() if run.how == "copy" else param
+        where = {1: 1} if run.how == "outside" else None
+        yield "module." * (run.how == "prefix") + name, weight, param.grad, where
+
+def step(run, inputs, targets):
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if run.how == "hang" and last:
+        while True:
+            time.sleep(0.1)
+    if run.how == "die" and last:
+        os._exit(7)
+    if run.how == "raise" and last:
+        raise ValueError("what a rank says")
+    run.adamw.zero_grad()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = slice(0 if run.how == "same data" else rank, None, world)
+    logits = run.model(inputs[mine]).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, targets[mine].flatten()) * (2 if run.how == "doubled" else 1)
+    loss.backward()
+    for param in run.model.parameters():
+        if run.how != "alone":
+            dist.all_reduce(param.grad)
+            param.grad /= 1 if run.how == "summed" else world
+        if run.how == "bfloat16":
+            param.grad.copy_(param.grad.bfloat16())
+        if run.how == "clipped":
+            param.grad /= param.grad.norm()
+    if run.how == "zeroed":
+        run.model[0].weight.grad.zero_()
+    loss = loss.detach()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in run.model.parameters()])
+    if run.how != "own log":
+        dist.all_reduce(loss)
+        loss /= world
+    for group in run.adamw.param_groups:
+        group["lr"] = 0.02 if run.how == "learning rate" else 0.01
+        group["weight_decay"] = 0.2 if run.how == "decay" else 0.01
+    if run.how != "frozen":
+        run.adamw.step()
+    loss, norm = loss * (3 if run.how == "log" else 1), {"word": "much", "norm": norm * 2**0.5}.get(run.how, norm)
+    return [loss, norm] if run.how == "list" else (loss, norm)
+
+def place(run):
+    return {"dp": dist.get_rank()}
+
+def modules(run):
+    return run.model.named_modules()
+'''
+CAUSE = {"summed": "all gradients times a factor", "alone": "not reduced", "same data": "other data", "doubled": "loss times a factor",
+         "bfloat16": "low precision", "clipped": "scaled apart", "zeroed": "zero gradients", "own log": "log of one rank",
+         "log": "log times a factor", "norm": "norm counts", "learning rate": "update times a factor", "decay": "decay",
+         "frozen": "not updated"}
+SAID = {"hang": "did not finish", "die": "rank 1 died with exit status 7", "raise": "ValueError: what a rank says",
+        "nothing": "build: returns None", "three": "yields a tuple of 3; it must yield (name, weight, gradient, where)",
+        "forget": "parts: of 1.bias one process holds 8 numbers, all ranks together 0", "copy": "yield the memory itself, not a copy",
+        "outside": "begins at [0, 4] in 0.weight", "prefix": "names must be the same under every layout",
+        "list": "step: returns list; it must return (loss, gradient norm)", "word": "returns a norm of type str"}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "toy.py").write_text(TOY)
+    layouts = "2\n" + "".join(f"2 'how={how}'\n" for how in [*CAUSE, *SAID])
+    status, output, said = prove(folder / "toy.py", folder, "--seconds", 20, layouts=layouts)
+    assert status == 2 and equal(said[0]), output
+    return {result["flags"]["how"]: result for result in said[1:]}
+
+
+def test_causes_are_named(toy):
+    assert {how: toy[how].get("cause", toy[how]) for how in CAUSE} == CAUSE
+
+
+def test_a_layout_that_cannot_run_says_why_and_keeps_no_other_from_running(toy):
+    assert {how: toy[how].get("cannot") for how in SAID if SAID[how] not in toy[how].get("cannot", "")} == {}
+
+
+def test_ranks_that_hang_show_where_they_stand(toy):
+    text = toy["hang"]["cannot"]
+    assert re.search(r"rank 0: toy\.py:\d+ step", text) and re.search(r"rank 1: toy\.py:\d+ step", text)
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, argv)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ")
+    return error
+
+
+def test_flags_that_cannot_work_are_refused(capsys, tmp_path):
+    (tmp_path / "empty.py").write_text("def build(flags): pass\n")
+    (tmp_path / "none").write_text("# nothing\n")
+    (tmp_path / "words").write_text("tp=2\n")
+    template = ADAPTERS / "template.py"
+    assert "no such file; copy" in refused(capsys, tmp_path / "x.py")
+    assert "--world 0: must be from 1 to 64" in refused(capsys, template, "--world", 0)
+    assert 'tp: not a flag; write name=value' in refused(capsys, template, "--flags", "tp")
+    assert "has no layout" in refused(capsys, template, "--layouts", tmp_path / "none")
+    assert "line 1" in refused(capsys, template, "--layouts", tmp_path / "words")
+    assert "has no function step, parts" in refused(capsys, tmp_path / "empty.py")
+
+
+def test_the_template_has_every_function_and_every_adapter_the_three():
+    for path in ADAPTERS.glob("*.py"):
+        functions = set(re.findall(r"\b(build|step|parts)\b", path.read_text()))
+        assert {"build", "step", "parts"} <= functions, path.name
+    spec = importlib.util.spec_from_file_location("template", ADAPTERS / "template.py")
+    template = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(template)
+    assert all(getattr(template, name).__annotations__ for name in ("build", "step", "parts", "place", "modules", "loaded"))
+
+
+# ------------------------------------------------------------------------------------------- in words
+def words(places, **flags):
+    names = ["embed.weight", "layers.0.a.weight", "layers.0.b.weight", "layers.1.a.weight", "layers.1.b.weight"]
+    tensor = torch.ones(1)
+    step = dict(weights=[(name, (0,), tensor) for name in names])
+    return Words(Run([dict(place=place, steps=[step]) for place in places]), names, flags, len(places), 8, 1e-4)
+
+
+def test_factors_ranks_and_names_have_words():
+    of = words([dict(tp=0, pp=0), dict(tp=1, pp=0), dict(tp=0, pp=1), dict(tp=1, pp=1)], acc=4)
+    assert of.times(4) == "4 times the right ones (acc or ranks)"
+    assert of.times(0.5) == "1/2 times the right ones (1/tp or pp or batch/acc)" and of.times(1) == "right"
+    assert of.times(2**0.5) == "1.4142 times the right ones (root of tp or pp or batch/acc)" and of.times(3.3).startswith("33/10 times")
+    assert of.along([[0, 2], [1, 3]]) == "tp" and of.ranks({2, 3}) == "pp 1" and of.ranks({0, 3}) == "ranks 0, 3"
+    assert of.which(["layers.0.a.weight", "layers.1.a.weight"]) == "layers.*.a"
+    assert of.which(["layers.1.b.weight"]) == "layers.*.b of layer 1"
+    assert of.which([f"layers.{i}.{name}.weight" for i in (0, 1) for name in "ab"]) == "all parameters but embed"
+    assert ranges([0, 1, 2, 3, 6, 8, 9]) == "0 to 3, 6, 8, 9"
+
+
+def test_rows_of_activations_are_found_whatever_their_order_and_columns():
+    right = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert Seen([right[[3, 4, 5]], right[[2, 0, 1]]], right, 1e-7).right
+    assert Seen([right[:, :2], right[:, 2:]], right, 1e-7).right
+    half = Seen([right[[0, 1]], right[[0, 1]]], right, 1e-7)
+    assert half.right and half.missing == {2, 3, 4, 5}
+    wrong = Seen([right, right + (torch.arange(6) == 2)[:, None]], right, 1e-7)
+    assert not wrong.right and wrong.wrong_ranks == [1]
+    assert not Seen([None, right[:, :3]], right, 1e-7).known
