@@ -9,7 +9,7 @@ endif
 PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
 TESTS ?= tests exercises/ladder
 
-.PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan gpu
+.PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
 .PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
 .DEFAULT_GOAL := help
 
@@ -35,6 +35,7 @@ Learn
 Ask
   make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
   make simulate STEP=8 RANKS=16 FLAGS="--pp 2 --tp 4"      what would it do, on GPUs I do not have?
+  make prove ADAPTER=mine.py WORLD=4 FLAGS="tp=2 pp=2"     does my trainer train to the same numbers as one process?
   make gpu                             what do the steps do on my GPUs? a report within 20 minutes: docs/gpus.md
 
 Check
@@ -128,6 +129,9 @@ plan: $(VENV)
 
 simulate: $(VENV)
 	@$(PYTHON) tools/simulate "$(STEP)" "$(RANKS)" $(FLAGS)
+
+prove: $(VENV)
+	@$(PYTHON) tools/prove "$(ADAPTER)" $(if $(WORLD),--world "$(WORLD)") --flags "$(FLAGS)"
 
 gpu: $(VENV)
 	@$(PYTHON) tools/gpu.py $(FLAGS)

@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
 
-PLANNER = "tools/plan/README.md"
-READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER] if (ROOT / name).exists()]
+PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
+READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER, PROVE] if (ROOT / name).exists()]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, needs spmd_types", "no, installs torch",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from layouts import drawn
 from patched import planted_mistakes
-from plants import NO_NUMBER, STEPS, judged, run
+from planted_torch import TORCH
+from plants import NO_NUMBER, STEPS, judged, table_of
 from prove.__main__ import main
 from prove.causes import CAUSES
 from prove.compare import Run
@@ -46,16 +47,16 @@ def test_right_layouts_of_step_8_are_equal(tmp_path):
     assert output.count("\nEQUAL to ") == 2
 
 
-TORCH = {"torch_dp": "2 mode=ddp acc=2\n2 mode=fsdp acc=2\n4 mode=fsdp\n", "torch_tp": "2 tp=2\n2 tp=2 sp=1\n",
+RIGHT = {"torch_dp": "2 mode=ddp acc=2\n2 mode=fsdp acc=2\n4 mode=fsdp\n", "torch_tp": "2 tp=2\n2 tp=2 sp=1\n",
          "torch_pp": "2 pp=2 acc=4\n2 pp=2 acc=2 schedule=ScheduleGPipe\n"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("adapter", TORCH)
+@pytest.mark.parametrize("adapter", RIGHT)
 def test_right_layouts_of_torch_are_equal(adapter, dtype, tmp_path):
     flags = ["--dtype", dtype] + ["--mask"] * (adapter == "torch_dp") + ["--unforgiving"] * (adapter == "torch_dp")
-    status, output, said = prove(ADAPTERS / f"{adapter}.py", tmp_path, *flags, layouts=TORCH[adapter])
+    status, output, said = prove(ADAPTERS / f"{adapter}.py", tmp_path, *flags, layouts=RIGHT[adapter])
     assert status == 0 and said and (dtype == "float32" or all(map(equal, said))), output
 
 
@@ -114,16 +115,6 @@ def test_every_planted_mistake_of_steps_2_to_7_is_tried_or_changes_no_number():
     assert {*STEPS} | {*NO_NUMBER} == names and not {*STEPS} & {*NO_NUMBER}
 
 
-def table_of(found):
-    """Return the rows of the table on the tool's page."""
-    rows = []
-    for label, begins in [(f"step {k}", f"step0{k}_") for k in range(2, 8)] + [("torch's own", "torch_")]:
-        of = [one["verdict"] for name, one in sorted(found.items()) if name.startswith(begins)]
-        counts = [of.count(verdict) for verdict in ("named", "placed", "seen", "never")]
-        rows.append("| " + " | ".join(map(str, [label, len(of), *counts])) + " |")
-    return rows
-
-
 @pytest.mark.slow
 def test_the_table_of_planted_mistakes_is_what_comes_out(tmp_path):
     found = verdicts([], tmp_path)
@@ -137,7 +128,7 @@ def test_the_page_counts_all_that_is_tried():
     rows = re.findall(r"^\| (?:step \d|torch's own) \|(.*)\|$", README, re.M)
     numbers = [[int(n) for n in row.split("|")] for row in rows]
     assert len(numbers) == 7 and all(total == sum(rest) for total, *rest in numbers)
-    assert sum(total for total, *_ in numbers[:6]) == len(STEPS)
+    assert sum(total for total, *_ in numbers[:6]) == len(STEPS) and numbers[6][0] == len(TORCH)
 
 
 def test_a_verdict_can_be_each_of_four():
@@ -145,7 +136,6 @@ def test_a_verdict_can_be_each_of_four():
     said = dict(status=1, cause="backward", place="model.layers.3.x", seen="")
     assert judged(one, said) == "named" and judged(one, said | dict(cause="norm")) == "placed"
     assert judged(one, said | dict(place="model.layers.1.x")) == "seen" and judged(one, dict(status=0)) == "never"
-    assert callable(run)
 
 
 # ------------------------------------------------------------------------------------------- the table of causes
@@ -231,13 +221,15 @@ def place(run):
 def modules(run):
     return run.model.named_modules()
 '''
-CAUSE = {"summed": "all gradients times a factor", "alone": "not reduced", "same data": "other data", "doubled": "loss times a factor",
+CAUSE = {"summed": "all gradients times a factor", "alone": "not reduced", "same data": "other data",
+         "doubled": "loss times a factor",
          "bfloat16": "low precision", "clipped": "scaled apart", "zeroed": "zero gradients", "own log": "log of one rank",
          "log": "log times a factor", "norm": "norm counts", "learning rate": "update times a factor", "decay": "decay",
          "frozen": "not updated"}
 SAID = {"hang": "did not finish", "die": "rank 1 died with exit status 7", "raise": "ValueError: what a rank says",
         "nothing": "build: returns None", "three": "yields a tuple of 3; it must yield (name, weight, gradient, where)",
-        "forget": "parts: of 1.bias one process holds 8 numbers, all ranks together 0", "copy": "yield the memory itself, not a copy",
+        "forget": "parts: of 1.bias one process holds 8 numbers, all ranks together 0",
+        "copy": "yield the memory itself, not a copy",
         "outside": "begins at [0, 4] in 0.weight", "prefix": "names must be the same under every layout",
         "list": "step: returns list; it must return (loss, gradient norm)", "word": "returns a norm of type str"}
 
@@ -308,7 +300,8 @@ def test_factors_ranks_and_names_have_words():
     of = words([dict(tp=0, pp=0), dict(tp=1, pp=0), dict(tp=0, pp=1), dict(tp=1, pp=1)], acc=4)
     assert of.times(4) == "4 times the right ones (acc or ranks)"
     assert of.times(0.5) == "1/2 times the right ones (1/tp or pp or batch/acc)" and of.times(1) == "right"
-    assert of.times(2**0.5) == "1.4142 times the right ones (root of tp or pp or batch/acc)" and of.times(3.3).startswith("33/10 times")
+    assert of.times(2**0.5) == "1.4142 times the right ones (root of tp or pp or batch/acc)"
+    assert of.times(3.3) == "33/10 times the right ones"
     assert of.along([[0, 2], [1, 3]]) == "tp" and of.ranks({2, 3}) == "pp 1" and of.ranks({0, 3}) == "ranks 0, 3"
     assert of.which(["layers.0.a.weight", "layers.1.a.weight"]) == "layers.*.a"
     assert of.which(["layers.1.b.weight"]) == "layers.*.b of layer 1"
@@ -325,3 +318,13 @@ def test_rows_of_activations_are_found_whatever_their_order_and_columns():
     wrong = Seen([right, right + (torch.arange(6) == 2)[:, None]], right, 1e-7)
     assert not wrong.right and wrong.wrong_ranks == [1]
     assert not Seen([None, right[:, :3]], right, 1e-7).known
+
+
+def test_the_other_tests_say_why(capsys):
+    """Check what make test and make check show of tensors that differ."""
+    from harness import assert_same_tensors
+    right = {f"model.layers.{i}.{name}.weight": torch.arange(1.0, 5.0) for i in (0, 1) for name in ("norm", "up_proj")}
+    twice = {name: tensor * (2 if "norm" in name else 1) for name, tensor in right.items()}
+    assert_same_tensors(right, right, 1e-9)
+    with pytest.raises(AssertionError, match=r"model\.layers\.\*\.norm: 2 times the right ones \(tp\)"):
+        assert_same_tensors(twice, right, 1e-9, "4 dense-2 sgd --tp 2 --zero 1")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from layouts import every_other
 
-from readme import (DOCS, PAGES, PLANNER, READMES, TABLE, block_problems, blocks, broken_anchors, broken_links, diff_problems,
-                    diffs_of, planted_table, to_run, with_files, with_tables)
+from readme import (DOCS, PAGES, PLANNER, PROVE, READMES, TABLE, block_problems, blocks, broken_anchors, broken_links,
+                    diff_problems, diffs_of, planted_table, to_run, with_files, with_tables)
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run, step_files
 
 
 def test_the_repository_and_every_step_have_a_readme():
-    assert READMES == ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER]
+    assert READMES == ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER, PROVE]
     assert {"FAQ.md", "glossary.md", "proof.md", "rounding.md", "words.md", "workshop/README.md"} <= {one[5:] for one in DOCS}
 
 

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -297,7 +298,8 @@ def assert_same_run(run, reference, tolerance, what="", weights=True):
     assert len(run.losses) == len(reference.losses) > 0, what
     for name in ("losses", "grad_norms"):
         for step, (a, b) in enumerate(zip(getattr(run, name), getattr(reference, name))):
-            assert relative(a, b) <= tolerance, f"{what}: {name}[{step}] {a!r}, reference {b!r}"
+            difference = f"{what}: {name}[{step}] {a!r}, reference {b!r}"
+            assert relative(a, b) <= tolerance, difference + why(run.weights, reference.weights, tolerance, what)
     if weights:
         assert_same_tensors(run.weights, reference.weights, tolerance, what)
 
@@ -306,7 +308,15 @@ def assert_same_tensors(tensors, reference, tolerance, what=""):
     assert tensors.keys() == reference.keys() and tensors, f"{what}: {tensors.keys() ^ reference.keys()}"
     worst = max(tensors, key=lambda name: distance(tensors[name], reference[name]))
     error = distance(tensors[worst], reference[worst])
-    assert error <= tolerance, f"{what}: {worst} differs by {error:.2e} of its norm"
+    assert error <= tolerance, f"{what}: {worst} differs by {error:.2e} of its norm{why(tensors, reference, tolerance, what)}"
+
+
+def why(tensors, reference, tolerance, what):
+    """Say what tools/prove sees in the tensors of a run that differs, if it has the same ones."""
+    from prove.diagnose import in_words
+    flags = {name: int(value) for name, value in re.findall(r"--(\w+) (\d+)", what)}
+    found = in_words(tensors, reference, tolerance, flags) if tensors.keys() == reference.keys() else ""
+    return f". Among tensors, {found}" * bool(found)
 
 
 def distance(a, b):

@@ -185,6 +185,16 @@ def run(names):
         yield name, judged(one, said), said
 
 
+def table_of(found):
+    """Return the rows of the table on the tool's page."""
+    rows = []
+    for label, begins in [(f"step {k}", f"step0{k}_") for k in range(2, 8)] + [("torch's own", "torch_")]:
+        of = [one["verdict"] for name, one in sorted(found.items()) if name.startswith(begins)]
+        counts = [of.count(verdict) for verdict in ("named", "placed", "seen", "never")]
+        rows.append("| " + " | ".join(map(str, [label, len(of), *counts])) + " |")
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
@@ -194,6 +204,8 @@ def main():
         found[name] = dict(verdict=verdict, said=said)
         text = said.get("seen") or said.get("cannot") or said.get("note") or ""
         print(f"{name:40} {verdict:7} {said.get('cause', '')}: {text[:230]}", flush=True)
+    if not args.names:
+        print(*table_of(found), sep="\n")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
 

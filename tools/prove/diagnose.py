@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from prove.causes import CAUSES
-from prove.compare import relative
+from prove.compare import Run, relative
 from prove.ranks import CannotRun, Job, cut
 from prove.trace import trace
 from prove.words import Words, ranges
@@ -334,6 +334,18 @@ class Diagnosis:
                     return Finding(cause, said, looks)
         first = next(iter(looks.values()))
         return Finding("update", f"the weights of {which}: {first.text}; gradients and norm are right", looks)
+
+
+def in_words(tensors, right, limit, flags):
+    """Say what differs between two sets of whole tensors, of which nothing more is known: 'norm: 2 times the right ones (tp)'."""
+    run = Run([dict(place={}, steps=[dict(weights=[(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()])])])
+    words, groups = Words(run, [*right], flags, 1, 1, 1e-4), collections.defaultdict(list)
+    for name in right:
+        a, b = tensors[name].double(), right[name].double()
+        if relative(a, b) > limit:
+            c = multiple(a, b, limit)
+            groups["no multiple of the right ones" if c is None else words.times(c) if c else "zero"].append(name)
+    return "; ".join(f"{words.which(names)}: {look}" for look, names in groups.items())
 
 
 # ------------------------------------------------------------------------------------------- the weights that a layout draws itself
