@@ -58,6 +58,11 @@ def parse_args(argv):
     for name, most in (("world", 64), ("seconds", 86400)):
         if not 1 <= getattr(args, name) <= most:
             refuse(f"--{name} {getattr(args, name)}: must be from 1 to {most}")
+    if args.json:
+        try:
+            open(args.json, "a").close()
+        except OSError as error:
+            refuse(f"--json {args.json}: cannot be written ({error.strerror})")
     return args
 
 
@@ -164,7 +169,7 @@ class Trial:
         began = time.monotonic()
         apart = self.compare()
         different, copied = drawn_copies(self.run, self.own)
-        said = dict(world=self.world, flags=self.flags, dtype=self.dtype, status=int(any(map(any, apart))), note=None,
+        said = dict(world=self.world, flags=self.flags, dtype=self.dtype, status=int(any(map(any, apart))), note="",
                     steps=[worst(row)._asdict() for row in self.far], limits=[worst(row)._asdict() for row in self.limits])
         said["largest"] = max(max(step.values()) for step in said["steps"])
         if different:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import fractions
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,8 @@ class Diagnosis:
         wrong = {box: ranks for box, ranks in wrong.items() if ranks}
         if not wrong:
             return None
+        if not all(torch.isfinite(tensor).all() for copies in held.values() for tensor in copies.values()):
+            return Look("gradients", "not finite")
         for box in wrong:
             stale = before is not None and all(relative(held[box][rank], cut(before, *box)) <= limit for rank in wrong[box])
             if stale and len(wrong[box]) < len(held[box]):
@@ -212,7 +215,7 @@ class Diagnosis:
         theirs, right, limit = self.run.numbers(step, "loss"), self.one.numbers(step, "loss")[0], self.limits[step].loss
         c = theirs[0] / right
         looks = self.looks(step, "gradients") if row.gradients else {}
-        if not looks:
+        if not looks and math.isfinite(c):
             differ = max(theirs) - min(theirs) > limit * abs(right)
             if differ and any(relative(sum(theirs) / n, right) <= limit for n in {1, len(theirs)}):
                 return Finding("log of one rank", "the logged loss: each rank has that of its own share; together they are right")
@@ -299,6 +302,8 @@ class Diagnosis:
     # ------------------------------------------------------------------------------------------- the norm
     def norm(self, step):
         theirs, right = (side.numbers(step, "norm") for side in (self.run, self.one))
+        if not math.isfinite(theirs[0]):
+            return Finding("norm", "the gradient norm is not finite, though the gradients are right")
         held, gradients = self.run.boxes(step, "gradients"), self.one.whole(step, "gradients")
         for rank, norm in enumerate(theirs):
             own = sum(float(tensor.double().square().sum()) for _, _, tensor in self.run.ranks[rank]["steps"][step]["gradients"])
