@@ -10,7 +10,7 @@ import torch
 
 from messages import fail
 
-TOO_LARGE = 10**8                                         # for any number on the command line
+TOO_LARGE = 10**8                                         # numbers on the command line are smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 

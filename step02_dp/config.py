@@ -10,7 +10,7 @@ import torch
 
 from messages import RANK, fail
 
-TOO_LARGE = 10**8                                         # for any number on the command line
+TOO_LARGE = 10**8                                         # numbers on the command line are smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 
@@ -59,7 +59,7 @@ def parse_args(argv=None):
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--ledger", action="store_true",
-        help="print the bytes that one training step sends, beside those expected")
+        help="print the bytes that rank 0 sends in one training step, beside those expected")
 
     add("--log_file", help="file for one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
@@ -255,7 +255,7 @@ def check_outputs(args):
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            fail(f"--{flag} {folder}: cannot be written to ({error})")
+            fail(f"--{flag} {vars(args)[flag]}: {folder} cannot be written to ({error})")
     if save and os.listdir(save):
         fail(f"--save {save}: must be empty; choose a new or an empty directory")
 

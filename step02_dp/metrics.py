@@ -47,7 +47,10 @@ def peak_memory_gib(device):
 
 
 def print_memory_outside_allocator():
-    """Print what else is on rank 0's GPU: CUDA, NCCL, other processes. Call it after all groups are used."""
+    """Print what else is on rank 0's GPU: CUDA, NCCL, other processes.
+
+    Call it after every group has communicated, because NCCL allocates then.
+    """
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
     print0(f"{outside / 2**30:.2f} GiB of rank 0's GPU are in use outside PyTorch's allocator")

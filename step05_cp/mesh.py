@@ -47,7 +47,8 @@ def init_distributed():
 def fail_together():
     """Make all ranks exit if the decorated function fails on one: a file may be missing on one machine only.
 
-    Otherwise the other ranks would wait for it in their next collective until that times out.
+    Otherwise the others would wait in their next collective until torchrun kills them or it times out, and
+    the message of a rank other than 0 would not be printed.
     """
     failure = None
     try:
@@ -59,7 +60,8 @@ def fail_together():
             message, status = failure
             if message:
                 print0(f"error: rank {rank}: {message}" if rank else f"error: {message}", sys.stderr)
-            dist.barrier()                                # after one rank's error, torchrun kills the others
+            # let rank 0 print first: torchrun kills the other ranks when one exits with an error
+            dist.barrier()
             raise SystemExit(status)
 
 
@@ -92,8 +94,8 @@ def dataset_digest(tokens):
 def build_mesh(args) -> DeviceMesh:
     """Arrange the ranks in a mesh with named dimensions."""
     if args.device == "cuda":
-        # Launch kernels in the order of the program, across groups. Otherwise two ranks could start those of
-        # two groups in opposite orders, and wait for each other for ever.
+        # Launch NCCL's kernels in program order, across groups. Otherwise two ranks could start the kernels
+        # of two groups in opposite orders, and wait for each other forever.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     return init_device_mesh(args.device, (args.dp, args.cp, args.tp), mesh_dim_names=("dp", "cp", "tp"))

@@ -35,8 +35,8 @@ def full_tensor(param):
     """Return a parameter's value with all sharding undone, for saving. All ranks must call this."""
     value = unsharded_param(param)
     for shard in param.placement.shards:
-        of_ranks = [torch.empty_like(value) for _ in range(shard.group.size())]
-        dist.all_gather(of_ranks, value.contiguous(), group=shard.group)
-        distinct = of_ranks[::len(of_ranks) // shard.num_shards]   # neighboring ranks may hold the same shard
+        gathered = [torch.empty_like(value) for _ in range(shard.group.size())]
+        dist.all_gather(gathered, value.contiguous(), group=shard.group)
+        distinct = gathered[::len(gathered) // shard.num_shards]   # neighboring ranks may hold the same shard
         value = torch.cat(distinct, dim=shard.dim)
     return value

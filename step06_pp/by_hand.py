@@ -1,4 +1,4 @@
-"""1F1B on four real ranks: two loops, isend and recv, and the gradients of one process.
+"""1F1B on four real ranks, in two loops with isend and recv. The gradients equal those of one process.
 
     python step06_pp/by_hand.py
 """

@@ -36,7 +36,7 @@ from shards import Shard
 
 
 # --------------------------------------------------------------------- entering and leaving a region: f and g
-# Each of these four starts to communicate and returns a function that waits for the result. So a caller can
+# Each of these four starts a collective and returns a function that waits for the result. So a caller can
 # compute in between; `all_gather(x, group)()` waits at once. Collectives split dimension 0, so a sequence in
 # dimension 1 costs a copy. (Megatron's activations are [seq, batch, hidden] and need none.)
 

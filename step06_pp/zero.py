@@ -19,8 +19,8 @@ parameters lie side by side in a flat tensor, padded so that it divides into equ
 
     flat_param   A0 A1 A2 B0 | B1 B2 B3 pad       parameters A and B; rank 0's shard | rank 1's shard
 
-FSDP1 does the same. FSDP2 shards each parameter along dimension 0, and copies them into a flat buffer to
-communicate.
+FSDP1 does the same. FSDP2 shards each parameter along dimension 0, and copies the shards into a flat buffer
+to communicate.
 """
 from dataclasses import replace
 
@@ -82,7 +82,7 @@ class Zero1Unit:
         """Wait for the weights of this unit, and start gathering those of the unit that computes next.
 
         Prefetching one unit ahead is enough for overlap. NCCL runs kernels in the order in which the program
-        launched them, in all groups (mesh.py). If forward launched the gathers of all units first, the first
+        launched them, across groups (mesh.py). If forward launched the gathers of all units first, the first
         collective of tp could start only after the last of them.
         """
         self.unshard()

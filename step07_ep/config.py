@@ -12,7 +12,7 @@ import torch
 from messages import RANK, fail
 from schedules import SCHEDULES
 
-TOO_LARGE = 10**8                                         # for any number on the command line
+TOO_LARGE = 10**8                                         # numbers on the command line are smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 
@@ -86,7 +86,7 @@ def parse_args(argv=None):
         help="how to balance the experts' load (default: bias, or none with --init_from)")
 
     add("--ledger", action="store_true",
-        help="print the bytes that one training step sends, beside those expected")
+        help="print the bytes that rank 0 sends in one training step, beside those expected")
 
     add("--log_file", help="file for one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
@@ -303,14 +303,15 @@ def check_context_parallel(args, config):
     divisor = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
     if args.seq_len % divisor:
         fail(f"--seq_len {args.seq_len}: must be a multiple of {divisor}, because of cp {cp} with --cp_mode "
-             f"{args.cp_mode} and tp {args.tp} with --sp {args.sp}; "
+             f"{args.cp_mode}{f' and tp {args.tp} with --sp on' * (divisor > chunks)}; "
              f"choose {multiples(divisor, args.seq_len)}")
     if args.cp_mode == "ulysses":
         if heads % cp:
             fail(f"--cp {cp}: with --cp_mode ulysses, must divide num_attention_heads "
                  f"{config.num_attention_heads} / tp {args.tp} = {heads}; choose from {divisors(heads)}")
     elif cp > 1 and args.attention == "flash":
-        fail(f"--attention flash: --cp_mode {args.cp_mode} has its own kernels; use --cp_mode ulysses")
+        fail(f"--attention flash: --cp_mode {args.cp_mode} has its own kernels; use --attention sdpa or "
+             "--cp_mode ulysses")
 
 
 def check_pipeline(args, config, num_micro_batches):
@@ -375,7 +376,7 @@ def check_outputs(args):
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            fail(f"--{flag} {folder}: cannot be written to ({error})")
+            fail(f"--{flag} {vars(args)[flag]}: {folder} cannot be written to ({error})")
     if save and os.listdir(save):
         fail(f"--save {save}: must be empty; choose a new or an empty directory")
 

@@ -24,7 +24,7 @@ def load_tokens(args, vocab_size):
              f"{args.seq_len + 1}; use --seq_len {len(tokens) - 1} or less")
     if args.dataset.endswith(".bin") and vocab_size > 2**16:
         fail(f"--dataset {args.dataset}: a .bin file holds uint16 tokens, at most 65,535, but the "
-             f"vocabulary of --model has {vocab_size}; use a .npy file")
+             f"vocabulary of --model has {vocab_size} tokens; use a .npy file")
     try:
         check_vocabulary(tokens[:args.global_batch_size * args.seq_len + 1], vocab_size)
     except OSError as error:
@@ -33,10 +33,10 @@ def load_tokens(args, vocab_size):
 
 
 def check_vocabulary(tokens, vocab_size):
-    """Raise OSError if a token is not in the vocabulary: clean_exit prints the error of any single rank."""
+    """Raise OSError, which clean_exit prints in one line on any rank, if a token is not in the vocabulary."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise OSError(f"--dataset: tokens range from {tokens.min()} to {tokens.max()}, but the vocabulary of "
-                      f"--model has {vocab_size}, numbered from 0; use this model's tokenizer")
+                      f"--model has {vocab_size} tokens, numbered from 0; use this model's tokenizer")
 
 
 def open_token_file(path):

@@ -57,11 +57,11 @@ def shard_weight(linear, shard):
 
 
 def shard_over_tp(moe, mesh: DeviceMesh, args):
-    """Shard each expert like the MLP. All tp ranks see the whole sequence and select the same experts."""
+    """Shard each expert like the MLP. The router stays whole, so all tp ranks select the same experts."""
     group, comm = mesh.get_group("tp"), make_comm(mesh, args)
     for linear, dim in ((moe.experts.w1, 1), (moe.experts.w3, 1), (moe.experts.w2, 2)):
         shard_weight(linear, Shard(group, dim, args.tp, group.rank()))
-    moe.gate.weight.placement.grad_reduce_group = group   # partial: the experts' outputs are, too
+    moe.gate.weight.placement.grad_reduce_group = group   # partial, as the experts' outputs are
     forward = moe.forward
     moe.forward = lambda x: leave_region(forward(enter_region(x, comm)), comm)
 
@@ -126,7 +126,7 @@ class LoadBalancer:
         scores = logits.softmax(-1)
         selected_experts = (scores.detach() + self.bias[i]).topk(top_k).indices
         chosen = F.one_hot(selected_experts, num_experts).sum((1, 2))              # [batch, experts]
-        self.tokens_per_expert[i] += chosen.sum(0)        # recomputation counts twice, for all experts alike
+        self.tokens_per_expert[i] += chosen.sum(0)        # recomputation counts every token twice
         if self.args.balance == "aux" and logits.requires_grad:
             logits = AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen))
         return selected_experts, logits
@@ -144,9 +144,9 @@ class LoadBalancer:
         return AUX_WEIGHT * total / self.args.global_batch_size / self.args.tp     # each tp rank adds a part
 
     def update(self):
-        """Adapt the biases after a step. Return {"balance": an expert's largest load / the mean} for the log.
+        """Adapt the biases after a step. Return {"balance": the largest load / the mean load} for the log.
 
-        The ratio is averaged over the layers.
+        The ratio is averaged over the layers. All ranks must call this.
         """
         if not self.layers:
             return {}
@@ -163,7 +163,7 @@ class LoadBalancer:
 class AddAuxiliaryLoss(torch.autograd.Function):
     """Returns the logits as they are. Backward gives the auxiliary loss a gradient of 1.
 
-    So it trains the router as if it had been added to the loss, but the logged loss stays the cross-entropy.
+    So the auxiliary loss trains the router as if it were added to the loss, but the logged loss omits it.
     (Megatron's MoEAuxLossAutoScaler does the same.)
     """
 

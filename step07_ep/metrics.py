@@ -18,8 +18,8 @@ PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200":
               "B200": 2250e12}
 
 
-def parameter_count(config):
-    """Count the parameters that one token uses. On the meta device they take no memory."""
+def active_parameter_count(config):
+    """Count the active parameters, those that one token uses. On the meta device they take no memory."""
     with torch.device("meta"):
         params = dict(Llama(config).named_parameters())
     for name in [name for name in params if ".experts." in name]:
@@ -28,11 +28,12 @@ def parameter_count(config):
 
 
 def flops_per_token(c, seq_len):
-    """Count 6 FLOPs per parameter (2 forward, 4 backward), plus attention's two [seq, seq] products.
+    """Count 6 FLOPs per active parameter (2 forward, 4 backward), plus attention's two [seq, seq] products.
 
     The embedding counts as well, though it multiplies nothing; torchtitan leaves it out.
     """
-    return 6 * parameter_count(c) + 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
+    attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
+    return 6 * active_parameter_count(c) + attention
 
 
 def peak_flops(device):
@@ -49,7 +50,10 @@ def peak_memory_gib(device):
 
 
 def print_memory_outside_allocator():
-    """Print what else is on rank 0's GPU: CUDA, NCCL, other processes. Call it after all groups are used."""
+    """Print what else is on rank 0's GPU: CUDA, NCCL, other processes.
+
+    Call it after every group has communicated, because NCCL allocates then.
+    """
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
     print0(f"{outside / 2**30:.2f} GiB of rank 0's GPU are in use outside PyTorch's allocator")

@@ -75,7 +75,7 @@ class Stage(nn.Module):
 
 
 def connect(group: ProcessGroup, wraps, device):
-    """Send a number from each rank to the next: two ranks' first message creates their communicator.
+    """Send a number from each rank to the next, because NCCL creates two ranks' communicator at first use.
 
     Without this, NCCL would create the communicators in the first training step, where each pair has to wait
     for the pair before it. (Each pair has its own, since init_process_group gets no device_id.) All ranks

@@ -57,8 +57,9 @@ def interleaved(rank, num_ranks, m, stages_per_rank):
     rounds.sort(key=len, reverse=True)                    # the warm-up must be long enough for every round
     forwards = [Action("F", stage, i) for round_ in rounds for stage in stages for i in round_]
     backwards = [[Action("B", stage, i)] for round_ in rounds for stage in reversed(stages) for i in round_]
-    # On the last rank, a round passes through all but one of the rank's stages before its first micro-batch
-    # can turn back. An earlier rank needs two more forwards for each rank after it: one there, one back.
+    # The last rank must run a round's forwards on all its stages but one before the round's first micro-batch
+    # can start backward. An earlier rank needs two more forwards for each rank after it, because the
+    # micro-batch travels there and back.
     num_warmup = (stages_per_rank - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank) + 1
     return warmup_steady_cooldown(forwards, backwards, num_warmup)
 
@@ -202,7 +203,7 @@ def add_send_recv(schedule, rank):
 
 # --------------------------------------------- part two: schedules that split backward (zero_bubble.py)
 def zero_bubble(rank, num_ranks, m):
-    """List ZB-H1: 1F1B in which W comes `rank` micro-batches after its I, where 1F1B would idle."""
+    """List ZB-H1: 1F1B with each W `rank` micro-batches after its I. The last W fill 1F1B's idle end."""
     forwards = [Action("F", rank, i) for i in range(m)]
     backwards = [[Action("I", rank, i)] + [Action("W", rank, i - rank)] * (i >= rank) for i in range(m)]
     remaining = [Action("W", rank, i) for i in range(max(0, m - rank), m)]
@@ -249,7 +250,7 @@ class Schedule(NamedTuple):
     """All that the trainer, the tools and the tests know about a schedule."""
     actions: Callable                                     # (rank, num_ranks, m) -> that rank's list
     stages_per_rank: int = 1
-    or_more: bool = False                                 # more are allowed; actions takes their number
+    or_more: bool = False                                 # more stages are allowed; actions takes how many
     v_shaped: bool = False                                # rank r holds stages r and last - r
     split_backward: bool = False                          # into I and W
     min_micro_batches: Callable = lambda num_ranks: 1

@@ -4,10 +4,10 @@
     W   the gradients of its linears' weights, which nothing needs before the optimizer
 
 So a schedule can put W where a rank would otherwise idle (https://arxiv.org/abs/2401.10241). Autograd
-computes both parts at once. To split them, each linear computes with its weight detached, so that autograd
-computes `I` alone; and each linear queues what W needs, its input and its output's gradient. (The gradients
-of norms, embedding and head remain in I.) The schedules that use this, zero_bubble and dualpipe, are at the
-end of schedules.py.
+computes both parts at once. To split them, each linear of attention, MLP and experts computes with its weight
+detached, so that autograd computes `I` alone; and each queues what W needs, its input and its output's
+gradient. (The other gradients, of norms, router, embedding and head, remain in I.) The schedules that use
+this, zero_bubble and dualpipe, are at the end of schedules.py.
 """
 import functools
 
@@ -91,7 +91,7 @@ def defer_grouped_weight_grads(linear, queue):
 
 
 def split_backward(layers, queue):
-    """Make backward append the weight gradients of all linears to the queue, as functions to call: W."""
+    """Make backward append the linears' weight gradients to the queue, as functions to call: W."""
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         comm = getattr(attention.q_proj, "comm", None)    # with tp

@@ -57,7 +57,7 @@ def context_parallel(model, mesh: DeviceMesh, args):
 def flash(q, k, v, causal):                                              # [batch, heads, seq, head_dim]
     """Compute attention. Return the output, and the lse of each query's scores, [batch, heads, seq].
 
-    The kernels are PyTorch's. (--attention flash is another, that of the package flash-attn.)
+    The kernels are PyTorch's. (--attention flash uses another, from the package flash-attn.)
     """
     if not has_flash_kernel(q):
         return attention_by_formula(q, k, v, causal)
@@ -84,7 +84,8 @@ def has_flash_kernel(q):
     return not q.is_cuda or q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0
 
 
-# The same by its formula, for GPUs and types without a flash kernel. All scores of a block are in memory.
+# The same from the formula, where a GPU has no flash kernel for the dtype or head size. It stores all scores
+# of a block.
 def scores_of(q, k, causal):
     """Return the scores, [batch, kv heads, query heads per kv head, queries, keys]."""
     scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT / math.sqrt(q.shape[-1])
@@ -224,7 +225,7 @@ class RingAttention(torch.autograd.Function):
             block = visible(rank, (rank - hop) % cp, ctx.mode, q.shape[2])
             grads = block_gradients(grad_out, q, kv, out, lse, block)
             # Every rank adds to the gradient of kv and passes it on. This rank waits for it only here, so the
-            # gradient has travelled while the kernel computed. At hop 0 no rank has added to it yet.
+            # gradient has traveled while the kernel computed. At hop 0 no rank has added to it yet.
             grad_kv = receive_grad() if receive_grad else torch.zeros_like(kv, dtype=lse.dtype)
             add_gradients(grad_q, grad_kv, grads, block)
             receive_grad = ring_send_recv(grad_kv, ctx.group)

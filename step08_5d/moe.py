@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One linear per expert, all weights in one tensor. A Hugging Face checkpoint has one per expert."""
+    """One linear per expert, all weights in one tensor. A Hugging Face checkpoint has a tensor per expert."""
 
     def __init__(self, num_experts, in_features, out_features):
         super().__init__()

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass
 class Placement:
-    num_replicas: int                                     # how many ranks hold these same elements
+    num_replicas: int                                     # how many ranks hold the same elements
     decays: bool                                          # whether --weight_decay applies: not to norms
     shards: list = field(default_factory=list)            # how it is sharded: one Shard (shards.py) per group
     grad_reduce_group: dist.ProcessGroup = None         # ranks whose gradients are partial and must be summed

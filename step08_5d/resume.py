@@ -37,7 +37,7 @@ DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(q
 
 
 class Checkpoints:
-    """Save a run's checkpoints when they are due, and resume from one."""
+    """Saves a run's checkpoints when they are due, and resumes from one."""
 
     def __init__(self, model, optimizer, balance, tokens, args):
         self.model, self.optimizer, self.balance, self.args = model, optimizer, balance, args
@@ -92,7 +92,7 @@ class Checkpoints:
     def write(self, folder, state):
         """Write this rank's boxes to a file. Return the file's name and its digest."""
         if not all(box.isfinite().all() for box in state.values()):
-            fail(f"--checkpoint {self.args.checkpoint}: {folder.name} is not saved, because weights or "
+            fail(f"--checkpoint {self.args.checkpoint}: {folder.stem} is not saved, because weights or "
                  "optimizer states are not finite; available checkpoints: "
                  f"{join_names(list_checkpoints(self.args))}", 3)
         path = folder / f"rank_{dist.get_rank():05d}.safetensors"
@@ -242,7 +242,7 @@ def fail_on_io_error(folder, args):
     try:
         yield
     except (OSError, SafetensorError) as error:
-        fail(f"--checkpoint {args.checkpoint}: {folder.name} cannot be written ({error}); "
+        fail(f"--checkpoint {args.checkpoint}: {folder.stem} cannot be written ({error}); "
              f"available checkpoints: {join_names(list_checkpoints(args))}")
 
 

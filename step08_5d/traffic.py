@@ -79,7 +79,7 @@ def context_parallel_traffic(model, mesh, args):
     # number of elements in all queries, and in all keys; outputs and values have as many
     q, kv = (tokens * len(proj.weight) for proj in (attention.q_proj, attention.k_proj))
     itemsize = args.dtype.itemsize
-    acc_itemsize = torch.promote_types(args.dtype, torch.float32).itemsize     # gradients are summed in it
+    acc_itemsize = torch.promote_types(args.dtype, torch.float32).itemsize     # gradients are summed in this
     num_passes = 2 if args.recompute == "none" else 3     # forward, backward; recomputing runs forward again
     if args.cp_mode == "ulysses":
         # each pass exchanges q, k, v and the output, or their gradients

@@ -37,7 +37,7 @@ import trainers
 import trust
 from costs import Layout
 from layouts import in_turn
-from metrics import parameter_count
+from metrics import active_parameter_count
 from model import Llama
 from pipeline_parallel import stage_boundaries, local_stages
 from steps import copy_repository
@@ -86,7 +86,7 @@ def test_a_presets_parameters_are_the_models(name):
     c, l = models.PRESETS[name], Layout()
     total = sum(param.numel() for param in params.values())
     assert costs.model_parameters(c) == costs.parameters(c, l, costs.our_stages(c, l)[0]) == total
-    assert costs.model_parameters(c, active=True) == parameter_count(config.PRESETS[name])
+    assert costs.model_parameters(c, active=True) == active_parameter_count(config.PRESETS[name])
     block = {key.removeprefix("model.layers.0."): param.numel() for key, param in params.items() if "layers.0." in key}
     assert [size for size, _ in costs.block_tensors(c, l)] == [size for key, size in block.items() if ".experts." not in key]
 

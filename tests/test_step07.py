@@ -233,7 +233,7 @@ def parameters_job():
             with torch.device("meta"):
                 theirs = transformers.AutoModelForCausalLM.from_config(config.to_hugging_face(shape, torch.bfloat16))
                 both = [sum(param.numel() for param in one.parameters()) for one in (model.Llama(shape), theirs)]
-            sizes[name] = *both, metrics.parameter_count(shape)
+            sizes[name] = *both, metrics.active_parameter_count(shape)
     return sizes
 
 
