@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._dynamo  # noqa: F401, an optimizer's first step would import it on every rank
 from torch.distributed import TCPStore
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

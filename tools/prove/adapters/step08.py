@@ -15,9 +15,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import torch._dynamo
-import torch.distributed.device_mesh
-import torch.utils.checkpoint
 
 BATCH, SEQ, VOCAB = 8, 16, 128
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8, max_position_embeddings=SEQ)
