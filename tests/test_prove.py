@@ -82,6 +82,15 @@ def test_layouts_that_are_drawn_for_step_8_are_equal(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="pip install accelerate")
+def test_accelerate_is_right_and_its_accumulation_a_mean_of_means(tmp_path):
+    status, output, said = prove(ADAPTERS / "hf_accelerate.py", tmp_path, layouts="2 acc=1\n2 acc=2\n")
+    assert status == 0 and len(said) == 2 and all(map(equal, said)), output
+    status, output, said = prove(ADAPTERS / "hf_accelerate.py", tmp_path, "--flags", "acc=2", "--mask")
+    assert status == 1 and said[0]["cause"] == "mean of means" and "a mean of 4 means" in output
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("PICOTRON"), reason="PICOTRON=folder names a checkout of picotron")
 def test_what_it_says_of_picotron_at_59714b1(tmp_path):
     _, output, said = prove(ADAPTERS / "of_picotron.py", tmp_path, layouts="2 dp=2\n2 tp=2\n2 pp=2\n2 pp=2 acc=4\n")

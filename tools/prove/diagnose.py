@@ -173,7 +173,9 @@ class Diagnosis:
         matrix = torch.stack([column for _, column in columns], 1)
         usual = torch.linalg.lstsq(matrix[:, now], ours[:, None], driver="gelsd").solution.flatten()
         shares = torch.linalg.lstsq(matrix, theirs[:, None], driver="gelsd").solution.flatten()
-        if max(relative(matrix[:, now] @ usual, ours), relative(matrix @ shares, theirs)) > 10 * limit or (usual <= 0).any():
+        # norms that compute in float32 round each sequence by itself otherwise than the batch
+        unexplained = max(relative(matrix[:, now] @ usual, ours), relative(matrix @ shares, theirs))
+        if unexplained > max(10 * limit, 1e-5) or (usual <= 0).any():
             return None
         ratios = {columns[i][0]: float(shares[i] / usual[k]) for k, i in enumerate(now)}
         older = {columns[i][0]: float(shares[i] / usual.mean()) for i in range(len(columns)) if i not in now}
@@ -228,7 +230,7 @@ class Diagnosis:
         if all_wrong and kinds == {"factor"} and len(texts) == 1:
             return Finding("loss times a factor", f"the loss and all gradients are {texts.pop()}", looks)
         if "mean of means" in kinds:
-            return Finding("mean of means", self.most_common(looks, "mean of means"), looks)
+            return Finding("mean of means", "the loss and the gradients are " + self.most_common(looks, "mean of means"), looks)
         if "shares" in kinds and len({look.text for look in looks.values() if look.kind == "shares"}) == 1:
             return Finding("other data", "the loss and the gradients are " + self.most_common(looks, "shares"), looks)
         return self.known_state(step, theirs[0], limit, looks) or self.forward(step, looks)
