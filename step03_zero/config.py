@@ -265,7 +265,7 @@ def check_outputs(args):
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            fail(f"--{flag} {vars(args)[flag]}: {folder} cannot be written to ({error})")
+            fail(f"--{flag} {folder}: cannot be written to ({error})")
     if save and os.listdir(save):
         fail(f"--save {save}: must be empty; choose a new or an empty directory")
 

@@ -113,7 +113,7 @@ def test_the_real_trainer_and_the_planner(tmp_path):
 
 
 @pytest.mark.parametrize("more, message", [
-    ("--tp 3", "takes none of these"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+    ("--tp 3", "refuses every one of these combinations"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("--steps 2", "at least 3"), ("--tp many", "invalid int value")])])
 def test_bad_input_is_refused(tmp_path, more, message):
     status, output = bench(tmp_path, *more.split())

@@ -679,7 +679,7 @@ def test_only_own_names_are_touched(pool, copy):
 
 
 @pytest.mark.parametrize("name, message", [("step_00000005", "--resume step_00000005: corrupt (index.json is missing"),
-                                           ("step_00000005.tmp", "step_00000005.tmp cannot be written ([Errno 17]")])
+                                           ("step_00000005.tmp", "step_00000005 cannot be written ([Errno 17]")])
 @pytest.mark.parametrize("make", ["touch", "symlink"])
 def test_what_only_has_the_name_of_a_checkpoint_is_refused(pool, copy, name, message, make):
     (copy / name).touch() if make == "touch" else (copy / name).symlink_to(copy / "nowhere")

@@ -539,7 +539,7 @@ def bad_inputs(folder):
         f"--dataset {folder}/floats.npy": "float64",
         f"--dataset {folder}/no.npy": "not a token file",
         f"--dataset {folder}/nothing.npy": "not a token file",
-        f"--dataset {folder}/large.npy": "tokens range from 256 to 256, but the vocabulary of --model has 256, numbered from 0",
+        f"--dataset {folder}/large.npy": "tokens range from 256 to 256, but the vocabulary of --model has 256 tokens",
         "--attention flash": "--attention flash: requires --device cuda",
         f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
         f"--save {folder}/short.npy": "--save",

@@ -158,7 +158,7 @@ def test_a_long_sequence(pool):
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
     (2, "--cp 3",
-     "--seq_len 16: must be a multiple of 6, because of cp 3 with --cp_mode zigzag and tp 1 with --sp on; choose 12 or 18"),
+     "--seq_len 16: must be a multiple of 6, because of cp 3 with --cp_mode zigzag; choose 12 or 18"),
     (2, "--cp 0", "--cp: must be at least 1 and below 100000000, but is 0"),
     (3, "--cp 2", "dp 1 x cp 2 x tp 1: must equal the world size, 3; leave --dp out and choose cp x tp from 1, 3"),
     (8, "--cp 8 --tp 8 --cp_mode ring", "--seq_len 16: must be a multiple of 64"),
@@ -189,5 +189,5 @@ def test_the_package_computes_no_blocks(pool, flags, cp, mode):
     if cp == 1 or mode == "ulysses":
         pool.call(flash_job, STEP, argv=argv, world_size=cp)
     else:
-        with pytest.raises(Refused, match=f"--attention flash: --cp_mode {mode} has its own kernels; use --cp_mode ulysses"):
+        with pytest.raises(Refused, match=f"--cp_mode {mode} has its own kernels; use --attention sdpa or --cp_mode ulysses"):
             pool.call(flash_job, STEP, argv=argv, world_size=cp)

@@ -174,7 +174,7 @@ def counted_job():
             for param in params:
                 param.main_grad.zero_()
     handles = getattr(reducer, "handles", "missing")
-    return seen, called, shares, [getattr(reducer, "group", None) == GROUP, getattr(reducer, "micro_batches", None), handles]
+    return seen, called, shares, [getattr(reducer, "group", None) == GROUP, getattr(reducer, "num_micro_batches", None), handles]
 
 
 @rung({"data_parallel.py": ["OverlapReducer.__init__", "OverlapReducer.on_grad"]}, hints="""
@@ -185,12 +185,12 @@ def counted_job():
     `register_hook` would be too early. Keep a count for each parameter, in a dictionary.
 
     `__init__`: `self.backwards = dict.fromkeys(params, 0)`, and register `self.on_grad` as the hook of each parameter. `on_grad`:
-    add one to the parameter's count; if `self.micro_batches` divides it, call `self.start(param)`. There is no need to reset the
-    count at the end of a step.""")
+    add one to the parameter's count; if `self.num_micro_batches` divides it, call `self.start(param)`. There is no need to reset
+    the count at the end of a step.""")
 def test_knowing_when_a_gradient_is_final(pool):
     """Write `OverlapReducer.__init__` and `on_grad`. `__init__` keeps the group in self.group and the number of micro-batches in
-    self.micro_batches, and creates self.handles, an empty list for the next rung. It also registers on_grad, to be called whenever
-    backward has computed a parameter's gradient. `on_grad(param)` calls self.start(param) when the gradient is final. With 3
+    self.num_micro_batches, and creates self.handles, an empty list for the next rung. It also registers on_grad, to be called
+    whenever backward has computed a parameter's gradient. `on_grad(param)` calls self.start(param) when the gradient is final. With 3
     micro-batches that is in the 3rd backward, then in the 6th, and in no other. By then main_grad must contain the last
     micro-batch's gradient, and backward must not have moved on to the next parameter."""
     (seen, called, shares, attributes), = pool.call(counted_job, STEP)
@@ -201,7 +201,7 @@ def test_knowing_when_a_gradient_is_final(pool):
     held = min(shares)
     assert held == 3, f"when start was called, main_grad held {held} of 3 gradients: the hook runs before the last is added"
     assert attributes == [True, 3, []], (
-        "`__init__` must keep what it is given in self.group and self.micro_batches, and make an empty list, self.handles")
+        "`__init__` must keep what it is given in self.group and self.num_micro_batches, and make an empty list, self.handles")
 
 
 @rung({"data_parallel.py": ["OverlapReducer.start", "OverlapReducer.all_reduce", "OverlapReducer.finish"]}, hints="""
@@ -301,8 +301,8 @@ def test_which_gradients_share_a_bucket(pool):
 
     Each bucket counts the gradients that are not final yet. A dictionary maps each parameter to its bucket.
 
-    `__init__`: `super().__init__(params, group, micro_batches)`; then `self.bucket_of` maps each parameter to its bucket, for all
-    buckets that `make_buckets(params, bucket_bytes)` returns. `start`: subtract one from bucket.num_pending; when it reaches 0,
+    `__init__`: `super().__init__(params, group, num_micro_batches)`; then `self.bucket_of` maps each parameter to its bucket, for
+    all buckets that `make_buckets(params, bucket_bytes)` returns. `start`: subtract one from bucket.num_pending; when it reaches 0,
     set it back to len(bucket.params) for the next step, and call `self.all_reduce(bucket.flat_grad)`.""")
 def test_a_bucket_is_sent_when_it_is_full(pool):
     """Write `BucketReducer.__init__` and `start`. In every step it starts one all-reduce for each bucket, when the last gradient of
