@@ -202,8 +202,9 @@ def report(adapter, said):
     if said["note"]:
         print(f"note: {said['note']}")
     if not said["status"]:
-        kind = ", as far as it can tell" if said["dtype"] != "float64" else "; somewhere on the way is float32"
-        return print(f"EQUAL to {said['largest']:.0e}" + kind * (not said["exact"]))
+        if said["dtype"] != "float64":
+            return print(f"EQUAL, as far as {said['dtype']} can tell: differences of up to {said['largest']:.0e} could be rounding")
+        return print(f"EQUAL to {said['largest']:.0e}" + "; somewhere on the way is float32" * (not said["exact"]))
     print(f"APART, first in step {said['step']}: {said['seen']}\nusually: {said['means']}")
     if len(said["looks"]) > 1:
         print("gradients:" if said["cause"] not in ("not updated", "decay", "update", "update times a factor") else "weights:")

@@ -87,9 +87,13 @@ class Diagnosis:
                 return found
         first = {box: next(iter(copies.values())) for box, copies in held.items()}
         factors = [multiple(tensor, cut(right, *box), limit) for box, tensor in first.items()]
-        if None not in factors and max(factors) - min(factors) <= self.near * max(map(abs, factors)):
+        # a factor has to explain the difference, not only to be allowed by a limit that is as large
+        apart = None not in factors and all(
+            relative(first[box], factor * cut(right, *box)) <= 0.1 * relative(first[box], cut(right, *box))
+            for box, factor in zip(first, factors) if box in wrong)
+        if apart and max(factors) - min(factors) <= self.near * max(map(abs, factors)):
             return Look("factor", self.words.times(factors[0]), factors[0]) if factors[0] else Look("zero gradients", "zero")
-        if None not in factors and 0 not in factors and len(wrong) == len(held):
+        if apart and 0 not in factors and len(wrong) == len(held):
             said = [f"{factor:.3g} on {self.words.ranks([*held[box]])}" for factor, box in zip(factors, held)]
             return Look("scaled apart", f"right but for a factor, which is {', '.join(said[:4])}")
         if before is not None and all(relative(first[box], cut(before, *box)) <= limit for box in wrong):
@@ -175,7 +179,7 @@ class Diagnosis:
         shares = torch.linalg.lstsq(matrix, theirs[:, None], driver="gelsd").solution.flatten()
         # norms that compute in float32 round each sequence by itself otherwise than the batch
         unexplained = max(relative(matrix[:, now] @ usual, ours), relative(matrix @ shares, theirs))
-        if unexplained > max(10 * limit, 1e-5) or (usual <= 0).any():
+        if unexplained > min(max(10 * limit, 1e-5), 0.1 * relative(theirs, ours)) or (usual <= 0).any():
             return None
         ratios = {columns[i][0]: float(shares[i] / usual[k]) for k, i in enumerate(now)}
         older = {columns[i][0]: float(shares[i] / usual.mean()) for i in range(len(columns)) if i not in now}
@@ -298,6 +302,10 @@ class Diagnosis:
         before = self.names[:self.names.index(place) + 1]
         if not all_wrong and len(looks) > 0.7 * len(before):
             return Finding("backward", f"the gradients go wrong at {place} on the way back: {first.text}{late}", looks, place)
+        if all_wrong and kinds == {"gradients"}:          # the loss may hardly show what is wrong with the forward pass
+            found = self.forward(step, looks)
+            if found.place:
+                return found
         cause = first.kind if first.kind in CAUSES else "gradients"
         return Finding(cause, f"the gradients of {which}: {first.text}{late}", looks, place)
 
