@@ -79,37 +79,50 @@ class Diagnosis:
             return None
         if not all(torch.isfinite(tensor).all() for copies in held.values() for tensor in copies.values()):
             return Look("gradients", "not finite")
-        for box in wrong:
-            stale = before is not None and all(relative(held[box][rank], cut(before, *box)) <= limit for rank in wrong[box])
-            if stale and len(wrong[box]) < len(held[box]):
-                return Look("not updated", f"as before the update on {self.words.ranks(wrong[box])}")
-            if found := self.copies_that_differ(held[box], cut(right, *box), wrong[box], limit):
+        if found := self.not_updated(held, wrong, limit, before):
+            return found
+        for box, ranks in wrong.items():
+            if found := self.copies_that_differ(held[box], cut(right, *box), ranks, limit):
                 return found
         first = {box: next(iter(copies.values())) for box, copies in held.items()}
+        return (self.times_a_factor(right, held, first, wrong, limit) or self.sum_of_parts(right, held, first, wrong, limit)
+                or self.low_precision(right, first) or basis and self.fit(name, first, right, limit, *basis)
+                or self.only_in_part(right, held, first, wrong, limit))
+
+    def not_updated(self, held, wrong, limit, before):
+        if before is None or not all(relative(held[box][rank], cut(before, *box)) <= limit for box in wrong for rank in wrong[box]):
+            return None
+        ranks = {rank for box in wrong for rank in wrong[box]}
+        some = any(len(wrong[box]) < len(held[box]) for box in wrong)
+        return Look("not updated", "as before the update" + f" on {self.words.ranks(ranks)}" * some)
+
+    def times_a_factor(self, right, held, first, wrong, limit):
         factors = [multiple(tensor, cut(right, *box), limit) for box, tensor in first.items()]
         # a factor has to explain the difference, not only to be allowed by a limit that is as large
-        apart = None not in factors and all(
-            relative(first[box], factor * cut(right, *box)) <= 0.1 * relative(first[box], cut(right, *box))
-            for box, factor in zip(first, factors) if box in wrong)
-        if apart and max(factors) - min(factors) <= self.near * max(map(abs, factors)):
+        if None in factors or any(relative(first[box], factor * cut(right, *box)) > 0.1 * relative(first[box], cut(right, *box))
+                                  for box, factor in zip(first, factors) if box in wrong):
+            return None
+        if max(factors) - min(factors) <= self.near * max(map(abs, factors)):
             return Look("factor", self.words.times(factors[0]), factors[0]) if factors[0] else Look("zero gradients", "zero")
-        if apart and 0 not in factors and len(wrong) == len(held):
-            said = [f"{factor:.3g} on {self.words.ranks([*held[box]])}" for factor, box in zip(factors, held)]
-            return Look("scaled apart", f"right but for a factor, which is {', '.join(said[:4])}")
-        if before is not None and all(relative(first[box], cut(before, *box)) <= limit for box in wrong):
-            return Look("not updated", "as before the update")
+        if 0 in factors or len(wrong) < len(held):
+            return None
+        said = [f"{factor:.3g} on {self.words.ranks([*held[box]])}" for factor, box in zip(factors, held)]
+        return Look("scaled apart", f"right but for a factor, which is {', '.join(said[:4])}")
+
+    def sum_of_parts(self, right, held, first, wrong, limit):
         every = {box: sum(cut(right, *other) for other in held if other[1] == box[1]) for box in wrong}
         factors = [multiple(first[box], every[box], limit) for box in wrong]
-        if len(held) > 1 and None not in factors and 0 not in factors:
-            return Look("others' gradients", "the sum of those of different parts, " + self.words.times(factors[0]), factors[0])
+        if len(held) == 1 or None in factors or 0 in factors:
+            return None
+        return Look("others' gradients", "the sum of those of different parts, " + self.words.times(factors[0]), factors[0])
+
+    def low_precision(self, right, first):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            fits = torch.finfo(dtype).bits < torch.finfo(getattr(torch, self.trial.dtype)).bits
-            if fits and all(torch.equal(tensor, tensor.to(dtype).double()) for tensor in first.values()) \
-                    and not torch.equal(right, right.to(dtype).double()):
+            lower = torch.finfo(dtype).bits < torch.finfo(getattr(torch, self.trial.dtype)).bits
+            fits = all(torch.equal(tensor, tensor.to(dtype).double()) for tensor in first.values())
+            if lower and fits and not torch.equal(right, right.to(dtype).double()):
                 return Look("low precision", f"numbers of {str(dtype).removeprefix('torch.')}, and the right ones are not")
-        if basis and (found := self.fit(name, first, right, limit, *basis)):
-            return found
-        return self.only_in_part(right, held, first, wrong, limit)
+        return None
 
     def copies_that_differ(self, copies, right, wrong, limit):
         distinct = []                                     # (tensor, ranks that have it)
