@@ -337,3 +337,25 @@ def test_the_other_tests_say_why(capsys):
     assert_same_tensors(right, right, 1e-9)
     with pytest.raises(AssertionError, match=r"model\.layers\.\*\.norm: 2 times the right ones \(tp\)"):
         assert_same_tensors(twice, right, 1e-9, "4 dense-2 sgd --tp 2 --zero 1")
+
+
+MY_MODEL = '''
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class MyModel(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Embedding(64, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 64))
+
+    def forward(self, inputs, targets):
+        return torch.nn.functional.cross_entropy(super().forward(inputs).flatten(0, 1), targets.flatten())
+'''
+
+
+def test_the_adapter_on_the_page_is_all_of_it(tmp_path):
+    (shown,) = re.findall(r"```text\n(def build\(.*?)```", README, re.S)
+    (tmp_path / "mine.py").write_text(MY_MODEL + shown)
+    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2)
+    assert status == 0 and equal(said[0]), output

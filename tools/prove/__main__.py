@@ -52,7 +52,7 @@ def parse_args(argv):
     add("--json", metavar="FILE", help="write what was found there, too")
     args = parser.parse_args(argv)
     if not Path(args.adapter).is_file():
-        refuse(f"{args.adapter}: no such file; copy tools/prove/adapters/template.py")
+        refuse(f"ADAPTER.py {args.adapter}: no such file; copy tools/prove/adapters/template.py")
     if args.layouts and not Path(args.layouts).is_file():
         refuse(f"--layouts {args.layouts}: no such file")
     for name, most in (("world", 64), ("seconds", 86400)):
