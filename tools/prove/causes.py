@@ -117,7 +117,7 @@ CAUSES = {
         "another learning rate, or the clipping uses another norm"),
     "update": Cause(
         "the weights alone, otherwise",
-        "the update itself: states of the optimizer, or weights that are not gathered"),
+        "the update itself: clipping by another norm, states of the optimizer, or weights that are not gathered"),
     # ------------------------------------------------------------------------------------------- the start
     "copies at the start": Cause(
         "the weights that the layout draws itself: parts of a matrix, or layers, are copies of each other",
