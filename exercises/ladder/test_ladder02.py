@@ -190,8 +190,8 @@ def counted_job():
 def test_knowing_when_a_gradient_is_final(pool):
     """Write `OverlapReducer.__init__` and `on_grad`. `__init__` keeps the group in self.group and the number of micro-batches in
     self.num_micro_batches, and creates self.handles, an empty list for the next rung. It also registers on_grad, to be called
-    whenever backward has computed a parameter's gradient. `on_grad(param)` calls self.start(param) when the gradient is final. With 3
-    micro-batches that is in the 3rd backward, then in the 6th, and in no other. By then main_grad must contain the last
+    whenever backward has computed a parameter's gradient. `on_grad(param)` calls self.start(param) when the gradient is final. With
+    3 micro-batches that is in the 3rd backward, then in the 6th, and in no other. By then main_grad must contain the last
     micro-batch's gradient, and backward must not have moved on to the next parameter."""
     (seen, called, shares, attributes), = pool.call(counted_job, STEP)
     expected = [0, 0, 2, 2, 2, 4]
