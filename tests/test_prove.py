@@ -221,6 +221,8 @@ def step(run, inputs, targets):
         group["weight_decay"] = 0.2 if run.how == "decay" else 0.01
     if run.how != "frozen":
         run.adamw.step()
+    if run.how == "drift" and last:
+        run.model[1].weight.data.mul_(1.001)
     loss, norm = loss * (3 if run.how == "log" else 1), {"word": "much", "norm": norm * 2**0.5}.get(run.how, norm)
     return [loss, norm] if run.how == "list" else (loss, norm)
 
@@ -234,7 +236,7 @@ CAUSE = {"summed": "all gradients times a factor", "alone": "not reduced", "same
          "doubled": "loss times a factor",
          "bfloat16": "low precision", "clipped": "scaled apart", "zeroed": "zero gradients", "own log": "log of one rank",
          "log": "log times a factor", "norm": "norm counts", "learning rate": "update times a factor", "decay": "decay",
-         "frozen": "not updated"}
+         "frozen": "not updated", "drift": "weights drift"}
 SAID = {"hang": "did not finish", "die": "rank 1 died with exit status 7", "raise": "ValueError: what a rank says",
         "nothing": "build: returns None", "three": "yields a tuple of 3; it must yield (name, weight, gradient, where)",
         "forget": "parts: of 1.bias one process holds 8 numbers, all ranks together 0",

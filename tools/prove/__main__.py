@@ -207,7 +207,7 @@ def report(adapter, said):
         return print(f"EQUAL to {said['largest']:.0e}" + "; somewhere on the way is float32" * (not said["exact"]))
     print(f"APART, first in step {said['step']}: {said['seen']}\nusually: {said['means']}")
     if len(said["looks"]) > 1:
-        print("gradients:" if said["cause"] not in ("not updated", "decay", "update", "update times a factor") else "weights:")
+        print("weights:" if said["seen"].startswith("the weights") else "gradients:")
         for text, names in sorted(said["looks"].items(), key=lambda item: -len(item[1]))[:6]:
             print(f"    {len(names):3} parameters, such as {names[-1]}: {text}")
 

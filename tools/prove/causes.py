@@ -109,6 +109,9 @@ CAUSES = {
     "not updated": Cause(
         "the weights alone: some are as before the update",
         "they are not in the optimizer, or not gathered after it"),
+    "weights drift": Cause(
+        "the weights alone: copies of a weight differ between ranks, though their gradients are alike",
+        "some ranks update otherwise: with another learning rate, clipping, or states of their own"),
     "decay": Cause(
         "the weights alone: off by a multiple of themselves",
         "weight decay is applied to other parameters"),

@@ -82,7 +82,7 @@ class Diagnosis:
         if found := self.not_updated(held, wrong, limit, before):
             return found
         for box, ranks in wrong.items():
-            if found := self.copies_that_differ(held[box], cut(right, *box), ranks, limit):
+            if found := self.copies_that_differ(held[box], cut(right, *box), ranks, limit, are_shares=before is None):
                 return found
         first = {box: next(iter(copies.values())) for box, copies in held.items()}
         return (self.times_a_factor(right, held, first, wrong, limit) or self.sum_of_parts(right, held, first, wrong, limit)
@@ -124,7 +124,7 @@ class Diagnosis:
                 return Look("low precision", f"numbers of {str(dtype).removeprefix('torch.')}, and the right ones are not")
         return None
 
-    def copies_that_differ(self, copies, right, wrong, limit):
+    def copies_that_differ(self, copies, right, wrong, limit, are_shares):
         distinct = []                                     # (tensor, ranks that have it)
         for rank, tensor in copies.items():
             alike = [ranks for other, ranks in distinct if relative(tensor, other) <= limit]
@@ -132,6 +132,8 @@ class Diagnosis:
         if len(distinct) == 1:
             return None
         over = self.words.along([ranks for _, ranks in distinct])
+        if not are_shares:                                # these are weights
+            return Look("weights drift", f"copies differ over {over}; they are wrong on {self.words.ranks(wrong)}")
         c = multiple(sum(tensor for tensor, _ in distinct), right, limit)
         if c:
             return Look("not reduced", f"not reduced over {over}; the sum of the ranks' shares is {self.words.times(c)}")
@@ -351,14 +353,16 @@ class Diagnosis:
         which = self.words.which([*looks])
         looked = [name for name in looks if right[name].numel() > 1]
         if {look.kind for look in looks.values()} == {"not updated"}:
-            return Finding("not updated", f"the weights of {which} are as before the update", looks, [*looks][0])
+            return Finding("not updated", f"the weights of {which} are {next(iter(looks.values())).text}", looks, [*looks][0])
+        if "weights drift" in {look.kind for look in looks.values()}:
+            return Finding("weights drift", f"the weights of {which}: {self.most_common(looks, 'weights drift')}", looks)
         decayed = [multiple(theirs[name] - right[name], before[name].double(), 1e-3) for name in looked]
         moved = [multiple(theirs[name] - before[name], right[name] - before[name], 1e-3) for name in looked]
         for cause, text, factors in (("decay", "are off by {:.3g} of themselves", decayed),
                                      ("update times a factor", "have moved {:.3g} times as far", moved)):
             if factors and None not in factors and max(factors) - min(factors) <= 1e-2 * abs(max(factors)):
                 said = f"the weights of {which} {text.format(factors[0])}; gradients and norm are right"
-                if abs(factors[0] - 1) > 1e-2:
+                if factors[0] and abs(factors[0] - 1) > 1e-2:
                     return Finding(cause, said, looks)
         first = next(iter(looks.values()))
         return Finding("update", f"the weights of {which}: {first.text}; gradients and norm are right", looks)
