@@ -26,6 +26,8 @@ def affected_by(changed):
     ("step03_zero/README.md", "readmes extensions", "step04 plan_page hangs"),
     ("docs/FAQ.md", "readmes extensions", "step01 plan"),
     ("tools/plan/costs.py", "plan plan_page playbook ladder08", "step08 hangs"),
+    ("tools/prove/causes.py", "prove readmes", "hangs carry"),
+    ("step08_5d/zero.py", "prove step08", "step05 hangs"),
     ("tools/simulate/play.py", "simulate plan step03", "step01 hangs"),
     ("tests/support/observe.py", "step02 step08 ladder02", "wild carry"),
     ("tests/support/fixtures.py", "step01 wild ladder08", ""),

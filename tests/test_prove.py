@@ -1,4 +1,4 @@
-"""tools/prove has no false alarm, sees and names what is planted, and says what is wrong with an adapter."""
+"""tools/prove has no false alarm, names what is planted in step08_5d and elsewhere, and says what is wrong with an adapter."""
 import importlib.util
 import json
 import os
