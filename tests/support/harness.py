@@ -312,8 +312,8 @@ def assert_same_tensors(tensors, reference, tolerance, what=""):
 
 
 def why(tensors, reference, tolerance, what):
-    """Say what tools/prove sees in the tensors of a run that differs, if it has the same ones."""
-    # not an import: dev/changed.py would run every test after a change in tools/prove, which changes only this message
+    """Say what the prover sees in the tensors of a run that differs, if it has the same ones."""
+    # no import statement: dev/changed.py would run every test after a change in the prover, which changes only this message
     in_words = importlib.import_module("prove.diagnose").in_words
     flags = {name: int(value) for name, value in re.findall(r"--(\w+) (\d+)", what)}
     found = in_words(tensors, reference, tolerance, flags) if tensors.keys() == reference.keys() else ""
