@@ -534,12 +534,12 @@ def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
 def test_a_bias_is_not_saved_and_that_is_said(pool, flags, tmp_path):
     said = {balance: pool.train(STEP, f"{flags[2, 2]} --steps 1 --balance {balance} --save {tmp_path}", world=2).output
             for balance in ("none", "bias", "aux")}
-    assert "no place for the biases" in said["bias"] and said["bias"].count("no place") == 1
-    assert "no place" not in said["none"] + said["aux"]
+    assert "cannot hold the biases" in said["bias"] and said["bias"].count("cannot hold the biases") == 1
+    assert "cannot hold the biases" not in said["none"] + said["aux"]
 
 
 def test_started_from_a_checkpoint_there_is_no_bias(pool, flags, initial):
-    assert "no place" not in pool.train(STEP, f"{flags[2, 4]} --init_from {initial} --steps 1").output
+    assert "cannot hold the biases" not in pool.train(STEP, f"{flags[2, 4]} --init_from {initial} --steps 1").output
 
 
 @slow
