@@ -133,14 +133,14 @@ def run_all():
     SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "rank", PP, RUNS, timeout=900)))
 
 
-def share(name):
-    """Return a rank's number of stages. Dividing by it makes times those of a rank's whole share."""
+def stages_per_rank(name):
+    """Return a rank's number of stages. Counts and times of a stage are divided by it, to be those of all layers of a rank."""
     return schedules.SCHEDULES[name].stages_per_rank
 
 
 def simulated(name, m=M, message=0):
-    lists = schedules.make(name, PP, m, share(name))
-    return schedules.simulate(lists, *[1 / share(name)] * 3, message=message)
+    lists = schedules.make(name, PP, m, stages_per_rank(name))
+    return schedules.simulate(lists, *[1 / stages_per_rank(name)] * 3, message=message)
 
 
 def length(events):
@@ -175,7 +175,7 @@ def message_table():
 
 
 def counted(name):
-    return [schedules.max_in_flight(actions) for actions in schedules.make(name, PP, M, share(name))]
+    return [schedules.max_in_flight(actions) for actions in schedules.make(name, PP, M, stages_per_rank(name))]
 
 
 KEPT = {"afab": "m", "1f1b": "min(m, p - r)", "interleaved": "min(mv, 2(p - 1 - r) + (v - 1) R + 1)",
@@ -294,9 +294,10 @@ def list_pictures():
     with on_one_scale(33) as draw:
         for name in SCHEDULES:
             events = simulated(name)
-            kept = ", ".join(map(str, counted(name))) + (" halves" if share(name) == 2 else " micro-batches")
+            kept = ", ".join(number(n / stages_per_rank(name)) for n in counted(name))
             if not schedules.SCHEDULES[name].v_shaped:        # dualpipe has a picture of its own
-                draw(events, name, f"{name}: {idle_words(events)}, keep at most {kept}", 1 if name == "afab" else None)
+                title = f"{name}: {idle_words(events)}; at most {kept} micro-batches in flight"
+                draw(events, name, title, 1 if name == "afab" else None)
 
 
 def dualpipe_picture(traced=(0, 6)):
@@ -327,11 +328,12 @@ def dualpipe_picture(traced=(0, 6)):
     axes.set_xlabel("units of time", fontsize=9)
     axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"dualpipe: {idle_words(events)}, keep at most {counted('dualpipe')[0]} halves (ranks 1, 2 not drawn)",
+    kept = number(counted("dualpipe")[0] / stages_per_rank("dualpipe"))
+    axes.set_title(f"dualpipe: {idle_words(events)}; at most {kept} micro-batches in flight (ranks 1 and 2 not drawn)",
                    fontsize=10, loc="left")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
     lines = [plt.Line2D([], [], color="black", lw=1.3, ls=style) for style in ("-", "--")]
-    axes.legend([*patches, *lines], ["F", "B, or I alone", "W", *(f"the way of micro-batch {i}" for i in traced)], ncols=5,
+    axes.legend([*patches, *lines], ["F", "B, or I alone", "W", *(f"path of micro-batch {i}" for i in traced)], ncols=5,
                 loc="upper center", bbox_to_anchor=(0.45, -0.14), frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2)
     figure.savefig(os.path.join(FIGURES, "dualpipe.png"), dpi=150, bbox_inches="tight")
     plt.close(figure)
@@ -396,20 +398,20 @@ def bubble_picture():
         left.plot(points, idle, "o", ms=7 if name == "afab" else 4, label=name, **style)
         real = ran(name)
         left.plot(M, sum(schedules.bubble(real)) / PP / (3 * M), "x", ms=9, mew=1.5, **style)
-    left.plot([], [], "x", color="black", label="a real run")
-    left.set(xlabel="micro-batches m", ylabel="idle time, as a share of the work",
+    left.plot([], [], "x", color="black", label="measured run")
+    left.set(xlabel="micro-batches m", ylabel="idle time, relative to a rank's work",
              title="lines: formula; dots: simulation", ylim=(0, None))
     left.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, 0))
     left.legend(frameon=False, fontsize=9)
     for i, name in enumerate(SCHEDULES):
         ranks = SEEN["watch", flags(name)]
         places = [rank + (i - (len(SCHEDULES) - 1) / 2) * 0.8 / len(SCHEDULES) for rank in range(PP)]
-        right.bar(places, [n / share(name) for n in counted(name)], width=0.7 / len(SCHEDULES),
+        right.bar(places, [n / stages_per_rank(name) for n in counted(name)], width=0.7 / len(SCHEDULES),
                   color=COLORS[name], label=name)
-        measured = [seen["kept"] / seen["of_one"] / share(name) for seen in ranks]
+        measured = [seen["kept"] / seen["of_one"] / stages_per_rank(name) for seen in ranks]
         right.plot(places, measured, "k_", ms=9, mew=1.5, label="measured" if name == SCHEDULES[-1] else None)
-    right.set(ylabel="micro-batches kept, of a rank's whole share",
-              title="bars: counted in the lists; strokes: measured bytes", ylim=(0, 12))
+    right.set(ylabel="activations held, in micro-batches",
+              title="bars: counted in the lists; dashes: measured bytes", ylim=(0, 12))
     right.set_xticks(range(PP), [f"rank {rank}" for rank in range(PP)])
     right.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
     figure.tight_layout()

@@ -370,9 +370,9 @@ def layer_picture():
         a, y = x[0], layer(x.unsqueeze(0))[0, 0]
         logits = layer.gate(a)
     chosen = logits.topk(TOP_K).indices.tolist()
-    share = logits[chosen].softmax(-1).tolist()
+    routing = logits[chosen].softmax(-1).tolist()
     outs = [weights[expert] @ a for expert in chosen]
-    assert chosen == [0, 2] and torch.allclose(share[0] * outs[0] + share[1] * outs[1], y, atol=1e-6)
+    assert chosen == [0, 2] and torch.allclose(routing[0] * outs[0] + routing[1] * outs[1], y, atol=1e-6)
 
     figure, axes = plt.subplots(figsize=(11.5, 5.4))
     usual = {"facecolor": "white", "edgecolor": "#333333"}
@@ -404,7 +404,7 @@ def layer_picture():
     words(5.75, 6.1, "the two highest:", fontsize=12)
     words(5.75, 5.62, "experts 0 and 2", fontsize=12)
     words(8.55, 6.1, "softmax of these two logits:", fontsize=12)
-    words(8.55, 5.62, f"shares {share[0]:.2f} and {share[1]:.2f}", fontsize=12)
+    words(8.55, 5.62, f"weights {routing[0]:.2f} and {routing[1]:.2f}", fontsize=12)
     arrow((4.35, 5.85), (4.75, 5.85))
     arrow((6.75, 5.85), (7.05, 5.85))
     for expert in range(4):
@@ -423,7 +423,7 @@ def layer_picture():
         end = (8.35, 1.72 if place == 0 else 1.18)
         arrow((6.5, y0 - 0.05 - place * 0.75), end)
         at = (8.3, 2.6) if place == 0 else (7.6, 0.3)
-        words(*at, f"times {share[place]:.2f}", fontsize=12)
+        words(*at, f"times {routing[place]:.2f}", fontsize=12)
     arrow((8.55, 5.35), (8.35, 2.85), color="#999999", linestyle="--")
     axes.add_patch(plt.Circle((8.62, 1.45), 0.36, facecolor="white", edgecolor="#333333", lw=1.2))
     words(8.62, 1.43, "+", fontsize=18)
@@ -462,7 +462,7 @@ def dispatch_picture():
             for i, (token, expert) in enumerate(some):
                 place[column, token, expert] = -i * 0.72 + rank * low
                 box(column, place[column, token, expert], 0.6, f"{token}{expert}", expert)
-    axes.text(len(stages) * 2 + 0.4, 0.75, "weighed\nand added", ha="center", va="bottom", fontsize=14)
+    axes.text(len(stages) * 2 + 0.4, 0.75, "weighted\nsum", ha="center", va="bottom", fontsize=14)
     for rank, some in enumerate(rows):                    # one box for each token
         for i, token in enumerate(dict.fromkeys(token for token, _ in some)):
             y = -i * 1.44 - 0.72 + rank * low
