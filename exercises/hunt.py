@@ -226,10 +226,19 @@ def answered(answer):
     best[hunt["patch"]] = min(hunt["probes"], best.get(hunt["patch"], hunt["probes"]))
     best_of.write_text(json.dumps(best))
     print(f"yes, with {hunt['probes']} probes; the fewest that anybody needed here: {best[hunt['patch']]}\n\n"
-          + (MISTAKES / f"{hunt['patch']}.patch").read_text())
+          + (MISTAKES / f"{hunt['patch']}.patch").read_text() + looks_like(hunt["patch"]))
+
+
+def looks_like(name):
+    """Return the rows of tools/prove's table of causes that tell of this mistake."""
+    from plants import STEPS
+    from prove.causes import CAUSES
+    causes = [CAUSES[cause] for cause in sorted(STEPS[name].causes) if cause in CAUSES] if name in STEPS else []
+    return "".join(f"\nHow it looks from outside: {cause.looks}.\nThe usual cause: {cause.means}.\n" for cause in causes)
 
 
 def main():
+    sys.path += [path for path in PYTHONPATH if path not in sys.path]
     what, *words = sys.argv[1:] or ["hunt"]
     given = dict(word.split("=", 1) for word in words if not word.endswith("="))   # make passes FLAG= where nothing is set
     if what == "probe":
@@ -241,7 +250,6 @@ def main():
         refuse(f'SEED={seed}: must be today or another word; ANSWER="FILE:LINE" answers the present hunt')
     if level not in ("one", "any"):
         refuse(f"LEVEL={level}: must be one or any")
-    sys.path += [path for path in PYTHONPATH if path not in sys.path]
     from harness import shared_pool
     begin(shared_pool(), datetime.date.today().isoformat() if seed == "today" else seed, level)
 

@@ -76,6 +76,12 @@ def test_played_to_its_end(pool, place, capsys, level, seed):
     assert "the fewest that anybody needed here: 3" in capsys.readouterr().out
 
 
+def test_the_answer_says_how_such_a_mistake_looks_from_outside():
+    assert "not reduced over these ranks" not in hunt.looks_like("step02_loss_not_summed")
+    assert "every rank has its own" in hunt.looks_like("step02_loss_not_summed")
+    assert hunt.looks_like("step02_waited_for_at_once") == "", "it changes no number"
+
+
 def one_line(capsys):
     printed = capsys.readouterr()
     return printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
