@@ -69,11 +69,11 @@ def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
     good, crash, hang, oom = rows_of(tmp_path)
     assert float(good["tok_s_gpu"]) == 110 and float(good["mem_gib"]) == 1
     assert "the eighth layer is missing" in crash["reason"]
-    assert "out of memory" in oom["reason"] and "no end after 12" in hang["reason"]
+    assert "out of memory" in oom["reason"] and "stopped after 12" in hang["reason"]
     assert "4 runs; failed: 1 crash, 1 hang, 1 oom" in output and (tmp_path / "results.png").stat().st_size > 1000
     assert gone(tmp_path)
     status, output = bench(tmp_path, *flags, "1", "2", "4", "8")
-    assert status == 0 and "4 layouts, 4 of them done before" in output and len(rows_of(tmp_path)) == 4
+    assert status == 0 and "4 layouts, of which 4 are already done" in output and len(rows_of(tmp_path)) == 4
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_what_a_killed_sweep_leaves_is_cleared_away_and_it_goes_on(tmp_path):
         process.wait()
     assert marked(tmp_path), "there is something to clear away"
     status, output = bench(tmp_path, *flags, "1", "2")
-    assert status == 0 and "2 layouts, 1 of them done before" in output, output
+    assert status == 0 and "2 layouts, of which 1 are already done" in output, output
     assert [row["status"] for row in rows_of(tmp_path)] == ["ok", "crash"] and gone(tmp_path)
 
 

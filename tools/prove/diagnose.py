@@ -38,9 +38,9 @@ class Finding(NamedTuple):
 
 
 def multiple(a, b, limit):
-    """Return c if a is c x b."""
+    """Return c if a is c x b, up to rounding, or up to a millionth of the difference between them: float32 rounds both otherwise."""
     c = float((a * b).sum() / (b * b).sum().clamp(min=1e-60))
-    return c if relative(a, c * b) <= limit or float(a.norm()) == 0 else None
+    return c if relative(a, c * b) <= max(limit, 1e-6 * min(1.0, relative(a, b))) or float(a.norm()) == 0 else None
 
 
 class Diagnosis:
@@ -54,6 +54,7 @@ class Diagnosis:
         """Return the first step with a difference, and the Finding."""
         step = next(k for k, row in enumerate(self.apart) if any(row))
         row = self.apart[step]
+        self.words.sizes["targets"] = int((self.trial.targets[step] >= 0).sum())
         if row.loss:
             return step, self.loss(step, row)
         if row.gradients:
@@ -214,12 +215,13 @@ class Diagnosis:
             groups[round(ratio, 3)].append(label)
         total = sum(counts.values())
         held = [ratio * sum(counts[label] for label in labels) / total for ratio, labels in groups.items()]
+        if len(groups) == 1:                              # a factor, which float32 has hidden in the single numbers
+            factor = next(iter(groups))
+            return Look("factor", self.words.times(factor), factor) if abs(factor - 1) > self.near else None
         for number in range(2, len(ratios) + 1):          # of groups, each of which has the same say
             says = [share * number for share in held]
             if self.trial.mask and all(say > 0.5 and abs(say - round(say)) < 0.01 for say in says):
                 return Look("mean of means", f"those of a mean of {number} means, each over its own number of targets")
-        if len(groups) == 1:
-            return None
         if len(groups) > 4:
             return Look("shares", "those of a batch in which sequences count differently: "
                         + ", ".join(f"{ratio:.3g}" for ratio in ratios.values()))
