@@ -101,6 +101,16 @@ def test_what_it_says_of_picotron_at_59714b1(tmp_path):
     assert said[0]["cause"] == "not reduced" and "over cp" in output
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="pip install torchtitan==0.2.2")
+def test_what_it_says_of_torchtitan_0_2_2(tmp_path):
+    layouts = "2 fsdp=2 acc=2\n2 tp=2\n4 ddp=2 fsdp=2\n2 ddp=2\n2 pp=2\n"
+    _, output, said = prove(ADAPTERS / "of_torchtitan.py", tmp_path, layouts=layouts)
+    assert [result["status"] for result in said] == [0, 0, 0, 1, 1], output
+    assert {result["cause"] for result in said[3:]} == {"all gradients times a factor"}
+    assert "1/2 times the right ones (1/dp_replicate" in output and "128 times the right ones (targets)" in output
+
+
 # ------------------------------------------------------------------------------------------- planted mistakes
 
 
