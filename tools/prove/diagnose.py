@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def multiple(a, b, limit):
-    """Return c if a is c x b, up to rounding or, because float32 rounds each of them differently, a millionth of their difference."""
+    """Return c if a is c x b, up to rounding or to a millionth of their difference, since float32 rounds the two differently."""
     c = float((a * b).sum() / (b * b).sum().clamp(min=1e-60))
     return c if relative(a, c * b) <= max(limit, 1e-6 * min(1.0, relative(a, b))) or float(a.norm()) == 0 else None
 
