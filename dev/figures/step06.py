@@ -189,7 +189,7 @@ def kept_by_formula(name):
 
 
 def memory_table():
-    rows = ["| schedule | stages' worth: formula | ranks 0 to 3, counted | measured, in forwards of a stage |",
+    rows = ["| schedule | pairs on rank r: formula | ranks 0 to 3, counted | measured, in forwards of a stage |",
             "|---|---|---|---|"]
     for name in SCHEDULES:
         assert counted(name) == kept_by_formula(name)
