@@ -135,12 +135,12 @@ class LoadBalancer:
         """Return this rank's term of the auxiliary loss.
 
         For one sequence it is AUX_WEIGHT times the number of experts times the sum, over the experts, of the
-        expert's share of the choices times its mean score. The loss is the mean over the global batch.
+        expert's fraction of the choices times its mean score. The loss is the mean over the global batch.
         """
         dist.all_reduce(chosen, group=self.cp_group)      # of the whole sequence; scores: of this rank's part
         top_k, seq_len, num_experts = self.config.num_experts_per_tok, self.args.seq_len, scores.shape[-1]
-        share = chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len)
-        total = num_experts * (share * scores).sum() / seq_len
+        fraction = chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len)
+        total = num_experts * (fraction * scores).sum() / seq_len
         return AUX_WEIGHT * total / self.args.global_batch_size / self.args.tp     # each tp rank adds a part
 
     def update(self):

@@ -279,8 +279,8 @@ def wire_table():
 
 def load_table():
     names = ["2nd step, `--balance none`", "10th step, `--balance none`", "all tokens to the experts 0 and 1"]
-    rows = ["| `--ep 4`, in the | rows of ranks 0 to 3, all layers | most on one rank, a layer "
-            "| all wait for | all-to-all, KiB of ranks 0 to 3 | peak of all memory, MiB of ranks 0 to 3 |",
+    rows = ["| `--ep 4` | rows of ranks 0 to 3, all layers | busiest rank of any layer "
+            "| time of all layers | all-to-all, KiB of ranks 0 to 3 | peak of all memory, MiB of ranks 0 to 3 |",
             "|---|---|---|---|---|---|"]
     for name, (kind, more) in zip(names, LOAD):
         ranks = watched(more, kind=kind)
@@ -290,8 +290,8 @@ def load_table():
         sent = [dispatched(seen) for seen in ranks]
         of_ranks = ", ".join(f"{sum(seen['rows']):,}" for seen in ranks)
         peaks = ", ".join(f"{seen['peak'] / 2**20:.1f}" for seen in ranks)
-        rows.append(f"| {name} | {of_ranks} | {max(map(max, layers)) / even:.2f} of the mean "
-                    f"| {sum(map(max, layers)) / even / LAYERS:.2f} of the mean "
+        rows.append(f"| {name} | {of_ranks} | {max(map(max, layers)) / even:.2f} x mean "
+                    f"| {sum(map(max, layers)) / even / LAYERS:.2f} x even "
                     f"| {', '.join(f'{n / 1024:,.0f}' for n in sent)} | {peaks} |")
     return rows
 
@@ -307,9 +307,9 @@ def memory_table():
         by_stage = [4 * OF_EXPERTS // (RANKS if zero >= stage else cut) for stage in (3, 2, 1)]
         weights, gradients, states = seen["weights"], seen["gradients"], seen["states"]
         assert [weights, gradients, states // 2] == by_stage and states % 2 == 0, (more, seen, by_stage)
-        divisor = f"/{OF_EXPERTS * 4 // by_stage[0]}" if by_stage[0] < OF_EXPERTS * 4 else ""
+        divisor = f" / {OF_EXPERTS * 4 // by_stage[0]}" if by_stage[0] < OF_EXPERTS * 4 else ""
         peak = max(other["peak"] for other in ranks)
-        rows.append(f"| `{more}` | 4E{divisor} = {by_stage[0]:,} | {weights:,} | {gradients:,} | {states:,} "
+        rows.append(f"| `{more}` | 4 x {OF_EXPERTS:,}{divisor} = {by_stage[0]:,} | {weights:,} | {gradients:,} | {states:,} "
                     f"| {seen['others']:,} | {peak / 2**20:.1f} MiB |")
     return rows
 
@@ -346,7 +346,7 @@ def balance_table():
 
 def saved_table():
     seen = SEEN["balance", long_flags("bias")][0]["without_bias"]
-    return ["| after 200 steps, experts chosen by | loss of the last 10 batches | choices that are others |",
+    return ["| after 200 steps, experts selected by | loss on the last 10 batches | tokens' choices that differ |",
             "|---|---|---|",
             f"| score + bias | {seen['losses'][0]:.3f} | |",
             f"| the score alone | {seen['losses'][1]:.3f} | {seen['changed']:.0%} |"]
