@@ -782,8 +782,8 @@ def choose_job(kind, bias, top_k):
     scores = logits.softmax(-1); selected_experts = (scores.detach() + self.bias[i]).topk(top_k).indices; chosen =
     F.one_hot(selected_experts, num_experts).sum((1, 2)); self.tokens_per_expert[i] += chosen.sum(0). If self.args.balance == "aux"
     and logits.requires_grad: logits = AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen)). Return
-    selected_experts, logits. auxiliary_loss: dist.all_reduce(chosen, group=self.cp_group); share =
-    chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len); return AUX_WEIGHT * num_experts * (share * scores).sum() / seq_len /
+    selected_experts, logits. auxiliary_loss: dist.all_reduce(chosen, group=self.cp_group); fraction =
+    chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len); return AUX_WEIGHT * num_experts * (fraction * scores).sum() / seq_len /
     global_batch_size / tp. AddAuxiliaryLoss.forward: ctx.dtype = loss.dtype; return logits.view_as(logits). backward: return grad,
     torch.ones((), dtype=ctx.dtype, device=grad.device).""")
 def test_choosing_and_counting(pool):
