@@ -199,7 +199,7 @@ def choose_picture():
                (6.75, "and\ngradients", -1.15, "ZeRO-2, with few\nmicro-batches"),
                (11.25, "and weights", 1.0,
                 "the smallest tp or pp\nthat fits; or ZeRO-3, with\nmany tokens on each rank,\nrecomputed if need be"),
-               (15.75, "and more than\na node", 1.6, "and pp, the fewest\nstages that fit;\nor ZeRO-3 alone")]
+               (15.75, "and more than\na node", 1.6, "add pp, with the fewest\nstages that fit;\nor ZeRO-3 alone")]
     for x, answer, aside, text in answers:
         near = 9 + 0.45 * (x - 9)
         arrow((near, 18.95), (x, 17.75), answer, aside, 0.08)
@@ -213,25 +213,25 @@ def choose_picture():
         arrow((9 + 0.45 * (x - 9), 14.15), (x, 12.95), why, aside, 0.12)
         box(x, 12.4, 4.6, 1.1, text)
 
-    band(11.75, 7.1, BANDS[1], "2   Batch: is it the global batch that you want?")
+    band(11.75, 7.1, BANDS[1], "2   Batch: is this the global batch that you want?")
     box(9, 10.2, 8.5, 0.9, "micro-batch x accumulation x dp = ?", QUESTION)
     arrow((6.8, 9.75), (4.6, 8.75), "too small", -1.1, 0.12)
     box(4.6, 8.05, 6.6, 1.4, "accumulate (saves GPU hours)\nor add dp (saves days)")
     arrow((11.2, 9.75), (13.4, 8.75), "too large", 1.1, 0.12)
-    box(13.4, 8.05, 6.6, 1.4, "less dp: its ranks go to\ntp, cp or pp")
+    box(13.4, 8.05, 6.6, 1.4, "take ranks from dp, and\ngive them to tp, cp or pp")
 
-    band(7.05, -0.45, BANDS[2], "3   Speed: is what is sent hidden?")
-    box(4.2, 4.95, 6.6, 1.4, "Does dp's sum hide behind\na micro-batch's backward?", QUESTION)
+    band(7.05, -0.45, BANDS[2], "3   Speed: is communication hidden?")
+    box(4.2, 4.95, 6.6, 1.4, "Do dp's reductions hide\nbehind one backward?", QUESTION)
     arrow((7.5, 5.15), (11.1, 5.45), "yes", dy=0.3)
-    box(13.9, 5.55, 5.6, 0.9, "leave it, or more dp")
+    box(13.9, 5.55, 5.6, 0.9, "keep this dp, or more")
     arrow((7.5, 4.75), (11.1, 4.35), "no", dy=-0.34)
-    box(13.9, 4.1, 5.6, 1.1, "some of its ranks to tp\n(in the node) or to pp")
+    box(13.9, 4.1, 5.6, 1.1, "take ranks from dp; give them\nto tp (in the node) or pp")
     arrow((4.2, 4.25), (4.2, 3.2), "then", dx=0.7)
-    box(4.2, 2.5, 6.6, 1.4, "Is there pp, and\nhas it a bubble?", QUESTION)
+    box(4.2, 2.5, 6.6, 1.4, "With pp: does the bubble\ncost much?", QUESTION)
     arrow((7.5, 2.5), (11.1, 2.5), "yes", dy=0.28)
     box(13.9, 2.5, 5.6, 1.2, "more micro-batches,\nor another schedule")
     arrow((4.2, 1.8), (4.2, 1.25), "then", dx=0.7)
-    box(9, 0.55, 16.2, 1.4, "At last the micro-batch: larger, if there is tp.\n"
+    box(9, 0.55, 16.2, 1.4, "Finally, with tp, try a larger micro-batch.\n"
                             "Then measure, and change one thing at a time.")
     axes.set(xlim=(0, 18), ylim=(-0.45, 21.2))
     axes.axis("off")
