@@ -18,7 +18,7 @@ CAUSES = {
         "the log has one rank's share; all-reduce it. The training is right"),
     "log times a factor": Cause(
         "the logged loss alone, times a factor",
-        "it is summed over ranks that have it alike, or divided by another count. The training is right"),
+        "it is summed over ranks that all hold the same value, or divided by the wrong count. The training is right"),
     "log of something else": Cause(
         "the logged loss alone, by no factor",
         "the log shows another number than the one backward starts from. The training is right"),
@@ -29,14 +29,14 @@ CAUSES = {
         "the loss and the gradients of a batch in which some sequences count more often, others less or not at all",
         "ranks read the same data, or somebody's is left out"),
     "mean of means": Cause(
-        "the loss and the gradients of a batch in which a sequence counts the more, the fewer targets there are beside it",
+        "the loss and the gradients of a batch in which a sequence counts for more if fewer targets are beside it",
         "each rank or micro-batch divides by its own number of targets; divide by that of the global batch"),
     "old weights": Cause(
         "the loss and the gradients of the weights before the last update",
         "weights are gathered before the update, or not again after it"),
     "targets at home": Cause(
         "the loss and the gradients of targets that were shifted after the sequence was split",
-        "shift first, split then: the last target of a part is the first token of the next"),
+        "shift first, then split: the last target of a part is the first token of the next"),
     "attends alone": Cause(
         "the loss of sequences of which each part attends to itself alone",
         "the keys and values of the other ranks never reach attention"),
@@ -94,17 +94,17 @@ CAUSES = {
         "look at the backward of what stands there: the reduction where a sharded region begins, or keys of other ranks"),
     "gradients": Cause(
         "gradients are wrong, no multiple of the right ones",
-        "nothing that this table knows. The first wrong ones on the way back are the place to look"),
+        "no cause in this table. Look where backward computes the first wrong ones"),
     # ------------------------------------------------------------------------------------------- the norm
     "norm counts": Cause(
         "the gradient norm alone: the squares of some parameters count n or 1/n times",
-        "what n ranks hold alike is counted n times, or a part is taken for a copy"),
+        "values that n ranks all hold are counted n times, or a shard is taken for a copy"),
     "norm of one rank": Cause(
         "the gradient norm alone: it is that of what one rank holds",
         "the squares are not summed over the ranks, and each clips by its own"),
     "norm": Cause(
         "the gradient norm alone, by no such factor",
-        "it is taken too early, or of other numbers than the gradients"),
+        "it is computed too early, or from something other than the gradients"),
     # ------------------------------------------------------------------------------------------- the update
     "not updated": Cause(
         "the weights alone: some are as before the update",
