@@ -28,7 +28,7 @@ Learn
   make hang N=3 [ANSWER="2 hang3.py:14"]         a run that hangs: which rank, which line?
   make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
-  make extend [NAME=muon]              list the extensions and test them, or copy one to exercise/
+  make extend [NAME=muon]              list the extensions, or copy one to exercise/
   make kernels                         run and count the Triton kernels
   make types                           find a forgotten all-reduce without a run, with Meta's spmd_types (docs/words.md)
 

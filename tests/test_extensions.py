@@ -15,7 +15,7 @@ EXTENDED = [pytest.param(patch, id=name) for name, patch in patches().items()]
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_it_is_a_patch_on_its_step(patch, tmp_path):
     said = read_header(patch)
-    assert list(said) == ["step", "what", "run", "effect"]
+    assert list(said) == ["step", "what", "when", "run", "effect"]
     folder = apply(patch, tmp_path)
     for file in folder.glob("*.py"):
         source = file.read_text()
@@ -46,6 +46,8 @@ def test_its_tests_pass(patch, monkeypatch):
 
 def test_a_copy_to_play_with(tmp_path):
     copy_repository(tmp_path)
+    status, output = run([sys.executable, "exercises/extend.py"], tmp_path, timeout=60)
+    assert status == 0 and all(re.search(rf"^{name} .*\n +if ", output, re.M) for name in NAMES), output
     first = NAMES[0]
     status, output = run([sys.executable, "exercises/extend.py", first], tmp_path, timeout=60)
     assert status == 0 and (tmp_path / "exercise" / first / "train.py").exists(), output
