@@ -1,10 +1,8 @@
 """Tests on GPUs: every step on one, every technique over NCCL on several. Without GPUs these tests are skipped, and say so.
 
     make test                                                    # on a node of 8 GPUs they run with all the others
-    NCCL_MULTI_RANK_GPU_ENABLE=1 LD_PRELOAD=.../libnccl.so.2 python -m pytest tests/test_gpus.py
-                                                                 # several ranks share a GPU, with NCCL 2.30 or newer (torch 2.11
-                                                                 # comes with 2.28); with
-                                                                 # `nvidia-cuda-mps-control -d` processes need not take turns on it
+    GPU_TEST_SHARE=1 python -m pytest tests/test_gpus.py         # up to 8 ranks share a GPU; start `nvidia-cuda-mps-control -d`
+                                                                 # before, so that they need not take turns on it
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
     GPU_TEST_STEPS=5 GPU_TEST_RANKS=2 python -m pytest tests/test_gpus.py                # a first look: short runs, few ranks
     make gpu                                                     # a short run of these tests is part of its report
@@ -23,15 +21,16 @@ import cases
 import pytest
 from fixtures import GPUS, VISIBLE
 from harness import Pool, assert_same_run, relative
-from jobs import blocks_job, grouped_job, looped_job
+from jobs import blocks_job, capability_job, grouped_job, looped_job
 from layouts import SCHEDULES, all_of_a_world
 from steps import NAMES, ROOT, run
 
 DEVICE = os.environ.get("GPU_TESTS_ON", "cuda")
-SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-# kernels that wait for each other must all fit on the GPU
-SHARING = dict(NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="1") if SHARED else {}
-LIMIT = 3000 if SHARED else 300                           # seconds
+SHARED = os.environ.get("GPU_TEST_SHARE") == "1"
+# Ranks that share a GPU are on different hosts for NCCL (see the worker in harness.py), so it sends through sockets. Its kernels,
+# which wait for each other, must all fit on the GPU.
+SHARING = dict(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_MAX_CTAS="1", NCCL_NVLS_ENABLE="0") if SHARED else {}
+LIMIT = 1000 if SHARED else 300                           # seconds
 LARGE = (dict(hidden_size=512, intermediate_size=768, head_dim=64, vocab_size=4096) if DEVICE == "cuda" else
          dict(hidden_size=64, intermediate_size=96, head_dim=8, vocab_size=64))
 DENSE = dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, **LARGE)
@@ -73,12 +72,6 @@ def one_process(pool, flags):
             made[kind, dtype] = pool.train("step08_5d", f"{flags[kind]} --micro_batch_size 6 --dtype {dtype}", timeout=LIMIT)
         return made[kind, dtype]
     return one
-
-
-def capability_job():
-    import config
-    import torch
-    return config.gpu_has_bfloat16(), torch.cuda.get_device_properties(0).total_memory
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ asynchronous operation (async_op=True, isend, irecv) works on copies of its tens
 - its output is NaN, so reading it too early spoils the run;
 - its input and output must stay as they are: writing to them or freeing their memory is an error.
 
-And the caller must call wait(), or is_completed() until it returns True.
+And the caller must call wait(), or is_completed() until it returns True. Also, the tensors of every operation must be contiguous.
 """
 import contextlib
 import functools
@@ -81,6 +81,8 @@ def started(name, under_way):
 
     @functools.wraps(operation)                           # torch.compile inspects the signature
     def start(*args, **kwargs):
+        for place in {out, given} - {None}:
+            assert args[place].is_contiguous(), f"{name} of a tensor that is not contiguous, in {caller()}; NCCL refuses it"
         if name not in ("isend", "irecv") and not kwargs.get("async_op"):
             return operation(*args, **kwargs)             # it blocks, so nobody can touch its tensors meanwhile
         return Work(operation, args, kwargs, out, given, under_way)

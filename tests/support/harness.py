@@ -60,7 +60,10 @@ def worker(rank, pipe, environment, notes):
     gc.freeze()
     torch.set_num_threads(1)
     sys.path += PYTHONPATH                                # the functions that jobs call are there
-    local_rank = rank % (torch.cuda.device_count() or rank + 1)                     # if there are more ranks than GPUs, they share
+    gpus = torch.cuda.device_count()
+    local_rank = rank % (gpus or rank + 1)                # if there are more ranks than GPUs, they share
+    if gpus:                                              # NCCL refuses two ranks on one GPU, unless they seem to be on two hosts
+        os.environ["NCCL_HOSTID"] = str(rank // gpus)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
                       HF_HUB_OFFLINE="1")
     modules = {}                                          # step directory: its modules, kept from job to job

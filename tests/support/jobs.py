@@ -110,6 +110,14 @@ def kept_by_a_layer(pool, tmp_path, step, world, flags):
     return (kept[1] - kept[0]) / 4
 
 
+def capability_job():
+    """Return whether the GPU has bfloat16, and the bytes of its memory. (This is no part of test_gpus.py, because there the import of
+    fixtures.py hides the GPUs.)"""
+    import config
+    import torch
+    return config.gpu_has_bfloat16(), torch.cuda.get_device_properties(0).total_memory
+
+
 def looped_job(argv, optimizer):
     """Train with a loop over the experts instead of the grouped kernel."""
     from unittest.mock import patch

@@ -183,6 +183,8 @@ def worker(adapter, rank, world, port, flags, jobs, seconds, unforgiving, folder
     os.dup2(1, 2)
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(f"{folder}/{rank}.stack", "w"))
     devices = torch.cuda.device_count()
+    if devices:                                           # NCCL refuses two ranks on one GPU, unless they seem to be on two hosts
+        os.environ["NCCL_HOSTID"] = str(rank // devices)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % devices if devices else rank), WORLD_SIZE=str(world),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME=LOOPBACK)
