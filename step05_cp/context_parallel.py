@@ -290,9 +290,9 @@ class UlyssesAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scatter_dim, gather_dim, group: ProcessGroup):
         ctx.scatter_dim, ctx.gather_dim, ctx.group = scatter_dim, gather_dim, group
-        # contiguous, because a stack of gradients may keep their strides, and NCCL refuses such a tensor
-        send_buffer = torch.stack(x.chunk(group.size(), dim=scatter_dim)).contiguous()
-        recv_buffer = torch.empty_like(send_buffer)       # entry i comes from rank i; that of send_buffer goes there
+        send_buffer = torch.stack(x.chunk(group.size(), dim=scatter_dim))     # entry i goes to rank i
+        send_buffer = send_buffer.contiguous()            # stack may keep strides that NCCL refuses
+        recv_buffer = torch.empty_like(send_buffer)                           # entry i comes from rank i
         dist.all_to_all_single(recv_buffer, send_buffer, group=group)
         return torch.cat(recv_buffer.unbind(), dim=gather_dim)
 

@@ -65,9 +65,9 @@ def all_gather(x, group: ProcessGroup):                                         
 
 
 def reduce_scatter(x, group: ProcessGroup):                                        # [batch, seq, hidden]
-    x = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    shard = torch.empty_like(x[:len(x) // group.size()])                        # of [tp * batch, seq/tp, hidden]
-    handle = dist.reduce_scatter_tensor(shard, x, group=group, async_op=True)
+    x = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1)        # [tp * batch, seq/tp, hidden]
+    shard = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    handle = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
 
     def result():
         handle.wait()

@@ -90,6 +90,24 @@ def test_blocks_without_a_flash_kernel(pool, flags, mode):
     assert_same_run(by_formula, pool.train(BASELINE, base), 1e-9)
 
 
+def strided_job():
+    """Send a tensor with the strides of a transposed product's gradient, which a stack of its chunks keeps, through a gloo that
+    refuses what NCCL refuses. Return whether the result is that of a contiguous copy."""
+    import torch
+    from context_parallel import UlyssesAllToAll
+    from mesh import init_distributed
+    from torch.distributed import group
+    from unforgiving import unforgiving
+    with init_distributed(), unforgiving():
+        x = torch.randn(2, 1, 8, 4).permute(0, 3, 1, 2)   # [batch, seq, heads, head_dim]
+        results = [UlyssesAllToAll.apply(tensor, 1, 2, group.WORLD) for tensor in (x, x.contiguous())]
+        return torch.equal(*results)
+
+
+def test_ulysses_sends_what_nccl_accepts(pool):
+    assert pool.call(strided_job, STEP, world=2) == [True, True]
+
+
 def computed_job(argv):
     """Train. Return the multiplications in this rank's blocks of attention, counted as the kernels are called."""
     import context_parallel

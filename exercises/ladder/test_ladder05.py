@@ -571,10 +571,11 @@ def ulysses_job(cases):
     each rank sends each other rank a piece: its own tokens, for the heads that the other will have. How does one get
     back, and what is the gradient of this exchange?
 
-    `UlyssesAllToAll.forward`: `x.chunk(group.size(), dim=scatter_dim)` are the pieces; stack them;
-    `dist.all_to_all_single(recv_buffer, send_buffer, group=group)` sends the i-th to rank i; join the pieces that it received with
-    `torch.cat(recv_buffer.unbind(), dim=gather_dim)`. Backward is the same with scatter_dim and gather_dim exchanged. Keep all
-    three arguments on ctx. In `ulysses`, dimension 1 is tokens and 2 is heads.
+    `UlyssesAllToAll.forward`: `x.chunk(group.size(), dim=scatter_dim)` are the pieces; stack them, and make the stack
+    contiguous, because nccl refuses any other tensor; `dist.all_to_all_single(recv_buffer, send_buffer, group=group)` sends the
+    i-th to rank i; join the pieces that it received with `torch.cat(recv_buffer.unbind(), dim=gather_dim)`. Backward is the
+    same with scatter_dim and gather_dim exchanged. Keep all three arguments on ctx. In `ulysses`, dimension 1 is tokens and 2
+    is heads.
 
     backward: `return UlyssesAllToAll.apply(grad, ctx.gather_dim, ctx.scatter_dim, ctx.group), None, None, None`. `ulysses` returns
     a function of q, k, v: `repeats = group.size() // math.gcd(k.shape[2], group.size())`, k and v `.repeat_interleave(repeats,

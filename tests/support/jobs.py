@@ -111,8 +111,8 @@ def kept_by_a_layer(pool, tmp_path, step, world, flags):
 
 
 def capability_job():
-    """Return whether the GPU has bfloat16, and the bytes of its memory. (This is no part of test_gpus.py, because there the import of
-    fixtures.py hides the GPUs.)"""
+    """Return whether the GPU has bfloat16, and the bytes of its memory. (In test_gpus.py, a worker would import fixtures.py, which
+    hides the GPUs.)"""
     import config
     import torch
     return config.gpu_has_bfloat16(), torch.cuda.get_device_properties(0).total_memory
