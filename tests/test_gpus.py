@@ -1,16 +1,17 @@
 """Tests on GPUs: every step on one, every technique over NCCL on several. Without GPUs these tests are skipped, and say so.
 
     make test                                                    # on a node of 8 GPUs they run with all the others
-    GPU_TEST_SHARE=1 python -m pytest tests/test_gpus.py         # up to 8 ranks share a GPU; start `nvidia-cuda-mps-control -d`
-                                                                 # before, so that they need not take turns on it
+    GPU_TEST_SHARE=1 python -m pytest tests/test_gpus.py         # up to 8 ranks share a GPU; first run
+                                                                 # `nvidia-cuda-mps-control -d`, or they take turns
     GPU_TESTS_ON=cpu python -m pytest tests/test_gpus.py         # the same runs over gloo, to see that the tests are right
     GPU_TEST_STEPS=5 GPU_TEST_RANKS=2 python -m pytest tests/test_gpus.py                # a first look: short runs, few ranks
     make gpu                                                     # a short run of these tests is part of its report
 
-In float64, every step of a run must equal that of one process to 1e-8, and so must the weights at the end: a buffer that is reused
-too early, or a missing wait, shows as more than rounding. Float64 does not reach two kinds of kernels, which take only bfloat16:
-in its place --cp_mode zigzag, ring and allgather compute their blocks by the formula, and the experts run in a loop. So every
-layout runs in bfloat16, too, unless the GPU has none (below compute capability 8.0): then these runs are skipped.
+In float64, every training step of a run must equal that of one process to 1e-8, and so must the weights at the end. A
+buffer that is reused too early, or a missing wait, would change the numbers by more than rounding does. Float64 does
+not reach two kinds of kernels, which take only bfloat16: in float64, `--cp_mode` zigzag, ring and allgather compute
+their blocks by the formula, and the experts run in a loop. So every layout runs in bfloat16, too, unless the GPU has
+none (below compute capability 8.0). Then these runs are skipped.
 """
 import json
 import os
