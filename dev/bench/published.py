@@ -2,8 +2,10 @@
 
     python dev/bench/published.py                      # the table that docs/proof.md sums up
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
+    python dev/bench/published.py --unseen             # the errors of simulate and plan on runs that nothing was fitted to
 
-The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated.
+The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
+published_unseen.csv. Of these, two numbers of micro-batches are simulated, and the rest is extrapolated.
 """
 import argparse
 import csv
@@ -20,25 +22,37 @@ from unittest.mock import patch
 from torch.utils.checkpoint import CheckpointPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "step08_5d")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "step08_5d"), str(ROOT / "tools/plan")]
+import published as plan_published                        # noqa: E402
 from simulate import gpus                                  # noqa: E402
 from simulate.play import Player                          # noqa: E402
 from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
 GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
             MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6])
+NAMES = dict(layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads", kv_heads="num_key_value_heads",
+             head_dim="head_dim", intermediate="intermediate_size", vocab="vocab_size", experts="num_local_experts",
+             experts_chosen="num_experts_per_tok")
 
 
-def flags_of(run, folder):
-    names = dict(layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads", kv_heads="num_key_value_heads",
-                 intermediate="intermediate_size", vocab="vocab_size")
-    shape = {theirs: int(run[ours]) for ours, theirs in names.items()}
-    config = dict(model_type="llama", head_dim=shape["hidden_size"] // shape["num_attention_heads"], max_position_embeddings=131072)
-    (Path(folder) / "config.json").write_text(json.dumps({**shape, **config}))
-    batch = int(run["gpus"]) * int(run["micro_batch"]) * min(4, int(run["accumulation"]))
+def model_of(run, folder):
+    """Write the config.json of a run's model into the folder."""
+    shape = {theirs: int(run[ours]) for ours, theirs in NAMES.items() if run.get(ours)}
+    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
+    kind = "mixtral" if "num_local_experts" in shape else "llama"
+    (Path(folder) / "config.json").write_text(json.dumps(dict(shape, model_type=kind, max_position_embeddings=2**20)))
+
+
+def flags_of(run, folder, accumulation):
+    model_of(run, folder)
+    batch = int(run.get("dp") or run["gpus"]) * int(run["micro_batch"]) * accumulation
     recompute = run["recompute"].replace("every second", "selective")
-    return (f"--model {folder} --seq_len {run['seq_len']} --micro_batch_size {run['micro_batch']} --global_batch_size {batch} "
-            f"--recompute {recompute} {run['flags']} {'--compile' * bool(run['compile'])}").split(), batch
+    flags = (f"--model {folder} --seq_len {run['seq_len']} --micro_batch_size {run['micro_batch']} --global_batch_size {batch} "
+             f"--recompute {recompute} {run.get('flags', '')} {'--compile' * bool(run['compile'])}").split()
+    named = dict(run, zero=run.get("fsdp_stage"))
+    for name in ("tp", "cp", "pp", "ep", "zero", "zero_shard", "schedule", "stages_per_rank", "cp_mode"):
+        flags += [f"--{name}", named[name]] if named.get(name) else []
+    return flags, batch
 
 
 def every_second():
@@ -54,13 +68,13 @@ def every_second():
     return keep
 
 
-def notes_of(run, kept):
+def notes_of(run, accumulation, kept):
     """Return what a run's ranks note. Keep it in a folder, since recording takes longest."""
-    told = "model", "gpus", "seq_len", "micro_batch", "accumulation", "recompute", "compile"
-    file = kept / ("-".join(run[name] for name in told) + ".pickle")
+    told = "model", "gpus", "tp", "cp", "pp", "ep", "zero_shard", "seq_len", "micro_batch", "recompute", "compile"
+    file = kept / "-".join([*(run.get(name) or "" for name in told), f"{accumulation}.pickle"])
     if not file.exists():
         with tempfile.TemporaryDirectory() as folder:
-            flags, batch = flags_of(run, folder)
+            flags, batch = flags_of(run, folder, accumulation)
             ranks = Ranks(look(flags, int(run["gpus"]), 0), 0)
             with patch("recompute.save_matmuls_policy", every_second()) if "every second" in file.name else nullcontext():
                 file.write_bytes(pickle.dumps((record_all(flags, int(run["gpus"]), ranks.recorded), ranks, batch)))
@@ -69,13 +83,32 @@ def notes_of(run, kept):
 
 def simulated(run, kept):
     """Return a run's tokens per second and GPU, as simulated."""
-    recordings, ranks, batch = notes_of(run, kept)
+    many, pp = accumulation_of(run), int(run.get("pp") or 1)
+    few = [count for count in ((pp, 2 * pp) if pp > 1 else (1, 2)) if count < many] if run.get("id") else [min(4, many)]
+    few = few if len(few) == 2 or not run.get("id") else [many]
+    seconds = [seconds_of(run, *notes_of(run, count, kept)[:2]) for count in few]
+    more = (many - few[-1]) * (seconds[-1] - seconds[0]) / (few[-1] - few[0]) if len(few) == 2 else 0
+    batch = (many if run.get("id") else few[0]) * int(run["micro_batch"]) * int(run.get("dp") or run["gpus"])
+    return batch * int(run["seq_len"]) / (seconds[-1] + more) / int(run["gpus"])
+
+
+def accumulation_of(run):
+    if "accumulation" in run:
+        return int(run["accumulation"])
+    return int(run["sequences_per_step"]) // int(run["dp"]) // int(run["micro_batch"])
+
+
+def seconds_of(run, recordings, ranks):
     gpu = gpus.GPUS[run["gpu"]]
-    if run["watts"]:
-        gpu = gpus.at_power(gpu, float(run["watts"]))._replace(hbm=float(run["hbm_tb_s"]) * 1e12)
-    cluster = gpus.Cluster(gpu, network=float(run["network_gb_s"]) * 1e9, taken=gpus.TAKEN)
-    played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
-    return batch * int(run["seq_len"]) / played.seconds / int(run["gpus"])
+    if watts := run.get("watts") or run.get("power_w"):
+        gpu = gpus.at_power(gpu, float(watts))._replace(hbm=float(run["hbm_tb_s"]) * 1e12)
+    cluster = gpus.Cluster(gpu, int(run.get("gpus_per_node") or 8), float(run["network_gb_s"]) * 1e9, taken=gpus.TAKEN)
+    player = Player(recordings, cluster, ranks.stands_for, ranks.stage_of)
+    if run.get("precision") == "float8":                  # recorded in bfloat16
+        for rank, one in recordings.items():
+            player.takes[rank] = [seconds * (0.6 if kernel.kind == "product" else 1)
+                                  for seconds, kernel in zip(player.takes[rank], one.kernels)]
+    return player.play().seconds
 
 
 def fit(runs, kept):
@@ -93,14 +126,58 @@ def fit(runs, kept):
     print(best, f"mean square of the error {error(best) / len(runs):.5f}")
 
 
+# ------------------------------------------------------------------------------------------- both tools beside unseen runs
+KINDS = "FSDP", "tp, pp", "cp", "MoE"
+TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each is like another row, or takes hours
+
+
+def unseen(kept):
+    """Print a row for each run, then the errors by kind of layout and by source."""
+    runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
+    print("| run | published | simulated | planned | four of five |\n|---|---|---|---|---|")
+    for run in runs:
+        there, said = float(run["tokens_per_s_per_gpu"]), plan_published.predict(run)
+        run["planned"] = said["pred_tok_s_gpu"] / there
+        run["inside"] = said["pred_low"] <= there <= said["pred_high"]
+        run["simulated"] = None if run["id"] in TOO_LARGE else simulated(run, kept) / there
+        cut = "".join(f", {name} {run[name]}" for name in ("tp", "cp", "pp", "ep") if run[name] != "1")
+        here = f"{run['simulated'] - 1:+.0%}" if run["simulated"] else "-"
+        print(f"| {run['id']}: {run['model']}, {run['gpus']} {run['gpu']}{cut} | {there:,.0f} | {here} | {run['planned'] - 1:+.0%} | "
+              f"{said['pred_low']:,.0f} to {said['pred_high']:,.0f}{'' if run['inside'] else ', outside'} |", flush=True)
+    print("\n| runs | simulated | ratio, median | error, median | within 20% | planned | ratio, median | error, median | inside |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, some in groups(runs):
+        inside = statistics.fmean(run["inside"] for run in some)
+        print(f"| {name} | {errors_of(some, 'simulated')} | {errors_of(some, 'planned').rpartition(' | ')[0]} | {inside:.0%} |")
+
+
+def groups(runs):
+    """Yield (name, runs) of all, of each kind of layout, and of each source."""
+    source = lambda run: run["source"].split("@")[0].split(" table")[0].removeprefix("github.com/")
+    yield "all", runs
+    for name in KINDS:
+        yield name, [run for run in runs if run["kind"] == name]
+    for name in dict.fromkeys(map(source, runs)):
+        yield name, [run for run in runs if source(run) == name]
+
+
+def errors_of(runs, which):
+    ratios = [run[which] for run in runs if run[which]]
+    within = statistics.fmean(abs(one - 1) <= 0.2 for one in ratios)
+    return f"{len(ratios)} | {statistics.median(ratios):.2f} | {statistics.median(abs(one - 1) for one in ratios):.1%} | {within:.0%}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--unseen", action="store_true")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_runs.csv")))
     with tempfile.TemporaryDirectory() as folder:
         kept = args.keep or Path(folder)
+        if args.unseen:
+            return unseen(kept)
         if args.fit:
             return fit([run for run in runs if run["fitted"]], kept)
         errors = []

@@ -17,8 +17,9 @@ NEEDED = ("gpus", "seq_len", "sequences_per_step")
 SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediate_size",
              layers="num_hidden_layers", heads="num_attention_heads", kv_heads="num_key_value_heads",
              head_dim="head_dim")
-NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w",
-           *SHAPE)
+EXPERTS = dict(experts="num_local_experts", experts_chosen="num_experts_per_tok")      # a model may have none
+NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "ep", "micro_batch", "stages_per_rank", "gpu_memory_gib", "power_w",
+           "gpus_per_node", *SHAPE, *EXPERTS)
 MOST = 10**7                                              # for each of these numbers
 CHOICES = dict(gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"), schedule=("", *SCHEDULES),
                recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"),
@@ -63,7 +64,7 @@ def predict_one(row, assumed):
 def model_of(row):
     if row["model"] in PRESETS:
         return PRESETS[row["model"]]
-    return Model(**{field: int(row[name]) for name, field in SHAPE.items()})
+    return Model(**{field: int(row.get(name) or 0) for name, field in (SHAPE | EXPERTS).items()})
 
 
 def run_of(row, assumed):
@@ -81,7 +82,7 @@ def run_of(row, assumed):
     if watts != gpu.watts:
         assumed.append(f"{watts} W: clocks as the cube root of the power")
         gpu = speed.gpus.at_power(gpu, watts)
-    dp, tp, cp, pp = (int(row[name] or 1) for name in ("dp", "tp", "cp", "pp"))
+    dp, tp, cp, pp, ep = (int(row.get(name) or 1) for name in ("dp", "tp", "cp", "pp", "ep"))
     micro_batch, virtual = number("micro_batch", 1), 2
     schedule = row["schedule"] or DEFAULT_SCHEDULE
     if SCHEDULES[schedule].or_more:
@@ -90,10 +91,11 @@ def run_of(row, assumed):
     zero = {"3": 3, "fsdp": 1, "2": 2, "1": 1}.get(row["fsdp_stage"], 0)
     accumulation = max(1, round(int(row["sequences_per_step"]) / dp / micro_batch))
     l = costs.Layout(
-        dp=dp, tp=tp, cp=cp, pp=pp, zero=zero, schedule=schedule, virtual=virtual,
+        dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, schedule=schedule, virtual=virtual,
         micro_batch=micro_batch, accumulation=accumulation, seq_len=int(row["seq_len"]),
         recompute=(row["recompute"] or "none").replace("every second", "selective"))
-    return c, l, speed.Cluster(int(row["gpus"]), gpu, network=float(row.get("network_gb_s") or 50) * 1e9)
+    network, node = float(row.get("network_gb_s") or 50) * 1e9, int(row.get("gpus_per_node") or 8)
+    return c, l, speed.Cluster(int(row["gpus"]), gpu, network, node)
 
 
 def check(row, where):
