@@ -261,7 +261,7 @@ def test_what_is_timed_is_the_default_and_what_is_better():
 
 def persists(l, c=TINY, number=costs.BF16):
     kinds = costs.our_memory(c, l, 0, costs.our_stages(c, l)[0], number)
-    return tuple(kinds[kind] for kind in ("weights", "gradients", "optimizer"))
+    return tuple(kinds[kind] for kind in ("parameters", "gradients", "optimizer states"))
 
 
 def test_zero_cuts_what_step_3_says():
@@ -299,7 +299,7 @@ def test_memory_falls_with_every_degree():
     assert need() > need(pp=2) > need(pp=4)
     assert need(micro_batch=2) > need() > need(recompute="selective") > need(recompute="full")
     m = models.PRESETS["mixtral-8x7b"]
-    assert plan.memory(m, Layout(dp=8))["weights"] > 4 * plan.memory(m, Layout(dp=8, ep=8))["weights"]
+    assert plan.memory(m, Layout(dp=8))["parameters"] > 4 * plan.memory(m, Layout(dp=8, ep=8))["parameters"]
 
 
 WIDE = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
@@ -367,7 +367,7 @@ def test_what_a_dry_run_sees(pool, tmp_path, kind, count, seed):
         stage = costs.our_stages(c, l)[pp]
         said = costs.our_memory(c, l, pp, stage)
         kept = between["parameters"], between["gradients"], between["optimizer states"]
-        assert kept == (said["weights"], said["gradients"], said["optimizer"] + 4 * tensors), l
+        assert kept == (said["parameters"], said["gradients"], said["optimizer states"] + 4 * tensors), l
         assert multiplied == flops(c, l, stage), l
         scalars = {("", "all_reduce"): 4 + 4 + 8 * bool(c.num_local_experts)}       # loss, norm, balance
         assert by_collective(payload) == by_collective(costs.sent(c, l, pp, part=dp * l.cp + l.cp - 1)) + Counter(scalars), l
@@ -471,7 +471,7 @@ def test_how_it_is_known():
     assert {said("llama-8b", 256), said("llama-70b", 64, zero=3), said("llama-8b", 64, trainer="megatron")} == {"elsewhere"}
     assert {said("llama-8b", 64, trainer="megatron", zero=1), said("llama-8b", 64, trainer="torchtitan", zero=3)} == {"measured"}
     assert {said("llama-8b", 2**15), said("tiny", 8), said("llama-8b", 8, seq_len=65536)} == {"extrapolated"}
-    assert {said("mixtral-8x7b", 64), said("llama-8b", 64, cp=2)} == {"physics only"}
+    assert {said("mixtral-8x7b", 64), said("llama-8b", 64, cp=2), said("llama-8b", 64, zero=2)} == {"physics only"}
     narrow, wide = (trust.off_by(models.PRESETS[name], Layout(dp=64), speed.Cluster(64)) for name in ("llama-8b", "mixtral-8x7b"))
     assert wide[0] < narrow[0] < 0 < narrow[1] < wide[1]
 
@@ -660,13 +660,14 @@ def test_what_is_printed_as_fitting_fits_in_a_dry_run(pool, tmp_path):
 
 
 def test_what_is_printed():
-    found = run("--model", "llama-8b", "--gpus", 16, "--global_batch_tokens", "1e6")
-    assert found.returncode == 0, found.stderr
+    question = "--model", "llama-8b", "--gpus", 16, "--global_batch_tokens", "1e6"
+    first, found = run(*question), run(*question, "--details")
+    assert found.returncode == 0 and first.stdout.count("\n") <= 25 and "one notch" not in first.stdout, found.stderr
     for part in ("layouts that were timed", "this model needs at least ", "all layouts have the same batch: 256 sequences",
                  "The second, ", "fastest by estimate: ", "safest: ", "one notch", "MFU ", "(causal half, embedding not counted)",
                  "sbatch --nodes 2 ", "python tools/simulate 8 16 --rank "):
         assert part in found.stdout, part
-    said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full")
+    said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full", "--details")
     assert said.returncode == 0 and "physics only" not in said.stdout
     assert "nobody has measured a run with ep, experts" in said.stdout and "ep 8" in said.stdout
 
@@ -793,8 +794,7 @@ REFUSED = {
     "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "16 micro-batches or more",
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
     "--fit {data} --constants x.json": "no column gpus", "--constants {data}": "not a file that --fit wrote",
-    "--verify 1 --power 300": "only the GPUs that --gpu names", "--verify 1 --trainer megatron": "only this trainer",
-    "--mtbf 1 --checkpoint_s 0": "from 0.001", "--fp8 --gpu a100": "--gpu a100: cannot multiply in 8 bits; leave out --fp8"}
+    "--fp8 --gpu a100": "--gpu a100: cannot multiply in 8 bits; leave out --fp8"}
 
 
 @pytest.mark.parametrize("flags", REFUSED)

@@ -330,7 +330,7 @@ def test_what_is_shown_are_the_planners_own_numbers(opened, server, config):
     seconds = {name: f"{s:.3f} s" for name, s in layout["seconds"].items() if s > 0.0005 * layout["step"]}
     assert shown(opened, "#time .key li") == seconds
     assert "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in layout["mfu"].items()) in text(opened, "#time")
-    assert all(re.fullmatch(r"\w+ \d+\.\d GiB", title) for title in titles(opened, "#memory .row i"))
+    assert all(re.fullmatch(r"[\w ]+ \d+\.\d GiB", title) for title in titles(opened, "#memory .row i"))
     assert text(opened, "#knobs p").startswith(f"dp follows: {layout['dp']};")
     drawn, step, *left = map(float, re.findall(r"(\d+\.\d\d) s", text(opened, "#timeline p")))
     assert f"{step:.2f}" == f"{layout['step']:.2f}" and drawn + sum(left) == pytest.approx(step, abs=0.021)

@@ -239,7 +239,7 @@ def printed(words, timeout=300):
 
 @pytest.mark.slow
 def test_prints_what_a_rank_would_take():
-    output, memory = printed("8 8 --rank 7 --tp 2 --pp 2 --micro_batch_size 2 --zero 1")
+    output, memory = printed("8 8 --rank 7 --tp 2 --pp 2 --micro_batch_size 2 --zero 1 --details")
     assert output.startswith("rank 7 of 8: pp 1 of 2, dp 1 of 2, cp 0 of 1, tp 1 of 2\n")
     assert "tiny, bfloat16, a training step of 4 micro-batches of 2 x 128 tokens" in output
     assert list(memory) == ["parameters", "optimizer states", "gradients", "activations", "rest", "all"]
@@ -249,7 +249,7 @@ def test_prints_what_a_rank_would_take():
     assert "FLOPs, " in output and "for each of the 1,024 tokens that this rank works on" in output
     assert "simulated on 8 h100: " in output and "bubble: a rank stands idle for " in output
     assert re.search(r"the longest waits: \w+ in \w+\.py:\d+ [\d.]+ s; ", output)
-    sent = {tuple(line.split()[:2]): line.split()[2:] for line in output[output.index("dimension"):].splitlines()[1:]}
+    sent = {tuple(line.split()[:2]): line.split()[2:] for line in output[output.index("\ndimension") + 1:].splitlines()[1:]}
     hidden_states = 2 * 128 // 2 * 64 * 2                 # bytes of a rank's part of a micro-batch
     assert sent["pp", "send"] == ["4", f"{4 * hidden_states:,}", f"{4 * hidden_states:,}"]
     assert {("shard", "all_gather"), ("shard", "reduce_scatter"), ("tp", "all_gather"), ("tp", "reduce_scatter")} <= sent.keys()
@@ -258,9 +258,9 @@ def test_prints_what_a_rank_would_take():
 
 @pytest.mark.slow
 def test_of_step_1_there_is_one_process_and_no_bytes(tmp_path):
-    output, memory = printed(f"1 1 --json {tmp_path}/seen.json")
+    output, memory = printed(f"1 1 --json {tmp_path}/seen.json --details")
     assert output.startswith("rank 0 of 1\ntiny, bfloat16") and "dimension" not in output and "bubble" not in output
-    assert re.search(r"the peak is in [FB]\d of stage 0, action \d+ of 16", output)
+    assert re.search(r"the peak is in backward of micro-batch \d: 0\.\d of the 70\.5 GiB that can be used: fits", output)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen.keys() == KEYS and seen["sent"] == []
     assert f"{seen['flops']:.4e} FLOPs" in output
@@ -269,7 +269,7 @@ def test_of_step_1_there_is_one_process_and_no_bytes(tmp_path):
 
 @pytest.mark.slow
 def test_numbers_for_programs(tmp_path):
-    output, _ = printed(f"8 4 --tp 2 --zero 1 --json {tmp_path}/seen.json")
+    output, _ = printed(f"8 4 --tp 2 --zero 1 --json {tmp_path}/seen.json --details")
     sent = {(one.pop("dimension"), one.pop("collective")): one for one in json.loads((tmp_path / "seen.json").read_text())["sent"]}
     assert ("tp", "all_gather") in sent
     for (dimension, collective), one in sent.items():

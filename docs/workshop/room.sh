@@ -21,8 +21,8 @@ shown() {
 run_step() { shown torchrun --standalone --nproc_per_node "$2" "$(echo step0"$1"_*/train.py)" "${@:3}"; }
 train() { run_step "$1" "$2" "${SIZE[@]}" "${@:3}"; }
 long() { run_step "$1" "$2" "${LONG[@]}" "${@:3}"; }
-dry() { shown python tools/simulate "$1" "$2" "${LLAMA[@]}" "${@:3}"; }
-dry_long() { shown python tools/simulate "$1" "$2" "${LLAMA_LONG[@]}" "${@:3}"; }
+dry() { shown python tools/simulate "$1" "$2" "${LLAMA[@]}" "${@:3}" --details; }
+dry_long() { shown python tools/simulate "$1" "$2" "${LLAMA_LONG[@]}" "${@:3}" --details; }
 
 long_sequence() { LLAMA_LONG=(--model llama-1b --seq_len "$1" --global_batch_size 2 --micro_batch_size 1); }
 long_sequence 40960

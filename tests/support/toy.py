@@ -18,10 +18,13 @@ FLAGS = "--device cpu --dtype float32 --seq_len 256 --global_batch_size 16 --mic
 
 class Toy(NamedTuple):
     flops_per_byte: float                                 # a device computes so many while its link moves one byte
-    issue = taken = 0
+    issue = 0
 
     def kernel(self, kernel):
         return kernel.flops
+
+    def share_taken(self, rate):
+        return 0
 
     def transfer(self, operation):
         return 0, operation.wire * self.flops_per_byte, "link"

@@ -13,15 +13,13 @@ import measured
 import models
 import nanotron
 import serve
-import verify
 from speed import GPUS, NETWORKS, Cluster, gpus
 from trainer import TOO_LARGE as MOST, Refused, fail
 from trainers import TRAINERS, constants_of
 
 # a value outside these ranges is in the wrong unit
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
-              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), mtbf=(0, 1e18), checkpoint_s=(0.001, 1e18),
-              restart_s=(0, 1e18), verify=(0, 100), port=(0, 65535))
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), port=(0, 65535))
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -55,7 +53,7 @@ def parse_args():
     add("--gpu", choices=GPUS, default="h100", help="which GPU they are")
     add("--network", type=network, default="infiniband",
         help=f"the network between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
-    add("--gpus_per_node", type=count, default=8, help="how many GPUs NVLink connects")
+    add("--gpus_per_node", type=count, help="how many GPUs NVLink connects (8; gb200: 64)")
     add("--flops", type=float, help="bfloat16 FLOPs per second, if not those of --gpu")
     add("--hbm", type=float, help="bytes per second of a GPU's memory, if not those of --gpu")
     add("--memory", type=float, help="GiB of memory, if not those of --gpu")
@@ -70,10 +68,7 @@ def parse_args():
         "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
     add("--tokens", type=float, default=0, help="tokens to train on, as 15e12: adds days and GPU-hours to the answer")
     add("--price", type=float, default=0, help="dollars per GPU-hour: with --tokens, adds what the run costs")
-    add("--mtbf", type=float, default=0, help="hours between failures of the whole job: with --tokens, adds the time they cost")
-    add("--checkpoint_s", type=float, default=60, help="for --mtbf: seconds for which a checkpoint stops training")
-    add("--restart_s", type=float, default=600, help="for --mtbf: seconds from a failure until training continues")
-    add("--verify", type=int, default=0, metavar="K", help="compare the best K layouts with tools/simulate (needs torch)")
+    add("--details", action="store_true", help="print more: its step, its messages, each knob turned, the playbook")
     add("--json", action="store_true", help="print the answer as JSON")
     add("--constants",
         help="a file of constants that --fit has written; with --fit, where to write them")
@@ -89,6 +84,7 @@ def parse_args():
 
 
 def check(args):
+    args.gpus_per_node = GPUS[args.gpu].node if args.gpus_per_node is None else args.gpus_per_node
     for name in ("gpus", "gpus_per_node", "seq_len"):
         value, most = getattr(args, name), serve.LARGEST[name]
         if not 1 <= value <= most or value != int(value):
@@ -114,9 +110,6 @@ def cluster_of(args):
     gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
-    if args.verify and (gpu != GPUS[args.gpu] or args.trainer != "this" or args.compile or args.fp8):
-        fail("--verify: the simulator knows only the GPUs that --gpu names, and only this trainer; leave out "
-             "--flops, --hbm, --memory, --nvlink, --power, --trainer, --compile and --fp8")
     return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
@@ -132,9 +125,8 @@ def main():
         return print(f"fitted to {runs} runs: {path}")
     c, known = models.load(args.model), measured.load_constants(args.constants)
     constants = constants_of(known, args.trainer, args.compile, args.fp8, args.gpu)
-    training = args.tokens, args.price, args.mtbf, args.checkpoint_s, args.restart_s
     question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
-                              args.global_batch_tokens / args.seq_len, constants, training)
+                              args.global_batch_tokens / args.seq_len, constants, (args.tokens, args.price))
     if args.serve:
         return serve.run(question, args.config, args.port)
     if args.html:
@@ -143,8 +135,9 @@ def main():
         one = question.evaluate(args.config)
         if args.json:
             return print(json.dumps(explain.as_json(question, one), indent=1))
-        heading = explain.heading(question, "its batch", one.layout.batch)
-        return print("\n".join([*heading, "", *explain.one_in_detail(question, one)]))
+        lines = [*explain.heading(question, "its batch", one.layout.batch), "", *explain.one_in_brief(question, one)]
+        lines += explain.one_in_detail(question, one) if args.details else []
+        return print("\n".join([*lines, "", *explain.commands(question, one)]))
     if not args.json:
         print("\n".join(explain.heading(question)), flush=True)            # the search takes seconds
     search = question.search()
@@ -156,11 +149,14 @@ def main():
     if not best:
         return print(explain.nothing_fits(question))
     print("\n".join(explain.two_answers(question, search)))
-    print(f"the best layout for each tp, pp and ep, of {len(search.ordered):,} layouts that were timed\n")
-    print("\n".join(explain.table(question, best)), "\n")
-    print("\n".join(explain.one_in_detail(question, best[0], explain.among_others(question, search, best))))
-    for one in best[:args.verify]:
-        print(verify.beside_the_simulator(question, one), flush=True)
+    print(f"the best layout for each tp, pp and ep, of {len(search.ordered):,} layouts that were timed"
+          f"{explain.how_many_are_equal(best)}\n")
+    print("\n".join([*explain.table(question, best), "", *explain.one_in_brief(question, best[0])]))
+    if len(best) > 1:
+        print(explain.why_not("The second", best[0], best[1]))
+    if args.details:
+        print("\n".join([*explain.among_others(question, search, best), *explain.one_in_detail(question, best[0]), ""]))
+    print("\n".join(explain.commands(question, best[0])))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Layout(NamedTuple):
     recompute: str = "none"
     virtual: int = 2                                      # stages per rank, for schedules that take any number
     fused: bool = False                                   # another trainer's fused kernels, which keep less
+    whole_logits: bool = False                            # another trainer's loss, which is not made in chunks
 
     @property
     def gpus(self):
@@ -233,10 +234,8 @@ def persistent(c, l, stage, number=BF16):
     cut = sum(-(-size // ranks) * count for size, ranks, count in held)          # a shard of each, rounded up
     padded = sum(-(-size // ranks) * ranks * count for size, ranks, count in held)
     whole = padded if l.zero else plain
-    return dict(
-        weights=number * (cut if l.zero == 3 else whole),
-        gradients=FLOAT32 * (cut if l.zero >= 2 else whole),
-        optimizer=master * (cut if l.zero else plain))
+    return {"parameters": number * (cut if l.zero == 3 else whole), "gradients": FLOAT32 * (cut if l.zero >= 2 else whole),
+            "optimizer states": master * (cut if l.zero else plain)}
 
 
 def moments(c, l, rank, stage, number, fused_norm):
@@ -461,6 +460,8 @@ def chunk(c, l):
 def loss_memory(c, l, number):
     """Return the bytes of loss.py's forward: a chunk's logits, twice in float32, and the gradients of the head and its input."""
     words, rows = c.vocab_size // l.tp, chunk(c, l)
+    if l.whole_logits:                                    # and in float32 three times: themselves, their softmax, their gradients
+        return l.tokens * (words * (number + 3 * FLOAT32) + 2 * number * c.hidden_size)
     copies = (l.tp == 1 and number == BF16) + (l.tokens > rows)
     logits = rows * words * (2 * FLOAT32 + number * copies)
     most = max(logits, number * words * c.hidden_size + 2 * rows * words)

@@ -13,6 +13,7 @@ from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
 BUILTIN = 460_000                                         # tokens: the trainer's builtin text has at least so many
+EQUAL = 0.03                                              # layouts closer than this are not told apart
 SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
 
 
@@ -66,7 +67,7 @@ def mfus(c, one, cluster):
 
 def known_by(question, l):
     unseen = ", ".join(trust.unmeasured(question.c, l))
-    return trust.MEANS[provenance(question, l)].format(unseen) + "; none had ZeRO-2" * (l.zero == 2)
+    return trust.MEANS[provenance(question, l)].format(unseen)
 
 
 def two_answers(question, search):
@@ -87,21 +88,19 @@ def two_answers(question, search):
                "trust that, measure a few steps of both, on as many nodes as one replica needs.")
 
 
+def how_many_are_equal(best):
+    """Say how many of the first layouts are equal: the low ends of their intervals are within 3%."""
+    equal = sum(one.held_back >= (1 - EQUAL) * best[0].held_back for one in best)
+    return f"; the first {equal} are equal, within {EQUAL:.0%}" if equal > 1 else ""
+
+
 def wanted(question, one):
-    """Yield lines about the days, GPU-hours and dollars for the tokens, and the share lost to checkpoints and failures."""
-    tokens, price, mtbf, checkpoint, restart = question.training
-    lost = 0.0
-    if not tokens:
-        return
-    if mtbf:
-        every = math.sqrt(2 * checkpoint * mtbf * 3600)                            # Young's rule
-        lost = min(0.99, checkpoint / every + (every / 2 + restart) / (mtbf * 3600))
-    hours = tokens / one.tokens_per_s / (1 - lost) / 3600
-    yield (f"{tokens:.3g} tokens: {hours / question.cluster.gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
-           + f", ${hours * price:,.0f} at ${price:g} a GPU-hour" * bool(price))
-    if mtbf:
-        yield (f"{lost:.1%} of that goes to checkpoints and failures: a failure every {mtbf:g} hours with {restart:g} s to "
-               f"restart, and a checkpoint of {checkpoint:g} s every {every / 60:,.0f} minutes (Young's rule)")
+    """Yield a line about the days, GPU-hours and dollars for the tokens."""
+    tokens, price = question.training
+    if tokens:
+        hours = tokens / one.tokens_per_s / 3600
+        yield (f"{tokens:.3g} tokens: {hours / question.cluster.gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
+               + f", ${hours * price:,.0f} at ${price:g} a GPU-hour" * bool(price))
 
 
 def nothing_fits(question):
@@ -177,7 +176,7 @@ def turned(c, best, cluster, constants):
     """Yield for one notch of each knob what it does, or why it is impossible."""
     for knob, to, l in notches(c, best.layout):
         said = dict(knob=knob, to=to, layout=l)
-        why = l if isinstance(l, str) else plan.impossible(c, l)
+        why = l if isinstance(l, str) else plan.impossible(c, l) or plan.lacks(l, constants)
         if why:
             yield dict(said, why=why)
             continue
@@ -188,7 +187,7 @@ def turned(c, best, cluster, constants):
 
 
 def knobs(c, best, cluster, constants):
-    yield f"{'one notch':<26}{'GiB':>8}{'':>9}{'step, s':>9}{'tokens/s/GPU':>14}"
+    yield f"{'one notch':<26}{'GiB':>8}{'change':>9}{'step, s':>9}{'tokens/s/GPU':>14}{'change':>8}"
     for turn in turned(c, best, cluster, constants):
         name = f"{turn['knob']} {turn['to']}"
         if "why" in turn:
@@ -229,8 +228,7 @@ def by_gpus(cluster):
     """Return the rule from the playbook's table of GPUs. It has four rows with gaps: a number in a gap takes the row before."""
     node = cluster.gpus_per_node
     if cluster.gpus <= node:
-        return (f"by GPUs, one node: tp {node}, or ZeRO-3",
-                lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3))
+        return (f"by GPUs, one node: tp {node}, or ZeRO-3", lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3))
     if cluster.gpus < 128:
         return (f"by GPUs, 16 to 64: tp {node} with pp or ZeRO-3",
                 lambda l: l.tp == node and (l.pp > 1) != (l.zero == 3))
@@ -266,43 +264,52 @@ def heading(question, what="all layouts have the same batch", batch=None):
     yield (f"{question.model}, {billions:.2f}B parameters, on {question.cluster.gpus:,} x {question.gpu}; "
            f"{fewest(question)}")
     yield from question.c.notes
+    if question.c.num_local_experts:
+        yield "every expert is assumed to get the same number of tokens; trainers that launch small experts singly are far slower"
     yield (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens; you "
            f"asked for {question.sequences * seq_len:,.0f}")
 
 
-def one_in_detail(question, one, more=()):
-    """Yield the lines that describe one layout. more: lines that compare it with others."""
-    c, cluster, constants, l = question.c, question.cluster, question.constants, one.layout
+def one_in_brief(question, one):
+    """Yield the lines that describe one layout: what it holds, how fast it is, where its time goes."""
+    c, constants, l = question.c, question.constants, one.layout
     yield name_of(l)
-    kinds = "  ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
-    verdict = "fits" if fits(one.held, cluster) else "DOES NOT FIT"
-    yield f"memory of the fullest GPU, GiB: {kinds}"
-    yield (f"{one.held:.1f} of the {limit(cluster):.1f} that can be used, of which {MEMORY_ERROR:.0%} must stay free "
-           f"because the estimate may be off: {verdict}")
-    sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(c, l).items())
-    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
-    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in mfus(c, one, cluster).items())
+    kinds = ", ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
+    verdict = "fits" if fits(one.held, question.cluster) else "DOES NOT FIT"
+    yield (f"the fullest GPU holds {one.held:.1f} of the {limit(question.cluster):.1f} GiB that can be used, and "
+           f"{MEMORY_ERROR:.0%} must stay free: {verdict} ({kinds})")
     low, high = interval(question, one)
-    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU with {ABOUT[constants['trainer']]}; four runs of five "
+    (counted, mfu), *_ = mfus(c, one, question.cluster).items()
+    yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU with {ABOUT[constants['trainer']]}, MFU {mfu:.1%} ({counted}); four runs of five "
            f"should reach {low:,.0f} to {high:,.0f}: {known_by(question, l)}")
-    yield from [*wanted(question, one), *more, ""]
-    yield f"a step of {one.step:.2f} s, as the average GPU spends it"
+    most = sorted(one.seconds.items(), key=lambda item: -item[1])
+    yield f"a step of {one.step:.2f} s: " + ", ".join(f"{name} {s / one.step:.0%}" for name, s in most if s >= 0.01 * one.step)
+    yield from wanted(question, one)
+
+
+def one_in_detail(question, one):
+    """Yield what --details adds about one layout."""
+    sent = "  ".join(f"{dim} {kind} {size / 1e9:.2f}" for (dim, kind), size in costs.sent(question.c, one.layout).items())
+    yield f"payload of the first GPU's messages in a step, GB: {sent or 'nothing'}"
+    yield "MFU " + "; ".join(f"{mfu:.1%} ({name})" for name, mfu in mfus(question.c, one, question.cluster).items())
+    yield from ["", f"a step of {one.step:.2f} s, as the average GPU spends it"]
     yield from (f"{name:>12}{s:>9.3f} s{s / one.step:>7.1%}  {KINDS[name]}"
                 for name, s in one.seconds.items() if s >= 0.0005 * one.step)
-    yield from ["", *knobs(c, one, cluster, constants), ""]
+    yield from ["", *knobs(question.c, one, question.cluster, question.constants)]
+
+
+def commands(question, one):
+    """Yield the commands that train with a layout, and that simulate it."""
+    c, l, trainer = question.c, one.layout, question.constants["trainer"]
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
     yield from [f"# the trainer refuses this: {why}"] * bool(why)
-    yield "# " * bool(why) + command(question.model, l, cluster)
+    yield from [f"# this trainer's command, whose speed is not that of {ABOUT[trainer]}"] * (trainer != "this")
+    yield "# " * bool(why) + command(question.model, l, question.cluster)
     yield "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))
 
 
 def among_others(question, search, best):
-    """Yield lines that say why neither the second row is first nor a layout estimated faster, and where the playbook differs."""
-    fastest = search.fastest()
-    if len(best) > 1:
-        yield why_not("The second", best[0], best[1])
-    if fastest not in best[:2]:
-        yield why_not("The fastest by estimate", best[0], fastest)
+    """Yield lines that say where the playbook differs."""
     for rule, one in playbook(question.c, search, question.cluster):
         said = "no layout that follows it both fits and reaches the batch"
         if one:
@@ -350,10 +357,10 @@ def script(model, l, cluster):
 
 def hardware(question):
     """Return the tools/simulate flags that describe the cluster, where they differ from the usual ones."""
-    cluster, usual = question.cluster, Cluster(1)
+    cluster = question.cluster
     flags = f"--gpu {question.gpu} " * (question.gpu != "h100")
-    flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != usual.gpus_per_node)
-    return flags + f"--network {cluster.network / 1e9} " * (cluster.network != usual.network)
+    flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != cluster.gpu.node)
+    return flags + f"--network {cluster.network / 1e9} " * (cluster.network != Cluster(1).network)
 
 
 def dry_run(c, model, l, more=""):

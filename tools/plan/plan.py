@@ -46,14 +46,14 @@ def impossible(c, l):
                 f"not know what it keeps, and {DEFAULT_SCHEDULE} is as fast")
 
 
-def meshes(c, cluster, seq_len, fused=False):
+def meshes(c, cluster, seq_len, **theirs):
     """Yield every valid mesh (dp, tp, cp, pp, ep) with tp over at most two nodes and at least 1,024 tokens after cp."""
     for tp in divisors(cluster.gpus, 2 * cluster.gpus_per_node):
         for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)):
             for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
                 dp = cluster.gpus // tp // cp // pp
                 for ep in divisors(math.gcd(dp * cp, max(1, c.num_local_experts))):
-                    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len, fused=fused)
+                    l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len, **theirs)
                     if not impossible(c, l):
                         yield l
 
@@ -68,13 +68,19 @@ def batch_near(wanted, gpus):
     return max(near, key=lambda batch: (math.gcd(batch, odd), batch & -batch, -abs(batch - wanted)))
 
 
-def schedules(c, pp):
-    """Return (schedule, virtual) of each schedule to time. If a rank has one layer, that is the default alone."""
+def schedules(c, pp, constants):
+    """Return (schedule, virtual) of each of the trainer's schedules to time. If a rank has one layer, that is the default alone."""
     most = c.num_hidden_layers // pp
     if pp == 1 or most < 2:
         return [(DEFAULT_SCHEDULE, 2)]
     found = [Layout(schedule=name, virtual=v) for name in worth_timing() for v in stages_to_choose(name)]
-    return [(l.schedule, l.virtual) for l in found if l.stages_per_rank <= most]
+    return [(l.schedule, l.virtual) for l in found if l.stages_per_rank <= most and not lacks(l, constants)]
+
+
+def lacks(l, constants):
+    """Return why the trainer cannot run the layout's schedule, or None: Megatron-LM does not split backward."""
+    if SCHEDULES[l.schedule].split_backward and not constants.get("splits_backward", True):
+        return f"{l.schedule}: the trainer does not have it"
 
 
 def stages_to_choose(name):
@@ -103,12 +109,12 @@ def fewest_micro_batches(l):
     return max(row.min_micro_batches(l.pp), l.pp * row.split_backward)
 
 
-def parse_config(text, c, cluster, seq_len, batch, fused=False):
+def parse_config(text, c, cluster, seq_len, batch, **theirs):
     said = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         name = NAMES.get(name, name)
-        if name not in Layout._fields or name in ("seq_len", "fused") or not value:
+        if name not in Layout._fields or name in ("seq_len", "fused", "whole_logits") or not value:
             fail(f"--config {part}: is not NAME=VALUE with a known name; the names are dp, tp, cp, pp, ep, zero, "
                  "schedule, v, mbs, acc, recompute")
         choices = dict(schedule=[*SCHEDULES], recompute=RECOMPUTE, zero=tuple("0123")).get(name)
@@ -124,7 +130,7 @@ def parse_config(text, c, cluster, seq_len, batch, fused=False):
     if dp * used != cluster.gpus:
         fail(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
     said.setdefault("accumulation", max(1, round(batch / dp / said.get("micro_batch", 1))))
-    l = Layout(**said, seq_len=seq_len, fused=fused)
+    l = Layout(**said, seq_len=seq_len, **theirs)
     if why := impossible(c, l):
         fail(f"--config {text}: {why}")
     return l
@@ -167,7 +173,7 @@ def fullest(c, l):
 
 def limit(cluster):
     """Return the GiB that a layout may use on a GPU."""
-    return cluster.gpu.memory * speed.USABLE / speed.GPUS["h100"].memory
+    return cluster.gpu.usable
 
 
 def fits(held, cluster):
@@ -212,7 +218,7 @@ def evaluate(c, l, cluster, constants):
 def timed(c, cluster, seq_len, batch, constants):
     """Yield every layout of the cluster that meets the batch, with its time."""
     k, known = constants["time"], {}                      # known: times of layers, the same for every dp
-    every = list(meshes(c, cluster, seq_len, constants.get("fused", False)))
+    every = list(meshes(c, cluster, seq_len, **constants.get("layout", {})))
     for done, mesh in enumerate(every):
         progress["share"] = done / len(every)
         if batch % mesh.dp:
@@ -220,7 +226,7 @@ def timed(c, cluster, seq_len, batch, constants):
         stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
                           if may_fit(c, mesh._replace(zero=zero), cluster, constants["slack"])]
         ways = [(schedule, v, costs.our_stages(c, mesh._replace(schedule=schedule, virtual=v)))
-                for schedule, v in schedules(c, mesh.pp)]
+                for schedule, v in schedules(c, mesh.pp, constants)]
         for recompute in RECOMPUTE:
             each = batch // mesh.dp
             for size in (2**i for i in range(int(math.log2(each)) + 1) if each % 2**i == 0):
@@ -272,7 +278,7 @@ class Search:
         by_speed = sorted(self.ordered, key=lambda one: -one.tokens_per_s)
         return next((one for one in by_speed if self.fits(one)), None)
 
-    def best(self, count=10):
+    def best(self, count=8):
         """Return the best layouts, one for each tp, pp and ep. cp does not count: with short sequences it is much like dp."""
         best = {}
         for one in self.ordered:
@@ -296,6 +302,6 @@ def fewest_gpus(c, cluster, seq_len, constants):
 def nearest(c, cluster, seq_len, constants):
     """Return (GiB, layout) of the layout that holds least: ZeRO-3, full recompute, one sequence at a time. Or None."""
     least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
-             for mesh in meshes(c, cluster, seq_len, constants.get("fused", False))]
+             for mesh in meshes(c, cluster, seq_len, **constants.get("layout", {}))]
     held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]
     return min(held, key=lambda one: one[0], default=None)

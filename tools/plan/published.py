@@ -23,7 +23,8 @@ NUMBERS = (*NEEDED, "dp", "tp", "cp", "pp", "ep", "micro_batch", "stages_per_ran
 MOST = 10**7                                              # for each of these numbers
 CHOICES = dict(gpu=tuple(GPUS), fsdp_stage=("", "0", "1", "2", "3", "fsdp"), schedule=("", *SCHEDULES),
                recompute=("", *RECOMPUTE, "every second"), compile=("", "yes", "no"),
-               trainer=("", *trainers.TRAINERS), precision=("", "bfloat16", "float8"))
+               trainer=("", *trainers.TRAINERS), precision=("", "bfloat16", "float8"),
+               gradients=("", "float32", "bfloat16"), attention=("", "flash2", "cudnn"))
 
 
 def predict(row):
@@ -45,6 +46,9 @@ def predict_one(row, assumed):
     trainer, float8 = row.get("trainer") or "this", row.get("precision") == "float8"
     compiled, async_tp = row.get("compile") == "yes", row.get("async_tp") == "yes"
     k = trainers.overlay(trainer, compiled, float8, async_tp, row["gpu"].lower())
+    k["gradient_bytes"] = 2.0 if row.get("gradients") == "bfloat16" else k["gradient_bytes"]
+    if row.get("attention"):
+        k["attention"] = trainers.CUDNN if row["attention"] == "cudnn" and row["gpu"] in trainers.HOPPER else 1.0
     again = None
     if row["recompute"] == "every second" or l.recompute == "selective" and trainer == "torchtitan":
         assumed.append("selective: every second product runs again")

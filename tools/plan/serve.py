@@ -42,8 +42,7 @@ class Question(NamedTuple):
     seq_len: int
     sequences: float
     constants: dict
-    # tokens, dollars a GPU-hour, hours between failures, seconds of a checkpoint, seconds of a restart
-    training: tuple = (0, 0, 0, 60, 600)
+    training: tuple = (0, 0)                              # tokens, dollars a GPU-hour
 
     @property
     def batch(self):
@@ -54,8 +53,7 @@ class Question(NamedTuple):
         return plan.Search(self.c, self.cluster, self.seq_len, self.batch, self.constants)
 
     def evaluate(self, config):
-        fused = self.constants["fused"]
-        l = plan.parse_config(config, self.c, self.cluster, self.seq_len, self.batch, fused)
+        l = plan.parse_config(config, self.c, self.cluster, self.seq_len, self.batch, **self.constants["layout"])
         return plan.evaluate(self.c, l, self.cluster, self.constants)
 
 
@@ -76,8 +74,9 @@ def recommendation(question, constants):
     words = [explain.nothing_fits(question)]
     if best:
         words = [*explain.two_answers(question, search), *explain.wanted(question, best[0])]
+        words += [explain.why_not("The second", *best[:2])] if len(best) > 1 else []
         words += explain.among_others(question, search, best)
-    said = dict(heading=list(explain.heading(question)), timed=len(search.ordered),
+    said = dict(heading=list(explain.heading(question)), timed=len(search.ordered), equal=explain.how_many_are_equal(best),
                 best=[row(question, one) for one in best], words=words)
     return said, best[0] if best else None
 
@@ -124,8 +123,7 @@ def timeline(question, one):
     not_drawn = (l.accumulation - m) * (times.F + times.I + times.W) * share * l.stages_per_rank
     drawn = [(rank, action.kind, action.stage // l.pp, action.micro_batch, round(start, 6), round(end, 6))
              for rank, action, start, end in events if rank % every == 0]
-    return dict(ranks=l.pp, every=every, shown=m, of=l.accumulation, not_drawn=not_drawn, after=after,
-                events=drawn)
+    return dict(ranks=l.pp, every=every, shown=m, of=l.accumulation, not_drawn=not_drawn, after=after, events=drawn)
 
 
 def stops(question, l):
@@ -138,7 +136,8 @@ def stops(question, l):
 
     def stop(knob, value):
         changed = turned_to(question, l, knob, value, l.batch)
-        why = changed if isinstance(changed, str) else plan.impossible(question.c, changed)
+        why = (changed if isinstance(changed, str)
+               else plan.impossible(question.c, changed) or plan.lacks(changed, question.constants))
         return dict(value=value, why=why, config="" if why else config_of(changed))
     return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])]
             for knob, of in values.items()}
@@ -229,10 +228,11 @@ def asked(question, state):
     gpus = number("gpus", now.gpus)
     gpu = choice("gpu", question.gpu, GPUS)
     network = choice("network", network_of(now.network), NETWORKS)
-    cluster = now._replace(gpus=gpus, gpu=now.gpu if gpu == question.gpu else GPUS[gpu],
-                           network=NETWORKS.get(network, now.network))
-    if gpus > now.gpus_per_node and gpus % now.gpus_per_node:
-        fail(f"{gpus:,} GPUs are not a multiple of {now.gpus_per_node}, those of a node")
+    cluster = now._replace(gpus=gpus, network=NETWORKS.get(network, now.network))
+    if gpu != question.gpu:
+        cluster = cluster._replace(gpu=GPUS[gpu], gpus_per_node=GPUS[gpu].node)
+    if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
+        fail(f"{gpus:,} GPUs are not a multiple of {cluster.gpus_per_node}, those of a node")
     seq_len = number("seq_len", question.seq_len)
     tokens = number("tokens", round(question.sequences * question.seq_len))
     trainer = choice("trainer", question.constants["trainer"], TRAINERS)

@@ -16,7 +16,7 @@ from simulate import gpus                                                       
 from simulate.gpus import GPUS, Gpu, Kernel                                         # noqa: E402
 
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU: 400 and 100 Gbit/s
-USABLE = 70.5     # GiB of an 80 GB GPU that runs were seen to use; CUDA, NCCL's communicators and fragmentation take the rest
+USABLE = GPUS["h100"].usable
 
 
 class Cluster(NamedTuple):
@@ -33,7 +33,7 @@ class Cluster(NamedTuple):
         """Return the simulator's cluster, its links changed as the overlay says."""
         k = k or USUAL
         gpu = self.gpu._replace(nvlink=self.gpu.nvlink * k["nvlink"])
-        return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"])
+        return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"], taken=k["taken"])
 
 
 # ---------------------------------------------------------------------- overlays
@@ -52,8 +52,10 @@ USUAL = dict(                     # changes nothing
     tp_shown=1.0,                 # share of tp's collectives that is waited for
     pp_shown=1.0,                 # share of the messages between stages that is waited for
     overlap=1.0,                  # share of the last micro-batch that gradient sums can hide behind
-    taken=gpus.TAKEN,             # share of the kernels' speed that a hidden collective takes
+    taken=gpus.TAKEN,             # share of the kernels' speed that a hidden collective takes on NVLink
     gathers_again=1.0,            # 1: tp gathers again for W what it did not keep; 0: it keeps it
+    gradient_bytes=4.0,           # of each gradient that is reduced
+    ep_by_tp=0.0,                 # 1: each rank of tp sends its part of the rows to experts; 0: each sends all
     step=0.0)                     # s per step, for whatever reason
 NOTHING = (0.0, 0.0, 0.0)
 
@@ -294,9 +296,16 @@ def span(cluster, ranks, stride):
     return (ranks, 1) if ranks <= neighbours else (neighbours, ranks / neighbours)
 
 
-def under(seconds, work, k):
+def share_taken(cluster, k, ranks, stride):
+    """Return the share of the kernels' speed that a ring among these ranks takes."""
+    neighbours, nodes = span(cluster, ranks, stride)
+    _, seconds, _ = (hardware := cluster.hardware(k)).travel("all_gather", 1.0, ranks, math.ceil(nodes), neighbours)
+    return hardware.share_taken(1 / seconds)
+
+
+def under(seconds, work, taken):
     """Return the seconds that a transfer behind work costs: what remains to wait for, and what it takes from that work."""
-    return exposed(seconds, work) + k["taken"] * min(seconds, work)
+    return exposed(seconds, work) + taken * min(seconds, work)
 
 
 def tp_times(c, l, cluster, k, raw):
@@ -314,7 +323,8 @@ def tp_times(c, l, cluster, k, raw):
         return 4 * half, 4 * half + again, 0.0
     qkv, _, up, _ = (width / sum(product_widths(c, l)) for width in product_widths(c, l))
     regions = [qkv] if c.num_local_experts else [qkv, up]
-    hidden = [under(half, share * raw.products[part], k) for share in regions for part in (1, 2)]
+    taken = share_taken(cluster, k, l.tp, 1)
+    hidden = [under(half, share * raw.products[part], taken) for share in regions for part in (1, 2)]
     return 4 * half, 2 * half + again + sum(hidden) + half * bool(c.num_local_experts), 0.0
 
 
@@ -333,6 +343,8 @@ def ep_times(c, l, cluster, k):
     """Return ep's seconds for (F, I, W): counts, then tokens to their experts and back. Nothing hides them."""
     rows = l.tokens * max(1, c.num_experts_per_tok) * c.hidden_size
     once, seconds = send(cluster, k, BF16 * rows * (l.ep - 1) / l.ep, l.ep, l.tp, "all_to_all")
+    if k["ep_by_tp"]:                                     # tp gathers the rows on the way in, and scatters them on the way out
+        seconds = seconds / l.tp + sum(send(cluster, k, BF16 * rows * (l.tp - 1) / l.tp, l.tp, 1, "all_gather"))
     return 3 * once + 2 * seconds, (2 * once + 2 * seconds) * (1 if l.recompute == "none" else 2), 0.0
 
 
@@ -352,6 +364,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0], other=k["step"])
     if ranks == 1:
         return seconds
+    taken, reduced = share_taken(cluster, k, ranks, l.tp), k["gradient_bytes"]
     byte = sum(ring_seconds(cluster, k, held, copies, stride) for held, copies, stride in parts)
     end = stage.embedding * ring_seconds(cluster, k, c.vocab_size * c.hidden_size / l.tp, ranks, l.tp)
     layer = max(0.0, byte - end * (1 + stage.head)) / max(1, stage.layers)
@@ -363,17 +376,16 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     sums = (0, 4, slices, slices)[l.zero]
     seconds["dp"] += moved([sums * (others + experts)], cluster, k["memory"])[0]
     if l.zero < 2:                                        # ZeRO-1 sends half of an all-reduce
-        halves = FLOAT32 * (1 if l.zero else 2)
+        halves = reduced * (1 if l.zero else 2)
         behind = halves * (byte - last_units) + latency
-        taken = k["taken"] * min(behind, window)
-        seconds["dp"] += l.pp * taken + exposed(behind, window) + halves * last_units
+        seconds["dp"] += l.pp * taken * min(behind, window) + exposed(behind, window) + halves * last_units
     else:                                                 # reduced after every micro-batch; ZeRO-3 gathers again
         again = BF16 * byte + latency if l.zero == 3 and l.pp == 1 else 0.0
-        hidden = again + FLOAT32 * (byte - last_units / m) + latency
-        seconds["dp"] += (m + l.pp - 1) * under(hidden, k["overlap"] * each * 2 / 3, k) + FLOAT32 * last_units
+        hidden = again + reduced * (byte - last_units / m) + latency
+        seconds["dp"] += (m + l.pp - 1) * under(hidden, k["overlap"] * each * 2 / 3, taken) + reduced * last_units
     if l.zero:                                            # the new weights are gathered unit by unit behind forward
         times = m if l.zero == 3 and l.pp == 1 else 1
-        seconds["dp"] += times * (under(BF16 * (byte - last_units) + latency, forward, k) + BF16 * last_units)
+        seconds["dp"] += times * (under(BF16 * (byte - last_units) + latency, forward, taken) + BF16 * last_units)
     return seconds
 
 

@@ -7,11 +7,12 @@ from trainer import fail
 COMPILED = dict(memory=0.48, loss=0.61)   # share of llama-8b's bytes that tools/simulate --compile leaves (fuse.py)
 FLOAT8 = dict(product=0.6)        # twice the peak, less scales and casts: by judgement
 ASYNC_TP = dict(tp_shown=0.5)     # half of tp's traffic is hidden: by judgement
+CUDNN = 0.6                       # of FlashAttention-2's seconds on Hopper: the FlashAttention-3 paper, figure 5
 TRAINERS = {
     "this": {},
-    # fused kernels; cuDNN's attention, on an H100 about 1.7 times as fast as FlashAttention-2 (the FlashAttention-3
-    # paper, figure 5); --tp-comm-overlap, which hides most of tp's traffic; schedules that send while they compute
-    "megatron": dict(COMPILED, attention=0.6, tp_shown=0.35, pp_shown=0.25, shape=0.5),
+    # fused kernels; cuDNN's attention; --tp-comm-overlap, which hides most of tp's traffic; schedules that send while
+    # they compute; a rank of tp sends only its own part of the tokens to experts
+    "megatron": dict(COMPILED, attention=CUDNN, tp_shown=0.35, pp_shown=0.25, shape=0.5, ep_by_tp=1.0),
     "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
 HOPPER = "h100", "h200", "h800"                           # GPUs on which cuDNN's attention is that much faster
@@ -36,4 +37,5 @@ def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"
     base = dict(time=known["time"], slack=known["slack"])
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
     return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,
-                fused=trainer == "megatron" or compiled)
+                splits_backward=trainer != "megatron",
+                layout=dict(fused=trainer == "megatron" or compiled, whole_logits=trainer == "torchtitan"))

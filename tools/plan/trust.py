@@ -16,14 +16,15 @@ MEANS = {
 
 # Intervals (low, high) for the logarithm of measured over predicted. ALONE is for dp and ZeRO alone in another trainer
 # (six of seven fitted runs lie in it). MORE is for what else a layout has: tp and pp from the fitted runs, the others
-# by judgement.
-ALONE = (-0.15, 0.05)
+# by judgement. cp reaches further down, because torchtitan's runs with cp 4 and 8 are slower than we can explain, and
+# so does the network: one of InternEvo's runs, on 1,024 GPUs with Ethernet, is slower by far.
+ALONE = (-0.13, 0.07)
 MORE = dict(
-    tp=(0.15, 0.15), pp=(0.10, 0.12), zero2=(0.03, 0.03), selective=(0.05, 0.05), full=(0.03, 0.03),
-    cp=(0.20, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
-    network=(0.05, 0.05))
+    tp=(0.12, 0.12), pp=(0.08, 0.10), selective=(0.05, 0.05), full=(0.03, 0.03),
+    cp=(0.30, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
+    network=(0.10, 0.05)) | {"ZeRO-2": (0.10, 0.05)}
 SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the measured runs
-UNSEEN = ("cp", "ep", "experts", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in none of them
+UNSEEN = ("cp", "ep", "experts", "ZeRO-2", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in none of them
 PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the sizes that the runs had
 RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # the sizes that they had: from, to
 
@@ -35,7 +36,7 @@ DID = dict(
 
 def of_layout(l):
     found = ["tp"] * (l.tp > 1) + ["pp"] * (l.pp > 1) + [l.schedule] * (l.pp > 1 and l.schedule != DEFAULT_SCHEDULE)
-    found += [l.recompute] * (l.recompute != "none") + ["zero2"] * (l.zero == 2)
+    found += [l.recompute] * (l.recompute != "none") + ["ZeRO-2"] * (l.zero == 2)
     return found + ["cp"] * (l.cp > 1) + ["ep"] * (l.ep > 1)
 
 

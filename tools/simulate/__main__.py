@@ -26,9 +26,10 @@ def parse_args(gpus):
     add("step", metavar="STEP", help="a step, 1 to 8, or a folder with a train.py")
     add("ranks", metavar="RANKS", type=int, help="the number of processes that torchrun would start")
     add("--gpu", choices=list(gpus), default="h100", help="the GPU to simulate (h100)")
-    add("--gpus_per_node", type=int, default=8, help="how many GPUs NVLink connects (8)")
+    add("--gpus_per_node", type=int, help="how many GPUs NVLink connects (8; gb200: 64)")
     add("--network", type=float, default=50, metavar="GB/s", help="speed of the network card that each GPU has (50)")
     add("--rank", type=int, default=0, help="the rank whose memory, FLOPs and bytes to show (0)")
+    add("--details", action="store_true", help="also print FLOPs, what the rank sends, and the longest waits")
     add("--trace", metavar="FILE", help="write a trace to open in https://ui.perfetto.dev")
     add("--plot", metavar="FILE", help="draw the step: kernels, waits, links, memory")
     add("--json", metavar="FILE", help="write the numbers as JSON")
@@ -39,6 +40,7 @@ def parse_args(gpus):
         refuse(f"RANKS {args.ranks}: must be at least 1, and for step 1 exactly 1")
     if not 0 <= args.rank < args.ranks:
         refuse(f"--rank {args.rank}: must be from 0 to {args.ranks - 1}, since RANKS is {args.ranks}")
+    args.gpus_per_node = gpus[args.gpu].node if args.gpus_per_node is None else args.gpus_per_node
     if args.gpus_per_node < 1 or not 0 < args.network < 1e6:
         refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be positive")
     for name in filter(None, (args.trace, args.plot, args.json)):
@@ -66,7 +68,7 @@ def main():
     cluster = Cluster(GPUS[args.gpu], args.gpus_per_node, args.network * 1e9)
     played = Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play()
     result = Result(recordings, ranks, args.rank, args.ranks, played, cluster)
-    report(result, args.gpu)
+    report(result, args.gpu, args.details)
     if args.json:
         Path(args.json).write_text(json.dumps(result.as_json(), indent=1))
     args.trace and trace(result, Path(args.trace))

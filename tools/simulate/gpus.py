@@ -25,7 +25,13 @@ class Gpu(NamedTuple):
     watts: float
     product: float                                        # share of the peak that a large product reaches in training: fitted
     attention: tuple                                      # share of the peak that FlashAttention-2 reaches, forward and backward
+    node: int = 8                                         # GPUs that NVLink connects
     clock: float = 1.0                                    # share of the datasheet's clock, for a GPU with a power limit
+
+    @property
+    def usable(self):
+        """Return the GiB that a run can use."""
+        return self.memory * USABLE
 
     def peak(self, dtype):
         return self.clock * getattr(self, dtype.split("_")[0], self.bfloat16)          # float8_e4m3fn: float8
@@ -40,31 +46,34 @@ def at_power(gpu, watts):
 # TF32, and NVLink as half of the figure for both directions. Multiprocessors are from the architecture white papers. The h800 is an
 # H100 with 400 GB/s of NVLink. The v100 is the 32 GB one; its bfloat16 is float16, since it has no bfloat16. The rtx4090's products
 # accumulate in float32 (Ada's white paper); it has no NVLink, so PCIe 4.0 stands in. The gb200 is one of the two GPUs of a
-# superchip. The mi300x has seven links of Infinity Fabric, 64 GB/s each way. The numbers of these five are not from the makers'
-# papers, but from other pages that repeat them.
+# superchip; of the 72 in an NVL72, published runs use 64. The mi300x has seven links of Infinity Fabric, 64 GB/s each way. The
+# numbers of these five are not from the makers' papers, but from other pages that repeat them.
 # Attention is for causal heads of 128 and 8k to 16k tokens. For the H100 it is from the FlashAttention-3 paper (arXiv 2407.08608),
 # figures 5 and 6, where version 2 reaches 335 TFLOPS forward and, not causal, 322 backward; a tenth is taken off the latter, as
 # causal attention loses forward. For the A100 it is about what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off
 # the figures. Other GPUs have the shares of the one that is most like them.
 GPUS = {
-    "a100": Gpu(312e12, 19.5e12, 19.5e12, 0, 2.039e12, 80, 108, 300e9, 400, 0.78, (0.64, 0.56)),
+    "a100": Gpu(312e12, 19.5e12, 19.5e12, 0, 2.039e12, 80, 108, 300e9, 400, 0.76, (0.64, 0.56)),
     "h100": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
     "h200": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
     "h800": Gpu(989.5e12, 66.9e12, 1e12, 1979e12, 3.35e12, 80, 132, 200e9, 700, 0.66, (0.335, 0.29)),
     "b200": Gpu(2250e12, 75e12, 37e12, 4500e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29)),
-    "gb200": Gpu(2500e12, 80e12, 40e12, 5000e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29)),
-    "v100": Gpu(125e12, 15.7e12, 7.8e12, 0, 0.9e12, 32, 80, 150e9, 300, 0.78, (0.64, 0.56)),
-    "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 330.3e12, 1.008e12, 24, 128, 32e9, 450, 0.78, (0.64, 0.56)),
+    "gb200": Gpu(2500e12, 80e12, 40e12, 5000e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29), 64),
+    "v100": Gpu(125e12, 15.7e12, 7.8e12, 0, 0.9e12, 32, 80, 150e9, 300, 0.76, (0.64, 0.56)),
+    "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 330.3e12, 1.008e12, 24, 128, 32e9, 450, 0.76, (0.64, 0.56)),
     "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 2614.9e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29))}
+USABLE = 70.5 / 80        # of its GiB, as seen in nanotron's runs: CUDA, NCCL's communicators and fragmentation take the rest
 TESTED = "a100", "h100"                                   # the others have not been compared with any published run
 
 # Fitted, with the `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked as fitted.
 MEMORY = 0.90                                             # share of the memory's speed that a kernel reaches that only moves data
-TAKEN = 0.50                                              # share of their speed that kernels lose while a collective runs
+TAKEN = 0.50                                              # share of their speed that kernels lose while a collective fills NVLink
 
 ISSUE = 6e-6                                              # seconds that Python takes to launch a kernel: assumed
 NETWORK = 0.80                                            # share of the network's speed that a ring reaches: assumed
 NVLINK = 0.80                                             # the same for NVLink; this and the rest are assumed, not fitted
+SLOWEST = 0.30            # share of TAKEN that even a slow collective takes: its blocks hold about 20 of 132 multiprocessors
+ALL_TO_ALL = 0.60         # share of a ring's speed that an all-to-all reaches between nodes, where it sends many small messages
 START = 4e-6                                              # seconds that a kernel takes at least
 LATENCY = {"nvlink": (12e-6, 1.5e-6), "network": (20e-6, 5e-6)}                    # of a collective: once, and for each hop
 TILES = {(128, 256): 1.0, (128, 128): 0.92, (64, 128): 0.72, (64, 64): 0.45}       # of a product: efficiency of each size
@@ -98,6 +107,10 @@ class Cluster(NamedTuple):
             seconds.append(waves * 2 * high * wide * inner / (one * efficiency))
         return min(seconds)
 
+    def share_taken(self, rate):
+        """Return the share of their speed that kernels lose while a collective sends so many bytes per second."""
+        return self.taken * (SLOWEST + (1 - SLOWEST) * min(1.0, rate / (self.gpu.nvlink * NVLINK)))
+
     def transfer(self, operation):
         """Return (seconds before the first byte, seconds for all bytes, which link) of a collective or message."""
         nodes = Counter(rank // self.gpus_per_node for rank in operation.ranks)
@@ -116,7 +129,7 @@ class Cluster(NamedTuple):
             return once + hop * (ranks - 1), wire / inside, link
         if what == "all_to_all":                          # network cards take what leaves the node, NVLink the rest
             leaves = (ranks - fewest) / max(1, ranks - 1)
-            return once, wire * max(leaves / outside, (1 - leaves) / inside), link
+            return once, wire * max(leaves / outside / ALL_TO_ALL, (1 - leaves) / inside), link
         # a ring enters and leaves a node once for each of its GPUs there, each time through another network card
         hops = nodes + LATENCY["nvlink"][1] / hop * (ranks - nodes)
         return once + hop * min(hops, 64), wire / min(inside, fewest * outside), link

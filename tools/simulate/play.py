@@ -7,8 +7,8 @@ The code's own waits decide what overlaps, and so do streams, as on a GPU with N
   its ranks have started it, and the operations before it in the same stream are over.
 - a rank has two links, NVLink and a network card, and each can send and receive at the same time. Transfers that use a link at the
   same time share it.
-- a wait makes the stream of kernels wait, not the host. A collective takes part of the GPU from the kernels that run meanwhile;
-  their loss is added at the wait for the collective.
+- a wait makes the stream of kernels wait, not the host. A collective takes part of the GPU from the kernels that run meanwhile,
+  and the more the faster it sends; their loss is added at the wait for the collective.
 """
 import heapq
 from bisect import bisect_right
@@ -146,7 +146,8 @@ class Player:
         hidden = self.computed(rank, transfer.end) - self.computed(rank, transfer.ready)
         collective = transfer.operation.what not in ("send", "receive")
         if hidden > 0 and collective and rank not in transfer.paid:                # kernels that ran meanwhile had less of the GPU
-            lost, start = hidden * self.cluster.taken, self.now[rank]
+            rate = transfer.operation.wire / max(transfer.alone, 1e-12)
+            lost, start = hidden * self.cluster.share_taken(rate), self.now[rank]
             transfer.paid.add(rank)                       # a wait may be noted twice: by a function, and by one that it calls
             self.now[rank] += lost
             self.computing[rank] += lost

@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
             notes, kernels, events = fuse(notes, kernels, self.touched, events)
         return SimpleNamespace(
             args=self.args, notes=notes, kernels=kernels, operations=self.operations, events=events, kinds=kinds,
-            actions=self.actions, place=place(at_peak, self.actions),
+            actions=self.actions, place=place(at_peak, self.actions, getattr(self.args, "pp", 1)),
             peak=dict(zip(KINDS, [column[peak] for column in columns])),
             between=dict(zip(KINDS, [column[-1] for column in columns])),
             most={kind: max(column) for kind, column in zip(KINDS, columns)},
@@ -188,10 +188,12 @@ def site():
                  if os.path.dirname(frame.f_code.co_filename) == folder), "")
 
 
-def place(when, actions):
-    for i, action in enumerate(actions, 1):
-        if when <= action.end:
-            return f"{'in' if when > action.start else 'before'} {action.name}, action {i} of {len(actions)}"
+def place(when, actions, pp):
+    for i, (name, start, end) in enumerate(actions, 1):
+        if when <= end:
+            passes = dict(F="forward", B="backward")
+            name = f"{name}, action {i} of {len(actions)}" if pp > 1 else f"{passes[name[0]]} of micro-batch {name[1:].split()[0]}"
+            return f"{'in' if when > start else 'before'} {name}"
     return "after the last backward, in the sums of gradients or the optimizer"
 
 
