@@ -116,6 +116,7 @@ def trainings(calls):
     for words in calls:
         if "tools/simulate" in words:
             step, world, *flags = words[words.index("tools/simulate") + 1:]
+            flags = [flag for flag in flags if flag != "--details"]
             for own in {"--rank", "--json"} & set(flags):
                 del flags[flags.index(own):flags.index(own) + 2]
             found.append((full_name(step), int(world), flags))
