@@ -431,7 +431,7 @@ def test_all_layouts_of_1024_gpus():
     ranked = [float(f"{one.held_back:.4g}") for one in search.ordered]             # among equals, the simplest comes first
     assert ranked == sorted(ranked, reverse=True)
     best = search.best()
-    assert len(best) == 10 and all(plan.fits(one.held, cluster) for one in best)
+    assert len(best) == 8 and all(plan.fits(one.held, cluster) for one in best)
 
 
 def test_the_batch_is_the_same_for_all():
@@ -669,7 +669,7 @@ def test_what_is_printed():
         assert part in found.stdout, part
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full", "--details")
     assert said.returncode == 0 and "physics only" not in said.stdout
-    assert "nobody has measured a run with ep, experts" in said.stdout and "ep 8" in said.stdout
+    assert "no constant was fitted to runs with ep, experts" in said.stdout and "ep 8" in said.stdout
 
 
 def test_every_notch_is_one_notch():

@@ -2,6 +2,7 @@
 
     python dev/bench/published.py                      # the table that docs/proof.md sums up
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
+    python dev/bench/published.py --hold_out           # what two constants are worth on sources that they were not chosen by
     python dev/bench/published.py --unseen             # the errors of simulate and plan on runs that nothing was fitted to
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
@@ -9,6 +10,7 @@ published_unseen.csv. Of these, two numbers of micro-batches are simulated, and 
 """
 import argparse
 import csv
+import itertools
 import json
 import pickle
 import statistics
@@ -166,6 +168,23 @@ def unseen(kept):
         print(f"| {name} | {errors_of(some, 'simulated')} | {errors_of(some, 'planned').rpartition(' | ')[0]} | {inside:.0%} |")
 
 
+def hold_out():
+    """Choose the speed of an all-to-all and a factor on Megatron's products by one source; print the error on the other."""
+    runs = [run for run in csv.DictReader(open(ROOT / "tests/data/published_unseen.csv"))
+            if run["trainer"] == "megatron" and run["gpu"] == "h100"]
+    found = {}
+    for speed, product in itertools.product((0.5, 0.6, 0.75, 1.0), (0.84, 0.88, 0.92, 0.96, 1.0)):
+        with patch.object(gpus, "ALL_TO_ALL", speed), patch.dict(trainers.TRAINERS["megatron"], product=product):
+            found[speed, product] = {run["id"]: abs(plan_published.predict(run)["pred_tok_s_gpu"]
+                                                    / float(run["tokens_per_s_per_gpu"]) - 1) for run in runs}
+    print("| left out | all-to-all | products | error there, median | with 0.6 and 1 | with 1 and 1 |\n|---|---|---|---|---|---|")
+    for name, some in list(groups(runs))[1 + len(KINDS):]:
+        here = {run["id"] for run in some}
+        best = min(found, key=lambda one: statistics.fmean(min(0.3, off) for run, off in found[one].items() if run not in here))
+        errors = (f"{statistics.median(found[one][run] for run in here):.1%}" for one in (best, (0.6, 1.0), (1.0, 1.0)))
+        print(f"| {name} | {best[0]} | {best[1]} | {' | '.join(errors)} |")
+
+
 def groups(runs):
     """Yield (name, runs) of all, of each kind of layout, and of each source."""
     source = lambda run: run["source"].split("@")[0].split(" table")[0].removeprefix("github.com/")
@@ -187,9 +206,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--unseen", action="store_true")
+    parser.add_argument("--hold_out", action="store_true", help="what a source says of two constants of Megatron, on the other one")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_runs.csv")))
+    if args.hold_out:
+        return hold_out()
     with tempfile.TemporaryDirectory() as folder:
         kept = args.keep or Path(folder)
         if args.unseen:

@@ -176,7 +176,7 @@ def turned(c, best, cluster, constants):
     """Yield for one notch of each knob what it does, or why it is impossible."""
     for knob, to, l in notches(c, best.layout):
         said = dict(knob=knob, to=to, layout=l)
-        why = l if isinstance(l, str) else plan.impossible(c, l) or plan.lacks(l, constants)
+        why = l if isinstance(l, str) else plan.impossible(c, l, constants)
         if why:
             yield dict(said, why=why)
             continue
@@ -274,11 +274,10 @@ def one_in_brief(question, one):
     """Yield the lines that describe one layout: what it holds, how fast it is, where its time goes."""
     c, constants, l = question.c, question.constants, one.layout
     yield name_of(l)
-    kinds = ", ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items())
+    kinds, (low, high) = ", ".join(f"{kind} {size:.1f}" for kind, size in one.memory.items()), interval(question, one)
     verdict = "fits" if fits(one.held, question.cluster) else "DOES NOT FIT"
     yield (f"the fullest GPU holds {one.held:.1f} of the {limit(question.cluster):.1f} GiB that can be used, and "
            f"{MEMORY_ERROR:.0%} must stay free: {verdict} ({kinds})")
-    low, high = interval(question, one)
     (counted, mfu), *_ = mfus(c, one, question.cluster).items()
     yield (f"{one.tokens_per_s:,.0f} tokens/s/GPU with {ABOUT[constants['trainer']]}, MFU {mfu:.1%} ({counted}); four runs of five "
            f"should reach {low:,.0f} to {high:,.0f}: {known_by(question, l)}")
@@ -302,8 +301,8 @@ def commands(question, one):
     """Yield the commands that train with a layout, and that simulate it."""
     c, l, trainer = question.c, one.layout, question.constants["trainer"]
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
-    yield from [f"# the trainer refuses this: {why}"] * bool(why)
-    yield from [f"# this trainer's command, whose speed is not that of {ABOUT[trainer]}"] * (trainer != "this")
+    not_it = [f"# this trainer's command, whose speed is not that of {ABOUT[trainer]}"] * (trainer != "this")
+    yield from [f"# the trainer refuses this: {why}"] * bool(why) + not_it
     yield "# " * bool(why) + command(question.model, l, question.cluster)
     yield "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))
 
@@ -357,8 +356,7 @@ def script(model, l, cluster):
 
 def hardware(question):
     """Return the tools/simulate flags that describe the cluster, where they differ from the usual ones."""
-    cluster = question.cluster
-    flags = f"--gpu {question.gpu} " * (question.gpu != "h100")
+    flags, cluster = f"--gpu {question.gpu} " * (question.gpu != "h100"), question.cluster
     flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != cluster.gpu.node)
     return flags + f"--network {cluster.network / 1e9} " * (cluster.network != Cluster(1).network)
 

@@ -67,12 +67,11 @@ def memory_of(c, l, rank, stage, k=MEMORY):
         layer += 2 * BF16 * whole * c.hidden_size
     logits = k["logit_bytes"] + k["old_logit_bytes"] * (l.accumulation > 1)
     first = k["embedding_bytes"] * stage.embedding * (l.pp > 1)
+    grads = k["parameter_bytes"] - BF16 + k["bucket_bytes"] * (l.dp > 1)
     return {
-        "parameters": BF16 * held / weights,
-        "gradients": (k["parameter_bytes"] - BF16 + k["bucket_bytes"] * (l.dp > 1)) * held / gradients,
+        "parameters": BF16 * held / weights, "gradients": grads * held / gradients,
         "optimizer states": k["optimizer_bytes"] * held / states,
-        "activations": stage.layers * l.tokens * layer,
-        "loss": stage.head * logits * l.tokens * c.vocab_size / l.tp,
+        "activations": stage.layers * l.tokens * layer, "loss": stage.head * logits * l.tokens * c.vocab_size / l.tp,
         "buffers": k["base"] * GIB + first * flight * l.tokens * c.hidden_size / l.tp}
 
 

@@ -23,8 +23,10 @@ def divisors(number, most=math.inf):
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
-def impossible(c, l):
+def impossible(c, l, constants=None):
     """Return why the trainer, in its own words, or the planner would refuse a layout; None if neither would."""
+    if SCHEDULES[l.schedule].split_backward and constants and not constants.get("splits_backward", True):
+        return f"{l.schedule}: Megatron-LM does not have it"
     if l.ep > 1 and not c.num_local_experts:
         return f"ep({l.ep}) shards experts, and the model has none"
     if l.batch >= trainer.TOO_LARGE:
@@ -73,14 +75,9 @@ def schedules(c, pp, constants):
     most = c.num_hidden_layers // pp
     if pp == 1 or most < 2:
         return [(DEFAULT_SCHEDULE, 2)]
-    found = [Layout(schedule=name, virtual=v) for name in worth_timing() for v in stages_to_choose(name)]
-    return [(l.schedule, l.virtual) for l in found if l.stages_per_rank <= most and not lacks(l, constants)]
-
-
-def lacks(l, constants):
-    """Return why the trainer cannot run the layout's schedule, or None: Megatron-LM does not split backward."""
-    if SCHEDULES[l.schedule].split_backward and not constants.get("splits_backward", True):
-        return f"{l.schedule}: the trainer does not have it"
+    found = [Layout(schedule=name, virtual=v) for name in worth_timing() for v in stages_to_choose(name)
+             if constants.get("splits_backward", True) or not SCHEDULES[name].split_backward]
+    return [(l.schedule, l.virtual) for l in found if l.stages_per_rank <= most]
 
 
 def stages_to_choose(name):

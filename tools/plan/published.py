@@ -46,7 +46,7 @@ def predict_one(row, assumed):
     trainer, float8 = row.get("trainer") or "this", row.get("precision") == "float8"
     compiled, async_tp = row.get("compile") == "yes", row.get("async_tp") == "yes"
     k = trainers.overlay(trainer, compiled, float8, async_tp, row["gpu"].lower())
-    k["gradient_bytes"] = 2.0 if row.get("gradients") == "bfloat16" else k["gradient_bytes"]
+    k |= dict(gradient_bytes=2.0) if row.get("gradients") == "bfloat16" else {}
     if row.get("attention"):
         k["attention"] = trainers.CUDNN if row["attention"] == "cudnn" and row["gpu"] in trainers.HOPPER else 1.0
     again = None

@@ -136,8 +136,7 @@ def stops(question, l):
 
     def stop(knob, value):
         changed = turned_to(question, l, knob, value, l.batch)
-        why = (changed if isinstance(changed, str)
-               else plan.impossible(question.c, changed) or plan.lacks(changed, question.constants))
+        why = changed if isinstance(changed, str) else plan.impossible(question.c, changed, question.constants)
         return dict(value=value, why=why, config="" if why else config_of(changed))
     return {knob: [stop(knob, value) for value in dict.fromkeys([*of, getattr(l, knob)])]
             for knob, of in values.items()}

@@ -12,18 +12,17 @@ MEANS = {
     "measured": "this trainer was measured doing the same",
     "elsewhere": "other trainers were measured doing the same",
     "extrapolated": "runs like it were measured, but of another size or on other hardware",
-    "physics only": "nobody has measured a run with {}"}
+    "physics only": "no constant was fitted to runs with {}"}
 
-# Intervals (low, high) for the logarithm of measured over predicted. ALONE is for dp and ZeRO alone in another trainer
-# (six of seven fitted runs lie in it). MORE is for what else a layout has: tp and pp from the fitted runs, the others
-# by judgement. cp reaches further down, because torchtitan's runs with cp 4 and 8 are slower than we can explain, and
-# so does the network: one of InternEvo's runs, on 1,024 GPUs with Ethernet, is slower by far.
+# Intervals (low, high) for the logarithm of measured over predicted. ALONE is for dp and ZeRO alone in another trainer (six of
+# seven fitted runs lie in it), MORE for what else a layout has: tp and pp from the fitted runs, cp low because of torchtitan's
+# runs with cp 4 and 8, which are slower than we can explain, the others by judgement.
 ALONE = (-0.13, 0.07)
 MORE = dict(
     tp=(0.12, 0.12), pp=(0.08, 0.10), selective=(0.05, 0.05), full=(0.03, 0.03),
     cp=(0.30, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
     network=(0.10, 0.05)) | {"ZeRO-2": (0.10, 0.05)}
-SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the measured runs
+SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the runs to which something was fitted
 UNSEEN = ("cp", "ep", "experts", "ZeRO-2", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in none of them
 PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the sizes that the runs had
 RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # the sizes that they had: from, to
@@ -50,7 +49,7 @@ def of_schedule(row):
 
 
 def unmeasured(c, l):
-    """Return the names of the layout's and model's features that no measured run had."""
+    """Return the names of the layout's and model's features that no run had to which something was fitted."""
     return [name for name in of_layout(l) + ["experts"] * bool(c.num_local_experts) if name in UNSEEN]
 
 

@@ -30,7 +30,6 @@ class Gpu(NamedTuple):
 
     @property
     def usable(self):
-        """Return the GiB that a run can use."""
         return self.memory * USABLE
 
     def peak(self, dtype):

@@ -40,10 +40,9 @@ def report(result, name, details=False):
     if any(kernel.name == "_grouped_mm" for kernel in seen.kernels):
         print("every expert is assumed to get the same number of tokens")
     print(f"\n{'memory, MiB':<18}{'between steps':>15}{'at the peak':>15}{'at most':>15}")
-    columns = seen.between, seen.peak, seen.most
     for kind in seen.peak:
-        print(f"{kind:<18}" + "".join(f"{column[kind] / 2**20:>15,.2f}" for column in columns))
-    print(f"{'all':<18}" + "".join(f"{sum(column.values()) / 2**20:>15,.2f}" for column in columns[:2]))
+        print(f"{kind:<18}" + "".join(f"{column[kind] / 2**20:>15,.2f}" for column in (seen.between, seen.peak, seen.most)))
+    print(f"{'all':<18}" + "".join(f"{sum(column.values()) / 2**20:>15,.2f}" for column in (seen.between, seen.peak)))
     peak = sum(seen.peak.values()) / 2**30
     print(f"the peak is {seen.place}: {peak:.1f} of the {result.gpu.usable:.1f} GiB that can be used: "
           f"{'fits' if peak < result.gpu.usable else 'DOES NOT FIT'}\n")
@@ -66,9 +65,8 @@ def report(result, name, details=False):
 
 def report_details(result, tokens):
     seen = result.seen
-    longest = [(seconds, *what) for what, seconds in result.waits.most_common(3) if seconds > 0]
-    if longest:
-        print("the longest waits: " + "; ".join(f"{dimension} in {site} {seconds:,.4f} s" for seconds, dimension, site in longest))
+    if longest := [f"{dimension} in {site} {s:,.4f} s" for (dimension, site), s in result.waits.most_common(3) if s > 0]:
+        print("the longest waits: " + "; ".join(longest))
     print(f"\n{seen.flops:.4e} FLOPs, {seen.flops / tokens:.4e} for each of the {tokens:,} tokens that this rank works on")
     if seen.sent:
         print(f"\n{'dimension':<16}{'collective':<16}{'calls':>9}{'payload bytes':>20}{'on the wire':>20}")
