@@ -664,9 +664,11 @@ def test_what_is_printed():
     first, found = run(*question), run(*question, "--details")
     assert found.returncode == 0 and first.stdout.count("\n") <= 25 and "one notch" not in first.stdout, found.stderr
     for part in ("layouts that were timed", "this model needs at least ", "all layouts have the same batch: 256 sequences",
-                 "The second, ", "fastest by estimate: ", "safest: ", "one notch", "MFU ", "(causal half, embedding not counted)",
+                 "The second, ", "fastest by estimate, and safest: ", "one notch", "MFU ", "(causal half, embedding not counted)",
                  "sbatch --nodes 2 ", "python tools/simulate 8 16 --rank "):
         assert part in found.stdout, part
+    longest = run("--model", "mixtral-8x7b", "--gpus", 128, "--gpu", "gb200", "--trainer", "megatron", "--tokens", "1e12")
+    assert longest.stdout.count("\n") <= 25 and "safest: " in longest.stdout and "GPU-hours" in longest.stdout
     said = run("--model", "mixtral-8x7b", "--gpus", 64, "--config", "dp=32,tp=2,ep=4,zero=1,mbs=1,recompute=full", "--details")
     assert said.returncode == 0 and "physics only" not in said.stdout
     assert "no constant was fitted to runs with ep, experts" in said.stdout and "ep 8" in said.stdout

@@ -45,7 +45,7 @@ def network(text):
 def parse_args():
     parser = argparse.ArgumentParser(prog="planner", description=__doc__.splitlines()[0], allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser.error = lambda why: fail(why + "; --help lists the flags; a layout goes into --config" * why.startswith("unrecog"))
     add = parser.add_argument
     add("--model", default="llama-8b",
         help=f"one of {', '.join(models.PRESETS)}, or a directory or hub id with a config.json")
@@ -88,12 +88,13 @@ def check(args):
     for name in ("gpus", "gpus_per_node", "seq_len"):
         value, most = getattr(args, name), serve.LARGEST[name]
         if not 1 <= value <= most or value != int(value):
-            fail(f"--{name} {value}: must be a whole number from 1 to {most:,}")
+            fail(f"--{name} {value:.10g}: must be a whole number from 1 to {most:,}")
         setattr(args, name, int(value))
     for name, (least, most) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
-            fail(f"--{name} {value}: must be from {least:g} to {most:g}")
+            unit = ", in bytes per second, such as 50e9" * (name in ("hbm", "nvlink", "network"))
+            fail(f"--{name} {value:g}: must be from {least:g} to {most:g}{unit}")
     tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
     if not 1 <= tokens <= most:
         fail(f"--global_batch_tokens {tokens:,.15g}: must be from 1 to {most:,}")
@@ -138,8 +139,9 @@ def main():
         lines = [*explain.heading(question, "its batch", one.layout.batch), "", *explain.one_in_brief(question, one)]
         lines += explain.one_in_detail(question, one) if args.details else []
         return print("\n".join([*lines, "", *explain.commands(question, one)]))
+    heading = list(explain.heading(question))
     if not args.json:
-        print("\n".join(explain.heading(question)), flush=True)            # the search takes seconds
+        print("\n".join(heading), flush=True)              # the search takes seconds
     search = question.search()
     best = search.best()
     if args.json:
@@ -148,15 +150,18 @@ def main():
         return print(json.dumps([explain.as_json(question, one) for one in best], indent=1))
     if not best:
         return print(explain.nothing_fits(question))
-    print("\n".join(explain.two_answers(question, search)))
+    answers, brief = list(explain.two_answers(question, search)), list(explain.one_in_brief(question, best[0]))
+    commands = explain.commands(question, best[0])
+    rows = 20 - sum(map(len, (heading, answers, brief, commands)))         # of 25 lines; 5 more are printed here
+    print("\n".join(answers))
     print(f"the best layout for each tp, pp and ep, of {len(search.ordered):,} layouts that were timed"
-          f"{explain.how_many_are_equal(best)}\n")
-    print("\n".join([*explain.table(question, best), "", *explain.one_in_brief(question, best[0])]))
+          f"{explain.how_many_are_equal(best)}" + "; --details says more" * (not args.details) + "\n")
+    print("\n".join([*explain.table(question, best if args.details else best[:rows]), "", *brief]))
     if len(best) > 1:
         print(explain.why_not("The second", best[0], best[1]))
     if args.details:
         print("\n".join([*explain.among_others(question, search, best), *explain.one_in_detail(question, best[0]), ""]))
-    print("\n".join(explain.commands(question, best[0])))
+    print("\n".join(commands))
 
 
 if __name__ == "__main__":

@@ -74,14 +74,13 @@ def two_answers(question, search):
     """Yield lines about the fastest layout by estimate, the safest, and what to measure before trusting the fastest."""
     dense = question.c._replace(num_local_experts=0)      # experts do not tell layouts of one model apart
     fastest, safest = search.fastest(), search.first(lambda l: not trust.unmeasured(dense, l))
-    for what, one in (("fastest by estimate", fastest), ("safest", safest)):
+    same = fastest is safest
+    for what, one in (("fastest by estimate" + ", and safest" * same, fastest), ("safest", None if same else safest)):
         if one:
             low, high = interval(question, one)
             yield (f"{what}: {name_of(one.layout)}: {one.tokens_per_s:,.0f} tokens/s/GPU "
                    f"({low:,.0f} to {high:,.0f}), {one.held:.1f} GiB; {known_by(question, one.layout)}")
-    if fastest is safest:
-        yield "Both are the same layout."
-    elif safest:
+    if safest and not same:
         gain, known = fastest.tokens_per_s / safest.tokens_per_s - 1, trust.of_layout(safest.layout)
         new = [name for name in trust.of_layout(fastest.layout) if name not in known]
         yield (f"The fastest is {gain:.1%} faster, but what is new in it is {', '.join(new) or 'its degrees'}. Before you "
@@ -111,9 +110,8 @@ def nothing_fits(question):
     held, l = found
     if fits(held, question.cluster):
         return f"no layout both fits and reaches the batch; {name_of(l)} fits, but with another batch"
-    missing = held * (1 + MEMORY_ERROR) - limit(question.cluster)
-    return (f"no layout fits: the nearest, {name_of(l)}, needs {held:.1f} GiB, which is {missing:.1f} too much; "
-            f" {fewest(question)}")
+    return (f"no layout fits: the nearest, {name_of(l)}, needs {held:.1f} GiB, and {limit(question.cluster):.1f} can be used; "
+            f"{fewest(question)}")
 
 
 def fewest(question):
@@ -298,13 +296,13 @@ def one_in_detail(question, one):
 
 
 def commands(question, one):
-    """Yield the commands that train with a layout, and that simulate it."""
+    """Return the commands that train with a layout, and that simulate it."""
     c, l, trainer = question.c, one.layout, question.constants["trainer"]
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
     not_it = [f"# this trainer's command, whose speed is not that of {ABOUT[trainer]}"] * (trainer != "this")
-    yield from [f"# the trainer refuses this: {why}"] * bool(why) + not_it
-    yield "# " * bool(why) + command(question.model, l, question.cluster)
-    yield "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))
+    return [*[f"# the trainer refuses this: {why}"] * bool(why), *not_it,
+            "# " * bool(why) + command(question.model, l, question.cluster),
+            "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))]
 
 
 def among_others(question, search, best):

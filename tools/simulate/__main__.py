@@ -21,7 +21,7 @@ def parse_args(gpus):
     """Return the tool's own arguments, and all other flags, for the trainer."""
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
                                      allow_abbrev=False)
-    parser.error = refuse
+    parser.error = lambda why: refuse(f"{why}; for example: python tools/simulate 8 16 --tp 4")
     add = parser.add_argument
     add("step", metavar="STEP", help="a step, 1 to 8, or a folder with a train.py")
     add("ranks", metavar="RANKS", type=int, help="the number of processes that torchrun would start")
