@@ -11,7 +11,7 @@ on the host. That saves more, but gradients then travel in every micro-batch, an
 
 **When it is hidden.** Over a link of B bytes/s, the gradients of P parameters take 4P / (dp B) seconds. The last backward, with
 T tokens at F FLOP/s, takes 4PT / F, or more with recomputation. So it hides them if T is at least F / (dp B), whatever the
-model. Weights take half of both. An RTX 4090 (129 TFLOP/s) with PCIe 4 (25 GB/s) needs 5,200 tokens; an H100 (653) with PCIe 5
+model. Weights take half of both. An RTX 4090 (126 TFLOP/s) with PCIe 4 (25 GB/s) needs 5,000 tokens; an H100 (653) with PCIe 5
 (50), 13,000.
 
 Nothing hides the embedding, whose weights come first and whose gradients go last, or the update, which needs the norm of all
@@ -24,9 +24,9 @@ arithmetic.
 
 | tokens per micro-batch | without | `--offload` | update | waits for gradients | for weights | peak |
 |---|---|---|---|---|---|---|
-| 2,048 | 1.84 | 3.23 | 1.26 | 0.12 | 0.08 | 11.0 GiB |
-| 4,096 | 3.41 | 4.70 | 1.26 | 0.06 | 0.04 | 11.1 GiB |
-| 8,192 | 6.54 | 7.82 | 1.26 | 0.06 | 0.04 | 11.4 GiB |
+| 2,048 | 1.87 | 3.25 | 1.26 | 0.12 | 0.08 | 11.0 GiB |
+| 4,096 | 3.47 | 4.76 | 1.26 | 0.06 | 0.04 | 11.1 GiB |
+| 8,192 | 6.66 | 7.94 | 1.26 | 0.06 | 0.04 | 11.4 GiB |
 
 **The break.** `CopyStream.synchronize` makes the update wait for the gradients. On the CPU nothing shows that it is missing,
 because a copy is over when the call returns. On a GPU the last copy, the embedding's, may be late, and the update reads the

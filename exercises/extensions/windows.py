@@ -26,7 +26,7 @@ Simulated on 8 H100s: seconds per step, and what a rank sends for attention. v0.
 |---|---|---|---|
 | 32,768 | 0.72, 2.1 GB | 0.81, 8.1 GB | 1.20, 19.9 GB |
 | 131,072 | 2.48, 2.1 GB | 2.74, 32.2 GB | 10.55, 79.5 GB |
-| 131,072, eight machines | 3.06 | 4.42 | 11.48 |
+| 131,072, eight machines | 2.68 | 4.86 | 10.98 |
 
     python tools/simulate exercise/windows 8 --model mistral-7b-v0.1 --dtype bfloat16 --cp 8 --cp_mode halo --zero 3
         --recompute full --seq_len 131072 --global_batch_size 1 --micro_batch_size 1      # --gpus_per_node 1: eight machines
