@@ -2,7 +2,7 @@
 
     python dev/bench/published.py                      # the table that docs/proof.md sums up
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
-    python dev/bench/published.py --hold_out           # what two constants are worth on sources that they were not chosen by
+    python dev/bench/published.py --hold_out           # two constants, and the intervals' widths, chosen without the source judged
     python dev/bench/published.py --unseen             # the errors of simulate and plan on runs that nothing was fitted to
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
@@ -12,6 +12,7 @@ import argparse
 import csv
 import itertools
 import json
+import math
 import pickle
 import statistics
 import sys
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "step08_5d"), str(ROOT / "tools/plan")]
+import fit_plan                                            # noqa: E402
 import published as plan_published                        # noqa: E402
 import trainers                                           # noqa: E402
 from simulate import gpus                                  # noqa: E402
@@ -145,44 +147,89 @@ def fit(runs, kept):
 
 # ------------------------------------------------------------------------------------------- both tools beside unseen runs
 KINDS = "FSDP", "tp, pp", "cp", "MoE"
+SOURCES = "llm-foundry", "torchtitan", "Megatron-LM", "Llama 3", "dgxc-benchmarking", "fms-fsdp", "2504.14960", "InternEvo"
+NO_FLAG, WITHOUT = dict(gradients="", attention=""), ", without what has no flag"
 TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each is like another row, or takes hours
 
 
 def unseen(kept):
-    """Print a row for each run, then the errors by kind of layout and by source."""
+    """Print a row for each run, then the errors by kind of layout and by source; and once more of all runs as if their trainers did
+    what no flag of the tools can say."""
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
     print("| run | published | simulated | planned | four of five |\n|---|---|---|---|---|")
     for run in runs:
-        there, said = float(run["tokens_per_s_per_gpu"]), plan_published.predict(run)
-        run["planned"] = said["pred_tok_s_gpu"] / there
-        run["inside"] = said["pred_low"] <= there <= said["pred_high"]
-        run["simulated"] = None if run["id"] in TOO_LARGE else simulated(run, kept) / there
+        there = float(run["tokens_per_s_per_gpu"])
+        for which, changed in ((WITHOUT, NO_FLAG), ("", {})):
+            said = plan_published.predict(run | changed)
+            run["planned" + which] = said["pred_tok_s_gpu"] / there
+            run["inside" + which] = said["pred_low"] <= there <= said["pred_high"]
+            if which:                                     # tools/simulate has no --trainer, --fp8 and --power, either
+                changed = changed | dict(trainer="", precision="", power_w="")
+            run["simulated" + which] = None if run["id"] in TOO_LARGE else simulated(run | changed, kept) / there
         cut = "".join(f", {name} {run[name]}" for name in ("tp", "cp", "pp", "ep") if run[name] != "1")
         errors = " | ".join(f"{run[which] - 1:+.0%}" if run[which] else "-" for which in ("simulated", "planned"))
         of_five = f"{said['pred_low']:,.0f} to {said['pred_high']:,.0f}{'' if run['inside'] else ', outside'}"
         print(f"| {run['id']}: {run['model']}, {run['gpus']} {run['gpu']}{cut} | {there:,.0f} | {errors} | {of_five} |", flush=True)
     print("\n| runs | simulated | ratio, median | error, median | within 20% | planned | ratio, median | error, median | inside |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name, some in groups(runs):
-        inside = statistics.fmean(run["inside"] for run in some)
-        print(f"| {name} | {errors_of(some, 'simulated')} | {errors_of(some, 'planned').rpartition(' | ')[0]} | {inside:.0%} |")
+    for name, some, which in [*((name, some, "") for name, some in groups(runs)), ("all" + WITHOUT, runs, WITHOUT)]:
+        inside = statistics.fmean(run["inside" + which] for run in some)
+        planned = errors_of(some, "planned" + which).rpartition(" | ")[0]
+        print(f"| {name} | {errors_of(some, 'simulated' + which)} | {planned} | {inside:.0%} |")
 
 
 def hold_out():
-    """Choose the speed of an all-to-all and a factor on Megatron's products by one source; print the error on the other."""
-    runs = [run for run in csv.DictReader(open(ROOT / "tests/data/published_unseen.csv"))
-            if run["trainer"] == "megatron" and run["gpu"] == "h100"]
-    found = {}
-    for speed, product in itertools.product((0.5, 0.6, 0.75, 1.0), (0.84, 0.88, 0.92, 0.96, 1.0)):
-        with patch.object(gpus, "ALL_TO_ALL", speed), patch.dict(trainers.TRAINERS["megatron"], product=product):
-            found[speed, product] = {run["id"]: abs(plan_published.predict(run)["pred_tok_s_gpu"]
-                                                    / float(run["tokens_per_s_per_gpu"]) - 1) for run in runs}
-    print("| left out | all-to-all | products | error there, median | with 0.6 and 1 | with 1 and 1 |\n|---|---|---|---|---|---|")
+    """Choose constants by all sources but one, and print the error of the planner there: the speed of an all-to-all alone, the same
+    together with a factor on Megatron's products, and the share that even a slow collective takes."""
+    runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
+    experts = [run for run in runs if run["kind"] == "MoE"]
+    megatron = [run for run in runs if run["trainer"] == "megatron" and run["gpu"] == "h100"]
+    speeds, floors = (0.5, 0.6, 0.75, 1.0), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+    held_out("all-to-all, experts", experts, [dict(ALL_TO_ALL=speed) for speed in speeds])
+    held_out("all-to-all, products", megatron, [dict(ALL_TO_ALL=speed, product=product) for speed, product in itertools.product(
+        speeds, (1.0, 0.96, 0.92, 0.88, 0.84))])
+    held_out("floor", runs, [dict(SLOWEST=floor) for floor in floors])
+
+
+def held_out(what, runs, choices):
+    usual, found = {name: getattr(gpus, name, 1.0) for name in choices[0]}, []
+    for choice in choices:
+        constants = {name: value for name, value in choice.items() if name != "product"}
+        with (patch.multiple(gpus, **constants),
+              patch.dict(trainers.TRAINERS["megatron"], {name: value for name, value in choice.items() if name == "product"})):
+            found.append({run["id"]: abs(plan_published.predict(run)["pred_tok_s_gpu"] / float(run["tokens_per_s_per_gpu"]) - 1)
+                          for run in runs})
+    print(f"| {what}: left out | chosen | error there, median | as it is | with 1 |\n|---|---|---|---|---|")
     for name, some in list(groups(runs))[1 + len(KINDS):]:
         here = {run["id"] for run in some}
-        best = min(found, key=lambda one: statistics.fmean(min(0.3, off) for run, off in found[one].items() if run not in here))
-        errors = (f"{statistics.median(found[one][run] for run in here):.1%}" for one in (best, (0.6, 1.0), (1.0, 1.0)))
-        print(f"| {name} | {best[0]} | {best[1]} | {' | '.join(errors)} |")
+        best = min(range(len(choices)), key=lambda one: statistics.fmean(min(0.3, off) for run, off in found[one].items()
+                                                                         if run not in here))
+        shown = best, choices.index(usual), choices.index(dict.fromkeys(usual, 1.0))
+        errors = " | ".join(f"{statistics.median(found[one][run] for run in here):.1%}" for one in shown)
+        print(f"| {name} | {' '.join(map(str, choices[best].values()))} | {errors} |")
+    print()
+
+
+def intervals():
+    """Choose one factor on the widths of the planner's intervals, with which they hold four of five runs of all sources but one.
+    Print how many runs of that one they hold then. The first row has the factor by the runs that something was fitted to."""
+    runs = list(fit_plan.planned())
+    for run in csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")):
+        said = plan_published.predict(run)
+        runs.append(dict(source=run["source"], fitted="", published=float(run["tokens_per_s_per_gpu"]),
+                         planned=said["pred_tok_s_gpu"], low=said["pred_low"], high=said["pred_high"]))
+    off = []                                              # (source, fitted, how far off, as a share of the interval's width there)
+    for run in runs:
+        end = run["low"] if run["published"] < run["planned"] else run["high"]
+        off.append((next(name for name in SOURCES if name in run["source"]), bool(run["fitted"]),
+                    math.log(run["published"] / run["planned"]) / math.log(end / run["planned"])))
+    inside = lambda some, factor: f"{statistics.fmean(one <= factor for one in some):.0%}"
+    print("| runs | | inside | factor by the others | inside with it |\n|---|---|---|---|---|")
+    for name in ("all that were not fitted", *SOURCES):
+        here = [one for source, fitted, one in off if not fitted and name in (source, "all that were not fitted")]
+        rest = sorted(one for source, fitted, one in off if (source != name and not fitted if name in SOURCES else fitted))
+        factor = rest[min(len(rest) - 1, math.ceil(0.8 * (len(rest) + 1)) - 1)]
+        print(f"| {name} | {len(here)} | {inside(here, 1)} | {factor:.2f} | {inside(here, factor)} |")
 
 
 def groups(runs):
@@ -206,12 +253,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--unseen", action="store_true")
-    parser.add_argument("--hold_out", action="store_true", help="what a source says of two constants of Megatron, on the other one")
+    parser.add_argument("--hold_out", action="store_true", help="what is chosen by all sources but one, on that one")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_runs.csv")))
     if args.hold_out:
-        return hold_out()
+        hold_out()
+        return intervals()
     with tempfile.TemporaryDirectory() as folder:
         kept = args.keep or Path(folder)
         if args.unseen:

