@@ -157,8 +157,16 @@ def test_interleaving_gains_what_was_published():
 def test_llama_3s_own_layout_fits_its_own_kind_of_trainer():
     c, l = models.PRESETS["llama-405b"], Layout(dp=128, tp=8, pp=16, zero=1, schedule="interleaved", virtual=4, seq_len=8192,
                                                 accumulation=16)
-    held = [sum(plan.memory(c, l._replace(fused=fused)).values()) for fused in (False, True)]
+    held = [sum(plan.memory(c, l._replace(wide=wide)).values()) for wide in (4, 2)]
     assert held[1] < plan.limit(speed.Cluster(16384)) < held[0]
+
+
+@pytest.mark.parametrize("model, wide, peak", [("llama-1b", 4, 50.36), ("llama-1b", 3, 45.87), ("qwen3-0.6b", 4, 36.60),
+                                               ("qwen3-0.6b", 3, 33.54)])
+def test_memory_is_that_of_an_h200(model, wide, peak):
+    """Compare with the peaks that docs/gpus.md reports; 3 wide tensors are saved with --compile."""
+    planned = sum(plan.memory(models.PRESETS[model], Layout(micro_batch=4, accumulation=4, seq_len=4096, wide=wide)).values())
+    assert planned == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("layout, gpu, limit", [

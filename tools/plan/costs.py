@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     seq_len: int = 4096
     recompute: str = "none"
     virtual: int = 2                                      # stages per rank, for schedules that take any number
-    fused: bool = False                                   # another trainer's fused kernels, which keep less
+    wide: int = 4                                         # tensors that an MLP saves; torch.compile: 3, Megatron's kernels: 2
     whole_logits: bool = False                            # another trainer's loss, which is not made in chunks
 
     @property
@@ -436,10 +436,10 @@ def kept(c, l, number, fused_norm):
     if c.qk_norm:                                         # each head's q and k before the norm, and its divisor
         q_and_k = q / l.tp + kv / 2
         inside += (number if fused_norm else 2 * FLOAT32) * q_and_k + FLOAT32 * q_and_k / c.head_dim
-    mlp = number * (2 if l.fused else 4) * times * i / l.tp
+    mlp = number * l.wide * times * i / l.tp
     if c.num_local_experts:        # the gathered input, each choice's rows in and out, and the router's scores
         mlp += number * h * (l.tp > 1) + number * 2 * times * h + FLOAT32 * c.num_local_experts
-    outputs = 0 if l.fused else 2 * h * number            # the norms' outputs
+    outputs = 0 if l.wide == 2 else 2 * h * number        # the norms' outputs
     return l.tokens * (inside + mlp + (norms + outputs + 2 * FLOAT32) / l.tp)
 
 
@@ -458,12 +458,13 @@ def chunk(c, l):
 
 
 def loss_memory(c, l, number):
-    """Return the bytes of loss.py's forward: a chunk's logits, twice in float32, and the gradients of the head and its input."""
+    """Return the bytes of loss.py's forward: a chunk's logits, twice in float32 (compiled: once), and the gradients of the head and
+    its input."""
     words, rows = c.vocab_size // l.tp, chunk(c, l)
     if l.whole_logits:                                    # and in float32 three times: themselves, their softmax, their gradients
         return l.tokens * (words * (number + 3 * FLOAT32) + 2 * number * c.hidden_size)
     copies = (l.tp == 1 and number == BF16) + (l.tokens > rows)
-    logits = rows * words * (2 * FLOAT32 + number * copies)
+    logits = rows * words * ((1 + (l.wide == 4)) * FLOAT32 + number * copies)
     most = max(logits, number * words * c.hidden_size + 2 * rows * words)
     both = FLOAT32 * words + number * l.tokens * (1 + (l.tp > 1))
     return both * c.hidden_size + most

@@ -38,4 +38,4 @@ def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
     return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,
                 splits_backward=trainer != "megatron",
-                layout=dict(fused=trainer == "megatron" or compiled, whole_logits=trainer == "torchtitan"))
+                layout=dict(wide=2 if trainer == "megatron" else 3 if compiled else 4, whole_logits=trainer == "torchtitan"))
