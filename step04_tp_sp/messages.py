@@ -5,6 +5,8 @@ import signal
 import sys
 import traceback
 
+from safetensors import SafetensorError
+
 RANK = int(os.environ.get("RANK") or 0)                   # torchrun sets it; a single process is rank 0
 
 
@@ -38,6 +40,6 @@ def clean_exit():
         ours = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) == here]
         where = f"rank {RANK}, {os.path.basename(ours[-1].filename)}:{ours[-1].lineno}"
         print(f"error: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if isinstance(error, (OSError, MemoryError)):     # not a bug in this program, so no traceback
+        if isinstance(error, (OSError, MemoryError, SafetensorError)):     # no bug here, so no traceback
             raise SystemExit(2)
         raise

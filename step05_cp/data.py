@@ -62,7 +62,7 @@ def tokenize(args):
         source = dict(path=kind, data_files=args.dataset) if kind else dict(path=args.dataset)
         documents = load_dataset(**source, split="train")
     except Exception as error:                            # each library raises its own exceptions
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error.__cause__ or error).split())
         fail(f"--dataset {args.dataset} --tokenizer {args.tokenizer}: cannot be loaded ({reason})")
     columns, end = documents.column_names, tokenizer.eos_token_id
     column = columns[0] if len(columns) == 1 else "text"

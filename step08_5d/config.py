@@ -329,7 +329,7 @@ def check_pipeline(args, config, num_micro_batches):
     layers, stages = config.num_hidden_layers, args.pp * per_rank
     if layers < stages:
         fail(f"--pp {args.pp}: with stages_per_rank {per_rank} there are {stages} stages, but only {layers} "
-             f"layers (num_hidden_layers); use --pp {layers // per_rank} or less")
+             f"layers (num_hidden_layers); pp x stages_per_rank can be {layers} at most")
     needed = schedule.min_micro_batches(args.pp)
     if num_micro_batches < needed:
         fail(f"--schedule {args.schedule}: requires {needed} micro-batches or more with pp {args.pp}, but "
