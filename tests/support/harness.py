@@ -296,11 +296,12 @@ def relative(a, b):
 
 
 def assert_same_run(run, reference, tolerance, what="", weights=True):
-    """Compare losses and gradient norms by their relative errors, and weights (or gradients) by ||difference|| / ||reference|| of
-    each tensor."""
+    """Compare losses and gradient norms, step by step, by their relative errors, and weights (or gradients) by ||difference|| /
+    ||reference|| of each tensor."""
     assert len(run.losses) == len(reference.losses) > 0, what
-    for name in ("losses", "grad_norms"):
-        for step, (a, b) in enumerate(zip(getattr(run, name), getattr(reference, name))):
+    for step in range(len(reference.losses)):             # a wrong norm comes before the losses that follow from it
+        for name in ("losses", "grad_norms"):
+            a, b = getattr(run, name)[step], getattr(reference, name)[step]
             difference = f"{what}: {name}[{step}] {a!r}, reference {b!r}"
             assert relative(a, b) <= tolerance, difference + why(run.weights, reference.weights, tolerance, what)
     if weights:
