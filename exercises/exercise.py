@@ -333,6 +333,9 @@ def saved(folder):
 
 # ------------------------------------------------------------------------------------------------ what a red rung says
 MOST = 2000                                               # characters of a reason: the rest is cut off
+# addresses and times, which differ between ranks that say the same
+OF_ONE_RANK = r" at 0x[0-9a-f]+|\[?(\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d([.,]\d+)?\]? ?"
+NOT_IN_GROUP = "is not in the group, whose rank 0 is rank 1 here"        # what a rung's job returns on rank 0 if that is so
 
 
 def what_came(verdict, folder, mine):
@@ -364,7 +367,8 @@ def of_ranks(last, folder, mine):
     errors = {}
     for rank, (kind, result, printed) in sorted(last.answers.items()):
         if kind == "error":
-            errors.setdefault(of_traceback(result, folder, mine), []).append(rank)
+            text = re.sub(OF_ONE_RANK, "", of_traceback(result, folder, mine))
+            errors.setdefault(text, []).append(rank)
         elif kind == "exit" and result:
             refused = [line for line in printed.splitlines() if line.startswith("error:")]
             errors.setdefault("\n".join(refused) or f"ended with exit status {result}", []).append(rank)
@@ -373,7 +377,7 @@ def of_ranks(last, folder, mine):
         world = len(last.answers) + len(last.stood)
         return "\n".join((f"rank {', '.join(map(str, ranks))}: " if len(ranks) < world else "") + text
                          for text, ranks in real.items())
-    patience = f" (for {last.timeout} s)" if last.stood else ""
+    patience = f", or loop for ever (for {last.timeout} s)" if last.stood else ""
     return "\n".join([f"ranks wait for something that never comes{patience}:",
                       *(f"rank {rank} {text}" for rank, text in sorted(where_each_stood(last, folder, mine).items()))])
 
@@ -384,7 +388,8 @@ def where_each_stood(last, folder, mine):
         if kind == "error" and "Traceback" in result:
             stood[rank] = f"waited until another rank ended: {place(frames(result), folder, mine, code=True)}"
         else:
-            stood[rank] = "had ended" if kind == "ok" else f"ended: {died(result, folder, mine)}"
+            ended = NOT_IN_GROUP if result == NOT_IN_GROUP else "had ended"
+            stood[rank] = ended if kind == "ok" else f"ended: {died(result, folder, mine)}"
     return stood
 
 

@@ -235,8 +235,8 @@ def meet_job(case):
     ("refuses", "rank 1: error: no such folder"),
     ("dies", "rank 1: the process died, exit code -9"),
     ("returns a function", "rank 1: what it returned cannot be sent to the test: "),
-    pytest.param("loops", "ranks wait for something that never comes (for 20 s):\nrank 0 waits: mine.py:23 in meet: given()\n"
-                          "rank 1 waits: mine.py:18 in meet: ", marks=pytest.mark.slow),
+    pytest.param("loops", "ranks wait for something that never comes, or loop for ever (for 20 s):\n"
+                          "rank 0 waits: mine.py:23 in meet: given()\nrank 1 waits: mine.py:18 in meet: ", marks=pytest.mark.slow),
     ("leaves", "ranks wait for something that never comes:\nrank 0 waited until another rank ended: mine.py:23 in meet: given()\n"
                "rank 1 had ended")])
 def test_what_ranks_have_met_is_said(pool, tmp_path, case, reason):

@@ -58,6 +58,16 @@ def start(ranks=2):
     return group, group.rank()
 
 
+def of_the_group_only():
+    """Without process groups, let dist.get_rank and dist.get_world_size answer for a unit's group, and say so for the world."""
+    def asked(name, method):
+        def answer(group=None):
+            assert group, f"dist.{name}() asks for the world; a unit is sharded over the ranks of self.shard_group"
+            return getattr(group, method)()
+        return answer
+    return patch.multiple(dist, get_rank=asked("get_rank", "rank"), get_world_size=asked("get_world_size", "size"))
+
+
 def numbered(*shapes, dtype=torch.float32):
     """Make parameters that contain the numbers 1 2 3 ..."""
     sizes = [math.prod(shape) for shape in shapes]
@@ -160,6 +170,9 @@ def watched(group, names=None):
             assert groups == [group], f"{call} must be called with group=self.shard_group"
             assert kwargs.get("async_op"), f"{call} waits at once: async_op=True returns a handle that you can wait for later"
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            for tensor in tensors:
+                assert memory(tensor) >= tensor.nbytes, (
+                    f"{call} was given a tensor that needs {tensor.nbytes} bytes, but its storage was resized to {memory(tensor)} bytes")
             name = what if names is None else f"{what} {names[tensors[whole].numel()]}"
             events.append(name)
             events.given = tensors[1].data_ptr()
@@ -198,6 +211,8 @@ def views_job():
     unit, _ = new_unit("Zero1Unit", [], params, Ranks(1, 0))
     unit.params = params
     views = unit.views(flat)
+    assert isinstance(views, dict), f"views returned {views}; expected a dictionary"
+    assert all(param in views for param in params), "views returned a dictionary whose keys are not the parameters of self.params"
     found = values(views[param] for param in params)
     views[params[1]].zero_()
     return found, flat.tolist()
@@ -224,7 +239,10 @@ def test_parameters_in_a_flat_tensor(pool):
 
 
 def shard_job(ranks, rank):
-    unit = numbered_unit("Zero1Unit", Ranks(ranks, rank), (2, 2), (3,), dtype=torch.bfloat16)
+    params = numbered((2, 2), (3,), dtype=torch.bfloat16)
+    unit, _ = new_unit("Zero1Unit", [], params, Ranks(ranks, rank))
+    with of_the_group_only():
+        shard(unit, list(params))
     assert unit.flat_param.dtype == torch.bfloat16, f"parameters are in bfloat16, but self.flat_param is in {unit.flat_param.dtype}"
     assert hasattr(unit, "flat_grad"), "there are no gradients: `allocate_grads` was not called"
     assert not unit.flat_param.requires_grad, "self.flat_param has a gradient function: detach the parameters before you join them"
@@ -235,7 +253,7 @@ def shard_job(ranks, rank):
     found = unit.flat_param.tolist(), (unit.shard_slice.start, unit.shard_slice.stop), unit.param_shard.tolist()
     gradients = len(getattr(unit, "flat_grad", ()))
     unit.flat_param += 10
-    return *found, unit.param_shard.tolist(), values(unit.params), gradients
+    return *found, unit.param_shard.tolist(), values(params), gradients
 
 
 @rung({"zero.py": ["Zero1Unit.flatten_and_shard"]}, hints="""
@@ -266,7 +284,8 @@ def test_the_shard_of_a_rank(pool):
             f"{here} self.shard_slice goes from {found_mine[0]} to {found_mine[1]}, not from {mine[0]} to {mine[1]}")
         assert found_slice == of_mine, f"{here} self.param_shard is {found_slice}, not {of_mine}"
         assert params == [[[11, 12], [13, 14]], [15, 16, 17]], (
-            f"after self.flat_param += 10 the parameters are {params}: each must be a view of self.flat_param, in its shape")
+            f"after self.flat_param += 10 the parameters are {params}: each nn.Parameter must be a view of self.flat_param, in its "
+            "shape; the model has these objects, so do not replace them by others")
         assert changed_slice == [n + 10 for n in of_mine], (
             "after self.flat_param += 10, self.param_shard has the old numbers: it is no view")
         assert gradients == len(weights), (
@@ -279,7 +298,8 @@ def sharded_params_job(rank):
     unit.param_shard, unit.grad_shard = unit.param_shard.clone(), unit.grad_shard.clone()
     unit.flat_param.fill_(torch.nan)
     unit.flat_grad = None
-    sharded_params = unit.sharded_params()
+    with of_the_group_only():
+        sharded_params = unit.sharded_params()
     found = values(sharded_params)
     whole = {param.placement.num_replicas for param in unit.params}
     assert whole == {10}, (
@@ -431,11 +451,11 @@ class Product(torch.autograd.Function):
 
 
 class Times(nn.Module):
-    """A block with weights of these sizes."""
+    """A module with weights of these sizes, of the unit with this number."""
 
-    def __init__(self, number, events, sizes):
+    def __init__(self, number, name, events, sizes):
         super().__init__()
-        self.number, self.events = number, events
+        self.number, self.name, self.events = number, name, events
         self.weights = nn.ParameterList(torch.eye(1, size)[0] for size in sizes)
 
     def forward(self, x):
@@ -444,23 +464,26 @@ class Times(nn.Module):
         return x
 
     def computes(self, what, unit):
-        assert memory(unit.flat_param) > 0, f"block {self.number} computes its {what}, but its weights are not there"
-        assert unit.gather_handle is None, f"block {self.number} computes its {what}, but nobody has waited for its weights"
+        assert memory(unit.flat_param) > 0, f"{self.name} computes its {what}, but the unit's weights are not there"
+        assert unit.gather_handle is None, f"{self.name} computes its {what}, but nobody has waited for the unit's weights"
         if f"{what} {self.number}" not in self.events:
             self.events.append(f"{what} {self.number}")
 
 
-def small_model(stage, micro_batches, group, events, *blocks):
-    """Make a model of blocks with weights of these sizes, each a unit. Return it with its Zero."""
+def small_model(stage, micro_batches, group, events, *units):
+    """Make a model of units, each a list of modules with weights of these sizes. Return it with its Zero."""
     import zero
     from placement import Placement
-    model = nn.Sequential(*(Times(i, events, sizes) for i, sizes in enumerate(blocks)))
+    modules = [[Times(i, f"module {j} of unit {i}" if len(unit) > 1 else f"unit {i}", events, sizes)
+                for j, sizes in enumerate(unit)] for i, unit in enumerate(units)]
+    model = nn.Sequential(*sum(modules, []))
     model.zero_units = []
-    for block in model:
-        unit, args = new_unit(f"Zero{stage}Unit", [block], list(block.weights), group, stage, micro_batches)
-        for param in block.weights:
+    for of_unit in modules:
+        params = [param for module in of_unit for param in module.weights]
+        unit, args = new_unit(f"Zero{stage}Unit", of_unit, params, group, stage, micro_batches)
+        for param in params:
             param.placement = Placement(num_replicas=group.size(), decays=True)
-        shard(unit, list(block.weights))
+        shard(unit, params)
         model.zero_units.append(unit)
     return model, zero.Zero(model, None, args)
 
@@ -468,10 +491,30 @@ def small_model(stage, micro_batches, group, events, *blocks):
 def collect_job(stage):
     from zero import Zero1Unit
     group, rank = start()
-    sent = watched(group, {10: "0", 20: "1", 30: "2"})
-    with sent as events, patch.object(Zero1Unit, "pre_forward", lambda *args: None):      # a later rung: no weights are gathered
-        model, zero = small_model(1, 2, group, events, (4, 3, 3), (20,), (30,))
+    sent, returned = watched(group, {10: "0", 20: "1", 30: "2"}), {}
+    start_it, finish_it = Zero1Unit.start_reduce_scatter, Zero1Unit.finish_reduce_scatter
+
+    def start_reduce_scatter(unit):
+        handle, shard = start_it(unit)
+        returned[unit] = shard[:]                         # in stage 2 it is not self.grad_shard either
+        return handle, returned[unit]
+
+    def finish_reduce_scatter(unit, shard):
+        assert shard is returned[unit], "finish_reduce_scatter was not given the shard that start_reduce_scatter returned"
+        finish_it(unit, shard)
+    ours = dict(pre_forward=lambda *args: None,           # a later rung: no weights are gathered
+                start_reduce_scatter=start_reduce_scatter, finish_reduce_scatter=finish_reduce_scatter)
+    with sent as events, patch.multiple(Zero1Unit, **ours):
+        model, zero = small_model(1, 2, group, events, [(4, 3, 3)], [(20,)], [(30,)])
         zero.stage = stage                                # units are of stage 1: only the order matters here
+        finish_oldest = zero.finish_oldest
+
+        def shortens():
+            before = len(zero.reduce_scatters)
+            finish_oldest()
+            assert len(zero.reduce_scatters) == before - 1, (
+                f"finish_oldest must take one entry out of self.reduce_scatters; of {before} it left {len(zero.reduce_scatters)}")
+        zero.finish_oldest = shortens
         steps = []
         for _ in range(2):
             reduced = []
@@ -527,7 +570,8 @@ def test_a_unit_is_reduced_when_it_is_complete(pool):
     reduce-scatter, and let backward continue. The gradients of a unit may come in any order. In stage 1 that is all, because
     finish_grad_reduction finishes all of self.reduce_scatters after backward. In stages 2 and 3, each entry of this list keeps the
     whole gradients of a unit in memory. So there, as soon as the list has two entries, finish the older one. It has had the whole
-    backward of this unit to travel in. `finish_oldest` waits for it, and calls the unit's finish_reduce_scatter."""
+    backward of this unit to travel in. `finish_oldest` takes it out of the list, waits for it, calls
+    the unit's finish_reduce_scatter, and passes it the shard that start_reduce_scatter returned."""
     for stage in (1, 2, 3):
         for steps in pool.call(collect_job, STEP, stage=stage, world=2):
             assert_collected(stage, steps)
@@ -600,10 +644,13 @@ def test_only_the_shard_of_the_gradients_is_kept(pool):
 def stage_3_job():
     group, rank = start()
     unit = numbered_unit("Zero3Unit", group, (3,), (2,), dtype=torch.bfloat16)
+    assert unit.flat_param is not None, "self.flat_param is None; keep the tensor, and empty its storage"
+    size = memory(unit.flat_param)
+    assert size == 0, f"after flatten_and_shard the storage of self.flat_param has {size} bytes; expected 0"
     least, size = kept(unit), memory(unit.param_shard)
     assert size == 6, (
         f"after flatten_and_shard self.param_shard has {size} bytes of storage; a separate tensor of 3 bfloat16 elements has 6")
-    found = [memory(unit.flat_param), unit.param_shard.tolist()]
+    found = [unit.param_shard.tolist()]
     assert least == 6 + 12, (
         f"after flatten_and_shard the unit keeps {least} bytes; the shards of weights and float32 gradients have 6 and 12")
     with watched(group) as events:
@@ -651,8 +698,7 @@ def test_weights_are_freed_and_come_back(pool):
     if the weights are there; otherwise it gives the storage its full size and starts to gather, without waiting.
     `start_reduce_scatter` frees the weights, because the unit's backward is over, and does what it does in stage 2."""
     for rank, (sums, more), *answer in pool.call(stage_3_job, STEP, world=4):
-        whole, of_rank, params, once, again, after_backward, updated = answer
-        assert whole == 0, f"after flatten_and_shard the storage of self.flat_param has {whole} bytes; expected 0"
+        of_rank, params, once, again, after_backward, updated = answer
         expected = [[1, 2, 3], [4, 5, 0]][rank]
         assert of_rank == expected, f"after flatten_and_shard rank {rank} has self.param_shard {of_rank}, not {expected}"
         assert params == [[1, 2, 3], [4, 5]], f"after the gather, the parameters are {params}, not [[1, 2, 3], [4, 5]]"
@@ -667,13 +713,22 @@ def test_weights_are_freed_and_come_back(pool):
             f"each rank has negated its shard of 1 ... 5; gathered again, the parameters are {updated}")
 
 
+def by_number(given, zero):
+    if isinstance(given, list):
+        return "[" + ", ".join(str(by_number(unit, zero)) for unit in given) + "]"
+    return f"unit {zero.units.index(given)}" if given in zero.units else given
+
+
 def needed_job(stage):
     group, rank = start()
-    blocks, steps = [(10,), (20,), (30,), (40,), (50,)], []
-    names = {sum(sizes): str(i) for i, sizes in enumerate(blocks)}
+    units, steps = [[(10,)], [(20,)], [(10,), (20,)], [(40,)], [(50,)]], []       # unit 2 has two modules
+    names = {10: "0", 20: "1", 30: "2", 40: "3", 50: "4"}
     with contextlib.ExitStack() as patched:
         events = patched.enter_context(watched(group, names))
-        model, zero = small_model(stage, 1, group, events, *blocks)
+        model, zero = small_model(stage, 1, group, events, *units)
+        for i, unit in enumerate(zero.units if stage == 3 else []):
+            came, expected = unit.next_in_backward, zero.units[i - 1:i] if i > 1 else []
+            assert came == expected, f"unit {i}: next_in_backward is {by_number(came, zero)}, not {by_number(expected, zero)}"
         note, kind = Times.computes, type(zero.units[0])
 
         def noted(self, what, unit):
@@ -742,9 +797,9 @@ def test_weights_come_when_they_are_needed(pool):
     with self.next_in_forward and self.next_in_backward. `post_forward` arranges for pre_backward to be called when the backward of
     the unit begins, if self.weights_in_backward, and frees the weights if self.reshard_after_forward.
     `register_post_forward_hooks(units)` sets weights_in_backward (unit 0 needs no weights in backward), reshard_after_forward (all
-    but the last two units) and next_in_backward (the list for pre_backward) of each unit, and registers post_forward as the forward
-    hook of the unit's last module. In stage 1, forward gathers the weights that the last update has changed, and does so one unit
-    ahead as well."""
+    but the last two units) and next_in_backward (a list of the unit before it; empty if that one needs no weights in backward) of
+    each unit, and registers post_forward as the forward hook of the unit's last module. In stage 1, forward gathers the weights
+    that the last update has changed, and does so one unit ahead as well."""
     for stage in (3, 1):
         for rank, steps in enumerate(pool.call(needed_job, STEP, world=2, stage=stage)):
             for step, (order, at, loss, shards) in enumerate(steps, 1):
@@ -762,9 +817,9 @@ def test_weights_come_when_they_are_needed(pool):
                     assert coming == expected, (
                         f"{where}, {when}: units under way should be {in_words(expected)}, but are {in_words(coming)}; ask for the "
                         "next unit, but do not wait for it")
-                expected = (1 + 9 * rank) * 32 ** (step - 1)
+                expected = (1 + 9 * rank) * 64 ** (step - 1)
                 assert loss == expected, f"{where}: rank {rank} has the loss {loss}, not {expected}"
-                expected = 11 * 16 ** (step - 1)
+                expected = 11 * 32 ** (step - 1)
                 assert shards == [[expected]] * 5, f"{where}: all gradients are {expected}; the shards of the units have {shards}"
 
 
@@ -789,10 +844,11 @@ def test_weights_come_when_they_are_needed(pool):
     (4, "float64 --zero 3 --zero_shard 2"), (3, "bfloat16 --zero 3"), (2, "float64 --zero 0")])
 def test_a_training_run(pool, world, flags):
     """Write `zero_traffic`. It returns what ZeRO and the gradient norm should send in one training step, as a list of (group,
-    collective, payload bytes); with what traffic.py has already it must equal the ledger's bytes. Four steps on three ranks must
-    give the losses, gradient norms and weights of one process, in each stage. So must four ranks with --zero_shard 2. With --zero
-    0, list only the gradient norm, because data_parallel_traffic has the rest. With --zero_shard, the ranks that have the same
-    shard, unit.replicate_group, all-reduce its gradients once per step. Count padding too, because it is sent."""
+    collective, payload). The payload is the bytes of the whole tensor gathered or scattered, an int; with what traffic.py has
+    already it must equal the ledger's. Four steps on three ranks must give the losses, gradient norms and weights of one process,
+    in each stage. So must four ranks with --zero_shard 2. With --zero 0, list only the gradient norm, because
+    data_parallel_traffic has the rest. With --zero_shard, the ranks that have the same shard, unit.replicate_group, all-reduce its
+    gradients once per step. Count padding too, because it is sent."""
     micro_batch_size = {2: 6, 3: 4, 4: 2}[world]          # 2, 2 and 3 micro-batches
     flags = f"--recompute none --micro_batch_size {micro_batch_size} --dtype {flags}"
     check(pool, layouts.Layout(STEP, world, "dense-3", "adamw", flags))

@@ -9,13 +9,14 @@ hides. In float32 only these sums are compared, not AdamW's weights. In bfloat16
 """
 import contextlib
 import math
+import os
 from unittest.mock import patch
 
 import cases
 from harness import assert_same_run, relative, train_job
 from layouts import SCHEDULES
 from operations import Recorder, assert_all_meet
-from steps import NAMES
+from steps import NAMES, ROOT
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 
@@ -79,7 +80,9 @@ def check(pool, layout):
     try:
         compare(pool, layout)
     except AssertionError as error:
-        raise AssertionError(f"{error}\nagain: python tests/support/layouts.py {layout.step} {layout}") from error
+        mine = os.environ.get("EXERCISE", "").replace(f"{ROOT}/", "")
+        again = f"EXERCISE={mine} " * bool(mine) + f"python tests/support/layouts.py {layout.step} {layout}"
+        raise type(error)(f"{error}\nagain: {again}") from error          # exercise.py asks a JobFailed for the ranks' errors
 
 
 def compare(pool, layout):
@@ -107,6 +110,7 @@ def assert_sent(layout, per_rank):
         if what[1] == "all_to_all" and layout.number("ep") > 1:
             of_ranks = [tuple(map(sum, zip(*of_ranks)))]
         for rank, (seen, formula) in enumerate(of_ranks):
+            assert isinstance(formula, int), f"rank {rank}, {what}: its formula says {formula} bytes, and no int"
             assert seen == formula, f"rank {rank} sends {seen:,} bytes by {what}, its formula says {formula:,}"
     for what, expected in by_hand(layout).items():
         total = sum(sent.get(what, (0, 0))[0] for sent in per_rank)
