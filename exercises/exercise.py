@@ -374,7 +374,7 @@ def of_ranks(last, folder, mine):
             errors.setdefault("\n".join(refused) or f"ended with exit status {result}", []).append(rank)
     real = {text: ranks for text, ranks in errors.items() if not re.search("by peer|Connection reset|Broken pipe", text)}
     if real:
-        world = len(last.answers) + len(last.stood)
+        world = len(last.stood) + sum(result != NOT_IN_GROUP for _, result, _ in last.answers.values())
         return "\n".join((f"rank {', '.join(map(str, ranks))}: " if len(ranks) < world else "") + text
                          for text, ranks in real.items())
     patience = f", or loop for ever (for {last.timeout} s)" if last.stood else ""

@@ -172,7 +172,7 @@ def watched(group, names=None):
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             for tensor in tensors:
                 assert memory(tensor) >= tensor.nbytes, (
-                    f"{call} was given a tensor that needs {tensor.nbytes} bytes, but its storage was resized to {memory(tensor)} bytes")
+                    f"{call} was given a tensor that needs {tensor.nbytes} bytes, but its storage was resized to {memory(tensor)}")
             name = what if names is None else f"{what} {names[tensors[whole].numel()]}"
             events.append(name)
             events.given = tensors[1].data_ptr()

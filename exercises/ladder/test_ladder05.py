@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import layouts
 import pytest
-from exercise import rung
+from exercise import NOT_IN_GROUP, rung
 from observe import check
 
 STEP = "step05_cp"
@@ -106,6 +106,9 @@ def attended(inner_attention, positions, heads=HEADS, kv_heads=KV_HEADS, dtype="
     leaves = [t.requires_grad_() for t in (q, k, numbers(range(TOKENS), signed))]
     out = inner_attention(*leaves)
     assert out.dtype == q.dtype, f"q, k and v are in {q.dtype}, but the output is in {out.dtype}"
+    assert out.shape == q.shape, (
+        f"{heads} heads, {kv_heads} of keys and values: the output has the shape {list(out.shape)}, not {list(q.shape)}: "
+        "own tokens, all heads")
     yield out.squeeze(-1).tolist()
     out.backward(numbers([2**t for t in range(TOKENS)], shared))
     yield from (leaf.grad.squeeze(-1).tolist() for leaf in leaves)
@@ -148,7 +151,7 @@ def attention_job(mode, backward):
     from unforgiving import unforgiving
     group = start()
     if not group:
-        return None
+        return NOT_IN_GROUP
     positions = positions_of(group.rank(), mode, TOKENS, RANKS).tolist()
     kernel, update_out_and_lse = "flash_backward" if backward else "flash", context_parallel.update_out_and_lse
     compute, kernels = getattr(context_parallel, kernel), []
@@ -213,8 +216,8 @@ def assert_attention(answers, heads=HEADS, kv_heads=KV_HEADS):
                     came, wanted = ([row[head] for row in rows] for rows in (
                         numbers[sequence], [right[sequence][t] for t in positions]))
                     assert came == pytest.approx(wanted, rel=1e-9), \
-                        f"the {name} of rank {rank}'s tokens {positions} is {shown(came)}, not {shown(wanted)} " \
-                        f"(sequence {sequence}, head {head})"
+                        f"{heads} heads, {kv_heads} of keys and values, {len(answers)} ranks: the {name} of rank {rank}'s tokens " \
+                        f"{positions} is {shown(came)}, not {shown(wanted)} (sequence {sequence}, head {head})"
 
 
 def shown(numbers):
@@ -247,7 +250,7 @@ def assert_work(answers, mode, backward):
         keeps = (2 * q + kv) * 2 + q * 4
         assert low["kept"] <= keeps, (
             f"{here} keeps {low['kept']} bytes for backward; its own q, k, v and the output in bfloat16 and the lse in float32 "
-            f"have {keeps}: the keys and values of others travel again in backward")
+            f"have {keeps}: save only these, the output in q's dtype; the keys and values of others travel again in backward")
         assert low["lse_kept"], f"{here}: forward must save the lse over all keys that a query sees"
         assert low["own"], f"{here}: forward must save the k and v of its own tokens"
         if backward:
@@ -295,13 +298,13 @@ def positions_job():
 def test_which_tokens_are_mine(pool):
     """Write `local_positions`. It returns a tensor with this rank's positions in the sequence, in rising order. In ring and
     ulysses, cut the sequence into cp equal chunks; rank r has chunk r. In zigzag and allgather, cut it into 2 cp chunks; rank r has
-    the r-th from the start and the r-th from the end."""
+    the r-th from the start and the r-th from the end, counting from 0."""
     ring = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2, 3], [4, 5, 6, 7]], 3: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]}
     zigzag = {1: [[0, 1, 2, 3]], 2: [[0, 1, 6, 7], [2, 3, 4, 5]], 3: [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]}
     found, = pool.call(positions_job, STEP)
     for (mode, cp), ranks in found.items():
         expected = (ring if mode in ("ring", "ulysses") else zigzag)[cp]
-        assert ranks == expected, f"{mode}, {4 * cp} tokens on {cp} ranks: the ranks have {ranks}, not {expected}"
+        assert ranks == expected, f"{mode}, {4 * cp} tokens, cp {cp}: the ranks have {ranks}, not {expected}"
 
 
 def merge_job():
@@ -316,7 +319,11 @@ def merge_job():
         def logs(pair):
             return torch.tensor(pair, dtype=torch.float64).view(1, 1, 2)
         out, lse = output(first), logs(first_lse)
+        before = dict(out=out.clone(), lse=lse.clone())
         context_parallel.update_out_and_lse(out, lse, output(second, low), logs(second_lse))
+        for name, tensor in dict(out=out, lse=lse).items():
+            assert not torch.equal(tensor, before[name]), (
+                f"{name} is unchanged, {tensor.flatten().tolist()}; `{name} = ...` only names a new tensor")
         return out.flatten().tolist(), lse.flatten().tolist()
     from math import inf, log
     return (merged([15, 1], [log(2), log(1)], [37.5, 3], [log(8), log(1)]), merged([0, 0], [-inf, -inf], [5, 6], [log(3), 0]),
@@ -371,7 +378,9 @@ def visible_job():
         for rank, mine in enumerate(places):
             for source, theirs in enumerate(places):
                 by_visible, block = torch.zeros(len(mine), len(theirs)), context_parallel.visible(rank, source, mode, len(mine))
-                if block:
+                if block is not None:
+                    assert type(block) is tuple and [type(x) for x in block] == [slice, slice, bool], (
+                        f"visible must return (slice, slice, bool) or None, not {block}")
                     queries, keys, causal = block
                     area = torch.ones_like(by_visible[queries, keys])
                     by_visible[queries, keys] = area.tril() if causal else area
@@ -408,7 +417,7 @@ def gather_job():
     import torch
     group = start()
     if not group:
-        return None
+        return NOT_IN_GROUP
     k = 10.0 * group.rank() + torch.arange(2.0).view(1, 1, 2, 1)
     with sent_in(group) as sent:
         every = context_parallel.all_gather_kv(k, k + 100, group)
@@ -430,7 +439,8 @@ def test_all_keys_at_once(pool):
     """Write `all_gather_kv`, which returns a list: for each rank of the group its keys and values, stacked, [2, batch, heads,
     seq/cp, head_dim]. Write `AllGatherAttention.forward`, which returns the attention of this rank's queries to the keys of all
     ranks, one block of keys after another. For backward, save q, k, v, the output (in q's dtype) and its log-sum-exp, and
-    nothing that came from other ranks. Accumulate the blocks in float32 or wider."""
+    nothing that came from other ranks. Accumulate the blocks in float32 or wider. (exp(score) of tokens 0, 1, 2 ... is 1 1 2 4 8
+    ..., and the value of token t is t; so the output of token t is t - 1 + 1 / 2**t, such as 9.00098 of token 10.)"""
     expected = [[[10 * rank, 10 * rank + 1], [10 * rank + 100, 10 * rank + 101]] for rank in range(RANKS)]
     for rank, (every, sent) in enumerate(answers_of(pool, gather_job)):
         assert every == expected, f"on rank {rank}, all_gather_kv returns {every}; keys are 0 1, 10 11 and 20 21, values 100 more"
@@ -457,8 +467,9 @@ def test_all_keys_at_once(pool):
 def test_gradients_of_all_keys(pool):
     """Write `block_gradients`, which returns what a block adds to the gradients of q, k and v; the kernel takes a contiguous lse.
     Write `AllGatherAttention.backward`, which returns the gradients of q, and those of this rank's k and v, to which all ranks
-    contribute. Gather once more, and reduce-scatter the gradients; add them up in float32 or wider, in lse's dtype. (The value of
-    token s has the gradient WEIGHTS[s] times the number of tokens from s on: 12, 11, 20, 36, 64 ...)"""
+    contribute. Gather once more, and reduce-scatter the gradients; add them up in float32 or wider, in lse's dtype. (exp(score) of
+    tokens 0, 1, 2 ... is 1 1 2 4 8 ...; the gradient of value s is that, times the number of tokens from s on: 12 11 20 36 64
+    ...)"""
     answers = answers_of(pool, attention_job, mode="allgather", backward=True)
     assert_attention(answers)
     assert_work(answers, "allgather", backward=True)
@@ -472,10 +483,11 @@ def ring_send_recv_job():
     from unforgiving import unforgiving
     group = start()
     if not group:
-        return None
+        return NOT_IN_GROUP
     with unforgiving() as handles, sent_in(group):
         tensor = torch.full((2, 3), float(group.rank()), dtype=torch.float64).T                    # not contiguous
         receive = context_parallel.ring_send_recv(tensor, group)
+        assert callable(receive), f"ring_send_recv returned {type(receive)}; expected a function that waits, and returns what came"
         started = len(handles)
         came = receive()
         return list(came.shape), came.flatten().tolist(), started, str(came.dtype)
@@ -496,9 +508,9 @@ def ring_send_recv_job():
     and `kv = torch.stack((k, v))`; after it the same as in `AllGatherAttention.forward`.""")
 def test_keys_go_round_a_ring(pool):
     """Write `ring_send_recv(tensor, group)`. It starts to send the tensor to the next rank of the ring, and to receive from the one
-    before, both in one dist.batch_isend_irecv. It returns a function that waits, and returns the tensor that came. Write
-    `RingAttention.forward`, which returns what `AllGatherAttention.forward` returns. But here keys and values go round, and while a
-    rank computes with one block, the next one is under way. For backward it saves just as little."""
+    before, both in one dist.batch_isend_irecv, which takes only contiguous tensors. It returns a function that waits, and returns
+    the tensor that came. Write `RingAttention.forward`, which returns what `AllGatherAttention.forward` returns. But here keys and
+    values go round, and while a rank computes with one block, the next one is under way. For backward it saves just as little."""
     for rank, (shape, came, started, dtype) in enumerate(answers_of(pool, ring_send_recv_job)):
         before = (rank - 1) % RANKS
         assert (shape, came) == ([3, 2], [before] * 6), \
@@ -542,7 +554,7 @@ def ulysses_job(cases):
     from model import sdpa
     group = start(4)
     if not group:
-        return None
+        return NOT_IN_GROUP
     rank = group.rank()
     x = 10.0 * torch.arange(2 * rank, 2 * rank + 2).view(1, 2, 1, 1) + torch.arange(8.0).view(1, 1, 8, 1)
     x, kept = torch.cat((x, x + 100)).requires_grad_(), []
@@ -562,7 +574,9 @@ def ulysses_job(cases):
                 f"{heads} heads, {kv_heads} of keys and values, 4 ranks: inner_attention was given q, k, v of the shapes {shapes}, "
                 f"not {right}: all tokens, and a fourth of the heads, with those of keys and values {copies} times each")
             return sdpa(*qkv)
-        found.append(list(attended(context_parallel.ulysses(inner_attention, group), positions, heads, kv_heads)))
+        attention = context_parallel.ulysses(inner_attention, group)
+        assert callable(attention), f"ulysses returned {attention}; expected a function of q, k and v"
+        found.append(list(attended(attention, positions, heads, kv_heads)))
     return there, back, [dict(sent), dict(sent_back)], len(kept), positions, found
 
 
@@ -620,7 +634,10 @@ def traffic_job(cases):
         args = SimpleNamespace(dp=dp, cp=cp, tp=tp, cp_mode=mode, sp="on", recompute=recompute, zero=0, dtype=getattr(torch, dtype),
                                seq_len=16, global_batch_size=24, micro_batch_size=3)
         model = SimpleNamespace(model=SimpleNamespace(config=config, layers=layers))
-        found.append([tuple(sent) for sent in traffic.context_parallel_traffic(model, mesh, args)])
+        came = traffic.context_parallel_traffic(model, mesh, args)
+        assert isinstance(came, list | tuple) and all(len(sent) == 3 and isinstance(sent[2], int) for sent in came), (
+            f"context_parallel_traffic must return a list of (group, name, bytes), and bytes must be an int; it returned {came}")
+        found.append(came)
     return found
 
 
@@ -655,8 +672,8 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
 def test_a_training_run(pool, mode):
     """Write `context_parallel_traffic(model, mesh, args)`. It lists what context parallelism should send in a step, as
     (mesh.get_group("cp"), collective, bytes), which must equal the ledger's bytes: also with dp, with tp (then a rank has a part of
-    the heads, and so of the rows of q_proj and k_proj), with --recompute and in any dtype. Four steps on two ranks must give the
-    losses, gradient norms and weights of one process."""
+    the heads, and so of the rows of q_proj and k_proj), with either --recompute (full and selective repeat the same
+    transfers), and in any dtype. Four steps on two ranks must give the losses, gradient norms and weights of one process."""
     cases = [(cp_mode, *more) for cp_mode in ("zigzag", "ring", "allgather", "ulysses") for more in (
         (1, 1, 1, "none", "float32"), (2, 1, 1, "none", "float32"), (4, 1, 1, "none", "bfloat16"), (4, 2, 1, "full", "bfloat16"),
         (4, 1, 2, "selective", "float64"))]
