@@ -333,8 +333,8 @@ def saved(folder):
 
 # ------------------------------------------------------------------------------------------------ what a red rung says
 MOST = 2000                                               # characters of a reason: the rest is cut off
-# addresses and times, which differ between ranks that say the same
-OF_ONE_RANK = r" at 0x[0-9a-f]+|\[?(\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d([.,]\d+)?\]? ?"
+# what differs between ranks that say the same: an object's address, and before an error of gloo its rank and the time
+OF_ONE_RANK = r" at 0x[0-9a-f]+|\[rank\d+\]:\[\w\d{4} [\d:.]+ [^]]*\] "
 NOT_IN_GROUP = "is not in the group, whose rank 0 is rank 1 here"        # what a rung's job returns on rank 0 if that is so
 
 

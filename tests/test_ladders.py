@@ -222,6 +222,7 @@ def meet(case):
 
 def given():
     dist.barrier()
+    raise ValueError(f"[rank{dist.get_rank()}]:[F1126 06:13:04.00{dist.get_rank()} gloo.cpp:1] {object()}")
 """
 
 
@@ -234,6 +235,7 @@ def meet_job(case):
     ("raises", "rank 1: mine.py:11 in meet: KeyError: 'mine'"),
     ("refuses", "rank 1: error: no such folder"),
     ("dies", "rank 1: the process died, exit code -9"),
+    ("fails alike", "mine.py:23 in meet (in mine.py:27, which it calls): ValueError: <object object>"),
     ("returns a function", "rank 1: what it returned cannot be sent to the test: "),
     pytest.param("loops", "ranks wait for something that never comes, or loop for ever (for 20 s):\n"
                           "rank 0 waits: mine.py:23 in meet: given()\nrank 1 waits: mine.py:18 in meet: ", marks=pytest.mark.slow),
