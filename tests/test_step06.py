@@ -443,8 +443,9 @@ def test_zero_3_gathers_once_a_step(pool, flags):
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
     (2, "--pp 3", "pp 3 x dp 0 x cp 1 x tp 1: must equal the world size, 2; leave --dp out and choose pp x cp x tp from 1, 2"),
-    (8, "--pp 8", "--pp 8: with stages_per_rank 1 there are 8 stages, but only 5 layers (num_hidden_layers); pp x stages_per_rank can "
-     "be 5 at most"),
+    (8, "--pp 8",
+     "--pp 8: with stages_per_rank 1 there are 8 stages, but only 5 layers (num_hidden_layers); pp x stages_per_rank can be 5 at "
+     "most"),
     (4, "--pp 4 --schedule interleaved",
      "--pp 4: with stages_per_rank 2 there are 8 stages, but only 5 layers (num_hidden_layers); pp x stages_per_rank can be 5 at "
      "most"),

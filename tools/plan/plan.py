@@ -70,13 +70,13 @@ def batch_near(wanted, gpus):
     return max(near, key=lambda batch: (math.gcd(batch, odd), batch & -batch, -abs(batch - wanted)))
 
 
-def schedules(c, pp, constants):
+def schedules(c, pp, constants=None):
     """Return (schedule, virtual) of each of the trainer's schedules to time. If a rank has one layer, that is the default alone."""
     most = c.num_hidden_layers // pp
     if pp == 1 or most < 2:
         return [(DEFAULT_SCHEDULE, 2)]
     found = [Layout(schedule=name, virtual=v) for name in worth_timing() for v in stages_to_choose(name)
-             if constants.get("splits_backward", True) or not SCHEDULES[name].split_backward]
+             if (constants or {}).get("splits_backward", True) or not SCHEDULES[name].split_backward]
     return [(l.schedule, l.virtual) for l in found if l.stages_per_rank <= most]
 
 
