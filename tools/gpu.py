@@ -22,7 +22,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -48,6 +47,7 @@ SECONDS = 2                                               # that a training step
 EFFICIENCY = 0.4
 WARM_UP, STEPS, TEST_STEPS = 2, 6, 4
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.I)
+OWN_LOGS = re.compile(r"(machine|collectives|simulate|tests|\d\d_step\d\d_\w+)\.(txt|jsonl)")
 
 
 def refuse(message):
@@ -418,8 +418,13 @@ class Run:
     def __init__(self, args, gpus):
         self.out, self.device, self.only, self.clock = Path(args.out).resolve(), args.device, args.only, Clock(args.minutes)
         self.ranks = 2 ** int(math.log2(min(8, gpus))) if args.device == "cuda" else 2
-        shutil.rmtree(self.out / "logs", ignore_errors=True)
-        (self.out / "logs").mkdir(parents=True)
+        try:
+            (self.out / "logs").mkdir(parents=True, exist_ok=True)
+            for log in (self.out / "logs").iterdir():
+                OWN_LOGS.fullmatch(log.name) and log.unlink()              # what else lies there is the user's
+            self.log("machine").touch()
+        except OSError as error:
+            refuse(f"--out {args.out}: cannot be written ({error.strerror}); choose another directory")
         self.env = clean_environment() | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
         self.say = self.clock.say
         revision = printed_by("git", "describe", "--always", "--dirty", "--exclude", "*") or "unknown"
@@ -453,6 +458,8 @@ def main():
     args = parser.parse_args()
     if not 1 <= args.minutes < 1e4:
         refuse(f"--minutes {args.minutes:g}: must be at least 1")
+    if not str(args.out):
+        refuse("--out '': names no directory; leave it out to get out/gpu")
     import torch
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     if args.device == "cuda" and not gpus:
