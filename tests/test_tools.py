@@ -410,7 +410,8 @@ def test_plot_replaces_nothing_but_a_picture(tmp_path):
     ("--out gone/x.csv", "there is no folder gone"), ("--out folder.csv", "is a folder"), ("--out x.png", "must end in .csv"),
     ("--out mine.csv", "is not a sweep with these columns"),
     ("--out of.csv", "of.png already exists and belongs to something else"),
-    ("--out x.csv --gpus 0", "--gpus 0: must be at least 1"), ("--out x.csv --time_limit 0", "must be a positive number"),
+    ("--out x.csv --gpus 0", "--gpus 0: must be at least 1"),
+    *((f"--out x.csv --time_limit {bad}", "must be a positive number") for bad in ("0", "nan", "inf")),
     ("--out x.csv --trainer nowhere.py", "--trainer nowhere.py: no such file")])
 def test_sweep_refuses(tmp_path, monkeypatch, capsys, words, message):
     import sweep

@@ -239,7 +239,7 @@ def main(argv=None):
     for name, least in (("gpus", 1), ("micro_batch_size", 1), ("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1)):
         if min(getattr(args, name)) < least:
             refuse(f"--{name} {min(getattr(args, name))}: must be at least {least}")
-    if args.time_limit <= 0:
+    if not 0 < args.time_limit < math.inf:                # nan is not either
         refuse(f"--time_limit {args.time_limit:g}: must be a positive number of seconds")
     if args.steps < 3:
         refuse(f"--steps {args.steps}: must be at least 3, because the first two do not count")
