@@ -193,7 +193,9 @@ def parts(run):
         if run.how == "forget" and name == "1.bias":
             continue
         weight = param.detach().clone() if run.how == "copy" else param
-        where = {1: 1} if run.how == "outside" else None
+        where = {"outside": {1: 1}, "negative": {0: -1}}.get(run.how)
+        if run.how == "twice":
+            yield name, weight, param.grad, where
         yield "module." * (run.how == "prefix") + name, weight, param.grad, where
 
 def step(run, inputs, targets):
@@ -201,8 +203,8 @@ def step(run, inputs, targets):
     if run.how == "hang" and last:
         while True:
             time.sleep(0.1)
-    if run.how == "die" and last:
-        os._exit(7)
+    if run.how in ("die", "leave") and last:
+        os._exit(7 if run.how == "die" else 1)
     if run.how == "raise" and last:
         raise ValueError("what a rank says")
     run.adamw.zero_grad()
@@ -247,11 +249,13 @@ CAUSE = {"summed": "all gradients times a factor", "alone": "not reduced", "same
          "bfloat16": "low precision", "clipped": "scaled apart", "zeroed": "zero gradients", "own log": "log of one rank",
          "log": "log times a factor", "norm": "norm counts", "learning rate": "update times a factor", "decay": "decay",
          "frozen": "not updated", "drift": "weights drift"}
-SAID = {"hang": "did not finish", "die": "rank 1 died with exit status 7", "raise": "ValueError: what a rank says",
+SAID = {"hang": "did not finish", "die": "rank 1 died with exit status 7", "leave": "rank 1 died with exit status 1",
+        "raise": "ValueError: what a rank says",
         "nothing": "build: returns None", "three": "yields a tuple of 3; it must yield (name, weight, gradient, where)",
         "forget": "parts: of 1.bias one process holds 8 numbers, all ranks together 0",
         "copy": "yield the memory itself, not a copy",
         "outside": "begins at [0, 4] in 0.weight", "prefix": "names must be the same under every layout",
+        "negative": "has where {0: -1}; its numbers must be whole", "twice": "yields 0.weight[0, 0] twice",
         "list": "step: returns list; it must return (loss, gradient norm)", "word": "returns a norm of type str"}
 
 
@@ -296,6 +300,9 @@ def test_flags_that_cannot_work_are_refused(capsys, tmp_path):
     assert 'tp: not a flag; write name=value' in refused(capsys, template, "--flags", "tp")
     assert "has no layout" in refused(capsys, template, "--layouts", tmp_path / "none")
     assert "line 1" in refused(capsys, template, "--layouts", tmp_path / "words")
+    for text, message in (("-1", "line 1: -1 ranks: must be from 1 to 64"), ("999 tp=2", "999 ranks"), ("\udcff", "as text")):
+        (tmp_path / "wrong").write_text(text, errors="surrogateescape")
+        assert message in refused(capsys, template, "--layouts", tmp_path / "wrong")
     assert "has no function step, parts" in refused(capsys, tmp_path / "empty.py")
 
 

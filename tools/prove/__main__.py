@@ -16,7 +16,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-STEPS = 4
+STEPS, MOST_RANKS = 4, 64
 
 
 def refuse(message):
@@ -55,7 +55,7 @@ def parse_args(argv):
         refuse(f"ADAPTER.py {args.adapter}: no such file; copy tools/prove/adapters/template.py")
     if args.layouts and not Path(args.layouts).is_file():
         refuse(f"--layouts {args.layouts}: no such file")
-    for name, most in (("world", 64), ("seconds", 86400)):
+    for name, most in (("world", MOST_RANKS), ("seconds", 86400)):
         if not 1 <= getattr(args, name) <= most:
             refuse(f"--{name} {getattr(args, name)}: must be from 1 to {most}")
     if args.json:
@@ -70,13 +70,19 @@ def layouts_of(args):
     if not args.layouts:
         return [(args.world, args.flags)]
     found = []
-    for number, line in enumerate(Path(args.layouts).read_text().splitlines(), 1):
+    try:
+        lines = Path(args.layouts).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"--layouts {args.layouts}: cannot be read as text ({error}); write a layout a line, such as 4 tp=2 pp=2")
+    for number, line in enumerate(lines, 1):
         world, _, flags = line.partition("#")[0].strip().partition(" ")
         if world:
             try:
                 found.append((int(world), flags_of(flags)))
             except (ValueError, argparse.ArgumentTypeError) as error:
                 refuse(f"--layouts {args.layouts}, line {number}: {error}; write the number of ranks, then flags: 4 tp=2 pp=2")
+            if not 1 <= found[-1][0] <= MOST_RANKS:
+                refuse(f"--layouts {args.layouts}, line {number}: {found[-1][0]} ranks: must be from 1 to {MOST_RANKS}")
     return found or refuse(f"--layouts {args.layouts}: has no layout")
 
 
@@ -86,11 +92,17 @@ def load_adapter(path):
     adapter = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(adapter)
+    except SystemExit as error:
+        refuse(f"{path}: calls sys.exit({error.code!r}) when it is imported; move that under if __name__ == '__main__'")
     except Exception:
         refuse(f"{path}: cannot be imported\n{traceback.format_exc(limit=-3)}")
     missing = [name for name in ("build", "step", "parts") if not callable(getattr(adapter, name, None))]
     if missing:
         refuse(f"{path}: has no function {', '.join(missing)}; tools/prove/adapters/template.py shows what it does")
+    for name in ("BATCH", "SEQ", "VOCAB"):
+        value = getattr(adapter, name, 1)
+        if type(value) is not int or value < 1:
+            refuse(f"{path}: {name} is {value!r}; it must be a whole number from 1")
     return adapter
 
 
@@ -115,7 +127,7 @@ class Baseline:
             self.targets[torch.arange(seq) >= torch.randint(seq // 2 + 1, seq + 1, (STEPS, batch, 1), generator=draw)] = -100
         self.own = Run(launch(adapter, 1, self.both, [], self.seconds)).whole(-1, "weights")
         # norms of ones, or biases of zeros, would hide too much
-        self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) * (weight == weight.flatten()[0]).all()
+        self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) * (weight.flatten().diff() == 0).all()
                       for name, weight in self.own.items()}
         self.one = self.launch_one(self.jobs(self.start))
         # one rounding of every weight: to float32, which is also measured in its place where a trainer computes in float64
@@ -130,7 +142,9 @@ class Baseline:
     def launch_one(self, jobs):
         from prove.compare import Run
         from prove.ranks import launch
-        return Run(launch(self.adapter, 1, self.both, jobs, self.seconds))
+        run = Run(launch(self.adapter, 1, self.both, jobs, self.seconds))
+        run.check_finite()                                # what differs from NaN could not be told from what does not
+        return run
 
 
 class Trial:

@@ -31,6 +31,13 @@ class Run:
         """Return the "loss" or "norm" of the ranks that know it."""
         return [seen["steps"][step][kind] for seen in self.ranks if seen["steps"][step][kind] is not None]
 
+    def check_finite(self):
+        for number, step in enumerate((step for seen in self.ranks for step in seen["steps"]), 1):
+            tensors = [(f"{kind} of {name}", tensor) for kind in ("gradients", "weights") for name, _, tensor in step[kind]]
+            for what, value in [("loss", step["loss"]), ("norm", step["norm"]), *tensors]:
+                if value is not None and not torch.as_tensor(value).isfinite().all():
+                    raise CannotRun(f"step {number}: its {what} is NaN or infinite, which nothing can be compared with")
+
     def boxes(self, step, kind):
         """Return {name: {(offsets, shape): {rank: tensor}}} of "gradients" or "weights"; of step -1, the weights before all."""
         found = collections.defaultdict(lambda: collections.defaultdict(dict))

@@ -392,7 +392,7 @@ def drawn_copies(run, own):
             if relative(tensor, right) > 1e-6:
                 different.add(name)
             twin = first.setdefault((box[1], tensor.numpy().tobytes()), (name, box))
-            if tensor.min() < tensor.max() and not torch.equal(cut(own[twin[0]], *twin[1]), right):
+            if tensor.numel() and tensor.min() < tensor.max() and not torch.equal(cut(own[twin[0]], *twin[1]), right):
                 copies.append(f"{name}{[*box[0]]} of {twin[0]}{[*twin[1][0]]}")
     return different, copies
 

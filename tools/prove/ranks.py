@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def offsets_of(weight, where, memory):
 
 def read_parts(adapter, run, kind):
     """Return [(name, offsets, memory)] of this rank's "gradients" or "weights"."""
-    found = []
+    found, taken, some = [], set(), False
     for part in adapter.parts(run):
         if not isinstance(part, tuple) or len(part) != 4:
             what = f"a tuple of {len(part)}" if isinstance(part, tuple) else type(part).__name__
@@ -73,15 +74,23 @@ def read_parts(adapter, run, kind):
         if isinstance(where, list) and len(where) != memory.dim():
             raise CannotRun(f"parts: {name} has offsets {where}, but {memory.dim()} dimensions")
         offsets = offsets_of(weight, where, memory)
+        if not all(isinstance(offset, Integral) and offset >= 0 for offset in offsets):
+            raise CannotRun(f"parts: {name} has where {where}; its numbers must be whole, and 0 or more")
+        if (name, offsets) in taken:
+            raise CannotRun(f"parts: yields {name}{list(offsets)} twice; every part must have a name or offsets of its own")
+        taken.add((name, offsets))
         if kind == "gradients":
             if hasattr(gradient, "redistribute"):         # it may still be a partial sum
                 gradient = gradient.redistribute(weight.device_mesh, weight.placements)
-            memory = torch.zeros_like(memory) if gradient is None else local(gradient)
+            some |= gradient is not None
+            memory = torch.zeros_like(memory) if gradient is None else local(gradient).to_dense()
             if memory.shape != local(weight).shape:
                 raise CannotRun(f"parts: {name} has shape {list(local(weight).shape)}, but its gradient has {list(memory.shape)}")
         found.append((name, offsets, memory))
     if not found and kind == "weights" and int(os.environ["WORLD_SIZE"]) == 1:
         raise CannotRun("parts: yields nothing; it must yield (name, weight, gradient, where) of every parameter")
+    if kind == "gradients" and not some and int(os.environ["WORLD_SIZE"]) == 1:
+        raise CannotRun("parts: no part has a gradient after step; keep the gradients until the next step begins")
     return found
 
 
@@ -163,6 +172,8 @@ def train(adapter, flags, jobs):
     place = (adapter.place(run) if hasattr(adapter, "place") else None) or {}
     if not isinstance(place, dict):
         raise CannotRun(f"place: returns a {type(place).__name__}; it must return a dict such as {{'tp': 0, 'pp': 1}}")
+    if not all(isinstance(at, int | str) for at in place.values()):
+        raise CannotRun(f"place: returns {place}; every coordinate must be a whole number")
     seen = dict(own=copies(adapter, run, "weights"), place=place, steps=[])
     for job in jobs:
         if job.weights:
@@ -195,7 +206,8 @@ def worker(adapter, rank, world, port, flags, jobs, seconds, unforgiving, folder
         torch.save(seen, f"{folder}/{rank}.saving")
         os.rename(f"{folder}/{rank}.saving", f"{folder}/{rank}.seen")
     except BaseException as error:
-        Path(f"{folder}/{rank}.error").write_text(describe(rank, error))
+        Path(f"{folder}/{rank}.failing").write_text(describe(rank, error))
+        os.rename(f"{folder}/{rank}.failing", f"{folder}/{rank}.error")             # all of it, or there is no such file
     faulthandler.cancel_dump_traceback_later()
     while os.getppid() == parent:                         # others may still talk to this rank; the parent ends it
         time.sleep(0.2)
@@ -247,7 +259,9 @@ def wait(ranks, folder, deadline):
 def collect(ranks, folder, seconds):
     if len(those_with("seen", ranks, folder)) == len(ranks):
         return [torch.load(f"{folder}/{rank}.seen", weights_only=False) for rank in range(len(ranks))]
-    lost = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0, 1)]
+    # a rank whose time was over ends with status 1, too, but has written its stack
+    lost = [rank for rank, process in enumerate(ranks)
+            if process.exitcode is not None and not (process.exitcode == 1 and os.path.getsize(f"{folder}/{rank}.stack"))]
     if lost:                                              # what the others say follows from it
         output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]
         raise CannotRun(f"rank {lost[0]} died with exit status {ranks[lost[0]].exitcode}. {output}")
