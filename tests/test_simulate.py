@@ -281,6 +281,7 @@ def test_numbers_for_programs(tmp_path):
     ("8 12 --tp 8", "pp 1 x dp 1 x cp 1 x tp 8: must equal the world size, 12"),
     ("9 1", "STEP 9: must be a step, 1 to 8"),
     ("1 2", "RANKS 2: must be at least 1, and for step 1 exactly 1"), ("8 0", "RANKS 0: must be at least 1"),
+    ("3 1000001", "RANKS 1000001: must be at most 1,000,000"),
     ("8 many", "argument RANKS: invalid int value: 'many'"), ("8", "the following arguments are required: RANKS"),
     ("8 8 --rank 8", "--rank 8: must be from 0 to 7"), ("8 8 --rank -1", "--rank -1: must be from 0 to 7"),
     ("3 8 --rank 3 --tp 2", "unrecognized arguments: --tp 2"),

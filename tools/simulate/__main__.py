@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+MOST_RANKS = 10**6
+
 
 def refuse(message):
     print(f"error: {message}", file=sys.stderr)
@@ -36,6 +38,8 @@ def parse_args(gpus):
     args, flags = parser.parse_known_args()
     if args.step not in list("12345678") and not (Path(args.step) / "train.py").is_file():
         refuse(f"STEP {args.step}: must be a step, 1 to 8, or a folder with a train.py")
+    if args.ranks > MOST_RANKS:
+        refuse(f"RANKS {args.ranks}: must be at most {MOST_RANKS:,}")
     if args.ranks < 1 or args.ranks > 1 and args.step == "1":
         refuse(f"RANKS {args.ranks}: must be at least 1, and for step 1 exactly 1")
     if not 0 <= args.rank < args.ranks:
