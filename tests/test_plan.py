@@ -800,6 +800,8 @@ REFUSED = {
     "--seq_len 4x": "is not a number", "--seq_len 1.5": "whole number", "--gpus 1e9": "whole number from 1 to",
     "--global_batch_tokens 1e30": "must be from 1 to", "--port 70000": "0 to 65535", "--config dp=3": "= 3 != gpus(8)",
     "--config dp=2,tp=4,mbs=0": "at least 1", "--config tp=3": "!= gpus(8)",
+    "--config pp=2,schedule=interleaved,v=100": "pp(2) x v(100) = 200 stages, but only 32 layers; use v=16 or less",
+    "--html /nowhere/x.html": "No such file or directory",
     "--config speed=9": "is not NAME=VALUE with a known name",
     "--config tp=8,zero=7": "one of 0, 1, 2, 3", "--config pp=8,schedule=dualpipe,acc=4": "16 micro-batches or more",
     "--config ep=2": "the model has none", "--predict nofile.csv --out x.csv": "No such file", "--predict {data}": "needs --out",
@@ -815,6 +817,7 @@ def test_refused(flags):
 
 
 LLAMA = dict(model_type="llama", **WIDE)
+QWEN, DEEPSEEK = ({**LLAMA, "model_type": kind} for kind in ("qwen3_moe", "deepseek_v3"))
 BAD_CONFIGS = [
     ([], "must be a mapping"), ({**LLAMA, "model_type": "gpt2"}, "model_type 'gpt2'"), ({**LLAMA, "model_type": None}, "None"),
     ({**LLAMA, "vocab_size": "abc"}, "expected int, got str (value: 'abc')"), ({**LLAMA, "hidden_size": 0}, "hidden_size 0"),
@@ -828,6 +831,10 @@ BAD_CONFIGS = [
     ({**LLAMA, "rope_scaling": "abc"}, "transformers could not read"), ({**LLAMA, "rms_norm_eps": "x"},
     "'rms_norm_eps' expected float"),
     ({**LLAMA, "vocab_size": 10**8}, "below 100,000,000"),
+    ({**QWEN, "decoder_sparse_step": 0}, "decoder_sparse_step 0 must"),
+    ({**QWEN, "moe_intermediate_size": -1}, "intermediate_size -1"),
+    ({**DEEPSEEK, "first_k_dense_replace": 999}, "first_k_dense_replace 999 must be from 0 to num_hidden_layers"),
+    ({**DEEPSEEK, "kv_lora_rank": -1}, "kv_lora_rank -1"), ({**DEEPSEEK, "qk_nope_head_dim": -1}, "qk_nope_head_dim -1"),
     ({**LLAMA, "model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window")]
 
 
@@ -949,6 +956,7 @@ def test_rows_that_are_refused(tmp_path, change, message):
     (dict(power_w="-500"), "power_w '-500'"), (dict(gpu_memory_gib="-1"), "gpu_memory_gib '-1'"),
     (dict(sequences_per_step="-16"), "sequences_per_step '-16'"), (dict(seq_len=""), "seq_len ''"),
     (dict(gpus="1" * 30), "gpus '111"),
+    *((dict(hbm_tb_s=bad), f"hbm_tb_s '{bad}' must be a positive number") for bad in ("abc", "nan", "-1", "0", "inf")),
     (dict(schedule="gpipe", dp="4", pp="2"), "schedule 'gpipe' is unknown"), (dict(recompute="some"), "recompute 'some'"),
     (dict(fsdp_stage="9"), "fsdp_stage '9'"), (dict(fsdp_stage="x"), "fsdp_stage 'x'"), (dict(compile="maybe"), "compile 'maybe'"),
     (dict(seq_len="8193", dp="1", tp="8"), "--seq_len 8193: must be a multiple of tp 8"),

@@ -76,9 +76,7 @@ def read(raw, where):
     sizes = {name: getattr(theirs, name, None) for name in SIZES}
     heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
     sizes["head_dim"] = sizes["head_dim"] or theirs.hidden_size // max(1, heads)
-    for name, value in sizes.items():
-        if not 1 <= value < MOST:
-            fail(f"{where}: {name} {value} must be a whole number from 1 to below {MOST:,}")
+    check_range(where, 1, **sizes)
     if heads % kv_heads:
         fail(f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
     model = Model(**sizes, attention_bias=kind == "qwen2" or getattr(theirs, "attention_bias", False),
@@ -88,8 +86,16 @@ def read(raw, where):
     if kind == "deepseek_v3":                             # head_dim is the mean width of q and v
         rope, plain, v = theirs.qk_rope_head_dim, theirs.qk_nope_head_dim, theirs.v_head_dim
         latent = theirs.q_lora_rank or 0, theirs.kv_lora_rank, plain, rope, v
+        check_range(where, 0, q_lora_rank=latent[0], qk_nope_head_dim=plain, qk_rope_head_dim=rope)
+        check_range(where, 1, kv_lora_rank=latent[1], v_head_dim=v)
         model = model._replace(latent=latent, head_dim=(plain + rope + v) // 2)
     return model._replace(notes=tuple(notes(model, theirs)))
+
+
+def check_range(where, least, **sizes):
+    for name, value in sizes.items():
+        if type(value) is not int or not least <= value < MOST:
+            fail(f"{where}: {name} {value} must be a whole number from {least} to below {MOST:,}")
 
 
 def experts(theirs, kind, where):
@@ -102,13 +108,17 @@ def experts(theirs, kind, where):
         fail(f"{where}: num_experts_per_tok {chosen} must be from 1 to num_local_experts {count}")
     if kind == "deepseek_v3":
         dense = theirs.first_k_dense_replace
+        if type(dense) is not int or not 0 <= dense <= theirs.num_hidden_layers:
+            fail(f"{where}: first_k_dense_replace {dense} must be from 0 to num_hidden_layers {theirs.num_hidden_layers}")
     else:
         without, every = getattr(theirs, "mlp_only_layers", []), getattr(theirs, "decoder_sparse_step", 1)
+        check_range(where, 1, decoder_sparse_step=every)
         dense = sum(i in without or (i + 1) % every > 0 for i in range(theirs.num_hidden_layers))
-    return dict(num_local_experts=count, num_experts_per_tok=chosen, dense_layers=dense,
-                intermediate_size=getattr(theirs, fields.get("intermediate_size", "moe_intermediate_size")),
-                dense_size=theirs.intermediate_size * bool(dense),
-                shared_experts=getattr(theirs, "n_shared_experts", 0))
+    name, shared = fields.get("intermediate_size", "moe_intermediate_size"), getattr(theirs, "n_shared_experts", 0)
+    check_range(where, 1, **{name: getattr(theirs, name)})
+    check_range(where, 0, n_shared_experts=shared)
+    return dict(num_local_experts=count, num_experts_per_tok=chosen, dense_layers=dense, shared_experts=shared,
+                intermediate_size=getattr(theirs, name), dense_size=theirs.intermediate_size * bool(dense))
 
 
 def notes(c, theirs):

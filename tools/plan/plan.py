@@ -128,6 +128,11 @@ def parse_config(text, c, cluster, seq_len, batch, **theirs):
         fail(f"--config: dp({dp}) x tp x cp x pp({used}) = {dp * used} != gpus({cluster.gpus})")
     said.setdefault("accumulation", max(1, round(batch / dp / said.get("micro_batch", 1))))
     l = Layout(**said, seq_len=seq_len, **theirs)
+    layers, most = c.num_hidden_layers, c.num_hidden_layers // l.pp
+    if SCHEDULES[l.schedule].or_more and l.pp > 1 and l.virtual > most:
+        instead = f"v={most}" if most > 1 else f"pp={layers // 2}"
+        fail(f"--config v={l.virtual}: pp({l.pp}) x v({l.virtual}) = {l.pp * l.virtual} stages, but only {layers} layers; "
+             f"use {instead} or less")
     if why := impossible(c, l):
         fail(f"--config {text}: {why}")
     return l

@@ -114,6 +114,13 @@ def check(row, where):
         left_out = value == "" and name not in NEEDED
         if not left_out and not (value.isdecimal() and len(value) < 10 and 1 <= int(value) <= MOST):
             fail(f"{where}: {name} {value!r} must be a whole number from 1 to {MOST:,}")
+    for name in ("hbm_tb_s", "network_gb_s"):
+        try:
+            known = 0 < float(row.get(name) or 1) < MOST
+        except ValueError:
+            known = False
+        if not known:
+            fail(f"{where}: {name} {row[name]!r} must be a positive number")
     if row["model"] not in PRESETS and not all(row.get(name) for name in SHAPE):
         fail(f"{where}: model {row['model']!r} is unknown; choose from {', '.join(PRESETS)}, or fill in "
              f"{', '.join(SHAPE)}")

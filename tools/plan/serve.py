@@ -172,6 +172,10 @@ def network_of(network):
 def write(question, config, path):
     """Write a page that needs no server. It has the best layout for half and twice as many GPUs and tokens; and for the
     question itself the whole table, and the layout that each knob leads to."""
+    if config:
+        question.evaluate(config)                         # what is refused is refused before the long search
+    with measured.refusing(f"--html {path}"):
+        open(path, "a").close()
     now, answers = state_of(question), {}
     for gpus, tokens in product((1, 0.5, 2), repeat=2):
         state = dict(gpus=int(gpus * now["gpus"]), tokens=int(tokens * now["tokens"]))
