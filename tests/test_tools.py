@@ -381,7 +381,8 @@ def test_plot_refuses_what_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["torn", '{"step": 0, "loss": "x", "grad_norm": 1, "tokens_per_s": 1, "peak_memory_gib": 1}',
-                                  '{"step": 0, "loss": 1.0', '{"step": 0, "loss": 1.0}', "[1]"])
+                                  '{"step": 0, "loss": 1.0', '{"step": 0, "loss": 1.0}', "[1]", "[" * 100_000,
+                                  f'{{"step": 0, "loss": {10**400}, "grad_norm": 1, "tokens_per_s": 1, "peak_memory_gib": 1}}'])
 def test_plot_refuses_what_is_no_log(tmp_path, text):
     (tmp_path / "some.jsonl").write_text(text + "\n")
     assert draw(tmp_path, "some.jsonl") == (2, "error: some.jsonl: is not a training log; give files that --log_file has written\n")

@@ -3,7 +3,9 @@
     python tools/plot.py one.jsonl tp2.jsonl cp2.jsonl --out curves.png
 """
 import argparse
+import contextlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -28,8 +30,11 @@ def read(path):
     if not Path(path).is_file():
         refuse(f"{path}: no such file; a trainer writes one with --log_file {path}")
     try:
-        lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    except (OSError, ValueError):
+        *whole, last = Path(path).read_text().split("\n")
+        lines = [json.loads(line) for line in whole]
+        with contextlib.suppress(ValueError):             # a run that was killed leaves a torn line, and one that goes on too
+            lines += [json.loads(last)]
+    except (OSError, ValueError, RecursionError):
         lines = [None]
     if not all(isinstance(line, dict) and all(is_number(line.get(name)) for name in ("step", *PANELS)) for line in lines):
         refuse(f"{path}: is not a training log; give files that --log_file has written")
@@ -37,7 +42,7 @@ def read(path):
 
 
 def is_number(value):
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def check_out(out, logs):
@@ -53,11 +58,18 @@ def check_out(out, logs):
         refuse(f"--out {out}: already exists and is not a picture; choose another name")
 
 
+def relative_difference(loss, right):
+    if loss == right:
+        return 0.0
+    difference = abs(loss / right - 1) if right else math.inf
+    return math.inf if math.isnan(difference) else difference
+
+
 def largest_difference(lines, reference):
     """Return the largest relative difference of the losses at the same step, and that step; None if they share no step."""
     losses = {line["step"]: line["loss"] for line in reference}
-    differences = [(abs(line["loss"] / losses[line["step"]] - 1), line["step"]) for line in lines if line["step"] in losses]
-    return max(differences, default=None)
+    shared = [line for line in lines if line["step"] in losses]
+    return max(((relative_difference(line["loss"], losses[line["step"]]), line["step"]) for line in shared), default=None)
 
 
 def report(runs):
