@@ -12,6 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def refuse(message):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def text(events):
     """Return the timeline: a row per rank, five columns per unit of time; ' marks a rank's second stage, '' its third."""
     local = local_stages(events)
@@ -80,6 +85,7 @@ def as_it_runs(pipeline):
 
 def main():
     parser = argparse.ArgumentParser(description="Show a pipeline schedule: its timeline, how long ranks idle, what they keep.")
+    parser.error = refuse
     parser.add_argument("--step", default="step08_5d", help="the step whose schedules.py to use (step08_5d)")
     parser.add_argument("--schedule", default="1f1b", help="the schedule to show (1f1b)")
     parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline (4)")
@@ -87,24 +93,30 @@ def main():
     parser.add_argument("--stages_per_rank", type=int, help="pipeline stages per rank (what the schedule needs)")
     parser.add_argument("--picture", default="schedule.png", help="the picture to draw (schedule.png)")
     args = parser.parse_args()
+    if not (ROOT / args.step / "schedules.py").is_file():
+        those = sorted(path.parent.name for path in ROOT.glob("step0*/schedules.py"))
+        refuse(f"--step {args.step}: has no schedules.py; choose from {', '.join(those)}")
     sys.path.insert(0, str(ROOT / args.step))
     import schedules
     if args.schedule not in schedules.SCHEDULES:
-        parser.error(f"--schedule {args.schedule}: unknown schedule; choose from {', '.join(schedules.SCHEDULES)}")
+        refuse(f"--schedule {args.schedule}: unknown schedule; choose from {', '.join(schedules.SCHEDULES)}")
     row = schedules.SCHEDULES[args.schedule]
     own = row.stages_per_rank
     stages = own if args.stages_per_rank is None else args.stages_per_rank
     if stages < own or stages > own and not row.or_more:
-        parser.error(f"--stages_per_rank {stages}: must be {own}{' or more' * row.or_more} with --schedule {args.schedule}")
+        refuse(f"--stages_per_rank {stages}: must be {own}{' or more' * row.or_more} with --schedule {args.schedule}")
     least = row.min_micro_batches(max(1, args.pp))
     if args.pp < 1 or args.micro_batches < least:
-        parser.error(f"--pp {args.pp}, --micro_batches {args.micro_batches}: must be at least 1, and at least {least}")
+        refuse(f"--pp {args.pp}, --micro_batches {args.micro_batches}: must be at least 1, and at least {least}")
     schedule = schedules.make(args.schedule, args.pp, args.micro_batches, stages)
     events = schedules.simulate(schedule)
     print(text(events))
     print(f"idle, of {max(event.end for event in events)} units: {schedules.bubble(events)}")
     print(f"kept at most, micro-batches of a stage: {[schedules.max_in_flight(actions) for actions in schedule]}")
-    draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
+    try:
+        draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
+    except (OSError, ValueError) as error:                # the path cannot be written, or its suffix is not an image format
+        refuse(f"--picture {args.picture}: {error}")
     print(f"the picture is in {args.picture}")
 
 
