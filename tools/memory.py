@@ -149,7 +149,10 @@ def parse_args(argv):
 def main(argv=None):
     args, flags = parse_args(argv)
     sys.path.insert(0, str(Path(args.trainer).resolve().parent))
-    run(["--steps", str(STEPS), *flags], lambda rows: draw(rows, Path(args.out, f"memory_rank{RANK}.png")))
+    drawn = []
+    run(["--steps", str(STEPS), *flags], lambda rows: drawn.append(draw(rows, Path(args.out, f"memory_rank{RANK}.png"))))
+    if not drawn:
+        fail("--steps: the trainer ran no step to watch; give a larger number")
 
 
 if __name__ == "__main__":
