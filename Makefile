@@ -70,12 +70,14 @@ help:
 run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
+CHECK_STEP = $(if $(STEP),@ls tests/test_step0$(STEP)*.py >/dev/null 2>&1 || { echo "STEP=$(STEP): no tests of such a step; choose from 1 to 8" >&2; exit 2; })
 # the tests run make themselves, and these must not inherit CHANGED
 unexport CHANGED BASE
 test: $(VENV)
 ifdef CHANGED
 	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests
 else
+	$(CHECK_STEP)
 	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
 endif
 
@@ -87,6 +89,7 @@ rest: $(VENV)
 	$(PYTEST) -m "slow and not sweep" $(TESTS)
 
 sweep: $(VENV)
+	$(CHECK_STEP)
 	$(PYTEST) -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,$(TESTS))
 
 diff:
