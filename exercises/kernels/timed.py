@@ -2,7 +2,8 @@
 
     python exercises/kernels/timed.py              # prints the table of README.md
 
-Tensors are larger than the L2 cache, so that numbers come from global memory. All are float32, and products are exact float32, too.
+Apart from those of attention, tensors are larger than the L2 cache, so numbers come from global memory. All are float32, and so are
+the products.
 """
 import torch
 import torch.nn.functional as F
