@@ -185,11 +185,13 @@ def from_hugging_face(hf_config):
     values = {ours: getattr(hf_config, name, None) for ours, name in family.fields.items()}
     if values["head_dim"] is None:                        # optional in config.json
         values["head_dim"] = hf_config.hidden_size // hf_config.num_attention_heads
-    for ours, value in values.items():
-        if ModelConfig.__annotations__[ours] is int and not (isinstance(value, int) and value > 0):
-            raise ValueError(f"{family.fields[ours]} is {value!r}; it must be a positive integer")
-    values |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling, family=hf_config.model_type)
-    return ModelConfig(**values)
+    values["rope_theta"] = rope["rope_theta"]
+    for ours, value in {**values, **(scaling or {})}.items():
+        kind = ModelConfig.__annotations__.get(ours, float)
+        if not (isinstance(value, (int, kind)) and value > 0):
+            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}; it must be a positive "
+                             f"{'integer' if kind is int else 'number'}")
+    return ModelConfig(**values, rope_scaling=scaling, family=hf_config.model_type)
 
 
 def to_hugging_face(config, dtype):

@@ -72,12 +72,12 @@ def open_log(name):
     """Open a log and empty it. Fail if the file is not a log."""
     try:
         file = open(name, "a+b", buffering=0)
+        file.seek(0)
+        if not b'{"step": '.startswith(file.read(9)):
+            fail(f"--log_file {name}: already exists and is not a training log; choose another name")
+        file.truncate(0)
     except OSError as error:
         fail(f"--log_file {name}: cannot be written ({error})")
-    file.seek(0)
-    if not b'{"step": '.startswith(file.read(9)):
-        fail(f"--log_file {name}: already exists and is not a training log; choose another name")
-    file.truncate(0)
     return file
 
 

@@ -3,6 +3,7 @@ import os
 
 import numpy as np
 import torch
+from numpy.lib.format import open_memmap
 
 from context_parallel import local_positions
 from messages import fail
@@ -21,7 +22,7 @@ def load_tokens(args, vocab_size):
         tokens = tokenize(args)
     if len(tokens) <= args.seq_len:
         fail(f"--dataset {args.dataset}: has {len(tokens)} tokens, but a sequence needs seq_len + 1 = "
-             f"{args.seq_len + 1}; use --seq_len {len(tokens) - 1} or less")
+             f"{args.seq_len + 1}; use a larger dataset or a smaller --seq_len")
     if args.dataset.endswith(".bin") and vocab_size > 2**16:
         fail(f"--dataset {args.dataset}: a .bin file holds uint16 tokens, at most 65,535, but the "
              f"vocabulary of --model has {vocab_size} tokens; use a .npy file")
@@ -41,8 +42,8 @@ def check_vocabulary(tokens, vocab_size):
 
 def open_token_file(path):
     try:
-        tokens = np.load(path, mmap_mode="r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
-    except (ValueError, OSError, EOFError) as error:
+        tokens = open_memmap(path, "r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
+    except (ValueError, OSError) as error:
         fail(f"--dataset {path}: not a token file ({error})")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         fail(f"--dataset {path}: must be a 1-D array of integers, but is {tokens.ndim}-D of {tokens.dtype}")
@@ -73,6 +74,8 @@ def tokenize(args):
         fail(f"--tokenizer {args.tokenizer}: has no end-of-text token (eos_token) to separate documents")
 
     def encode(batch):
+        if not all(isinstance(text, str) for text in batch[column]):
+            fail(f"--dataset {args.dataset}: a document in column {column!r} is not a text")
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
         return {"tokens": np.concatenate([np.array([*row, end], dtype=np.uint32) for row in rows])}
     key = Hasher.hash((documents._fingerprint, column, tokenizer.backend_tokenizer.to_str(), end))

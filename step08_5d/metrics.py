@@ -76,13 +76,13 @@ def open_log(name, args):
     """Open a log and keep the lines of the steps already done. Fail if another run is writing it."""
     try:
         file = open(name, "a+b", buffering=0)
+        lock(file, f"--log_file {name}")
+        file.seek(0)
+        if not b'{"step": '.startswith(file.read(9)):
+            fail(f"--log_file {name}: already exists and is not a training log; choose another name")
+        file.truncate(log_size_to_keep(name, args))
     except OSError as error:
         fail(f"--log_file {name}: cannot be written ({error})")
-    lock(file, f"--log_file {name}")
-    file.seek(0)
-    if not b'{"step": '.startswith(file.read(9)):
-        fail(f"--log_file {name}: already exists and is not a training log; choose another name")
-    file.truncate(log_size_to_keep(name, args))
     return file
 
 

@@ -302,8 +302,11 @@ def log_size_to_keep(name, args):
     size = 0
     with open(name, "rb") as log:
         for line in log:
-            # a killed run may have left half a line
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= args.first_step:
-                break
+            try:
+                # a killed run may have left half a line
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= args.first_step:
+                    break
+            except (ValueError, LookupError, TypeError):
+                fail(f"--log_file {name}: a line of it is not from a training log; choose another name")
             size += len(line)
     return size

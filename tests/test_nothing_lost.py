@@ -332,6 +332,17 @@ def test_a_full_disk_ends_a_checkpoint_in_a_line(pool, tmp_path):
     assert "cannot be written (" in line and "File too large" in line and "available checkpoints: none" in line
 
 
+@pytest.mark.parametrize("foreign", ["my notes", '{"step": "one"}', "{}", "[]"])
+def test_a_log_with_a_foreign_line_is_not_cut(pool, tmp_path, foreign):
+    """Cutting the log there, as at the half line of a killed run, would lose the foreign line and those after it."""
+    argv = f"{TINY} --checkpoint {tmp_path / 'run'} --log_file {tmp_path / 'log'}"
+    pool.call(main_job, LAST, argv=f"{argv} --steps 1".split())
+    text = (tmp_path / "log").read_text() + foreign + "\n"
+    (tmp_path / "log").write_text(text)
+    assert "is not from a training log" in refused(pool, LAST, f"{argv} --steps 2 --resume")
+    assert (tmp_path / "log").read_text() == text
+
+
 @pytest.mark.parametrize("step", [ONE, "step02_dp", LAST])
 def test_a_log_file_of_others_is_not_overwritten(pool, tmp_path, step):
     (tmp_path / "precious").write_text("my notes\n")

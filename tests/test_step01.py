@@ -498,6 +498,8 @@ def bad_inputs(folder):
     np.save(folder / "short.npy", np.zeros(100, dtype=np.uint16))
     np.save(folder / "square.npy", np.zeros((200, 200), dtype=np.uint16))
     np.save(folder / "floats.npy", np.zeros(1000))
+    np.savez(folder / "archive.npz", np.zeros(1000, dtype=np.uint8))
+    (folder / "archive.npz").rename(folder / "archive.npy")
     np.save(folder / "large.npy", np.full(1000, 256, dtype=np.uint16))
     (folder / "no.npy").write_text("not an array")
     (folder / "nothing.npy").touch()
@@ -507,6 +509,11 @@ def bad_inputs(folder):
     write_config(folder / "yarn", rope_scaling=dict(rope_type="yarn", factor=2.0))
     write_config(folder / "bias", attention_bias=True)
     write_config(folder / "heads", num_attention_heads=8, num_key_value_heads=3)
+    write_config(folder / "odd", head_dim=7)
+    write_config(folder / "theta", rope_theta=0)
+    write_config(folder / "eps", rms_norm_eps=-1.0)
+    write_config(folder / "factor", rope_scaling=dict(rope_type="llama3", factor=0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                                      original_max_position_embeddings=8192))
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     (folder / "damaged").mkdir()
@@ -527,6 +534,10 @@ def bad_inputs(folder):
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
+        f"--model {folder}/odd": "not found or unsupported (",
+        f"--model {folder}/theta": "rope_theta is 0; it must be a positive number",
+        f"--model {folder}/eps": "rms_norm_eps is -1.0; it must be a positive number",
+        f"--model {folder}/factor": "factor is 0; it must be a positive number",
         f"--model {folder}/broken": "is not a valid JSON file",
         f"--init_from {folder}/empty": "not found or corrupt (",
         f"--init_from {folder}/damaged": "not found or corrupt (",
@@ -534,14 +545,16 @@ def bad_inputs(folder):
         "--dataset nowhere.npy": "No such file",
         "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: cannot be loaded",
         f"--dataset {folder}/text.txt": "text needs --tokenizer",
-        f"--dataset {folder}/short.npy": "has 100 tokens, but a sequence needs seq_len + 1 = 129; use --seq_len 99 or less",
+        f"--dataset {folder}/short.npy": "needs seq_len + 1 = 129; use a larger dataset or a smaller --seq_len",
         f"--dataset {folder}/square.npy": "but is 2-D of",
         f"--dataset {folder}/floats.npy": "float64",
         f"--dataset {folder}/no.npy": "not a token file",
         f"--dataset {folder}/nothing.npy": "not a token file",
+        f"--dataset {folder}/archive.npy": "not a token file",
         f"--dataset {folder}/large.npy": "tokens range from 256 to 256, but the vocabulary of --model has 256 tokens",
         "--attention flash": "--attention flash: requires --device cuda",
         f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
+        "--log_file /dev/null": "--log_file /dev/null: cannot be written",
         f"--save {folder}/short.npy": "--save",
         f"--profile {folder}/short.npy": "--profile",
         **({} if torch.cuda.is_available() else {"--device cuda": "torch finds no CUDA device"}),
@@ -566,6 +579,13 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer
     (tmp_path / "text.txt").write_text("a b c")
     with pytest.raises(Refused, match=r"has no end-of-text token"):
         pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
+
+
+def test_a_document_that_is_not_a_text_is_refused(pool, tmp_path, tokenizer):
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b c"}\n{"text": null}\n')
+    with pytest.raises(Refused, match=r"a document in column 'text' is not a text") as refused:
+        pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "texts.jsonl"), "--tokenizer", str(tokenizer)])
+    assert "Traceback" not in str(refused.value)
 
 
 @pytest.mark.parametrize("wrong", [256, -1])
