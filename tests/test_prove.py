@@ -30,7 +30,8 @@ def prove(adapter, tmp_path, *flags, layouts="", **environment):
     environment = clean_environment() | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | environment
     command = [sys.executable, PROVE, adapter, *map(str, flags), "--json", tmp_path / "said.json"]
     done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=1800)
-    said = json.loads((tmp_path / "said.json").read_text()) if (tmp_path / "said.json").exists() else []
+    written = (tmp_path / "said.json").read_text() if (tmp_path / "said.json").exists() else ""
+    said = json.loads(written or "[]")                    # empty if the run with one process failed
     return done.returncode, done.stdout + done.stderr, said
 
 
@@ -235,6 +236,10 @@ def step(run, inputs, targets):
         run.adamw.step()
     if run.how == "drift" and last:
         run.model[1].weight.data.mul_(1.001)
+    if run.how == "infinite":
+        run.model[0].weight.grad[0] = torch.inf
+    if run.how == "cleared":
+        run.adamw.zero_grad()
     loss, norm = loss * (3 if run.how == "log" else 1), {"word": "much", "norm": norm * 2**0.5}.get(run.how, norm)
     return [loss, norm] if run.how == "list" else (loss, norm)
 
@@ -280,6 +285,14 @@ def test_a_layout_that_cannot_run_says_why_and_keeps_no_other_from_running(toy):
 def test_ranks_that_hang_show_where_they_stand(toy):
     text = toy["hang"]["cannot"]
     assert re.search(r"rank 0: toy\.py:\d+ step", text) and re.search(r"rank 1: toy\.py:\d+ step", text)
+
+
+@pytest.mark.parametrize("how, said", [("infinite", "its gradient of 0.weight is NaN or infinite"),
+                                       ("cleared", "no part has a gradient")])
+def test_one_process_that_cannot_be_compared_with_is_refused(tmp_path, how, said):
+    (tmp_path / "toy.py").write_text(TOY)
+    status, output, _ = prove(tmp_path / "toy.py", tmp_path, "--both", f"how={how}", "--world", 2)
+    assert status == 2 and said in output and "EQUAL" not in output and "Traceback" not in output, output
 
 
 def refused(capsys, *argv):

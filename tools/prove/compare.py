@@ -33,7 +33,7 @@ class Run:
 
     def check_finite(self):
         for number, step in enumerate((step for seen in self.ranks for step in seen["steps"]), 1):
-            tensors = [(f"{kind} of {name}", tensor) for kind in ("gradients", "weights") for name, _, tensor in step[kind]]
+            tensors = [(f"{kind[:-1]} of {name}", tensor) for kind in ("gradients", "weights") for name, _, tensor in step[kind]]
             for what, value in [("loss", step["loss"]), ("norm", step["norm"]), *tensors]:
                 if value is not None and not torch.as_tensor(value).isfinite().all():
                     raise CannotRun(f"step {number}: its {what} is NaN or infinite, which nothing can be compared with")
