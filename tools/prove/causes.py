@@ -26,22 +26,22 @@ CAUSES = {
         "the loss and all gradients times the same factor",
         "it is divided by a rank's or a micro-batch's own count, or means are summed"),
     "other data": Cause(
-        "the loss and the gradients of a batch in which some sequences count more often, others less or not at all",
+        "the loss and the gradients: those of a batch in which some sequences count more than once, others less or not at all",
         "ranks read the same data, or somebody's is left out"),
     "mean of means": Cause(
-        "the loss and the gradients of a batch in which a sequence counts for more if fewer targets are beside it",
+        "the loss and the gradients: those of a batch in which a target counts for more, the fewer share its micro-batch or rank",
         "each rank or micro-batch divides by its own number of targets; divide by that of the global batch"),
     "old weights": Cause(
-        "the loss and the gradients of the weights before the last update",
+        "the loss and the gradients: those of the weights before the last update",
         "weights are gathered before the update, or not again after it"),
     "targets at home": Cause(
-        "the loss and the gradients of targets that were shifted after the sequence was split",
+        "the loss and the gradients: those of targets that were shifted only after the sequence was split",
         "shift first, then split: the last target of a part is the first token of the next"),
     "attends alone": Cause(
-        "the loss of sequences of which each part attends to itself alone",
+        "the loss: that of sequences in which each part attends only to itself",
         "the keys and values of the other ranks never reach attention"),
     "partial sum": Cause(
-        "the loss; from a module on activations are wrong, and there the sum over the ranks is right",
+        "the loss; from some module on, activations are wrong, but their sum over the ranks is right",
         "each rank has a partial sum, which an all-reduce or a reduce-scatter has to add up"),
     "other weights": Cause(
         "the loss; on some ranks a module gets the right input, and every row of its output is wrong",
@@ -75,7 +75,7 @@ CAUSES = {
         "gradients are zero",
         "they are never computed, or zeroed before the optimizer sees them"),
     "low precision": Cause(
-        "gradients, or weights, all of whose digits fit into bfloat16 or float32, though the right ones' do not",
+        "gradients or weights: their digits all fit into bfloat16 or float32, and those of the right ones do not",
         "they are reduced or kept in that precision"),
     "others' gradients": Cause(
         "a gradient is the sum of those of different parts of the parameter",
@@ -97,7 +97,7 @@ CAUSES = {
         "no cause in this table. Look where backward computes the first wrong ones"),
     # ------------------------------------------------------------------------------------------- the norm
     "norm counts": Cause(
-        "the gradient norm alone: the squares of some parameters count n or 1/n times",
+        "the gradient norm alone: the squares of some parameters are counted n times, or 1/n times",
         "values that n ranks all hold are counted n times, or a shard is taken for a copy"),
     "norm of one rank": Cause(
         "the gradient norm alone: it is that of what one rank holds",
@@ -116,7 +116,7 @@ CAUSES = {
         "the weights alone: off by a multiple of themselves",
         "weight decay is applied to other parameters"),
     "update times a factor": Cause(
-        "the weights alone: they have moved c times as far",
+        "the weights alone: they have moved c times as far as they should",
         "another learning rate, or the clipping uses another norm"),
     "update": Cause(
         "the weights alone, otherwise",

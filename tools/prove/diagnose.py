@@ -274,7 +274,7 @@ class Diagnosis:
             tries.append(("targets at home", f"the loss is that of targets shifted within each of {n} parts of a sequence",
                           Job(weights, inputs, home)))
         for n in lengths:
-            tries.append(("attends alone", f"the loss is that of sequences of which each of {n} parts attends to itself alone",
+            tries.append(("attends alone", f"the loss is that of sequences of which each of {n} parts attends only to itself",
                           Job(weights, inputs.reshape(batch * n, -1), targets.reshape(batch * n, -1))))
         for cause, seen, job in tries:
             with contextlib.suppress(CannotRun):          # not every trainer takes other lengths
