@@ -29,7 +29,7 @@ Learn
   make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions, or copy one to exercise/
-  make kernels                         run and count the Triton kernels
+  make kernels                         test the Triton kernels, and count the bytes that they move
   make types                           find a forgotten all-reduce without a run, with Meta's spmd_types (docs/words.md)
 
 Ask
@@ -71,7 +71,7 @@ run: $(VENV)
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2 --steps 40 $(FLAGS)
 
 CHECK_STEP = $(if $(STEP),@ls tests/test_step0$(STEP)*.py >/dev/null 2>&1 || { echo "STEP=$(STEP): no tests of such a step; choose from 1 to 8" >&2; exit 2; })
-# the tests run make themselves, and these must not inherit CHANGED
+# some tests run make, which must not inherit CHANGED there
 unexport CHANGED BASE
 test: $(VENV)
 ifdef CHANGED
@@ -95,7 +95,7 @@ sweep: $(VENV)
 diff:
 	@python3 tools/diff.py "$(STEP)" $(FILE)
 
-# a red rung, status 3, is no mistake: make has nothing to add
+# a red rung (status 3) is not an error, so make has nothing to add
 exercise restart check watch hint solution: $(VENV)
 	@$(PYTHON) exercises/exercise.py "$(STEP)" $@ LEVEL="$(LEVEL)" FROM="$(FROM)" RUNG="$(RUNG)" || [ $$? -eq 3 ]
 
@@ -151,7 +151,7 @@ figures: $(VENV)
 bench: $(VENV)
 	set -e; for bench in dev/bench/bench*.py; do $(PYTHON) $$bench; done
 
-# Sphinx, and what it wants, in an environment of its own: out/site-venv
+# Sphinx and its dependencies get an environment of their own, out/site-venv
 SPHINX = out/site-venv/bin/python
 $(SPHINX): dev/site/requirements.txt
 	python3 -m venv out/site-venv
@@ -169,12 +169,12 @@ site-open:
 	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }
 	python3 -m http.server --bind 127.0.0.1 --directory out/site 8000
 
-# a checker of accessibility, fetched by npm and not kept
+# an accessibility checker, fetched by npm and not part of the repository
 AXE = out/axe/package/axe.min.js
 $(AXE):
 	mkdir -p out/axe
 	cd out/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz
 
-# of what make site has built; without a site, or without a Chromium, these fail
+# tests of what make site has built; they fail without a site, or without Chromium
 site-test: $(VENV) $(AXE)
 	SITE=out/site $(PYTEST) tests/test_site.py

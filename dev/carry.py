@@ -89,7 +89,7 @@ def combine(path, later, base, theirs, ours):
 def carry(now, base, head, check):
     """Carry what differs from base through the steps, in now and on the disk.
 
-    Return the paths that wait for a conflict to be resolved: the file that has it, and those of its name in later steps.
+    Return the paths that wait for a conflict to be resolved: the file that has it, and the files of that name in later steps.
     """
     waiting = set()
     for step, later_step in zip(STEPS, STEPS[1:]):

@@ -88,7 +88,7 @@ def diff(path, old, new):
 
 
 def rebase_piece(piece, path, bases, now):
-    """Return the piece made anew for a file as it is now, and None; or the piece as it was, and what is wrong.
+    """Return the piece rebased onto the file as it is now, and None; or the piece as it was, and what is wrong.
 
     The bases are states of the file, each of which the piece may have been made for.
     """
@@ -112,7 +112,7 @@ def rebase_piece(piece, path, bases, now):
 
 
 def rebase(patch, bases, now, left_out):
-    """Return a patch made anew for the files now, and what is wrong with it; its pieces for the paths left out stay as they are.
+    """Return a patch rebased onto the files as they are now, and what is wrong with it. Its pieces for the paths left out stay.
 
     now and each of the bases are {path: text}.
     """

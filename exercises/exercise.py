@@ -112,8 +112,8 @@ def copy(number, folder, done=0):
 
 # ------------------------------------------------------------------------------------------------ a blank level's signatures
 def copy_blank(number, folder):
-    """Copy the step before, and add the skeletons of what the rungs ask for and it lacks: files, and functions at the end of
-    files. Return the names of the new files."""
+    """Copy the step before, and add skeletons of what the rungs ask for and that step lacks: whole files, and functions at the end
+    of existing files. Return the names of the new files."""
     shutil.copytree(ROOT / NAMES[number - 2], folder, ignore=NO_LESSON)
     wanted = {}
     for i, test in enumerate(rungs(number), 1):
@@ -310,7 +310,7 @@ def all_tests(number, folder):
 
 
 def watch(number, folder):
-    """Check again from the present rung whenever a file is saved. The process that workers are forked from stays, with torch
+    """Check again from the current rung whenever a file is saved. The process that workers are forked from stays, with torch
     loaded."""
     ladder, seen = rungs(number), None
     from harness import shared_pool
@@ -333,9 +333,9 @@ def saved(folder):
 
 # ------------------------------------------------------------------------------------------------ what a red rung says
 MOST = 2000                                               # characters of a reason: the rest is cut off
-# what differs between ranks that say the same: an object's address, and before an error of gloo its rank and the time
+# the parts in which equal messages of several ranks differ: an object's address, and the rank and the time before an error of gloo
 OF_ONE_RANK = r" at 0x[0-9a-f]+|\[rank\d+\]:\[\w\d{4} [\d:.]+ [^]]*\] "
-NOT_IN_GROUP = "is not in the group, whose rank 0 is rank 1 here"        # what a rung's job returns on rank 0 if that is so
+NOT_IN_GROUP = "is not in the group, whose rank 0 is rank 1 here"        # what a job returns on rank 0 if it is in no group
 
 
 def what_came(verdict, folder, mine):
@@ -503,7 +503,7 @@ def hint(number, folder):
 
 
 def solution(number, folder):
-    """Show how the functions of the present rung differ from ours; once all rungs are green, those of all rungs."""
+    """Show how the functions of the current rung differ from ours; once all rungs are green, those of all rungs."""
     ladder, now = rungs(number), memory(folder)["rung"]
     tests = ladder if now > len(ladder) else [present(number, folder)[1]]
     for file, name in [(file, name) for test in tests for file, names in test.rung["write"].items() for name in names]:

@@ -1,9 +1,9 @@
 """Extensions: further techniques, each as a small patch to one step.
 
-    python exercises/extend.py               # list them, and when one wants each
+    python exercises/extend.py               # list them, and say when you would want each
     python exercises/extend.py muon          # copy its step to exercise/muon, and apply the patch there
 
-The first lines of exercises/extensions/muon.patch say what it is, when one wants it, how to run it, and what we measured. Its
+The first lines of exercises/extensions/muon.patch say what it is, when you would want it, how to run it, and what we measured. Its
 tests are in exercises/extensions/muon.py. As with planted mistakes, EXERCISE makes the tests use the copy instead of the step.
 """
 import shutil

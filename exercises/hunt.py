@@ -5,8 +5,8 @@
     make probe OF=gradient RANK=0 NAME=model.norm.weight  # AT is 1 if you leave it out; without NAME, over all that the rank has
     make hunt ANSWER="zero.py:120"                        # a line of our code; after LEVEL=any: ANSWER="step03_zero/zero.py:120"
 
-With LEVEL=any beside SEED, the mistake may be in any step, and you are not told in which. OF= is loss, grad_norm, gradient (the
-norm of this rank's gradients, before clipping), weight (norm and digest of what the rank keeps, after the update), bytes (the
+The mistake may be in any of steps 1 to 7; with LEVEL=any beside SEED, you are not told in which. OF= is loss, grad_norm, gradient
+(the norm of this rank's gradients, before clipping), weight (norm and digest of what the rank keeps, after the update), bytes (the
 payload that the rank sends) or operations (the first collective that differs). An answer may be up to three lines away from a
 line that the mistake changes. The fewest probes win.
 """
@@ -107,7 +107,7 @@ def probed_job(argv):
 
     build_model, batches = train.build_model, train.batches
     with replaced.multiple(train, build_model=kept, batches=watched, Optimizer=Probed), replaced.object(train.Metrics, "log", log):
-        with unforgiving():                               # otherwise a message that nobody waits for arrives by chance, or does not
+        with unforgiving():                               # otherwise chance decides whether a message without a wait arrives
             train.main(argv)
     return steps
 
@@ -247,7 +247,7 @@ def main():
         return answered(given["ANSWER"])
     seed, level = given.get("SEED", ""), given.get("LEVEL", "one")
     if not re.fullmatch(r"[\w.-]{1,40}", seed):
-        refuse(f'SEED={seed}: must be today or another word; ANSWER="FILE:LINE" answers the present hunt')
+        refuse(f'SEED={seed}: must be today or another word; ANSWER="FILE:LINE" answers the current hunt')
     if level not in ("one", "any"):
         refuse(f"LEVEL={level}: must be one or any")
     from harness import shared_pool

@@ -56,8 +56,8 @@ def judge(lists):
 
 
 def least_idle(kept):
-    """Return the least idle time with at most so many micro-batches kept on each rank. A state counts the F, I and W that each rank
-    has done."""
+    """Return the least idle time if rank r keeps at most kept[r] micro-batches. A state counts the F, I and W that each rank has
+    done."""
     for idle in itertools.count():
         states = {((0, 0, 0),) * RANKS}
         for time in range(1, 3 * M + idle + 1):
@@ -91,7 +91,7 @@ def main():
         sys.exit(f"{shown}: {error}")
     best = least_idle(kept)
     print(f"{timeline}\n\neach rank idles {idle} units; the ranks keep {kept}, {sum(kept)} micro-batches in all")
-    print("No schedule that keeps no more idles less." if idle == best else
+    print("No schedule idles less without keeping more." if idle == best else
           f"{best} units are possible without keeping more. Edit {shown} and try again.")
 
 

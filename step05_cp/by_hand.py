@@ -1,4 +1,4 @@
-"""Ring attention on four real ranks, forward and backward, with plain and with zigzag's tokens.
+"""Ring attention on four real ranks, forward and backward, in plain ring order and then with zigzag.
 
     python step05_cp/by_hand.py
 """

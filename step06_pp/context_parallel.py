@@ -84,8 +84,8 @@ def has_flash_kernel(q):
     return not q.is_cuda or q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0
 
 
-# The same from the formula, where a GPU has no flash kernel for the dtype or head size. It stores all scores
-# of a block.
+# The next three functions compute the same from the formula, for a dtype or a head size for which a GPU has
+# no flash kernel. They store all scores of a block.
 def scores_of(q, k, causal):
     """Return the scores, [batch, kv heads, query heads per kv head, queries, keys]."""
     scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT / math.sqrt(q.shape[-1])

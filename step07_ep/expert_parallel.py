@@ -2,8 +2,8 @@
 
 ep is folded into dp x cp, whose ranks compute on different tokens anyway; all other parameters stay as they
 are. A rank sorts its tokens by expert, tells every other rank how many to expect, sends them (an all-to-all
-with uneven splits), runs its experts on the tokens that it has received, and sends the results back, as in
-GShard (https://arxiv.org/abs/2006.16668).
+with uneven splits), runs its experts on the tokens that it has received, and sends the results back. The idea
+comes from GShard (https://arxiv.org/abs/2006.16668), which gives each expert a fixed capacity instead.
 
 Left to itself, a router soon sends most tokens to a few experts. --balance chooses what to do about it:
 
@@ -126,7 +126,7 @@ class LoadBalancer:
         scores = logits.softmax(-1)
         selected_experts = (scores.detach() + self.bias[i]).topk(top_k).indices
         chosen = F.one_hot(selected_experts, num_experts).sum((1, 2))              # [batch, experts]
-        self.tokens_per_expert[i] += chosen.sum(0)        # recomputation counts every token twice
+        self.tokens_per_expert[i] += chosen.sum(0)        # recomputation doubles all counts: same ratios
         if self.args.balance == "aux" and logits.requires_grad:
             logits = AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen))
         return selected_experts, logits

@@ -102,7 +102,7 @@ def save_checkpoint(model, config, mesh, args):
     split = split_torch_state_dict_into_shards(params)
     unfinished = os.path.realpath(args.save) + ".unfinished"
     if RANK == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)     # a killed run has left it
+        shutil.rmtree(unfinished, ignore_errors=True)     # a killed run may have left it
         os.makedirs(unfinished)
     for file, names in split.filename_to_tensors.items():
         weights = {}

@@ -3,7 +3,7 @@
 With --checkpoint DIR, a checkpoint is a folder in DIR:
 
     DIR/step_00000200/rank_00003.safetensors   the boxes (boxes.py) that rank 3 wrote: of the master weights,
-                                               of Adam's averages, of the load balancer's biases
+                                               of Adam's moments, of the load balancer's biases
     DIR/step_00000200/index.json               the number of steps, a digest of each file, the run's settings
 
 Nothing random needs saving: the seed and a parameter's name determine its initial value, the number of a step

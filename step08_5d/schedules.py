@@ -50,7 +50,7 @@ def one_f_one_b(rank, num_ranks, m):
 
 
 def interleaved(rank, num_ranks, m, stages_per_rank):
-    """List 1F1B for several stages per rank, num_ranks apart, in rounds of about num_ranks micro-batches."""
+    """List 1F1B for several stages per rank, num_ranks apart. A round has num_ranks micro-batches or more."""
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
     num_rounds = m // num_ranks
     rounds = [range(m * i // num_rounds, m * (i + 1) // num_rounds) for i in range(num_rounds)]
@@ -66,7 +66,7 @@ def interleaved(rank, num_ranks, m, stages_per_rank):
 
 # -------------------------------------------------------------------------------- what follows from the lists
 def max_in_flight(actions):
-    """Return the most (stage, micro-batch) pairs that a rank holds at once, from F to B or W."""
+    """Return the largest number of (stage, micro-batch) pairs that a rank holds at once, from F to B or W."""
     in_flight = most = 0
     for action in actions:
         in_flight += {"F": 1, "W": -1, "B": -1, "I": 0}[action.kind]
@@ -250,7 +250,7 @@ class Schedule(NamedTuple):
     """All that the trainer, the tools and the tests know about a schedule."""
     actions: Callable                                     # (rank, num_ranks, m) -> that rank's list
     stages_per_rank: int = 1
-    or_more: bool = False                                 # more stages are allowed; actions takes how many
+    or_more: bool = False                                 # more are allowed; actions gets stages_per_rank too
     v_shaped: bool = False                                # rank r holds stages r and last - r
     split_backward: bool = False                          # into I and W
     min_micro_batches: Callable = lambda num_ranks: 1

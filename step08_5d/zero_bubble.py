@@ -1,13 +1,13 @@
-"""Zero bubble, part two of this step: split the backward of a stage into two parts, I and W.
+"""Zero bubble, part two of step 6: split the backward of a stage into two parts, I and W.
 
     I   the gradient of the stage's input, which the previous stage is waiting for
     W   the gradients of its linears' weights, which nothing needs before the optimizer
 
 So a schedule can put W where a rank would otherwise idle (https://arxiv.org/abs/2401.10241). Autograd
-computes both parts at once. To split them, each linear of attention, MLP and experts computes with its weight
-detached, so that autograd computes `I` alone; and each queues what W needs, its input and its output's
-gradient. (The other gradients, of norms, router, embedding and head, remain in I.) The schedules that use
-this, zero_bubble and dualpipe, are at the end of schedules.py.
+computes both parts at once. To split them, each linear of attention and MLP (from step 7 on, also of the
+experts) computes with its weight detached, so that autograd computes I alone; and each queues what W needs,
+its input and its output's gradient. (The other gradients, such as those of norms, embedding and head, remain
+in I.) The schedules that use this, zero_bubble and dualpipe, are at the end of schedules.py.
 """
 import functools
 

@@ -27,7 +27,7 @@ def test_one_step_is_reported(tmp_path):
     rows = found["steps"]["rows"]
     assert status == 0 and [row["step"] for row in rows] == [NAMES[1]], output
     assert all(row["status"] == "ok" and row["tokens_per_s"] > 0 and row["simulated_gib"] > 0 for row in rows)
-    assert "no report of a GPU" in text and f"{rows[0]['tokens_per_s']:,.0f}" in text and torch.__version__ in text
+    assert "not a report on a GPU" in text and f"{rows[0]['tokens_per_s']:,.0f}" in text and torch.__version__ in text
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_what_takes_too_long_is_ended(tmp_path):
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     ticks = []
     status = gpu.start([sys.executable, "-c", program], tmp_path / "log", 3, clean_environment(), lambda: ticks.append(1))
-    assert status is None and ticks and gpu.reason(status, tmp_path / "log", 3) == "no end within 3 s"
+    assert status is None and ticks and gpu.reason(status, tmp_path / "log", 3) == "did not end within 3 s"
     status = gpu.start([sys.executable, "-c", "raise ValueError('no such thing')"], tmp_path / "log", 300, clean_environment())
     assert status == 1 and gpu.reason(status, tmp_path / "log", 300) == "ValueError: no such thing"
 
@@ -76,7 +76,7 @@ MADE_UP = dict(date="2026-01-02", revision="abc", device="cuda", ranks=2, second
 
 def test_a_report_names_what_was_equal_what_failed_and_how_fast():
     text = gpu.written(MADE_UP)
-    assert text.startswith("# 2 x Tesla T4\n") and "no report of a GPU" not in text
+    assert text.startswith("# 2 x Tesla T4\n") and "not a report on a GPU" not in text
     assert "| a technique on many ranks | 1 | 1 | 0 | 0 |" in text and "| dimensions mixed | 0 | 0 | 0 | 1 |" in text
     assert "- `test_a_technique_on_many_ranks[y]`: losses[1] differ" in text and "- `test_a_technique_on_many_ranks[x]`" in text
     assert "| step03_zero | 2 | `--zero 3` | 1,234 |  | 31.0% |  | 7.12 | 7.00 | 5.5000 | 5.2500 |" in text

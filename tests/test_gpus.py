@@ -44,9 +44,9 @@ BLOCK_MODES = ("zigzag", "ring", "allgather")             # values of --cp_mode 
 
 def need(ranks):
     if ranks > MOST_RANKS:
-        pytest.skip(f"takes {ranks} ranks, GPU_TEST_RANKS is {MOST_RANKS}")
+        pytest.skip(f"needs {ranks} ranks, GPU_TEST_RANKS is {MOST_RANKS}")
     if DEVICE == "cuda" and ranks > (8 * GPUS if SHARED else GPUS):
-        pytest.skip(f"takes {ranks} GPUs, here are {GPUS}")
+        pytest.skip(f"needs {ranks} GPUs, this machine has {GPUS}")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_profile_on_a_gpu(pool, flags, tmp_path):
     assert json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
 
 
-@pytest.mark.skipif(DEVICE == "cpu" or not GPUS, reason="there is no GPU, whose memory is to be compared with the simulated one's")
+@pytest.mark.skipif(DEVICE == "cpu" or not GPUS, reason="there is no GPU to compare with the simulated one")
 @pytest.mark.parametrize("more", ["--recompute none", "--recompute full", "--zero 1"])
 def test_peak_memory_is_the_simulated(pool, device, more):
     """Compare for a model so large that the memory that kernels need for themselves hardly counts: the first that fits."""

@@ -92,7 +92,7 @@ def test_answers(number, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lab, "HINTS", tmp_path)
     wanted, slow = ANSWERS[number], "slow " * ANSWERS[number].get("slow", False)
     right = lab.lines_of(number)
-    assert len(right) >= len(wanted["lines"]), "each text stands in the program"
+    assert len(right) >= len(wanted["lines"]), "each text occurs in the program"
     near = {line + off for line in right for off in (-1, 0, 1)}
     code = [i for i, line in enumerate(source(number), 1) if line.strip()]
     assert len(near & set(code)) < 0.75 * len(code), "a guess is not good enough"

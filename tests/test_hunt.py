@@ -57,7 +57,7 @@ def test_played_to_its_end(pool, place, capsys, level, seed):
     for words in ("OF=x", "OF=loss RANK=99", "OF=loss AT=0", "OF=loss NAME=x", "OF=weight NAME=x", "OF=loss RANK=²"):
         words = words.split()
         assert call("probe", *words) == 2 and one_line(capsys)
-    assert hunt.present()["probes"] == len(asked), "what is refused is no probe"
+    assert hunt.present()["probes"] == len(asked), "what is refused does not count as a probe"
 
     changed = hunt.changed_lines(first["step"], hunt.HIDDEN / first["step"])
     (file, lines), prefix = next(iter(changed.items())), f"{first['step']}/"

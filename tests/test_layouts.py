@@ -48,7 +48,8 @@ def test_a_factor_that_silently_gets_no_value_is_seen(monkeypatch, forbidden):
 
 
 # ------------------------------------------------------------------------------- what is left out: a second rule
-# A flag is no choice where the trainer does not read it. For each such flag: the layouts in which it is read. Others always are.
+# A flag is not a choice where the trainer does not read it. READ has, for each such flag, the layouts in which it is read; all
+# other flags are always read.
 READ = {"zero": lambda run: run["zero"] == 0 or run["dp"] * run["cp"] > 1,
         "shard": lambda run: run["zero"] > 0 and run["dp"] * run["cp"] in ((4,) if run.get("shard") == "part" else (2, 3, 4)),
         "dp_mode": lambda run: run["zero"] == 0 and run["dp"] * run["cp"] > 1,

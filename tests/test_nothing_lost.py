@@ -398,7 +398,7 @@ def test_whatever_becomes_of_the_output_the_model_and_the_log_are_whole(tmp_path
 
 @slow
 @pytest.mark.parametrize("step", [ONE, LAST])
-def test_ctrl_c_and_a_terminal_without_umlauts_give_no_traceback(tmp_path, step):
+def test_ctrl_c_and_an_ascii_terminal_give_no_traceback(tmp_path, step):
     process = from_the_shell(step, ["--steps", "1000"], tmp_path)
     assert any("1/1000" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
@@ -566,7 +566,7 @@ def test_two_torchruns_with_other_flags_do_not_train(tmp_path, step):
 
 
 def gpus_job(argv, gpus):
-    """Run the checks that follow the start, as if the machine had so many GPUs."""
+    """Run the checks that follow the start, as if the machine had `gpus` GPUs."""
     import config
     import mesh
     import messages

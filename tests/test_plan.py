@@ -137,8 +137,8 @@ def test_each_number_of_nodes_is_predicted_by_the_others(rows, folds):
 
 
 def test_published_runs():
-    """Check the published runs that nothing was fitted to: four of five are inside their interval, A100s are as fast as published,
-    and Megatron's runs are within 15%."""
+    """Check the published runs that nothing was fitted to: four of five are inside their interval, A100s are as fast as published
+    in the median, and half of Megatron's runs are within 15%."""
     judged = [run for run in fit_plan.planned() if not run["fitted"]]
     inside = statistics.fmean(run["low"] <= run["published"] <= run["high"] for run in judged)
     assert len(judged) > 40 and 0.75 <= inside <= 0.90, inside

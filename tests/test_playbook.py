@@ -24,7 +24,7 @@ TEXT = PAGE.read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines()
         if line.startswith("| ") and "](" in line.split(" | ")[1] and line.count(" | ") == 2]
 VERDICTS = "*agrees*", "*agrees where* ", "*differs, because* ", "*not here*"
-# What other pages say about the playbook, and the row that has it. A mere link to the playbook is no claim.
+# What other pages say about the playbook, and the row that has it. A mere link to the playbook is not a claim.
 SAID_ELSEWHERE = {
     "Notes on the playbook say *across* nodes": "Put experts across nodes",
     "recommends a ratio above ten": "greater than 10:1",
@@ -124,7 +124,7 @@ def row_of(claim):
 
 
 def published(**wanted):
-    """Return the tokens per second and GPU of the fastest run with these values."""
+    """Return the tokens per second per GPU of the fastest run with these values."""
     runs = csv.DictReader((ROOT / "tests/data/ultrascale_benchmarks.csv").open())
     return max(float(run["tok_s_gpu"]) for run in runs
                if run["status"] == "ok" and all(run[name] in map(str, values) for name, values in wanted.items()))

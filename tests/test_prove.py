@@ -166,7 +166,7 @@ def test_rounding_shows_the_table_of_causes():
 
 
 def test_every_cause_can_be_said():
-    """Check that the code names no cause that the table lacks, and the table none that nothing says."""
+    """Check that the table has every cause that the code names, and that the code names every cause of the table."""
     code = "".join((PROVE / name).read_text() for name in ("diagnose.py", "trace.py", "__main__.py"))
     named = set(re.findall(r'(?:Finding|Look)\("([^"]+)"', code)) - {"factor", "shares"}
     assert named <= {*CAUSES} and [name for name in CAUSES if f'"{name}"' not in code and f"'{name}'" not in code] == []

@@ -135,7 +135,7 @@ def refused(commands):
 
 
 def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
-    """Check that the steps know the flags and accept the layouts, with so many ranks. The blocks of a page are one session."""
+    """Check that the steps know the flags and accept the layouts on that many ranks. The blocks of a page are one session."""
     not_run = ("no, needs a GPU", "no, needs a cluster")
     sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
                         if block.language == "bash" and block.directive in not_run) for page in PAGES]

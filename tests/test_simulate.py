@@ -531,7 +531,7 @@ GAINS = [
     (f"6 8 {PP} --schedule 1f1b", "| `1f1b` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
     (f"6 8 {PP} --schedule zerobubble", "| `zerobubble` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
     (f"7 32 {EP} --gpus_per_node 8", "| near: a node holds the 8 ranks of ep | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
-    (f"7 32 {EP} --gpus_per_node 1", "| far: each of them is on another node | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
+    (f"7 32 {EP} --gpus_per_node 1", "| far: each of them is on a different node | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
     (f"8 8 {ALL} --zero 3", "--zero 3 {s:.2f} s a step {speed:,.0f} tokens/s/GPU {peak_gib:.1f} GiB waiting for dp {dp:.1%}"),
     (f"8 8 {ALL} --tp 2 --pp 4", "--tp 2 --pp 4 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for pp {pp:.1%}, tp {tp:.1%}"),
     (f"8 8 {ALL} --tp 8", "--tp 8 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for tp {tp:.1%}")]

@@ -167,7 +167,7 @@ def test_a_page_fits_complains_of_nothing_and_is_accessible(browser, address, pa
 
 
 @built
-def test_no_slide_is_larger_than_a_beamer(browser, address):
+def test_no_slide_is_larger_than_a_projector(browser, address):
     browser.screen(1280, 720)
     browser.visit(f"{address}/slides.html")
     browser.wait("[...document.images].every((one) => one.complete)")

@@ -337,7 +337,7 @@ def test_profile_writes_a_trace(pool, tmp_path):
 
 @slow
 def test_memory_of_all_kinds(pool):
-    """Check tools/memory.py: between steps each of weights, gradients and both averages has one number per parameter."""
+    """Check tools/memory.py: between steps each of weights, gradients and both moments has one number per parameter."""
     columns, rows = pool.call(memory_job, STEP, argv="--steps 6 --seq_len 32 --global_batch_size 4".split())[0]
     assert columns == ["parameters", "optimizer states", "gradients", "activations", "rest"]
     P, last = 4 * 427072, rows[-1]

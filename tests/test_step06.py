@@ -205,7 +205,7 @@ def test_a_list_that_waits_for_itself_is_seen(schedules):
 @pytest.mark.parametrize("F, I, W", [(5, 4, 3), *(pytest.param(*case, marks=slow) for case in [
     (1, 1, 1), (7, 7, 2), (4, 4, 4), (2, 3, 5), (3, 5, 1)])])
 def test_bubbles(schedules, F, I, W):
-    """Compare the idle time with the formula's, in units of which a stage takes F, I and W."""
+    """Compare the idle time with the formula's, where a stage takes F, I and W units of time."""
     for name, p, m, v in every_case():
         idle = schedules.bubble(schedules.simulate(schedules.make(name, p, m, v), F, I, W))
         expected = IDLE[name](p, m, v, F, I, W) if name in IDLE else None

@@ -140,7 +140,7 @@ def test_a_dense_model_goes_on_too(pool, flags, one_process, saved, tmp_path):
 
 
 def test_bfloat16_goes_on_to_the_bit(pool, flags, tmp_path):
-    """Check that masters and averages are saved in float32: a bfloat16 weight would have lost what small steps added."""
+    """Check that masters and moments are saved in float32: a bfloat16 weight would have lost what small steps added."""
     base = f"{flags['moe'].replace('float64', 'bfloat16')} --micro_batch_size 6 --ep 2 --zero 1"
     whole = pool.train(STEP, f"{base} --checkpoint {tmp_path} --save_every 2", world=2)
     shutil.rmtree(tmp_path / "step_00000004")
@@ -345,7 +345,7 @@ def lines_of(log):
 def wait_until(condition, process, seconds=240):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end and process.poll() is None, "it did not come so far"
+        assert time.monotonic() < end and process.poll() is None, "it did not get that far"
         time.sleep(0.01)
 
 
@@ -493,8 +493,8 @@ def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_
 
 
 def signals_job():
-    """Send SIGHUP and SIGINT to a process that its shell told to ignore both, as nohup and a background job do. Return what it
-    hears."""
+    """Send SIGHUP and SIGINT to a process that its shell told to ignore both, as nohup and a background job do. Return
+    the signals that it receives."""
     import resume
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
     before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)

@@ -110,7 +110,7 @@ def test_noise_is_seen(tmp_path, after, noisy):
 
 # ------------------------------------------------------------------------------------------------- self-contained
 def imports(path):
-    """Yield the top-level names of all modules that a file imports, also inside functions."""
+    """Yield the top-level names of all modules that a file imports, including inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

@@ -475,7 +475,7 @@ def both_job(argv):
 
 @pytest.mark.parametrize("flags", ["--zero 2", "--zero 3 --recompute full"])
 def test_memory_is_what_another_watcher_sees(pool, flags):
-    """tools/memory.py counts again after each operation; live_storages learns from weak references when a storage ends."""
+    """tools/memory.py counts again after each operation; live_storages learns from weak references when a storage is freed."""
     argv = f"{flags} --dtype bfloat16 --steps 2 --seq_len 64 --global_batch_size 4 --micro_batch_size 1".split()
     for (last, peak), (other_last, other_peak) in pool.call(both_job, NAMES[2], world=2, argv=argv):
         assert last[:3] == other_last[:3] and min(last[:3]) > 0
@@ -534,7 +534,7 @@ def test_a_copy_of_the_repository_has_what_git_has_and_nothing_that_running_leav
 
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path):
     status, output = run(["bash", "-c", "(sleep 3; touch late) & wait"], tmp_path, timeout=1)
-    assert status == 124 and "no end after 1 seconds" in output
+    assert status == 124 and "did not end within 1 seconds" in output
     time.sleep(3)
     assert not (tmp_path / "late").exists()
 

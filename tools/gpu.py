@@ -9,9 +9,9 @@ It has four parts, each with its own time limit, and a part that fails does not 
     machine         GPUs, driver, versions, links, and the speed of a large matrix product
     collectives     bus bandwidth by message size (dev/bench/bench_collectives.py)
     steps           each step's trainer, in the largest size of LADDER that fits: tokens/s, MFU, memory beside tools/simulate
-    tests           tests/test_gpus.py for so many GPUs, in a few training steps: is every layout equal to one process?
+    tests           tests/test_gpus.py on these GPUs, in a few training steps: is every layout equal to one process?
 
-The report is out/gpu/report.md, ready to be posted in an issue, and out/gpu/report.json. It is written anew after every part.
+The report is out/gpu/report.md, ready to be posted in an issue, and out/gpu/report.json. Both are rewritten after every part.
 """
 import argparse
 import collections
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from steps import NAMES, ROOT, clean_environment, end, step_dir
 
-# shares of the time that the parts may take; the tests come last and have what is left
+# shares of the time that the parts may take; the tests come last and get what is left
 PARTS = {"machine": 0.06, "collectives": 0.1, "steps": 0.45, "tests": 1}
 ROW = 0.12                                                # the same for one trainer
 AT_END = 20                                               # seconds to end processes and to write the report
@@ -40,10 +40,10 @@ AT_END = 20                                               # seconds to end proce
 LADDER = {"dense": [("llama-1b", None), ("qwen3-0.6b", None), ("qwen3-0.6b", 14), ("qwen3-0.6b", 8)],
           "experts": [("experts", 16), ("experts", 8), ("experts", 2)]}
 EXPERTS = dict(hidden_size=1024, intermediate_size=3584, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
-               vocab_size=32000)                          # of mixtral-8x7b, the rest stays
+               vocab_size=32000)                          # changes to mixtral-8x7b's config
 ON_CPU = {"dense": [("tiny", None)], "experts": [("tiny-moe", None)]}
 ROOM = 0.85                                               # share of a GPU's memory that the simulated peak may take
-SECONDS = 2                                               # that a training step on one GPU should take, at EFFICIENCY of a product
+SECONDS = 2                                               # for a training step on one GPU, at EFFICIENCY of a product
 EFFICIENCY = 0.4
 WARM_UP, STEPS, TEST_STEPS = 2, 6, 4
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.I)
@@ -87,7 +87,7 @@ def start(command, log, limit, env, tick=lambda: None):
 def reason(status, log, limit):
     """Return in one line why a command failed."""
     if status is None:
-        return f"no end within {limit:.0f} s"
+        return f"did not end within {limit:.0f} s"
     text = Path(log).read_text(errors="replace")
     said = [line for line in text.splitlines() if re.search(r"^(\[rank\d+\]: )?(error:|[\w.]*(Error|Exception)\b)", line)]
     said = said or text.splitlines()[-1:] or [f"exit status {status}"]
@@ -237,7 +237,7 @@ def steps(run, limit):
         rows.append(row)
         left = end_of_part - time.monotonic()
         if left < 10:
-            row.update(status="not reached", reason="the part's time was over")
+            row.update(status="not reached", reason="the part's time had run out")
             continue
         try:
             if row["kind"] not in sizes:
@@ -349,7 +349,7 @@ def written(report):
     lines = [f"# {what}", "", f"Made by `make gpu` on {report['date']}, revision {report['revision']}, "
              f"in {report['seconds'] / 60:.0f} minutes, on {report['ranks']} of {max(1, len(found.get('gpus', [])))} GPUs."
              if report["device"] == "cuda" else f"Made by `tools/gpu.py --device cpu` on {report['date']}, revision "
-             f"{report['revision']}: this is **no report of a GPU**, but shows that the programs work.", ""]
+             f"{report['revision']}: this is **not a report on a GPU**; it only shows that the programs work.", ""]
     lines += table(["part", "result"], [[part, f"{report[part]['status']} {report[part].get('reason', '')}".strip()]
                                         for part in PARTS if part in report])
     parts = machine_text, tests_text, steps_text, collectives_text
@@ -394,7 +394,7 @@ def steps_text(found):
                         number(row.get("simulated_gib"), ".2f"), *(number(row["losses"][at], ".4f") for at in (0, -1))]
                        if row["status"] == "ok" else [f"{row['status']}: {row['reason']}".replace("|", "/"), *[""] * 7])]
                     for row in found["rows"]])
-    lines += ["Tokens per second are of all GPUs together. *MFU* is the trainer's, for GPUs whose peak it knows. *Of a product* "
+    lines += ["Tokens per second are for all GPUs together. *MFU* is the trainer's, for GPUs whose peak it knows. *Of a product* "
               "compares the FLOPs that the simulator counts with the product measured above. All rows but those of step 7 train "
               "the same model on the same batches, so their first losses must agree. On a CPU, the peak is the memory of the "
               "whole process, and the simulator's that of its tensors.", "", "<details><summary>Commands</summary>", "", "```text",
@@ -421,7 +421,7 @@ class Run:
         try:
             (self.out / "logs").mkdir(parents=True, exist_ok=True)
             for log in (self.out / "logs").iterdir():
-                OWN_LOGS.fullmatch(log.name) and log.unlink()              # what else lies there is the user's
+                OWN_LOGS.fullmatch(log.name) and log.unlink()              # anything else there is the user's
             self.log("machine").touch()
         except OSError as error:
             refuse(f"--out {args.out}: cannot be written ({error.strerror}); choose another directory")
@@ -451,10 +451,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.error = refuse
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--minutes", type=float, default=20, help="that all parts together may take (20)")
+    parser.add_argument("--minutes", type=float, default=20, help="minutes that all parts together may take (20)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only these; machine is always one")
     parser.add_argument("--only", default="", metavar="NAME", help="only steps and tests with this in their names")
-    parser.add_argument("--out", default=ROOT / "out/gpu", metavar="DIR", help="for the report (out/gpu)")
+    parser.add_argument("--out", default=ROOT / "out/gpu", metavar="DIR", help="directory for the report (out/gpu)")
     args = parser.parse_args()
     if not 1 <= args.minutes < 1e4:
         refuse(f"--minutes {args.minutes:g}: must be at least 1")
@@ -485,7 +485,7 @@ def main():
 
 
 def of_part(run, part, limit):
-    """Run a part. If it fails, also by a mistake of this program's, return why: the other parts go on."""
+    """Run a part. If it fails, even through a bug in this program, return why: the other parts go on."""
     if limit < 10:
         return dict(status="failed", reason="no time was left") | (dict(rows=[]) if part is steps else
                                                                    dict(tests={}) if part is tests else {})

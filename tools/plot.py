@@ -32,7 +32,7 @@ def read(path):
     try:
         *whole, last = Path(path).read_text().split("\n")
         lines = [json.loads(line) for line in whole]
-        with contextlib.suppress(ValueError):             # a run that was killed leaves a torn line, and one that goes on too
+        with contextlib.suppress(ValueError):             # the last line is torn if a run was killed or still runs
             lines += [json.loads(last)]
     except (OSError, ValueError, RecursionError):
         lines = [None]

@@ -107,7 +107,7 @@ def run(command, cwd, timeout):
         return child.returncode, output
     except subprocess.TimeoutExpired:
         end(child)
-        return 124, f"no end after {timeout} seconds: {' '.join(map(str, command))}"
+        return 124, f"did not end within {timeout} seconds: {' '.join(map(str, command))}"
 
 
 def end(child):

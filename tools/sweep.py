@@ -75,7 +75,7 @@ def as_trainer(flags, gpus):
 
 # ------------------------------------------------------------------------------------------- one run
 def run(flags, gpus, args):
-    """Run the trainer once; return its status, tokens per second and GPU, memory in GiB, and the reason if it failed."""
+    """Run the trainer once; return its status, tokens per second per GPU, memory in GiB, and the reason if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         log, output = os.path.join(folder, "log.jsonl"), os.path.join(folder, "output")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -190,7 +190,7 @@ def print_best(rows):
 
 
 def draw(rows, path):
-    """Draw a heat map for each number of GPUs: each cell, one tp and one pp, has the fastest of their layouts."""
+    """Draw a heat map for each number of GPUs. Each cell shows the fastest layout with its tp and pp."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -215,7 +215,7 @@ def draw(rows, path):
         ax.imshow(speeds, cmap="viridis", vmin=0, vmax=most, aspect="auto")
         ax.set(title=f"{gpus} GPUs", xlabel="tp", ylabel="pp", xticks=range(len(tps)), yticks=range(len(pps)),
                xticklabels=tps, yticklabels=pps)
-    figure.suptitle("tokens per second and GPU, the fastest of each tp and pp", fontsize=10)
+    figure.suptitle("tokens per second per GPU, the fastest of each tp and pp", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -239,7 +239,7 @@ def main(argv=None):
     for name, least in (("gpus", 1), ("micro_batch_size", 1), ("tp", 1), ("cp", 1), ("pp", 1), ("ep", 1)):
         if min(getattr(args, name)) < least:
             refuse(f"--{name} {min(getattr(args, name))}: must be at least {least}")
-    if not 0 < args.time_limit < math.inf:                # nan is not either
+    if not 0 < args.time_limit < math.inf:                # nan fails this, too
         refuse(f"--time_limit {args.time_limit:g}: must be a positive number of seconds")
     if args.steps < 3:
         refuse(f"--steps {args.steps}: must be at least 3, because the first two do not count")

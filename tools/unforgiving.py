@@ -126,10 +126,10 @@ def noted(pipeline):
         def noting(tensor, *args, **kwargs):
             if what == "receive":
                 src = [args[0]] if args else [kwargs.get(name) for name in ("src", "group_src")]
-                assert any(place is not None for place in src), "a receive from whoever comes first; nccl wants to know the sender"
+                assert any(place is not None for place in src), "a receive that names no source; NCCL needs the rank of the sender"
             if what == "send":
                 held = [i for i, earlier in enumerate(sent) if earlier() is not None]
-                assert not held, "a send that is over (is_completed) is dropped before the next, or its tensor stays to the end"
+                assert not held, "drop completed sends (is_completed) before the next send, or their tensors stay to the end"
                 sent.append(weakref.ref(tensor))
             did.append(what)
             return started[what](tensor, *args, **kwargs)

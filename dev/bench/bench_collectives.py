@@ -93,7 +93,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", help="a picture of the table")
     parser.add_argument("--json", help="a file for the same numbers")
-    parser.add_argument("--sizes", type=int, help="so many of the message sizes, the smallest")
+    parser.add_argument("--sizes", type=int, help="how many message sizes to measure, from the smallest up")
     args = parser.parse_args()
     OUT, JSON = args.out, args.json
     if "RANK" not in os.environ:

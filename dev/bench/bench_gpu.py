@@ -193,16 +193,16 @@ def print_kernels(trace):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", help="of RUNS only these; or any preset, with a micro-batch of 2")
+    parser.add_argument("--models", nargs="*", help="only these models of RUNS; or any preset, with a micro-batch of 2")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seq_len", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=16, help="sequences per training step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--contestants", nargs="*", help="step01_single_gpu, step08_5d, transformers; all if not given")
-    parser.add_argument("--recompute", nargs="*", help="of RUNS only those with one of these")
+    parser.add_argument("--recompute", nargs="*", help="only the RUNS with one of these modes")
     parser.add_argument("--compile", choices=["yes", "no", "both"], default="both")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--rank_of", help="so many ranks and a layout's flags: only rank 0 of them runs")
+    parser.add_argument("--rank_of", help="a number of ranks and a layout's flags: only rank 0 of these ranks runs")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         return print("no GPU here; --device cpu --models tiny --seq_len 128 --batch 8 shows that the benchmark works")
@@ -227,7 +227,7 @@ def main():
             for compile in {"yes": [["--compile"]], "no": [[]], "both": [[], ["--compile"]]}[args.compile]:
                 for name, command in contestants.items():
                     if name == "transformers" and recompute == "selective":
-                        continue                          # it has none
+                        continue                          # transformers has no selective recomputation
                     row = f"{model + (f'/{layers}' if layers else ''):<14}{recompute:<11}{name:<19}{'yes' if compile else 'no':<10}"
                     try:
                         if args.kernels and name == "step01_single_gpu":

@@ -1,4 +1,4 @@
-"""Fit the constants of tools/plan/nanotron.py to real runs: python dev/bench/fit_plan.py [--out FILE | --tables]
+"""Fit the constants of tools/plan/nanotron.py to real runs: python dev/bench/fit_plan.py [--out FILE | --tables | --readme]
 
 The runs are tests/data/ultrascale_benchmarks.csv (its README says whose they are). The program prints the constants, ready to be
 copied; then, for each number of nodes, how well constants that were fitted without its runs predict them.
@@ -149,7 +149,7 @@ def leave_out(rows, start):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", action="store_true", help="print the tables of the READMEs that take no fit")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the READMEs that need no fit")
     parser.add_argument("--out", help="write the predictions of each number of nodes by the others' constants to this CSV file")
     parser.add_argument("--readme", action="store_true", help="write the tables of the planner's README, all of them")
     args = parser.parse_args()
@@ -251,7 +251,7 @@ def of_a_simulated_run(run):
 
 
 def measured_speed(row):
-    """Return the tokens per second and GPU, as published or computed from the FLOPs, which count half of attention."""
+    """Return the tokens per second per GPU, as published or computed from the FLOPs, which count half of attention."""
     if row["tokens_per_s_per_gpu"]:
         return float(row["tokens_per_s_per_gpu"])
     flops = costs.flops_per_token(published.model_of(row), int(row["seq_len"]), causal=True)
@@ -376,8 +376,8 @@ COLUMNS = ("mem median", "mem mean", "oom", "tok median", "tok mean", "rank corr
 
 
 def score(rows):
-    """Score predictions: the errors of runs that succeeded; how many failures are told; and for each (model, nodes), the order, and
-    how much the best-looking run loses to the best."""
+    """Score predictions: the errors of runs that succeeded; how many failures are predicted; and for each (model, nodes), the
+    order, and how much slower the run that looks best is than the best."""
     configurations = {}
     for row in rows:
         configurations.setdefault(nanotron.key(row), []).append(row)

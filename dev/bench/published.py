@@ -2,7 +2,7 @@
 
     python dev/bench/published.py                      # the table that docs/proof.md sums up
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
-    python dev/bench/published.py --hold_out           # two constants, and the intervals' widths, chosen without the source judged
+    python dev/bench/published.py --hold_out           # constants and intervals, judged on a source that did not choose them
     python dev/bench/published.py --unseen             # the errors of simulate and plan on runs that nothing was fitted to
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
@@ -87,7 +87,7 @@ def notes_of(run, accumulation, kept):
 
 
 def simulated(run, kept):
-    """Return a run's tokens per second and GPU, as simulated."""
+    """Return a run's tokens per second per GPU, as simulated."""
     many, pp = accumulation_of(run), int(run.get("pp") or 1)
     few = [count for count in ((pp, 2 * pp) if pp > 1 else (1, 2)) if count < many] if run.get("id") else [min(4, many)]
     few = few if len(few) == 2 or not run.get("id") else [many]
@@ -104,7 +104,7 @@ def accumulation_of(run):
 
 
 class Theirs(gpus.Cluster):
-    """A cluster that takes for the recorded work what the published trainer takes for its own, where that is known to differ."""
+    """A cluster on which recorded work takes as long as the same work of the published trainer, where that is known to differ."""
     def kernel(self, kernel):
         return self.shares.get(kernel.kind, 1) * super().kernel(kernel)
 
@@ -179,8 +179,8 @@ def unseen(kept):
 
 
 def hold_out():
-    """Choose constants by all sources but one, and print the error of the planner there: the speed of an all-to-all alone, the same
-    together with a factor on Megatron's products, and the share that even a slow collective takes."""
+    """Choose constants by all sources but one, and print the planner's error on that one. The constants are the speed of an
+    all-to-all, alone and together with a factor on Megatron's products, and the share that even a slow collective takes."""
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
     experts = [run for run in runs if run["kind"] == "MoE"]
     megatron = [run for run in runs if run["trainer"] == "megatron" and run["gpu"] == "h100"]
@@ -211,8 +211,8 @@ def held_out(what, runs, choices):
 
 
 def intervals():
-    """Choose one factor on the widths of the planner's intervals, with which they hold four of five runs of all sources but one.
-    Print how many runs of that one they hold then. The first row has the factor by the runs that something was fitted to."""
+    """Choose one factor on the widths of the planner's intervals, such that they contain four of five runs of all sources but one.
+    Print how many runs of that one they then contain. In the first row, the runs that something was fitted to choose the factor."""
     runs = list(fit_plan.planned())
     for run in csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")):
         said = plan_published.predict(run)
@@ -253,7 +253,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--unseen", action="store_true")
-    parser.add_argument("--hold_out", action="store_true", help="what is chosen by all sources but one, on that one")
+    parser.add_argument("--hold_out", action="store_true", help="judge constants on each source, chosen by all the others")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_runs.csv")))

@@ -37,7 +37,7 @@ def put_into_page(page, tables):
 
 
 def torchrun(world, *words, **how):
-    """Run a program on so many ranks, with one thread each."""
+    """Run a program on `world` ranks, with one thread each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), *words]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
 

@@ -1,4 +1,4 @@
-"""Draw the README's curves.png: one training run, in the layouts of all steps.    python dev/figures/curves.py"""
+"""Draw the README's curves.png: one training run, in a layout of every step but step 7.    python dev/figures/curves.py"""
 import os
 import tempfile
 

@@ -69,7 +69,7 @@ def one_run(kind, argv):
 
 
 def watch(seen):
-    """Replace train's Pipeline by one that notes the bytes alive between the second step's actions. Return what is to surround
+    """Replace train's Pipeline by one that notes the bytes alive between the second step's actions. Return a context manager for
     each step."""
     live, marks = live_storages.LiveStorages(), []
 

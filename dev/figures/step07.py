@@ -176,8 +176,8 @@ class Ledger(ledger.Ledger):
 
 
 def watch(seen):
-    """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had. Return what is to
-    surround each step."""
+    """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had. Return a context
+    manager for each step."""
     live, compute, rows = live_storages.LiveStorages(), moe.Experts.forward, []
 
     def counted(experts, x, tokens_per_expert):

@@ -159,7 +159,7 @@ def throughput_picture():
 
 
 def fastest(degree, **wanted):
-    """Return the degrees, and the tokens per second and GPU of each one's best run. The runs are those of `best runs`."""
+    """Return the degrees, and the tokens per second per GPU of each one's best run. The runs are those of `best runs`."""
     found = {}
     for row in fit_plan.load():
         if row["status"] == "ok" and row["code"] != "legacy" and (row["model"], row["tp"]) != ONLY_MICRO_BATCH_1 \

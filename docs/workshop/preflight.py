@@ -117,7 +117,7 @@ def train(**environment):
         except subprocess.TimeoutExpired:
             child.terminate()                             # torchrun ends its ranks
             child.wait()
-            return "no end within %d s" % SECONDS
+            return "did not end within %d s" % SECONDS
         file.seek(0)
         return file.read()
 

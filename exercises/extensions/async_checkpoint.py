@@ -53,7 +53,7 @@ def assert_whole(folder):
 
 
 def states(folder):
-    """Return {name: whole tensor} of the weights and both of Adam's averages, from all boxes."""
+    """Return {name: whole tensor} of the weights and both of Adam's moments, from all boxes."""
     boxes, ends, tensors = [], {}, {}
     for file in folder.glob("*.safetensors"):
         for key, box in load_file(file).items():

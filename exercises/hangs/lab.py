@@ -26,9 +26,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 HINTS = HERE.parent.parent / "exercise/hangs"             # counts the hints shown; exercise/ belongs to the reader
 RANKS, NUMBERS = 4, range(1, 9)
-# A run counts as hung when no rank has called anything while each rank's heart has beaten so often. A beat takes a fifth of a
-# second, and longer if the machine is busy: then a rank needs longer for its next call, too.
-BEAT, QUIET, LATEST, AGAIN = 0.2, 20, 40, 30              # seconds; in beats: quiet, latest first look, pause to the second
+# A run counts as hung when no rank has called anything for QUIET beats of each rank's heart. A beat takes a fifth of a second, and
+# longer if the machine is busy: then a rank needs longer for its next call, too.
+BEAT, QUIET, LATEST, AGAIN = 0.2, 20, 40, 30              # seconds; in beats: quiet, latest first look, pause before the next
 LIMIT = 180                                               # seconds, after which everything is stopped
 #          arguments: output, input, peer
 CALLS = {"all_reduce": (0, 0, None), "all_gather_into_tensor": (0, 1, None), "all_to_all_single": (0, 1, None),
@@ -235,7 +235,7 @@ def judge(number, answer):
     from answers import ANSWERS
     found = re.fullmatch(rf"(slow )?\s*([0-9]{{1,4}})\s+(?:hang{number}\.py:)?([0-9]{{1,6}})", answer.strip())
     if not found or int(found[2]) >= RANKS:
-        return None, (f'ANSWER="{answer}": must be a rank, 0 to {RANKS - 1}, and a line, as "2 hang{number}.py:14"; '
+        return None, (f'ANSWER="{answer}": must be a rank, 0 to {RANKS - 1}, and a line, such as "2 hang{number}.py:14"; '
                       'put "slow " before it if nothing hangs')
     wanted, rank, line = ANSWERS[number], int(found[2]), int(found[3])
     if bool(found[1]) != wanted.get("slow", False):

@@ -124,7 +124,7 @@ def test_the_readme_has_what_is_counted():
     assert "\n".join(counts.table()) in README
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13") or not shutil.which("g++"), reason="the README's are torch 2.13's")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13") or not shutil.which("g++"), reason="the README is for torch 2.13")
 def test_what_torch_compile_writes():
     said = subprocess.run([sys.executable, HERE / "compiled.py"], capture_output=True, text=True, timeout=600)
     assert said.returncode == 0 and said.stdout in README, said.stderr + said.stdout

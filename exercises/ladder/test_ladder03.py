@@ -267,7 +267,7 @@ def shard_job(ranks, rank):
 
     With `size` for the length of a shard: `self.shard_slice = slice(rank * size, (rank + 1) * size)`;
     `self.flat_param = nn.functional.pad(flat, (0, num_shards * size - len(flat)))`; `self.param_shard =
-    self.flat_param[self.shard_slice]`; then `param.data = view` for each item of `self.views(self.flat_param)`; at last
+    self.flat_param[self.shard_slice]`; then `param.data = view` for each item of `self.views(self.flat_param)`; finally
     `self.allocate_grads()`.""")
 def test_the_shard_of_a_rank(pool):
     """Write `flatten_and_shard`. It puts all self.params into one flat tensor, self.flat_param, with zeros at the end so that all
@@ -287,7 +287,7 @@ def test_the_shard_of_a_rank(pool):
             f"after self.flat_param += 10 the parameters are {params}: each nn.Parameter must be a view of self.flat_param, in its "
             "shape; the model has these objects, so do not replace them by others")
         assert changed_slice == [n + 10 for n in of_mine], (
-            "after self.flat_param += 10, self.param_shard has the old numbers: it is no view")
+            "after self.flat_param += 10, self.param_shard has the old numbers: it is not a view")
         assert gradients == len(weights), (
             "there are no gradients of the flat tensor's length: `allocate_grads` was not called")
 
@@ -685,7 +685,7 @@ STAGE_3 = ["Zero3Unit." + name for name in ("flatten_and_shard", "reshard", "uns
     shard has to be a tensor of its own.
 
     `storage = self.flat_param.untyped_storage()` has `storage.nbytes()` and `storage.resize_(number of bytes)`.
-    `self.flat_param.nbytes` says how many bytes the tensor needs, also when its storage is empty. All the rest is there already:
+    `self.flat_param.nbytes` says how many bytes the tensor needs, even when its storage is empty. All the rest is there already:
     `super().flatten_and_shard()`, `self.start_all_gather()`, `super().start_reduce_scatter()`.
 
     flatten_and_shard: `super().flatten_and_shard()`; `self.param_shard = self.param_shard.clone()`; `self.reshard()`. reshard:

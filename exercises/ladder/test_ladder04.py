@@ -141,7 +141,7 @@ def all_reduce_job():
 
     `dist.all_reduce(tensor, group=group, async_op=True)` returns a handle at once; after `handle.wait()` the tensor has the sums.
     It changes the tensor in place, so make a copy first: `x.clone(memory_format=torch.contiguous_format)`. The elements of this
-    copy lie in order in memory, also where x is a transposed tensor.
+    copy lie in order in memory, even if x is a transposed tensor.
 
     `x = x.clone(memory_format=torch.contiguous_format)`; `handle = dist.all_reduce(x, group=group, async_op=True)`; then define a
     function `result()` that calls `handle.wait()` and returns x; return the function, not its result.""")
@@ -469,7 +469,7 @@ def partial_gradients_job():
     A layer has two regions, and each is entered and left once in forward and once in backward. With --sp off only one of the two
     directions is an all-reduce, so there are 4 in each layer, and 1 at each end of the model (embedding and head). With --sp on
     both directions send: a reduce-scatter one way, an all-gather the other way; and ColumnParallelLinears gathers twice more per
-    layer. The cross-entropy sends three numbers of each token.
+    layer. The cross-entropy sends three numbers for each token.
 
     all_reduce_partial_grads: for each param with a placement.grad_reduce_group, `dist.all_reduce(param.main_grad,
     group=param.placement.grad_reduce_group)`. tensor_parallel_traffic: `tokens = args.global_batch_size // args.dp *

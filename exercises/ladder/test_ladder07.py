@@ -11,7 +11,6 @@ from exercise import rung
 from observe import check
 
 STEP = "step07_ep"
-HANGS = 20                                                # seconds: ranks that wait for each other are stopped
 
 
 def rounded(tensor):
@@ -413,7 +412,7 @@ def test_who_has_which_experts(pool):
              (1, 2, 2, 1, 4): [([i], [i], [0, 1, 2, 3]) for i in range(4)],
              (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "none")] * 2}
     for (pp, dp, cp, tp, ep), right in cases.items():
-        answers = pool.call(shard_job, STEP, world=pp * dp * cp * tp, timeout=HANGS, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        answers = pool.call(shard_job, STEP, world=pp * dp * cp * tp, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         for rank, ((found, group, same), (experts, same_experts, group_of_ep)) in enumerate(zip(answers, right)):
             where = f"pp {pp}, dp {dp}, cp {cp}, tp {tp}, ep {ep}, four experts, rank {rank}"
             for name, came in found.items():
@@ -473,7 +472,7 @@ def test_as_many_rows_as_there_are(pool):
     zeros, even only zeros. A rank with nothing to send still takes part, because the others wait for it. Backward returns the
     gradient of each row to its sender. Each direction is one dist.all_to_all_single of exactly these rows. Keep no tensor for
     backward."""
-    for ranks, rank, found in pool.call(all_to_all_job, STEP, world=4, timeout=HANGS):
+    for ranks, rank, found in pool.call(all_to_all_job, STEP, world=4):
         for all_sizes, (out, grad, x, done, dtype, saved) in zip(SIZES if ranks > 1 else [[[2]]], found):
             right = [[100 * of + 10 * rank + i] * 2 for of, sizes in enumerate(all_sizes) for i in range(sizes[rank])]
             begin = (f"Of four ranks, 1 to 3 are a group of three, 0 is alone. With rows of the digits sender, receiver, number "
@@ -566,7 +565,7 @@ def test_rows_travel_to_their_experts(pool):
     experts, once, even if no row has arrived; send the results back. Return them in the order of x. The lists of an all-to-all are
     Python lists, so the CPU must wait for the GPU to have them. Let it wait only once, for both lists together. Create all tensors
     on x's device."""
-    for ranks, rank, found in pool.call(dispatch_job, STEP, world=4, timeout=HANGS):
+    for ranks, rank, found in pool.call(dispatch_job, STEP, world=4):
         for counts, (seen, out, grad, x, forward, backward, waits) in zip(COUNTS if ranks > 1 else ALONE, found):
             begin = (f"Of four ranks, 1 to 3 are a group, 0 is alone. The ranks of a group of {ranks} have {counts} rows for "
                      "its experts, with the digits rank in the group + 1, expert, number.")
@@ -657,7 +656,7 @@ def test_every_expert_is_sharded(pool):
     a function of x that enters the region, does what moe.forward did before, and leaves the region. `expert_parallel` calls this
     for each MoE layer if tp > 1."""
     for dp, sp in ((2, "off"), (2, "on"), (1, "off")):
-        answers = pool.call(tensor_parallel_job, STEP, world=2 * dp, timeout=HANGS, dp=dp, sp=sp)
+        answers = pool.call(tensor_parallel_job, STEP, world=2 * dp, dp=dp, sp=sp)
         for rank, shards, shapes, replicas, summed, ours, right in answers:
             where = f"dp {dp}, tp 2, sp {sp}, rank {rank} of tp"
             expected = {"w1": [2, 1, 2], "w2": [2, 2, 1], "w3": [2, 1, 2]}
@@ -731,7 +730,7 @@ def test_a_bias_against_crowds(pool):
     Sum over the whole world, in which every layer appears world size / pp times. The CPU must not wait for the GPU."""
     for kind in ("bias", "none", "aux"):
         for rank, (ratios, bias, counts, nothing, waits) in enumerate(
-                pool.call(update_job, STEP, world=4, timeout=HANGS, kind=kind)):
+                pool.call(update_job, STEP, world=4, kind=kind)):
             where = (f"--balance {kind}, pp 2, dp 2. In each layer of their stage the ranks count {TOKENS} tokens, so the stages "
                      "[4, 2, 2, 0] [0, 6, 0, 2] and [8, 0, 0, 0]")
             assert ratios == [3, 3], \
@@ -843,7 +842,7 @@ def test_choosing_and_counting(pool):
              ("bias", tuple(BIAS), 1): [[[[2], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]],
              ("aux", (0.0, 0.0, 0.0), 2): [[[[0, 1], [0, 1]], [[1, 2], [1, 2]]], [[[1, 2], [0, 1]], [[1, 2], [0, 1]]]]}
     for (kind, bias, top_k), of_ranks in cases.items():
-        answers = pool.call(choose_job, STEP, world=4, timeout=HANGS, kind=kind, bias=list(bias), top_k=top_k)
+        answers = pool.call(choose_job, STEP, world=4, kind=kind, bias=list(bias), top_k=top_k)
         for i, (rank, expert, counts, added, by_formula, sent, again, waits, left, losses, chosen, passed) in enumerate(answers):
             where = (f"--balance {kind}, top_k {top_k}, layer 1 with the bias {list(bias)}, scores {SCORES[rank]} on rank {rank} "
                      f"of cp{', rolled by one expert' * (i > 1)}")

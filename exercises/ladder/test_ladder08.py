@@ -15,7 +15,6 @@ from exercise import rung
 from harness import assert_same_tensors, relative
 
 STEP = "step08_5d"
-HANGS = 20                                                # seconds: ranks that wait for each other are stopped
 
 
 def outcome(function, *arguments):
@@ -300,7 +299,7 @@ BOXES = [{"norm[0]": [10, 11, 12, 13, 14]}, {"norm[2]": [10, 11, 12]},
 
     `local_slices(param)` is a tuple of slices, one for each dimension; slice(None), for a dimension that is not sharded, has start
     None. `rectangles(param.shape, start, start + elements.numel())` returns the offsets of the rectangles in the part, and their
-    sizes. `tensor.split(counts)` returns views of so many elements, one after the other, and view(sizes) gives each its shape.
+    sizes. `tensor.split(counts)` returns views with these numbers of elements, in order, and view(sizes) gives each its shape.
 
     param_offsets = [dim_slice.start or 0 for dim_slice in local_slices(param)]; rects = rectangles(...); views =
     elements.view(-1).split([math.prod(sizes) for _, sizes in rects]); return {f"{name}{[a + b for a, b in zip(param_offsets,
@@ -361,10 +360,10 @@ def test_each_box_is_written_once(pool):
     """Write `assign_writers(state)`, which all ranks call, each with its own {key: box}. It returns the list of the keys that this
     rank writes, in the order of its state. One of the ranks that have a box with the same key writes it. Assign the boxes one after
     another: those of rank 0 in the order of its state, then those that rank 1 has besides, and so on. Assign each to the rank with
-    the fewest bytes so far, among those that have the box; if several have as few, to the first of them. All ranks must come to the
-    same result."""
+    the fewest bytes so far, among those that have the box; if several have equally few, to the first of them. All ranks must come
+    to the same result."""
     for have in HAVE.values():
-        came = pool.call(assign_job, STEP, world=len(have), timeout=HANGS, have=have)
+        came = pool.call(assign_job, STEP, world=len(have), have=have)
         shown = [{key: count * size for key, (count, size) in state.items()} for state in have]
         expected = assigned(have)
         assert came == expected, f"ranks have boxes of these bytes: {shown}. They should write {expected}, but would write {came}"
@@ -560,13 +559,13 @@ CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("new
     (None, "newest") and not candidates: fail("..."); if resume and not candidates: print0("..."); return (candidates[-1],
     index_of(candidates[-1])) if candidates else None.""")
 def test_where_to_resume(pool, tmp_path):
-    """Write `lock(directory)`. It locks the file .lock in the directory with fcntl.flock, without waiting, does not change its
-    text, and returns the open file. It calls fail(message) if another run has the lock; if locks are not supported (any other
-    OSError) it says so, with `print0`, and returns the file all the same. Write `Checkpoints.choose()`, which all ranks call; its
-    decorator makes all of them exit if fail is called on rank 0. It returns None on all ranks but rank 0, which does this: keep the
-    lock of the directory self.args.checkpoint in self.lock_file; delete what killed runs have left (the checkpoints with the suffix
-    ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest one if self.args.resume is
-    "newest", and otherwise the one of this name; fail if it does not exist. If there are no checkpoints at all, return None for
+    """Write `lock(file, flag)`. It locks an open file with fcntl.flock, without waiting. It calls fail(message) if another run has
+    locked the file; if locks are not supported (any other OSError) it says so, with `print0`, and returns. Both messages begin with
+    `flag`. Write `Checkpoints.choose()`, which all ranks call; its decorator makes all of them exit if fail is called on rank 0. It
+    returns None on all ranks but rank 0, which does this: open the file .lock in the directory self.args.checkpoint without
+    changing its text, lock it, and keep it open in self.lock_file; delete what killed runs have left (the checkpoints with the
+    suffix ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest one if self.args.resume
+    is "newest", and otherwise the one of this name; fail if it does not exist. If there are no checkpoints at all, return None for
     "newest", and print that there are none. If self.args.resume is None, return None, too, but fail if there are checkpoints, which
     a new run would mix with its own. If torchrun has restarted the run (TORCHELASTIC_RESTART_COUNT is in the environment and not
     "0"), a name means the newest, too."""
@@ -576,7 +575,7 @@ def test_where_to_resume(pool, tmp_path):
         index = dict(steps=int(name[5:13]) if name.startswith("step") else 0, digests={}, run={})
         (run / name / "index.json").write_text(json.dumps(index))
     empty.mkdir()
-    (found, left), (other, _) = pool.call(choose_job, STEP, world=2, timeout=HANGS, folder=str(tmp_path))
+    (found, left), (other, _) = pool.call(choose_job, STEP, world=2, folder=str(tmp_path))
     newest, older = (["step_00000010"], 10), (["step_00000004"], 4)
     right = dict(zip(CASES, (None, None, newest, older, "fail", "fail", "fail", "fail", newest, "fail", None)))
     came, there = found.pop("in use")
@@ -598,7 +597,7 @@ def test_where_to_resume(pool, tmp_path):
             assert came is None, f"{case}: on rank 1 choose must return None and do nothing, but it returned {came}"
     assert failed(found["second"]), f"a second lock in the same directory should call fail, but returned {found['second']}"
     assert not found["third"], "once the first file is closed, or its process has ended, another run can lock the directory"
-    assert found["no locks"], "if flock raises OSError, lock should say so, and return"
+    assert found["no locks"], "if flock raises OSError, lock should say so with print0, and return"
     assert found["text"] == "my notes", f".lock had the text 'my notes' and should keep it; it has {found['text']!r}"
     expected = ["notes", "notes.tmp", *(f"step_{step:08d}" for step in steps)]
     assert sorted({*left} - {".lock"}) == expected, \
@@ -697,7 +696,7 @@ def test_when_to_save_and_when_to_end(pool):
     assert signals == [int(signal.SIGINT)], f"SIGINT was ignored before the call, but should be handled after it; list: {signals}"
     for signal_at, checkpoint, saves, end in ((None, "folder", [3, 6, 8], None), (4, "folder", [3, 5], 4), (5, "folder", [3, 6], 5),
                                              (7, "folder", [3, 6, 8], None), (4, None, [], None)):
-        for rank, (saved, ended) in enumerate(pool.call(save_if_due_job, STEP, world=2, timeout=HANGS, signal_at=signal_at,
+        for rank, (saved, ended) in enumerate(pool.call(save_if_due_job, STEP, world=2, signal_at=signal_at,
                                                         checkpoint=checkpoint)):
             where = f"8 steps, save_every 3, --checkpoint {checkpoint}, on rank 1 a signal in step {signal_at}: rank {rank}"
             assert saved == saves, f"{where} should call save with {saves}, but called it with {saved}"
@@ -756,7 +755,7 @@ def whole(answers, when):
 
 @rung({"resume.py": ["Checkpoints.state"]}, hints="""
     What exists now that cannot be computed again? The weights, in the precision in which they are updated; AdamW's
-    averages; and the experts' biases. Not the gradients, and nothing random. Which object has these, and which parameter does each
+    moments; and the experts' biases. Not the gradients, and nothing random. Which object has these, and which parameter does each
     belong to?
 
     self.optimizer.params and self.optimizer.masters belong together, and self.optimizer.adamw.state[master] is a dictionary,
@@ -767,14 +766,14 @@ def whole(answers, when):
     param_names, state = {param: name for name, param in self.model.named_parameters()}, {}; for sharded_param, master in
     zip(params, masters): param, start = getattr(sharded_param, "origin", (sharded_param, 0)); adam_state = adamw.state[master]; if
     not adam_state: adam_state.update(step=torch.zeros((), device=master.device), exp_avg=torch.zeros_like(master),
-    exp_avg_sq=torch.zeros_like(master)); state |= boxes(param_names[param], param, start, master), and the same for both averages,
+    exp_avg_sq=torch.zeros_like(master)); state |= boxes(param_names[param], param, start, master), and the same for both moments,
     with the name f"{param_names[param]}.{average}". Then for layer, bias in zip(self.model.model.layers, self.balance.bias):
     state[f"balance.bias[{layer}, 0]"] = bias.unsqueeze(0).""")
 def test_what_must_not_be_lost(pool, tmp_path):
     """Write `Checkpoints.state()`. It returns {key: box} of everything that this rank has of the training state, as `boxes` returns
     them: for each of self.optimizer.params the master, under the parameter's name, and Adam's "exp_avg" and "exp_avg_sq", under the
     name + ".exp_avg" and ".exp_avg_sq". Boxes are views: writing to them writes to the optimizer. Before the first step, Adam has
-    no averages; then allocate them, as zeros, and its count "step", a tensor of no dimension. In a model with experts, add
+    no moments; then allocate them, as zeros, and its count "step", a tensor of no dimension. In a model with experts, add
     `balance.bias[LAYER, 0]` for each layer of self.model.model.layers, whose keys are the layers' numbers: the layer's row of
     self.balance.bias, as a box of 1 x experts."""
     alone = {}
@@ -798,7 +797,7 @@ def test_what_must_not_be_lost(pool, tmp_path):
             expected = {f"balance.bias[{layer}, 0]": [1, biases.shape[-1]] for layer in range(2)}
             assert keys == expected, f"{shape}, one process: balance.bias should have boxes with the shapes {expected}, not {keys}"
         ends = {name[name.index(".exp_avg"):] for name in whole(one, "after") if ".exp_avg" in name}
-        assert ends == {".exp_avg", ".exp_avg_sq"}, f"{shape}: averages' names should end in .exp_avg and .exp_avg_sq, not {ends}"
+        assert ends == {".exp_avg", ".exp_avg_sq"}, f"{shape}: the moments should be named .exp_avg and .exp_avg_sq, not {ends}"
         for when in ("before", "after"):
             what = f"{shape}, {world} ranks with {more}, {when} the training: the boxes of all ranks together, and of one process"
             assert_same_tensors(whole(many, when), whole(one, when), 1e-9, what)
@@ -808,7 +807,7 @@ def test_what_must_not_be_lost(pool, tmp_path):
         for answer in (*one, *many):
             assert answer["adam"], (f"{shape}: before step 0, adamw.state[master] should get step, of no dimension, exp_avg "
                                     "and exp_avg_sq")
-            assert answer["views"], f"{shape}: writing to the boxes should write to masters, averages and balance.bias"
+            assert answer["views"], f"{shape}: writing to the boxes should write to masters, moments and balance.bias"
     low = pool.call(state_job, STEP, argv=f"{made('dense-2', 'bfloat16')} --micro_batch_size 12".split())[0]
     dtypes = {str(box.dtype) for box in low["after"].values()}
     assert dtypes == low["masters"] == {"torch.float32"}, f"with --dtype bfloat16, boxes should be float32 masters, not {dtypes}"
@@ -873,7 +872,7 @@ def incomplete_job(argv):
 
     safetensors' `save_file({key: tensor on the CPU}, path)`; `digest(path)`. Path.rename(other) renames, and path.with_suffix("")
     removes .tmp. `list_checkpoints(self.args)[:-keep]` are those to delete. `fill(self.state(), paths)` returns the key of a box
-    that it could not fill, or None. It fills masters and averages, but neither Adam's count nor the weights with which the model
+    that it could not fill, or None. It fills masters and moments, but neither Adam's count nor the weights with which the model
     computes.
 
     write: if not all(box.isfinite().all() for box in state.values()): fail("...", 3); folder.mkdir(exist_ok=True); save_file({key:
@@ -899,7 +898,7 @@ def test_resumes_under_another_layout(pool, tmp_path):
     case, folder = cases.make(tmp_path / "case", **cases.shape("top2-2")) + " --dtype float64", tmp_path / "run"
     one = pool.train(STEP, f"{case} --micro_batch_size 12")
     base = f"{case} --micro_batch_size 6 --ep 2 --zero 2 --checkpoint {folder} --save_every 1 --keep 3"
-    first = pool.train(STEP, base, world=2, timeout=HANGS, weights=False, job=train_job)
+    first = pool.train(STEP, base, world=2, weights=False, job=train_job)
     files, right = ["index.json", "rank_00000.safetensors", "rank_00001.safetensors"], []
     for step in range(1, 5):
         right.append((f"step_{step:08d}.tmp", f"step_{step:08d}", files))
@@ -917,13 +916,13 @@ def test_resumes_under_another_layout(pool, tmp_path):
         assert len(keys) == len({*keys}), f"{name}: a rank must write self.local_keys, so no box is in both files: {sorted(keys)}"
         came = index["steps"], index["digests"]
         assert came == (int(name[5:]), digests), f"{name}: index.json should have {int(name[5:])} steps and {digests}, not {came}"
-    pool.train(STEP, f"{base} --steps 5 --keep 1 --resume", world=2, timeout=HANGS, weights=False, job=train_job)
+    pool.train(STEP, f"{base} --steps 5 --keep 1 --resume", world=2, weights=False, job=train_job)
     left = sorted(os.listdir(folder))
     assert left == [".lock", "step_00000005"], f"with --keep 1 only the newest should be there, but {left} are"
     shutil.rmtree(folder)
-    pool.train(STEP, base.replace("--save_every 1", "--save_every 2"), world=2, timeout=HANGS, weights=False, job=train_job)
+    pool.train(STEP, base.replace("--save_every 1", "--save_every 2"), world=2, weights=False, job=train_job)
     shutil.rmtree(folder / "step_00000004")
-    second = pool.train(STEP, f"{case} --micro_batch_size 12 --tp 2 --checkpoint {folder} --resume", world=2, timeout=HANGS,
+    second = pool.train(STEP, f"{case} --micro_batch_size 12 --tp 2 --checkpoint {folder} --resume", world=2,
                         job=train_job)
     assert [line["step"] for line in second.lines] == [2, 3], f"the resumed run should do steps 2 and 3: {second.output}"
     for name in ("losses", "grad_norms"):
@@ -936,18 +935,18 @@ def test_resumes_under_another_layout(pool, tmp_path):
     losses = pool.train(STEP, f"{low} --resume", weights=False).losses
     assert losses == whole_run.losses[2:], f"bfloat16: a resumed run should have the losses {whole_run.losses[2:]}, not {losses}"
     argv = f"{case} --micro_batch_size 12 --ep 2 --save_every 1 --checkpoint {tmp_path / 'broken'}".split()
-    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="box")
+    broken = pool.call(train_job, STEP, world=2, argv=argv, optimizer="adamw", breaks="box")
     assert broken == [3, 3], \
         f"if an element of the state is infinite, all ranks should exit with status 3, by fail; they exited with {broken}"
     there = [name for name in os.listdir(tmp_path / "broken") if name != ".lock" and not name.endswith(".tmp")]
     assert not there, f"if an element is infinite, nothing may look like a complete checkpoint; there is {there}"
     argv[-1] = str(tmp_path / "not a folder")
-    broken = pool.call(train_job, STEP, world=2, timeout=HANGS, argv=argv, optimizer="adamw", breaks="folder")
+    broken = pool.call(train_job, STEP, world=2, argv=argv, optimizer="adamw", breaks="folder")
     said = "".join(pool.last.printed.values())
     assert broken == [2, 2] and "cannot be written" in said, \
         f"if the folder cannot be written, all ranks should exit with status 2, by fail_on_io_error, not {broken}; printed: {said}"
     argv = f"{case} --micro_batch_size 12 --checkpoint {folder} --resume --steps 6".split()
-    came = pool.call(incomplete_job, STEP, timeout=HANGS, argv=argv)[0]
+    came = pool.call(incomplete_job, STEP, argv=argv)[0]
     assert failed(came), f"if a box is in no file, restore should call fail; the run returned {came}"
 
 

@@ -9,7 +9,7 @@ MODEL = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_siz
 # up to eight ranks can split these sizes, though not into units of equal length; the layouts of layouts.py have this shape
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 40, 8, 4, 6, 56, 64
 SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
-# hidden_size 40, because the grouped kernel does not accept 41
+# the grouped kernel requires sizes that are multiples of 8
 EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)
 QWEN3 = dict(model_type="qwen3")
 QWEN3_MOE = dict(model_type="qwen3_moe", moe_intermediate_size=MODEL["intermediate_size"], norm_topk_prob=True)

@@ -10,7 +10,7 @@ KINDS = ["parameters", "optimizer states", "gradients", "activations", "rest"]
 
 
 class LiveStorages(TorchDispatchMode):
-    """A dispatch mode that sees the result of every operation and, through weak references, the end of every storage.
+    """A dispatch mode that sees the result of every operation and, through weak references, when a storage is freed.
 
     `events` are (seconds, storage number, bytes gained or lost). `kinds` says what each storage turned out to be.
     """

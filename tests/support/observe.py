@@ -110,7 +110,7 @@ def assert_sent(layout, per_rank):
         if what[1] == "all_to_all" and layout.number("ep") > 1:
             of_ranks = [tuple(map(sum, zip(*of_ranks)))]
         for rank, (seen, formula) in enumerate(of_ranks):
-            assert isinstance(formula, int), f"rank {rank}, {what}: its formula says {formula} bytes, and no int"
+            assert isinstance(formula, int), f"rank {rank}, {what}: its formula says {formula} bytes, which is not an int"
             assert seen == formula, f"rank {rank} sends {seen:,} bytes by {what}, its formula says {formula:,}"
     for what, expected in by_hand(layout).items():
         total = sum(sent.get(what, (0, 0))[0] for sent in per_rank)

@@ -17,7 +17,7 @@ FLAGS = "--device cpu --dtype float32 --seq_len 256 --global_batch_size 16 --mic
 
 
 class Toy(NamedTuple):
-    flops_per_byte: float                                 # a device computes so many while its link moves one byte
+    flops_per_byte: float                                 # FLOPs that a device computes while its link moves one byte
     issue = 0
 
     def kernel(self, kernel):

@@ -2,7 +2,8 @@
 
 Before that, `pip install modal` and `modal setup`. GPUS may be L4:2, A100-80GB:8, H100:8 and others; without it you get two T4s. It
 uploads this checkout, so it needs no address. Modal bills by the second. As read in November 2026, a T4 costs about 0.6 dollars an
-hour and an H100 about 4, each: check the price. No run takes longer than the timeout. (The name modal.py would hide the package.)
+hour and an H100 about 4, each: check the price. The timeout below ends a run after half an hour. (The name
+modal.py would hide the package.)
 """
 import os
 from pathlib import Path

@@ -39,7 +39,7 @@ def network(text):
     except ValueError:
         choices = ", ".join(NETWORKS)
         raise argparse.ArgumentTypeError(f"{text}: unknown network; choose from "
-                                         f"{choices}, or give bytes per second per GPU, as 25e9") from None
+                                         f"{choices}, or give bytes per second per GPU, such as 25e9") from None
 
 
 def parse_args():
@@ -66,7 +66,7 @@ def parse_args():
     add("--global_batch_tokens", type=count, default=4e6, help="tokens per training step; 4M is 4,194,304")
     add("--config", help="explain this layout instead of searching: "
         "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
-    add("--tokens", type=float, default=0, help="tokens to train on, as 15e12: adds days and GPU-hours to the answer")
+    add("--tokens", type=float, default=0, help="tokens to train on, such as 15e12: adds days and GPU-hours to the answer")
     add("--price", type=float, default=0, help="dollars per GPU-hour: with --tokens, adds what the run costs")
     add("--details", action="store_true", help="print more: its step, its messages, each knob turned, the playbook")
     add("--json", action="store_true", help="print the answer as JSON")

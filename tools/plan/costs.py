@@ -1,6 +1,6 @@
 """Compute what a layout holds and sends in this trainer: parameters, memory, bytes on the wire.
 
-All of it is exact, except for the memory that comes and goes: tests compare it with a dry run (tools/simulate).
+Everything is exact except the memory that comes and goes. Tests compare all of it with a dry run (tools/simulate).
 """
 import math
 from collections import defaultdict
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
     @property
     def tokens(self):
-        """Return the number of tokens that a rank has of a micro-batch."""
+        """Return how many of a micro-batch's tokens a rank has."""
         return self.micro_batch * self.seq_len // self.cp
 
     @property
@@ -159,7 +159,7 @@ def parameters(c, l, stage):
 
 
 def model_parameters(c, active=False):
-    """Return the parameters of the whole model; with active, only those that a token meets."""
+    """Return the parameters of the whole model; with active, only those that are active for a token."""
     experts = c.num_experts_per_tok if active else c.num_local_experts
     layer = experts * 3 * c.hidden_size * c.intermediate_size
     layer += dense_layer(c._replace(dense_layers=0), Layout())
@@ -169,7 +169,7 @@ def model_parameters(c, active=False):
 
 
 def flops_per_token(c, seq_len, causal=False, embedding=True):
-    """Return FLOPs per token: 6 per parameter that it meets, and attention's two [seq, seq] products, forward and backward.
+    """Return FLOPs per token: 6 per parameter that is active for it, and attention's two [seq, seq] products, forward and backward.
 
     metrics.py counts all of them, and the embedding, which multiplies nothing. With causal, count half of attention.
     """
@@ -179,7 +179,7 @@ def flops_per_token(c, seq_len, causal=False, embedding=True):
 
 
 def product_widths(c, l):
-    """Return, in units of hidden, how many weights a token meets in a layer's matrix products on a rank.
+    """Return, in units of hidden, how many weights a layer's matrix products use for a token on a rank.
 
     The four numbers are for attention's products but the last, for its last one, and the same two for the MLP.
     """
@@ -251,7 +251,7 @@ def moments(c, l, rank, stage, number, fused_norm):
     stream = number * l.tokens * h / l.tp
     output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # a stage's output; and rotary tables
     before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last norm's input
-    # in an MLP's backward; what tp has gathered and is to scatter there; a matrix's gradient
+    # three terms: an MLP's tensors in backward; what tp has gathered there and will scatter; the gradient of a matrix
     inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
@@ -281,7 +281,7 @@ def moments(c, l, rank, stage, number, fused_norm):
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
         if stage.embedding and delayed and not row.v_shaped:
-            # the I ends like this whose W is still to come; `dense` is its unit
+            # an I whose W is still to come also ends like this; `dense` is its unit
             yield dict(activations=alive, loss=0, buffers=buffers - grads)
 
 

@@ -12,7 +12,7 @@ from trainer import SCHEDULES
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
-BUILTIN = 460_000                                         # tokens: the trainer's builtin text has at least so many
+BUILTIN = 460_000                                         # tokens: the trainer's builtin text has at least this many
 EQUAL = 0.03                                              # layouts closer than this are not told apart
 SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
 

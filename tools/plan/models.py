@@ -22,7 +22,7 @@ class Model(NamedTuple):
     attention_bias: bool = False                          # q, k and v have biases: Qwen2
     qk_norm: bool = False                                 # each head's q and k have norms: Qwen3
     tied: bool = False                                    # one matrix for both ends
-    shared_experts: int = 0                               # per layer: every token meets them as well
+    shared_experts: int = 0                               # per layer: every token also goes through these
     dense_layers: int = 0                                 # layers that have an MLP instead of experts,
     dense_size: int = 0                                   # and its intermediate_size
     # ranks of q, and of k and v; head_dim of q and k without positions, and with; head_dim of v

@@ -193,7 +193,7 @@ def may_fit(c, l, cluster, slack):
 class Candidate:
     layout: Layout
     seconds: dict
-    held_back: float = 0.0                                # tokens per second and GPU, by which it is ranked
+    held_back: float = 0.0                                # tokens per second per GPU, by which it is ranked
     memory: dict = None                                   # of the fullest rank, once computed
 
     @property

@@ -29,7 +29,7 @@ TEXTS = {f"/{path.relative_to(ROOT)}": path          # the page links to these
 PASTED = "pasted"                                         # stands for the model of a pasted config.json
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may pause within a request
-SHOWN = 16                                                # at most so many ranks in the timeline
+SHOWN = 16                                                # the most ranks that the timeline shows
 DEGREES = [2**i for i in range(9)]
 LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)       # largest values in a question
 
@@ -114,7 +114,7 @@ def timeline(question, one):
     """Return the schedule's events with this layout's F, I and W, for some of its micro-batches and ranks."""
     l = one.layout
     times = Times(question.c, l, question.cluster, question.constants["time"])
-    every = -(-l.pp // SHOWN)                             # draw one rank of so many
+    every = -(-l.pp // SHOWN)                             # draw one rank in this many
     m = min(l.accumulation, 3 * l.pp + 2 if every == 1 else 2 * l.pp)
     share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
     F, I, W = (share * seconds for seconds in (times.F, times.I, times.W))
@@ -264,7 +264,7 @@ def handler(question, config):
             pages = [origin.removeprefix("http://") for origin in origins]       # of the page that asks, if one does
             if len(hosts) == 1 and ours.issuperset(hosts + pages):
                 return True
-            self.reply(403, "only 127.0.0.1 and localhost are answered, and pages of theirs")
+            self.reply(403, "only requests to 127.0.0.1 or localhost are answered, and only from pages served there")
 
         def do_GET(self):
             path = self.path.split("?")[0]
@@ -273,19 +273,19 @@ def handler(question, config):
             if path in TEXTS:
                 return self.reply(200, TEXTS[path].read_text(encoding="utf-8"))
             if path != "/":
-                return self.reply(404, "there is only /")
+                return self.reply(404, "no such page; see /")
             self.reply(200, page(question, dict(config=config or ""), True), "text/html; charset=utf-8")
 
         def do_POST(self):
             try:
                 length = self.headers.get("Content-Length", "")
                 if not length.isdecimal() or int(length) > LONGEST:
-                    fail(f"a request has at most {LONGEST:,} bytes, and says how many")
+                    fail(f"a request must have at most {LONGEST:,} bytes and a Content-Length that says how many")
                 state = json.loads(self.rfile.read(int(length)))
                 of = asked(question, state)
                 chosen = state.get("config") or ""
                 if self.path != "/answer" or not isinstance(chosen, str):
-                    fail("there is only /answer, and config is a text")
+                    fail("POST takes only /answer, and config must be a string")
                 self.reply(200, json.dumps(answer(of, chosen)), "application/json")
             except Refused as refused:
                 self.reply(400, " ".join(str(refused).split()))
@@ -295,7 +295,7 @@ def handler(question, config):
                 self.reply(408, "the request is shorter than it says")
 
         def send_error(self, status, message=None, explain=None):
-            """Answer in one line, also when the base class refuses a request."""
+            """Answer in one line, even when the base class refuses a request."""
             self.reply(status, message or self.responses[status][0])
 
         def reply(self, status, text, kind="text/plain; charset=utf-8"):

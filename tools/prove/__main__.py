@@ -45,10 +45,10 @@ def parse_args(argv):
     add("--flags", type=flags_of, default={}, metavar='"tp=2 pp=2"', help="what makes the layout, and should change no number")
     add("--both", type=flags_of, default={}, metavar='"layers=8"', help="what the layout and one process have in common")
     add("--layouts", metavar="FILE", help="many layouts: a line has the number of ranks, then flags: 4 tp=2 pp=2")
-    add("--dtype", choices=["float64", "float32", "bfloat16"], default="float64", help="what build is told to compute in (float64)")
+    add("--dtype", choices=["float64", "float32", "bfloat16"], default="float64", help="dtype that build has to use (float64)")
     add("--mask", action="store_true", help="give some targets no loss (-100), a different number in each sequence")
     add("--unforgiving", action="store_true", help="make results of asynchronous operations NaN until they are waited for (gloo)")
-    add("--seconds", type=int, default=120, help="that one run may take before the ranks' stacks are shown (120)")
+    add("--seconds", type=int, default=120, help="seconds that one run may take before the ranks' stacks are shown (120)")
     add("--json", metavar="FILE", help="write what was found there, too")
     args = parser.parse_args(argv)
     if not Path(args.adapter).is_file():
@@ -143,7 +143,7 @@ class Baseline:
         from prove.compare import Run
         from prove.ranks import launch
         run = Run(launch(self.adapter, 1, self.both, jobs, self.seconds))
-        run.check_finite()                                # what differs from NaN could not be told from what does not
+        run.check_finite()                                # beside NaN, wrong numbers cannot be told from right ones
         return run
 
 
@@ -218,7 +218,7 @@ def report(adapter, said):
     if not said["status"]:
         if said["dtype"] != "float64":
             return print(f"EQUAL, as far as {said['dtype']} can tell: differences of up to {said['largest']:.0e} could be rounding")
-        return print(f"EQUAL to {said['largest']:.0e}" + "; somewhere on the way is float32" * (not said["exact"]))
+        return print(f"EQUAL to {said['largest']:.0e}" + "; something on the way computes in float32" * (not said["exact"]))
     print(f"APART, first in step {said['step']}: {said['seen']}\nusually: {said['means']}")
     if len(said["looks"]) > 1:
         print("weights:" if said["seen"].startswith("the weights") else "gradients:")

@@ -8,7 +8,7 @@ import torch
 from prove.ranks import CannotRun, cut
 
 EXACT = 1e-9                                              # in float64, everything above this is more than rounding
-ROUNDINGS = 30                                            # rounding: up to so many times what one rounding of every weight does
+ROUNDINGS = 30                                            # rounding: up to this many times what one rounding of every weight does
 
 
 class Row(NamedTuple):

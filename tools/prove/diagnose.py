@@ -218,7 +218,7 @@ class Diagnosis:
         if len(groups) == 1:                              # a factor, which float32 has hidden in the single numbers
             factor = next(iter(groups))
             return Look("factor", self.words.times(factor), factor) if abs(factor - 1) > self.near else None
-        for number in range(2, len(ratios) + 1):          # of groups, each of which has the same say
+        for number in range(2, len(ratios) + 1):          # try this many groups, all with the same weight
             says = [share * number for share in held]
             if self.trial.mask and all(say > 0.5 and abs(say - round(say)) < 0.01 for say in says):
                 return Look("mean of means", f"those of a mean of {number} means, each over its own number of targets")
@@ -371,7 +371,7 @@ class Diagnosis:
 
 
 def in_words(tensors, right, limit, flags):
-    """Say what differs between two sets of whole tensors, of which nothing more is known: 'norm: 2 times the right ones (tp)'."""
+    """Say what differs between two sets of whole tensors, of unknown origin: 'norm: 2 times the right ones (tp)'."""
     run = Run([dict(place={}, steps=[dict(weights=[(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()])])])
     words, groups = Words(run, [*right], flags, 1, 1, 1e-4), collections.defaultdict(list)
     for name in right:

@@ -84,7 +84,8 @@ def trace(run, one, shape, exactness, words):
             and (sum(shares) - whole).norm() <= exactness * whole.norm():
         return "partial sum", place, text + "; the sum over the ranks is right"
     owns = any(f"{place}.{name}" in words.names for name in ("weight", "bias"))
-    # all ranks run the same code, but in a first step, too, some may not have been given the weights that were written
+    # All ranks run the same code, so if only some are wrong, their weights are. That can happen even in the first step: a rank
+    # may not compute with the weights that were written into it.
     stale = owns and given.right and not outputs[place].any_right_there and len(outputs[place].wrong_ranks) < len(of_ranks)
     return "other weights" if stale else "forward", place, text
 

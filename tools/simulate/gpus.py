@@ -46,11 +46,11 @@ def at_power(gpu, watts):
 # H100 with 400 GB/s of NVLink. The v100 is the 32 GB one; its bfloat16 is float16, since it has no bfloat16. The rtx4090's products
 # accumulate in float32 (Ada's white paper); it has no NVLink, so PCIe 4.0 stands in. The gb200 is one of the two GPUs of a
 # superchip; of the 72 in an NVL72, published runs use 64. The mi300x has seven links of Infinity Fabric, 64 GB/s each way. The
-# numbers of these five are not from the makers' papers, but from other pages that repeat them.
+# numbers of the h800, v100, rtx4090, gb200 and mi300x are not from the makers' papers, but from other pages that repeat them.
 # Attention is for causal heads of 128 and 8k to 16k tokens. For the H100 it is from the FlashAttention-3 paper (arXiv 2407.08608),
-# figures 5 and 6, where version 2 reaches 335 TFLOPS forward and, not causal, 322 backward; a tenth is taken off the latter, as
-# causal attention loses forward. For the A100 it is about what the FlashAttention-2 paper (arXiv 2307.08691) shows, not read off
-# the figures. Other GPUs have the shares of the one that is most like them.
+# figures 5 and 6, where version 2 reaches 335 TFLOPS forward (causal) and 322 backward (not causal); we take a tenth off the
+# latter, as the causal mask costs in forward. For the A100 it is about what the FlashAttention-2 paper (arXiv 2307.08691) shows,
+# not read off the figures. Other GPUs have the shares of the one that is most like them.
 GPUS = {
     "a100": Gpu(312e12, 19.5e12, 19.5e12, 0, 2.039e12, 80, 108, 300e9, 400, 0.76, (0.64, 0.56)),
     "h100": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
@@ -65,13 +65,13 @@ USABLE = 70.5 / 80        # of its GiB, as seen in nanotron's runs: CUDA, NCCL's
 TESTED = "a100", "h100"                                   # the others have not been compared with any published run
 
 # Fitted, with the `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked as fitted.
-MEMORY = 0.90                                             # share of the memory's speed that a kernel reaches that only moves data
+MEMORY = 0.90                                             # share of the memory's speed that a kernel that only moves data reaches
 TAKEN = 0.50                                              # share of their speed that kernels lose while a collective fills NVLink
 
 ISSUE = 6e-6                                              # seconds that Python takes to launch a kernel: assumed
 NETWORK = 0.80                                            # share of the network's speed that a ring reaches: assumed
 NVLINK = 0.80                                             # the same for NVLink: assumed
-SLOWEST = 0.30            # share of TAKEN that even a slow collective takes; this and the next are chosen by published_unseen.csv
+SLOWEST = 0.30            # share of TAKEN that even a slow collective takes; this and the next are chosen with published_unseen.csv
 ALL_TO_ALL = 0.60         # share of a ring's speed that an all-to-all reaches between nodes, where it sends many small messages
 START = 4e-6                                              # seconds that a kernel takes at least: assumed, like the rest
 LATENCY = {"nvlink": (12e-6, 1.5e-6), "network": (20e-6, 5e-6)}                    # of a collective: once, and for each hop
@@ -107,7 +107,7 @@ class Cluster(NamedTuple):
         return min(seconds)
 
     def share_taken(self, rate):
-        """Return the share of their speed that kernels lose while a collective sends so many bytes per second."""
+        """Return the share of their speed that kernels lose while a collective sends `rate` bytes per second."""
         return self.taken * (SLOWEST + (1 - SLOWEST) * min(1.0, rate / (self.gpu.nvlink * NVLINK)))
 
     def transfer(self, operation):

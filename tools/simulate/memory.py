@@ -13,11 +13,11 @@ KINDS = ["parameters", "optimizer states", "gradients", "activations", "rest"]
 class Memory:
     """The storages seen so far. events: (when, storage number, bytes gained or lost); kinds: the kind of each storage.
 
-    `now` says when, and a storage's kind may turn out later.
+    `now` says when an event happens. The kind of a storage may become known only later.
     """
     def __init__(self, now):
         self.now, self.events, self.kinds = now, [], []
-        self.alive = {}                                   # by address: number, size, and the weakref that reports its end
+        self.alive = {}                                   # by address: number, size, and the weakref that reports when it is freed
 
     def note(self, tensor, kind):
         storage = tensor.untyped_storage()

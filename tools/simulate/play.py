@@ -7,8 +7,8 @@ The code's own waits decide what overlaps, and so do streams, as on a GPU with N
   its ranks have started it, and the operations before it in the same stream are over.
 - a rank has two links, NVLink and a network card, and each can send and receive at the same time. Transfers that use a link at the
   same time share it.
-- a wait makes the stream of kernels wait, not the host. A collective takes part of the GPU from the kernels that run meanwhile,
-  and the more the faster it sends; their loss is added at the wait for the collective.
+- a wait makes the stream of kernels wait, not the host. A collective takes part of the GPU from the kernels that run meanwhile:
+  the faster it sends, the more it takes. The kernels' loss is added at the wait for the collective.
 """
 import heapq
 from bisect import bisect_right
@@ -50,7 +50,7 @@ class Player:
         self.to_begin, self.order = [], count()           # a heap
         self.active, self.busy = {}, Counter()            # {transfer: seconds left if it were alone}, {lane: transfers in it}
         # The results: when each note was done; what happened; and the seconds of each rank. `idle` is the part of `waited` in
-        # which a rank of another stage had not got so far.
+        # which a rank of another stage had not got that far.
         self.times, self.events = {rank: [] for rank in recordings}, []
         self.kernels = {rank: ([], []) for rank in recordings}                     # start of each; seconds of all before it
         self.computing, self.host, self.idle, self.waited = Counter(), Counter(), Counter(), defaultdict(Counter)

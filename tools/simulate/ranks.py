@@ -18,7 +18,7 @@ import numpy as np
 from simulate.record import record
 from simulate.stand_ins import one_rank
 
-FEW = 16                                                  # with at most so many ranks, every rank of cp is recorded
+FEW = 16                                                  # with at most this many ranks, every rank of cp is recorded
 
 
 class Ranks:

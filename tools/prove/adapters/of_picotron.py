@@ -3,7 +3,7 @@
     git clone https://github.com/huggingface/picotron
     PICOTRON=picotron python tools/prove tools/prove/adapters/of_picotron.py --world 2 --flags "pp=2 acc=4"
 
-Written for its commit 59714b1, of which nothing is changed. What build does is lines 169 to 209 of its train.py.
+This was written for its commit 59714b1, and changes nothing in it. build does what lines 169 to 209 of its train.py do.
 """
 import os
 import sys

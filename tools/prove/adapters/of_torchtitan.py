@@ -3,8 +3,8 @@
     python -m pip install torchtitan==0.2.2
     python tools/prove tools/prove/adapters/of_torchtitan.py --world 4 --flags "fsdp=2 tp=2"
 
-What trains is its own Trainer.train_step on its own llama3, of which nothing is changed. Only its constructor is replaced, by the
-lines of it that need no tokenizer, no text, no checkpoint and no GPU.
+Its own Trainer.train_step trains its own llama3, both unchanged. Only the constructor is replaced, by those of its lines that need
+no tokenizer, no text, no checkpoint and no GPU.
 """
 import contextlib
 import importlib.util
@@ -16,7 +16,7 @@ import torch._utils
 import torch.distributed as dist
 
 BATCH, SEQ, VOCAB, LAYERS = 8, 16, 64, 4
-if importlib.util.find_spec("triton") is None:            # it imports Triton for its experts, which this model has not
+if importlib.util.find_spec("triton") is None:            # it imports Triton for its experts, which this model does not have
     sys.modules |= {"triton": MagicMock(), "triton.language": MagicMock()}
 torch._utils._get_available_device_type = lambda: "cpu"   # otherwise it takes cuda, even where there is none
 import torchtitan.train as titan  # noqa: E402

@@ -1,7 +1,7 @@
 """Step 8 of this repository, or a copy of it (STEP=folder in the environment), with its own flags: tp=2 zero=3.
 
 train.main itself runs, in a thread. It asks for a batch, which step() gives it, and logs what step() returns. Flags for the
-model, in --both: moe=2, experts, of which a token takes two; qk=1, QK-norm; kv=1, one key-value head; layers=8.
+model, in --both: moe=2, experts, two for each token; qk=1, QK-norm; kv=1, one key-value head; layers=8.
 """
 import itertools
 import json
@@ -60,7 +60,7 @@ def main(run, argv):
         for step in itertools.count():
             run.said.put("ready")
             stream, inputs, targets = run.batch.get()
-            if stream is None:                            # prove asks one process for sequences that are no stream of tokens
+            if stream is None:                            # prove may ask one process for sequences that form no stream
                 yield step, [(inputs, torch.arange(inputs.shape[1], device=args.device), targets)]
             else:                                         # its own data path cuts the stream up
                 args.steps = args.first_step + 1

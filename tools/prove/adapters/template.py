@@ -16,7 +16,7 @@ BATCH, SEQ, VOCAB = 8, 16, 64                             # of the global batch:
 def build(flags: dict) -> object:
     """Set up torch.distributed, the model and the optimizer; return whatever step and parts need.
 
-    flags has "dtype", as "float64", and what --both and --flags say: {"dtype": "float64", "tp": 2}. Dropout must be off.
+    flags has "dtype", such as "float64", and what --both and --flags say: {"dtype": "float64", "tp": 2}. Dropout must be off.
     """
 
 
