@@ -30,7 +30,7 @@ def forward(w, tokens):
 
 
 def backward(w, tokens, kept, grad, main_grad):
-    x, up, act, out = kept                                                 # what backward needs of forward
+    x, up, act, out = kept                                                 # what backward needs from forward
     main_grad["head"] += out.T @ grad
     grad = grad @ w["head"].T
     main_grad["down"] += act.T @ grad

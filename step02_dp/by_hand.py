@@ -33,7 +33,7 @@ def ring_all_reduce(x):
 
     def pass_on(send_index, recv_index):
         arrived = torch.empty_like(parts[recv_index % n])
-        sending = dist.isend(parts[send_index % n], (rank + 1) % n)   # send would block until it receives
+        sending = dist.isend(parts[send_index % n], (rank + 1) % n)   # send would wait for the receiver
         dist.recv(arrived, (rank - 1) % n)
         sending.wait()
         return arrived

@@ -55,7 +55,7 @@ def parse_args(argv=None):
 
     add("--dp", type=at_least(1), help="data-parallel ranks (default: the world size)")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket",
-        help="with --zero 0: all-reduce gradients after backward, during it, or during it in buckets")
+        help="without ZeRO: all-reduce gradients after backward, during it, or during it in buckets")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--ledger", action="store_true",

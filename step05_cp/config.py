@@ -56,7 +56,7 @@ def parse_args(argv=None):
 
     add("--dp", type=at_least(1), help="data-parallel ranks (default: world size / (cp x tp))")
     add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket",
-        help="with --zero 0: all-reduce gradients after backward, during it, or during it in buckets")
+        help="without ZeRO: all-reduce gradients after backward, during it, or during it in buckets")
     add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
 
     add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
@@ -66,7 +66,7 @@ def parse_args(argv=None):
 
     add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks; each holds a part of every matrix")
     add("--sp", choices=["on", "off"], default="on",
-        help="sequence parallelism: between the sharded matrices, each tp rank holds a part of the sequence")
+        help="sequence parallelism: outside attention and MLP, each tp rank holds a part of the sequence")
 
     add("--cp", type=at_least(1), default=1,
         help="context-parallel ranks; each gets a part of every sequence")

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism, as in Megatron-LM: each tp rank holds a part of every matrix, and computes
 its part of every product.
 
-    in the model                              becomes                 a rank holds of the weight  and computes
+    in the model                              becomes                 a rank's shard              it computes
     q_proj k_proj v_proj, gate_proj up_proj   ColumnParallelLinear    some rows, dimension 0      some outputs
     o_proj, down_proj                         RowParallelLinear       some columns, dimension 1   partial sums
     embed_tokens                              VocabParallelEmbedding  some rows, dimension 0      some tokens
@@ -196,7 +196,7 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
         return
     group, rank, comm = mesh.get_group("tp"), mesh.get_local_rank("tp"), make_comm(mesh, args)
     kv_shards, kv_group = min(args.tp, config.num_key_value_heads), None
-    if kv_shards < args.tp:                               # fewer kv heads than ranks: neighbors share one
+    if kv_shards < args.tp:                               # fewer kv heads than ranks: neighbours share one
         # groups of consecutive ranks, since tp is the innermost dimension of the mesh
         kv_group, _ = dist.new_subgroups(args.tp // kv_shards, group_desc="kv_heads")
     for path, module in list(model.named_modules()):

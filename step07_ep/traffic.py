@@ -54,7 +54,7 @@ def tensor_parallel_traffic(model, mesh, args):
     traffic = []
     if args.sp == "off":
         traffic.append((group, "all_reduce", reductions * activation_bytes))
-    else:                                                # ColumnParallelLinears gathers in backward once more
+    else:                                                # ColumnParallelLinears gathers again in backward
         gathered_again = sum(isinstance(module, (Attention, MLP)) for module in decoder.modules())
         gathers = (4 + 2 * recomputes) * layers + ends + gathered_again
         traffic.append((group, "reduce_scatter", reductions * activation_bytes))

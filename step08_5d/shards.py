@@ -37,6 +37,6 @@ def full_tensor(param):
     for shard in param.placement.shards:
         gathered = [torch.empty_like(value) for _ in range(shard.group.size())]
         dist.all_gather(gathered, value.contiguous(), group=shard.group)
-        distinct = gathered[::len(gathered) // shard.num_shards]   # neighboring ranks may hold the same shard
+        distinct = gathered[::len(gathered) // shard.num_shards]   # neighbouring ranks may hold the same shard
         value = torch.cat(distinct, dim=shard.dim)
     return value
