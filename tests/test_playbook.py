@@ -151,7 +151,7 @@ def test_what_is_computed():
     assert f"{18 * 80e9 / 32 / 2**30:.0f} GiB of 70 on 32 GPUs" in row_of("80B on 4 nodes")
     bubbles = [f"{(p - 1) / m * 100:.1f}" for p in (2, 4, 16) for m in (8, 16)]
     assert bubbles == ["12.5", "6.2", "37.5", "18.8", "187.5", "93.8"]
-    assert "(12 to 6% of the work); for p 4 they leave 38 to 19%, for p 16 188 to 94%" in row_of("8-16")
+    assert "(12 to 6% of the work); if p is 4, they leave 38 to 19%; if p is 16, 188 to 94%" in row_of("8-16")
     scores = 5 * 96 * 2048 / 12288                         # the second term of 34 + 5 heads seq / hidden, for GPT-3
     assert scores == 80 and round(scores / (34 + scores), 1) == 0.7
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336

@@ -148,7 +148,7 @@ def fit(runs, kept):
 # ------------------------------------------------------------------------------------------- both tools beside unseen runs
 KINDS = "FSDP", "tp, pp", "cp", "MoE"
 SOURCES = "llm-foundry", "torchtitan", "Megatron-LM", "Llama 3", "dgxc-benchmarking", "fms-fsdp", "2504.14960", "InternEvo"
-NO_FLAG, WITHOUT = dict(gradients="", attention=""), ", without what has no flag"
+NO_FLAG, WITHOUT = dict(gradients="", attention=""), ", with the tools' own flags"
 TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each is like another row, or takes hours
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: the files have the state at the save, though training goes on; a kill at any moment loses nothing.
+"""Asynchronous checkpoints: the files hold the state at the time of the save, though training goes on; a kill loses nothing.
 
     python exercises/extend.py async_checkpoint
     EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tools:tests/support:tests \\

@@ -1,7 +1,7 @@
 """diloco.patch: islands train apart as they do by hand, send 1/H of the bytes between them, and wait for nobody until they meet.
 
-The line between two machines of eight GPUs is slow. Data parallelism sums gradients over all sixteen in every step, and every rank
-waits until the line has carried them. DiLoCo lets each machine, an island, train by itself for H steps, with AdamW as always. Then
+The link between two machines of eight GPUs is slow. Data parallelism sums gradients over all sixteen in every step, and every rank
+waits until the link has carried them. DiLoCo lets each machine, an island, train by itself for H steps, with AdamW as always. Then
 it takes the weights at the last meeting minus the mean of the weights now, and treats the difference as if it were a gradient: a
 second optimizer, gradient descent with Nesterov momentum, takes a step with it, and every island goes on from there.
 
@@ -11,12 +11,12 @@ divides by a root.
 
 Between islands, one float32 per weight travels every H steps, and each GPU sends a shard of it: for llama-1b on 2 x 8 GPUs,
 749,241,344 bytes per rank at each meeting, where a plain all-reduce takes 5,993,930,752 in every step. A rank keeps two more
-shards. Simulated on H100s, with a line for each GPU, in seconds per step of 128 x 4,096 tokens:
+shards. Simulated on H100s, with a link for each GPU, in seconds per step of 128 x 4,096 tokens:
 
     python tools/simulate exercise/diloco 16 --model llama-1b --dtype bfloat16 --seq_len 4096 --global_batch_size 128
         --micro_batch_size 4 --recompute selective --network 0.125 --islands 2      # GB/s: 1 Gbit/s
 
-| line | all the time | meeting after 1 step | 10 steps | 50 steps |
+| link | data parallelism | meeting after 1 step | 10 steps | 50 steps |
 |---|---|---|---|---|
 | 10 Gbit/s | 1.95 | 1.53 | 0.86 | 0.80 |
 | 1 Gbit/s | 14.6 | 8.27 | 1.53 | 0.93 |

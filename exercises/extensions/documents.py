@@ -1,8 +1,8 @@
-"""Packed documents under context parallelism: each token attends only to its own document, and all layouts train as step 1 does
-with an explicit mask; the communication stays as it was; how much each rank computes.
+"""Packed documents under context parallelism: each token attends only to its own document; all layouts train as step 1 does with
+an explicit mask, and send what they sent before. A table shows how much each rank computes.
 
     EXERCISE=5=exercise/documents PYTHONPATH=tools:tests/support \\
-        python exercises/extensions/documents.py                                  # prints the README's table, on 8 ranks
+        python exercises/extensions/documents.py                                  # prints that table, for 8 ranks
 """
 from pathlib import Path
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Tests of expert_chunks.patch: with the rows for experts in chunks, a run equals one process, and waits and meets as it must."""
+"""Tests of expert_chunks.patch: with rows sent in chunks, a run equals one process, waits late, and keeps the order of calls."""
 import json
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""Held-out loss in a pipeline: every layout gives that of one process; lists of forwards; what is sent, and what stays in
-memory."""
+"""Held-out loss in a pipeline: every layout gives the loss of one process; the lists of forwards are right, and so are what is sent
+and what stays in memory."""
 import cases
 import huggingface
 import numpy as np

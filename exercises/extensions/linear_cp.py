@@ -26,7 +26,7 @@ the formula says 134,250,496 bytes gathered and as many reduce-scattered, at any
         --seq_len 16384 --cp_mode ulysses --softmax_every 99 --gpus_per_node 1      # the ring: without --cp_mode, --softmax_every
 
 The ring is faster: its kernels are fused, and these are plain products of 64 tokens in float32. But for four times the tokens, the
-ring takes 5.2 times as long on one machine, and the states 3.5 times. Between machines, sending few bytes does not help: gradients
+ring takes 5.1 times as long on one machine, and the states 3.4 times. Between machines, sending few bytes does not help: gradients
 are summed in the same group (dp is 1), and backward's small reduce-scatter queues behind them.
 """
 import cases

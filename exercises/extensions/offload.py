@@ -11,7 +11,8 @@ on the host. That saves more, but gradients then travel in every micro-batch, an
 
 **When it is hidden.** Over a link of B bytes/s, the gradients of P parameters take 4P / (dp B) seconds. The last backward, with
 T tokens at F FLOP/s, takes 4PT / F, or more with recomputation. So it hides them if T is at least F / (dp B), whatever the
-model. Weights take half of both. An RTX 4090 (126 TFLOP/s) with PCIe 4 (25 GB/s) needs 5,000 tokens; an H100 (653) with PCIe 5
+model. For weights, both times are half as long: 2P / (dp B), behind a
+forward of 2PT / F. An RTX 4090 (126 TFLOP/s) with PCIe 4 (25 GB/s) needs 5,000 tokens; an H100 (653) with PCIe 5
 (50), 13,000.
 
 Nothing hides the embedding, whose weights come first and whose gradients go last, or the update, which needs the norm of all
@@ -19,8 +20,8 @@ gradients. Per parameter, the update moves 42 bytes of the host's memory: clippi
 for several ranks, torchrun sets it to 1.
 
 Simulated: llama-1b on an RTX 4090, 8 micro-batches, `--recompute full`, seconds per step. Without `--offload` the peak, 28.2
-GiB, does not fit. tools/simulate has no host's memory, so this file adds one. Its 50 GB/s are assumed: the update is
-arithmetic.
+GiB, does not fit. tools/simulate does not model the host's memory, so this file adds it, at an assumed 50 GB/s. The
+update's time is computed from that.
 
 | tokens per micro-batch | without | `--offload` | update | waits for gradients | for weights | peak |
 |---|---|---|---|---|---|---|

@@ -1,8 +1,8 @@
-"""reshard.patch: engines receive the weights bit for bit, whatever the layouts; bytes; no rank holds the whole model.
+"""reshard.patch: engines receive the weights bit for bit, whatever the layouts; bytes as planned; no rank holds the whole model.
 
-Reinforcement learning generates text with the weights that it trains, step after step, in inference engines that are sharded by tp
-alone. The simple way gathers each layer everywhere and lets each engine take its part: every rank receives the whole model, only to
-keep 1/K of it.
+Reinforcement learning generates text with the weights that it trains, step after step, in inference engines of K ranks, sharded by
+tp alone. The simple way gathers each layer everywhere and lets each engine take its part: every rank receives the whole model, only
+to keep 1/K of it.
 
 By hand: train a matrix of four rows with ZeRO-3, so rank 0 has rows 0-1 and rank 1 has rows 2-3. An engine on both ranks cuts the
 columns. Rank 0 already has the left columns of rows 0-1, and needs those of rows 2-3 from rank 1. Two rectangles intersect in a
@@ -11,7 +11,8 @@ rectangles are, and then every rank knows who sends what to whom. Among replicas
 gloo's sends wait for their receives, so all those of a layer start in one batch.
 
 A rank remembers what it sent. From then on, a bfloat16 number whose bits have changed takes six bytes, four of them for its
-position. Rank 0 sends in the second step of tiny (4 ranks, `--pp 2 --zero 3 --infer_tp 2 --ledger`; everything is 313,344 bytes):
+position. In the second step of tiny (4 ranks, `--pp 2 --zero 3 --infer_tp 2 --ledger`), rank 0 sends this much of its 313,344
+bytes:
 
 | --lr | 1e-3 | 1e-4 | 1e-5 | 1e-6 |
 |---|---|---|---|---|

@@ -9,11 +9,12 @@ same, and so does the simulated peak of memory. (In bfloat16, autograd adds a we
 is two autograd operations: one starts it, one waits. Autograd runs operations in the reverse of forward's order, so backward
 overlaps without code of its own, and all ranks start their collectives in the same order.
 
-A layer begins before the last results of the one before have arrived. With recomputation or ZeRO-3 it may not, which exposes half
-B's way back, a quarter of the rows. DualPipe and Megatron-LM pair the forward of one micro-batch with the backward of another. That
-leaves micro-batches whole, but needs a schedule of pairs and a backward in segments.
+A layer begins before the last results of the one before have arrived. With recomputation or ZeRO-3 it must wait for them, which
+exposes the return of half B, a quarter of the rows. DualPipe and Megatron-LM pair the forward of one micro-batch with the backward
+of another. That leaves micro-batches whole, but needs a schedule of pairs and a backward in segments.
 
-DeepSeek-V3 also limits the nodes per token. That would save nothing here: each choice of a token sends a row, even to one node.
+DeepSeek-V3 also limits the nodes per token. That would save nothing here: a token sends a row for each of its experts, even if all
+are on one node.
 
 **What it gains.** Simulated: qwen3-30b-a3b on 16 H100s, two micro-batches of two sequences per rank.
 
