@@ -39,7 +39,7 @@ Ask
   make gpu                             what do the steps do on my GPUs? a report within 20 minutes: docs/gpus.md
 
 Check
-  make test [STEP=4]                   the quick tests, about five minutes; with STEP, all tests of that step but the long ones
+  make test [STEP=4]                   the quick tests, about seven minutes; with STEP, all tests of that step but the long ones
   make test CHANGED=1 [BASE=REV]       the tests that your uncommitted changes, or changes since REV, can affect
   make lint                            ruff
 

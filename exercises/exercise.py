@@ -226,7 +226,7 @@ def start(number, folder, blank, first):
     print(f"Edit {shown}/*.py. Then, here or in {shown}:\n"
           f"    make check STEP={number}       test rung by rung; make watch STEP={number} does so whenever you save\n"
           f"    make hint STEP={number}        if you are stuck\n"
-          f"    EXERCISE={number}={shown} make test STEP={number}        all tests of step {number}")
+          f"    EXERCISE={number}={shown} make test STEP={number}        the tests of step {number}, but for the long ones")
 
 
 def restart(number, folder, blank, first):
@@ -246,7 +246,7 @@ def make(number, folder, blank, first):
             shutil.copytree(ROOT / before, new, ignore=NO_LESSON)
             said = f"a copy of {before}"
         elif blank:
-            said = f"a copy of {before}; write what the rungs want in {', '.join(copy_blank(number, new))}"
+            said = f"a copy of {before}, with empty functions for the rungs; new files: {', '.join(copy_blank(number, new))}"
         else:
             copy(number, new, first - 1)
             said = f"a copy of {step}, without the bodies of {sum(map(count, rungs(number)[first - 1:]))} functions"
@@ -306,7 +306,7 @@ def files_of(ladder):
 
 
 def all_tests(number, folder):
-    return f"To run all tests of the step: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
+    return f"To run the step's tests, but for the long ones: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
 
 
 def watch(number, folder):

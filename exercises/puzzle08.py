@@ -3,9 +3,9 @@
     python exercises/puzzle08.py            # judge exercise/puzzle08.txt; create it first if it does not exist
 
 Train an 8B model on 16 GPUs, with 64 sequences of 8,192 tokens per step, in bfloat16, without recomputation. The file has one line,
-a layout in the form of the planner's --config: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (a field that you
-leave out is 1 or 0; dp and acc follow from the rest). Of all layouts that fit, which sends the fewest bytes, summed over all ranks?
-That depends on the memory of a GPU:
+a layout in the form of the planner's --config: dp=..,tp=..,cp=..,pp=..,zero=..,schedule=..,v=..,mbs=..,acc=.. (If you leave
+out a field, tp, cp, pp and mbs are 1, zero is 0, schedule is 1f1b and v is 2; dp and acc follow from the rest.) Of all layouts that
+fit, which sends the fewest bytes, summed over all ranks? That depends on the memory of a GPU:
 
     GiB of a GPU that may be used         70       40       24       15
     GiB on the wire in a step          100.9    484.9  1,748.9  6,209.8

@@ -1,7 +1,7 @@
 """Train a Llama on one device.
 
     python step01_single_gpu/train.py
-    python train.py --help
+    python step01_single_gpu/train.py --help
 """
 import torch
 

@@ -1,7 +1,7 @@
 """Train a Llama on several devices. Each has the whole model, and gets a part of every batch.
 
     torchrun --standalone --nproc_per_node 4 step02_dp/train.py
-    python train.py --help
+    python step02_dp/train.py --help
 """
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Train a Llama on several devices. Each gets a part of every batch, and keeps a part of the model's state.
 
     torchrun --standalone --nproc_per_node 4 step03_zero/train.py --zero 3
-    python train.py --help
+    python step03_zero/train.py --help
 """
 import torch
 import torch.distributed as dist

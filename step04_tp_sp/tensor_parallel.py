@@ -225,7 +225,7 @@ def tensor_parallel(model, config, mesh: DeviceMesh, args):
 
 
 def all_reduce_partial_grads(params):
-    """Sum over tp the gradients that are partial on each rank, once per training step.
+    """Sum the gradients that are still partial within a tp group, once per training step.
 
     They belong to the norms, which see only some tokens or heads, and to kv heads that several ranks share.
     (Megatron sends them in one flat buffer.)

@@ -1,7 +1,7 @@
 """Train a Llama on several devices. Each gets a part of every batch, and holds a part of every matrix.
 
     torchrun --standalone --nproc_per_node 4 step04_tp_sp/train.py --tp 2
-    python train.py --help
+    python step04_tp_sp/train.py --help
 """
 import torch
 import torch.distributed as dist

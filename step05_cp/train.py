@@ -1,7 +1,7 @@
 """Train a Llama on several devices. Each gets a part of every sequence, and holds a part of every matrix.
 
     torchrun --standalone --nproc_per_node 4 step05_cp/train.py --tp 2 --cp 2
-    python train.py --help
+    python step05_cp/train.py --help
 """
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Train a Llama on several devices. Each gets a part of every sequence, and holds a part of some layers.
 
     torchrun --standalone --nproc_per_node 4 step06_pp/train.py --pp 2 --tp 2
-    python train.py --help
+    python step06_pp/train.py --help
 """
 import torch
 import torch.distributed as dist

@@ -92,7 +92,7 @@ def connect(group: ProcessGroup, wraps, device):
 
 # ----------------------------------------------------------------------------------------- running a schedule
 class Pipeline:
-    """Runs this rank's part of a schedule: its computations, and the sends and receives between them."""
+    """Run this rank's part of a schedule: its computations, and the sends and receives between them."""
 
     def __init__(self, model, config, mesh: DeviceMesh, args):
         self.model, self.args, self.group = model, args, mesh.get_group("pp")

@@ -1,7 +1,7 @@
 """Train a Llama or a Mixtral on several devices, with every dimension of parallelism.
 
     torchrun --standalone --nproc_per_node 4 step07_ep/train.py --model tiny-moe --ep 2 --tp 2
-    python train.py --help
+    python step07_ep/train.py --help
 """
 import torch
 import torch.distributed as dist

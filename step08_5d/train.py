@@ -1,7 +1,7 @@
 """Train a Llama or a Mixtral on several devices, with every dimension of parallelism.
 
     torchrun --standalone --nproc_per_node 8 step08_5d/train.py --model tiny-moe --pp 2 --cp 2 --tp 2 --ep 2
-    python train.py --help
+    python step08_5d/train.py --help
 """
 import torch
 import torch.distributed as dist

@@ -206,7 +206,7 @@ def test_nobody_else_can_reach_it(server):
 
 
 @pytest.mark.parametrize("body, message", [
-    ("x", "not JSON"), ("[]", "an object"), ('{"gpus": "a"}', "gpus must be"), ('{"gpus": 1e9}', "gpus must be"),
+    ("x", "not JSON"), ("[]", "a JSON object"), ('{"gpus": "a"}', "gpus must be"), ('{"gpus": 1e9}', "gpus must be"),
     ('{"gpus": true}', "gpus must be"), ('{"gpus": 12}', "not a multiple of 8"), ('{"model": "x"}', "model must be"),
     ('{"model": ["x"]}', "model must be"), ('{"config": 3}', "config must be a string"), ('{"config": "tp=3"}', "!= gpus(64)"),
     ('{"seq_len": 0}', "seq_len must be"), ('{"model": "pasted"}', "not JSON"),

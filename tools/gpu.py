@@ -1,6 +1,6 @@
 """Report what the steps do on this machine's GPUs: what is equal, what fails, and how fast it is.
 
-    python tools/gpu.py                       # or make gpu: every part, within 20 minutes, on all GPUs (1, 2, 4 or 8 of them)
+    python tools/gpu.py                       # or make gpu: every part, within 20 minutes, on 1, 2, 4 or 8 of the GPUs
     python tools/gpu.py --only step04         # again, but only the commands and tests that have this in their names
     python tools/gpu.py --device cpu          # the same parts on two processes over gloo, with tiny sizes, to see that they work
 
@@ -36,14 +36,14 @@ PARTS = {"machine": 0.06, "collectives": 0.1, "steps": 0.45, "tests": 1}
 ROW = 0.12                                                # the same for one trainer
 AT_END = 20                                               # seconds to end processes and to write the report
 
-#         model, layers (None: all of them); the first that fits into ROOM, in one step on one GPU, is taken
+#         model, layers (None: all of them); the first whose training step on one GPU fits into ROOM is taken
 LADDER = {"dense": [("llama-1b", None), ("qwen3-0.6b", None), ("qwen3-0.6b", 14), ("qwen3-0.6b", 8)],
           "experts": [("experts", 16), ("experts", 8), ("experts", 2)]}
 EXPERTS = dict(hidden_size=1024, intermediate_size=3584, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
                vocab_size=32000)                          # changes to mixtral-8x7b's config
 ON_CPU = {"dense": [("tiny", None)], "experts": [("tiny-moe", None)]}
 ROOM = 0.85                                               # share of a GPU's memory that the simulated peak may take
-SECONDS = 2                                               # for a training step on one GPU, at EFFICIENCY of a product
+SECONDS = 2                                               # for a training step on one GPU, at EFFICIENCY times a product's speed
 EFFICIENCY = 0.4
 WARM_UP, STEPS, TEST_STEPS = 2, 6, 4
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory", re.I)
@@ -173,7 +173,7 @@ def torchrun(ranks):
 
 # ------------------------------------------------------------------------------------------------ steps
 def commands(n):
-    """Return (step, ranks, flags): each step alone or, on several GPUs, with its own technique over all of them."""
+    """Return (step, ranks, flags): each step on one GPU or, on several, with its own technique over all of them."""
     if n == 1:
         return [(NAMES[0], 1, ""), (NAMES[0], 1, "--compile"), *((name, 1, "") for name in NAMES[1:])]
     mixed = {2: "--zero 1 --recompute selective", 4: "--tp 2 --pp 2", 8: "--tp 2 --pp 2 --zero 1"}[n]
@@ -452,12 +452,13 @@ def main():
     parser.error = refuse
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--minutes", type=float, default=20, help="minutes that all parts together may take (20)")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only these; machine is always one")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS),
+                        help="only these parts; machine always runs")
     parser.add_argument("--only", default="", metavar="NAME", help="only steps and tests with this in their names")
     parser.add_argument("--out", default=ROOT / "out/gpu", metavar="DIR", help="directory for the report (out/gpu)")
     args = parser.parse_args()
     if not 1 <= args.minutes < 1e4:
-        refuse(f"--minutes {args.minutes:g}: must be at least 1")
+        refuse(f"--minutes {args.minutes:g}: must be at least 1 and below 10,000")
     if not str(args.out):
         refuse("--out '': names no directory; leave it out to get out/gpu")
     import torch

@@ -2,8 +2,8 @@
 
     python dev/bench/published.py                      # the table that docs/proof.md sums up
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
-    python dev/bench/published.py --hold_out           # constants and intervals, judged on a source that did not choose them
-    python dev/bench/published.py --unseen             # the errors of simulate and plan on runs that nothing was fitted to
+    python dev/bench/published.py --hold_out           # constants and intervals, judged on a source left out of the choice
+    python dev/bench/published.py --unseen             # the errors of simulate and plan on published_unseen.csv
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
 published_unseen.csv. Of these, two numbers of micro-batches are simulated, and the rest is extrapolated.

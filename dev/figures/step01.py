@@ -112,7 +112,7 @@ def accumulation_table():
     def micro_batches_of(args, shape):
         return next(train.batches(train.load_tokens(args, shape.vocab_size), shape, args))[1]
     whole = gradient(8)
-    rows = ["| micro-batches | gradient norm | difference to one batch of 8, relative |", "|---|---|---|"]
+    rows = ["| micro-batches | gradient norm | difference from one batch of 8, relative |", "|---|---|---|"]
     for micro_batch in (8, 4, 2, 1):
         g = gradient(micro_batch)
         rows.append(f"| {8 // micro_batch} | {g.norm():.12f} | {(g - whole).norm() / whole.norm():.0e} |")
@@ -120,7 +120,7 @@ def accumulation_table():
 
 
 def memory_picture():
-    """Draw two steps of each recomputation mode's memory profile, all on one scale."""
+    """Draw four steps of each recomputation mode's memory profile, all on one scale."""
     figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.6), sharey=True)
     for mode, axes in zip(MODES, panels):
         rows = run(f"--steps 4 --seq_len 256 --global_batch_size 6 --recompute {mode}", lambda **_: None)[0]

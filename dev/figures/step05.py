@@ -133,7 +133,7 @@ def alive_table():
 
 # ----------------------------------------------------------------------------------------------- the pictures
 def placed(rank, mode, length):
-    """Return context_parallel.local_positions for any rank, without running it."""
+    """Return context_parallel.local_positions for any rank, without starting ranks."""
     from types import SimpleNamespace
 
     import context_parallel

@@ -32,8 +32,8 @@ ANSWERS = {
             lines=["if len(rows)", "((6, 2),        (8, 0))", "dist.all_reduce(torch.ones(1))"],
             hints=["Three ranks are in the same collective. Whom does the fourth wait for, and in which group?",
                    "How much did rank 3 get in its last all-to-all?"],
-            why="In step 2 no token chose rank 3's expert, so rank 3 skips the all-reduce of that expert's gradient and goes on "
-                "to the norm. Rank 1, which has a copy of the expert, waits in the all-reduce. A rank with nothing to add "
+            why="In step 2 no token of ranks 2 and 3 chose rank 3's expert, so rank 3 skips the all-reduce of its gradient and "
+                "goes on to the norm. Rank 1, which has a copy of the expert, waits in the all-reduce. A rank with nothing to add "
                 "still has to call the collective, with zeros."),
     6: dict(ranks=[0],
             lines=["if rank == 0 and step", "save(weights, world)", "dist.all_gather_into_tensor", "return whole"],

@@ -354,8 +354,9 @@ def cross_entropy_job(more):
     the target's logit are both summed, so both can go in one tensor of shape [tokens, 2]. Treat targets as you treated the tokens
     in the embedding: subtract group.rank() * logits.shape[1], make a mask, put 0 where the target is not here.
 
-    `target = (targets - group.rank() * logits.shape[1]).unsqueeze(-1)`; `local_mask` as before; `target = target.where(local_mask,
-    0)`; `largest = logits.amax(-1, keepdim=True)`, reduced by MAX; `logits = logits - largest`; `sums =
+    `logits = logits.to(torch.promote_types(logits.dtype, torch.float32))`; `target = (targets - group.rank() *
+    logits.shape[1]).unsqueeze(-1)`; `local_mask` as before; `target = target.where(local_mask, 0)`; `largest = logits.amax(-1,
+    keepdim=True)`, reduced by MAX; `logits = logits - largest`; `sums =
     torch.cat((logits.exp().sum(-1, keepdim=True), logits.gather(-1, target) * local_mask), dim=-1)`, all-reduced; `log_sum =
     sums[:, :1].log()`. The loss is `(log_sum - sums[:, 1:]).sum()`; the gradient is `(logits - log_sum).exp()` with -1 added at
     the target where local_mask is true: `gradient.scatter_add_(-1, target, -local_mask.type_as(gradient))`.""")

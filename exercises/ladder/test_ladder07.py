@@ -717,10 +717,10 @@ def update_job(kind):
     BIAS_STEP up or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest number of tokens
     over its mean. A rank has the layers of its stage only, so the mean over all layers needs the ranks of the other stages.
 
-    With n = self.tokens_per_expert: mean = n.double().mean(1, keepdim=True); if self.args.balance == "bias": self.bias +=
-    BIAS_STEP * (mean - n).sign(); largest = (n.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers; n.zero_();
-    dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because that many ranks have
-    each stage. Without layers return {} at once.""")
+    With n = self.tokens_per_expert, after its all-reduce: mean = n.double().mean(1, keepdim=True); if self.args.balance == "bias":
+    self.bias += BIAS_STEP * (mean - n).sign(); largest = (n.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers;
+    n.zero_(); dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because that many
+    ranks have each stage. Without layers return {} at once.""")
 def test_a_bias_against_crowds(pool):
     """Write `LoadBalancer.update()`, which runs after every step. It sums self.tokens_per_expert over self.data_group, the ranks
     that have the other tokens. With --balance bias, it lowers the bias of each expert that had more tokens than the mean of its

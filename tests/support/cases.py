@@ -3,10 +3,10 @@ import json
 
 import numpy as np
 
-# two, three and six ranks do not divide these sizes evenly
+# three and six ranks divide no ZeRO unit of this model evenly: 2,440, 11,600 and 2,480 parameters
 MODEL = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512)
-# up to eight ranks can split these sizes, though not into units of equal length; the layouts of layouts.py have this shape
+# up to eight ranks can split these sizes; the layouts of layouts.py have this shape
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 40, 8, 4, 6, 56, 64
 SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
 # the grouped kernel requires sizes that are multiples of 8

@@ -2,8 +2,9 @@
 
     python tests/support/plants.py [NAME ...] [--json FILE]       # all, or those whose names contain NAME
 
-A plant is a patch of exercises/mistakes, applied to a copy of step 8, or one of planted_torch.py. NAMED has for each of them which
-causes of tools/prove/causes.py would be the right name, and which place the right place. `judged` compares them with what was said.
+A plant is a patch of exercises/mistakes, applied to a copy of step 8, or one of planted_torch.py. STEPS and planted_torch.TORCH say
+for each which causes of tools/prove/causes.py would be the right name, and which place the right place. `judged` compares them with
+what was said.
 """
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Find a layout for a model on a cluster that fits in memory, reaches the batch and is fast.
+"""Find, for a model and a cluster, a layout that fits in memory, reaches the batch and is fast.
 
     python tools/plan --model llama-70b --gpus 512 --seq_len 4k --global_batch_tokens 4M
 """
@@ -68,7 +68,7 @@ def parse_args():
         "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
     add("--tokens", type=float, default=0, help="tokens to train on, such as 15e12: adds days and GPU-hours to the answer")
     add("--price", type=float, default=0, help="dollars per GPU-hour: with --tokens, adds what the run costs")
-    add("--details", action="store_true", help="print more: its step, its messages, each knob turned, the playbook")
+    add("--details", action="store_true", help="print more: where a step's time goes, what is sent, each knob turned, the playbook")
     add("--json", action="store_true", help="print the answer as JSON")
     add("--constants",
         help="a file of constants that --fit has written; with --fit, where to write them")

@@ -1,4 +1,4 @@
-"""Compute what a layout holds and sends in this trainer: parameters, memory, bytes on the wire.
+"""Compute what a layout holds and sends in this trainer: parameters, memory, payloads.
 
 Everything is exact except the memory that comes and goes. Tests compare all of it with a dry run (tools/simulate).
 """
@@ -470,7 +470,7 @@ def loss_memory(c, l, number):
     return both * c.hidden_size + most
 
 
-# ---------------------------------------------------------------------- on the wire
+# ---------------------------------------------------------------------- what is sent
 def sent(c, l, rank=0, part=0):
     """Return {(dimension, collective): payload bytes in one training step} for a rank of pp; with ZeRO, for the one with shard
     `part`. Leave out sums of single numbers, and assume that every expert gets the same number of tokens."""
@@ -496,7 +496,7 @@ def sent(c, l, rank=0, part=0):
         for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
             for group, size in summed(tensors, l, part).items():
                 out[group, "all_reduce"] += FLOAT32 * count * size
-    if l.cp > 1:                            # zigzag: keys and values go round twice, and so do their float32 gradients
+    if l.cp > 1:                            # zigzag: keys and values go round twice; their float32 gradients once, a hop further
         kv = 2 * tokens * layers * kv_width(c, l.tp)
         out["cp", "send"] += ((2 + again) * (l.cp - 1) * BF16 + l.cp * FLOAT32) * kv
     if l.pp > 1:

@@ -118,7 +118,7 @@ def fewest(question):
     """Say how many GPUs would be enough."""
     count = plan.fewest_gpus(question.c, question.cluster, question.seq_len, question.constants)
     if count == math.inf:
-        return "no number of GPUs is enough for this model"
+        return "no power of two up to 65,536 GPUs is enough for this model"
     return f"this model needs at least {count:,} GPU{'s' * (count > 1)}, counting in powers of two"
 
 
@@ -210,7 +210,7 @@ def playbook(c, search, cluster):
 
 
 def by_size(billions, node):
-    """Return the rule for this size from the playbook's table of sizes. Its tp 8 is the node of its runs."""
+    """Return the rule for this size from the playbook's table of sizes. The table's tp 8 is a whole node, so here it is `node`."""
     alone = lambda l: (l.tp, l.pp, l.zero) == (1, 1, 3)
     if billions < 10:
         return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute",

@@ -36,7 +36,7 @@ def read_run(row, where):
                    micro_batch=int(row["mbs"]), accumulation=int(row["grad_acc"]))
         seen, held = float(row["tok_s_gpu"]), float(row["mem_gib"])
     except ValueError as error:
-        fail(f"{where}: must be a number ({error})")
+        fail(f"{where}: every degree, size and result must be a number ({error})")
     if not (0 < seen < math.inf and 0 < held < math.inf and min(l.dp, l.tp, l.cp, l.pp, l.ep, l.seq_len) > 0
             and l.micro_batch > 0 and l.accumulation > 0 and l.zero in range(4)):
         fail(f"{where}: numbers must be positive, and zero from 0 to 3")
@@ -50,7 +50,7 @@ def read_run(row, where):
 
 
 def loss(runs, cluster, k):
-    """Return the loss of a fit. It draws each constant towards its usual value, so that a few runs do not throw it far."""
+    """Return the loss of a fit. It draws each constant towards its usual value, so that a few runs cannot move it far."""
     constants = dict(time=k, slack=1)
     errors = [math.log(evaluate(c, l, cluster._replace(gpus=l.gpus), constants).tokens_per_s / seen)
               for c, l, seen, _ in runs]

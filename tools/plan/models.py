@@ -95,7 +95,7 @@ def read(raw, where):
 def check_range(where, least, **sizes):
     for name, value in sizes.items():
         if type(value) is not int or not least <= value < MOST:
-            fail(f"{where}: {name} {value} must be a whole number from {least} to below {MOST:,}")
+            fail(f"{where}: {name} {value} must be a whole number of at least {least} and below {MOST:,}")
 
 
 def experts(theirs, kind, where):

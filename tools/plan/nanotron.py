@@ -90,10 +90,10 @@ def step_seconds(c, l, cluster, stages, k):
 
 
 def data_parallel_seconds(c, l, cluster, stage, k, each, last):
-    """Return the seconds of data parallelism, as speed.py's does, and the very same for ZeRO-2 and 3, which nanotron lacks.
+    """Return the seconds of data parallelism, as speed.data_parallel_seconds does.
 
-    But it gathers weights tensor by tensor and hides none of that; and without ZeRO, if dp crosses nodes and there is a
-    pipeline, it sums gradients at the very end.
+    For ZeRO-2 and 3, which nanotron lacks, that function is called. nanotron gathers weights tensor by tensor and hides none
+    of that; and without ZeRO, if dp crosses nodes and there is a pipeline, it sums gradients at the very end.
     """
     if l.zero > 1:
         return speed.data_parallel_seconds(c, l, cluster, stage, k, each, last)

@@ -45,7 +45,7 @@ def impossible(c, l, constants=None):
         return str(refused)
     if SCHEDULES[l.schedule].split_backward and l.accumulation < l.pp:
         return (f"{l.schedule} with fewer micro-batches({l.accumulation}) than pp({l.pp}): the planner does "
-                f"not know what it keeps, and {DEFAULT_SCHEDULE} is as fast")
+                f"not know what it keeps; use at least pp micro-batches, or {DEFAULT_SCHEDULE}")
 
 
 def meshes(c, cluster, seq_len, **theirs):

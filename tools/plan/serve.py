@@ -219,7 +219,7 @@ def asked(question, state):
             fail(f"{name} must be one of {', '.join(known)}")
         return value
     if not isinstance(state, dict):
-        fail("a request is an object")
+        fail("a request must be a JSON object")
     model = choice("model", question.model, [*models.PRESETS, PASTED])
     c = question.c if model == question.model else models.PRESETS.get(model)
     if model == PASTED:
@@ -235,7 +235,7 @@ def asked(question, state):
     if gpu != question.gpu:
         cluster = cluster._replace(gpu=GPUS[gpu], gpus_per_node=GPUS[gpu].node)
     if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
-        fail(f"{gpus:,} GPUs are not a multiple of {cluster.gpus_per_node}, those of a node")
+        fail(f"{gpus:,} GPUs are not a multiple of {cluster.gpus_per_node}, the number in a node")
     seq_len = number("seq_len", question.seq_len)
     tokens = number("tokens", round(question.sequences * question.seq_len))
     trainer = choice("trainer", question.constants["trainer"], TRAINERS)

@@ -1,5 +1,5 @@
 """Predict how long a training step takes. The simulator (tools/simulate/gpus.py) knows what a GPU and a link can do,
-and this module only adds up. Another trainer, or your own cluster, differs by an overlay: a few factors on the sums.
+and this module only adds up the times. Another trainer, or your own cluster, differs by an overlay: a few factors on the sums.
 """
 import math
 import sys
@@ -260,8 +260,8 @@ def moved(bytes, cluster, share):
 
 
 def head_times(c, l, cluster, k):
-    """Return the same for the head and the loss, which works in chunks: each adds to the head's gradient. In a pipeline
-    they are part of backward."""
+    """Return {kind: (F, I, W)} for the head and the loss, which works in chunks: each chunk adds to the head's gradient. In
+    a pipeline they are part of backward."""
     h, words, t = c.hidden_size, c.vocab_size / l.tp, l.tokens
     chunks = math.ceil(t / costs.chunk(c, l))
     softmax = (28 if l.tp == 1 else 52) * t * words

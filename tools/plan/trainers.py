@@ -1,5 +1,5 @@
-"""Describe how other trainers differ from this one, as overlays on speed.py's sums. The constants are physics, or come
-from the simulator or a paper, as the comments say. None was fitted to a run that docs/proof.md counts as not fitted.
+"""Describe how other trainers differ from this one, as overlays on speed.py's sums. The constants come from the
+simulator or a paper, or are our judgement, as the comments say. None was fitted to a run that docs/proof.md counts as not fitted.
 """
 from speed import GPUS, USUAL
 from trainer import fail

@@ -54,7 +54,7 @@ def unmeasured(c, l):
 
 
 def beyond(c, l, cluster):
-    """Return {name: (low, high)} for sizes, GPUs and networks that no measured run had."""
+    """Return {name: (low, high)} for sizes beyond RUNS, untested GPUs, and networks other than 50 GB/s in nodes of eight."""
     sizes = dict(parameters=costs.model_parameters(c), nodes=cluster.nodes, sequence=l.seq_len)
     doublings = {name: max(math.log2(size / RUNS[name][1]), math.log2(RUNS[name][0] / size))
                  for name, size in sizes.items()}

@@ -130,7 +130,7 @@ class Baseline:
         self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) * (weight.flatten().diff() == 0).all()
                       for name, weight in self.own.items()}
         self.one = self.launch_one(self.jobs(self.start))
-        # one rounding of every weight: to float32, which is also measured in its place where a trainer computes in float64
+        # one rounding of every weight. In float64 it is float32's, and compare() scales its effect down to that of float64's
         self.eps = torch.finfo(torch.float32 if args.dtype == "float64" else getattr(torch, args.dtype)).eps
         signs = {name: 2 * torch.randint(2, weight.shape, generator=draw) - 1 for name, weight in self.start.items()}
         self.nudged = self.launch_one(self.jobs({name: w * (1 + self.eps * signs[name]) for name, w in self.start.items()}))
@@ -167,7 +167,7 @@ class Trial:
         self.run = self.launch(self.jobs(self.start))
         self.far = [distances(self.run, self.one, step) for step in range(STEPS)]
         self.exact = self.dtype == "float64"
-        float64 = 2.0**-29                                # the rounding of float64 as a part of that of float32
+        float64 = 2.0**-29                                # the rounding of float64 as a fraction of that of float32
         self.limits = [*limits(self.nudged, self.one, EXACT if self.exact else 8 * self.eps, float64 if self.exact else 1.0)]
         if self.exact and any(beyond(self.far[0], self.limits[0])[:3]):            # something may compute in float32
             rounded = [*limits(self.nudged, self.one, 8 * self.eps)]

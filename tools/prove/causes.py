@@ -108,7 +108,7 @@ CAUSES = {
     # ------------------------------------------------------------------------------------------- the update
     "not updated": Cause(
         "the weights alone: some are as before the update",
-        "they are not in the optimizer, or not gathered after it"),
+        "they are not in the optimizer, or not gathered after the update"),
     "weights drift": Cause(
         "the weights alone: copies of a weight differ between ranks, though their gradients are alike",
         "some ranks update otherwise: with another learning rate, clipping, or states of their own"),

@@ -89,7 +89,7 @@ def limits(nudged, one, least, scale=1.0):
         # a number that was logged in float32 is as exact as float32
         logged = [1e-6 if all(x == float(torch.tensor(x).float()) for x in one.numbers(step, kind)) else least
                   for kind in ("loss", "norm")]
-        # a gradient near zero, or a weight that AdamW moves by such a gradient, may have been nudged by less than it can move
+        # the nudge may have moved a gradient near zero, or a weight that AdamW moves by it, by less than rounding can
         usual = sorted(gradients.values())[-1 if step else len(gradients) // 2], max(weights.values())
         yield Row(*(max(floor, ROUNDINGS * far * scale) for floor, far in zip(logged, (loss, norm))),
                   *({name: max(least, ROUNDINGS * max(far, middle) * scale) for name, far in of.items()}

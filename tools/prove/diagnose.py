@@ -193,7 +193,7 @@ class Diagnosis:
         matrix = torch.stack([column for _, column in columns], 1)
         usual = torch.linalg.lstsq(matrix[:, now], ours[:, None], driver="gelsd").solution.flatten()
         shares = torch.linalg.lstsq(matrix, theirs[:, None], driver="gelsd").solution.flatten()
-        # norms that compute in float32 round each sequence by itself otherwise than the batch
+        # norms that compute in float32 round a sequence alone differently from the same sequence in the batch
         unexplained = max(relative(matrix[:, now] @ usual, ours), relative(matrix @ shares, theirs))
         if unexplained > min(max(10 * limit, 1e-5), 0.1 * relative(theirs, ours)) or (usual <= 0).any():
             return None

@@ -173,7 +173,7 @@ def train(adapter, flags, jobs):
     if not isinstance(place, dict):
         raise CannotRun(f"place: returns a {type(place).__name__}; it must return a dict such as {{'tp': 0, 'pp': 1}}")
     if not all(isinstance(at, int | str) for at in place.values()):
-        raise CannotRun(f"place: returns {place}; every coordinate must be a whole number")
+        raise CannotRun(f"place: returns {place}; every coordinate must be a whole number or a str")
     seen = dict(own=copies(adapter, run, "weights"), place=place, steps=[])
     for job in jobs:
         if job.weights:

@@ -1,4 +1,4 @@
-"""Say in few words which numbers, factors, ranks and parameters."""
+"""Name numbers, factors, ranks and parameters in few words."""
 import fractions
 import itertools
 import math

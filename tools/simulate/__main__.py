@@ -46,7 +46,7 @@ def parse_args(gpus):
         refuse(f"--rank {args.rank}: must be from 0 to {args.ranks - 1}, since RANKS is {args.ranks}")
     args.gpus_per_node = gpus[args.gpu].node if args.gpus_per_node is None else args.gpus_per_node
     if args.gpus_per_node < 1 or not 0 < args.network < 1e6:
-        refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be positive")
+        refuse(f"--gpus_per_node {args.gpus_per_node}, --network {args.network:g}: both must be positive, and --network below 1e6")
     for name in filter(None, (args.trace, args.plot, args.json)):
         try:
             open(name, "a").close()

@@ -2,7 +2,8 @@
 
 Ranks of tp and dp do the same work on other numbers, so one is recorded and stands for all. Each stage of a pipeline is recorded,
 and so is each rank of cp, because they see different amounts of the other ranks' keys. With many ranks only the last rank of cp is
-recorded, which in modes zigzag and allgather merges the most. Mode `ring` is an exception: there the last has twice the mean to do.
+recorded, which in modes zigzag and allgather merges the most. In mode `ring` every rank of cp is recorded, because there the last
+has almost twice the mean to do.
 """
 import contextlib
 import functools

@@ -199,8 +199,8 @@ def place(when, actions, pp):
 
 @contextlib.contextmanager
 def named_layers(model, recorder):
-    """Tell the recorder which layer computes. Module hooks tell in forward. In backward, a hook on a layer's output tells: it runs
-    when the output's gradient is there."""
+    """Tell the recorder which layer computes: in forward by hooks on the modules, in backward by a hook on each layer's output,
+    which runs when the output's gradient is there."""
     def hooks(name, module):
         def enter(*_):
             recorder.layer = name

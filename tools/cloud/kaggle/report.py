@@ -14,7 +14,7 @@ TORCH = os.environ.get("TORCH", "pip install -q uv && uv pip install -q torch==2
 COMMANDS = f"""
 set -e
 here=$PWD
-cd "$(mktemp -d)"                            # what lies here is not kept
+cd "$(mktemp -d)"                            # files in this folder are not kept
 git clone --depth 1 {REPOSITORY} steps
 python -m venv venv && . venv/bin/activate
 {TORCH}

@@ -45,7 +45,7 @@ def step(run, inputs, targets):
     logits = run.model(input_ids=inputs, position_ids=torch.arange(inputs.shape[1], device=run.device)[None]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
-    grads = [param.grad for param in run.model.parameters()]                       # torch takes no norm of DTensors and others
+    grads = [param.grad for param in run.model.parameters()]                       # torch takes no norm of DTensors with tensors
     norm = torch.nn.utils.get_total_norm([grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads])
     run.adamw.step()
     return loss.detach(), norm
