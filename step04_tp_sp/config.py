@@ -202,8 +202,7 @@ def from_hugging_face(hf_config):
     for ours, value in {**values, **(scaling or {})}.items():
         kind = ModelConfig.__annotations__.get(ours, float)
         if not (isinstance(value, (int, kind)) and value > 0):
-            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}; it must be a positive "
-                             f"{'integer' if kind is int else 'number'}")
+            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__}")
     return ModelConfig(**values, rope_scaling=scaling, family=hf_config.model_type)
 
 

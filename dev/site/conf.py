@@ -1,7 +1,7 @@
 """Sphinx's settings. build.py has laid out the sources in out/site-src."""
 from pathlib import Path
 
-project = "LLM training over many GPUs"
+project = "LLM training across many GPUs"
 html_title = project
 extensions = ["myst_parser"]
 html_theme = "furo"

@@ -173,7 +173,7 @@ def main():
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>Workshop</title><link rel=icon href=_static/icon.svg>"
         f"<style>{light}@media (prefers-color-scheme: dark) {{{dark}}}{style}</style>"
-        f"<main><h1>A workshop: LLM training over many GPUs</h1>{pages}</main><script>{SCRIPT}</script></html>")
+        f"<main><h1>A workshop: LLM training across many GPUs</h1>{pages}</main><script>{SCRIPT}</script></html>")
     print(os.path.relpath(OUT / "slides.html", ROOT))
 
 
