@@ -40,7 +40,7 @@ Ask
 
 Check
   make test [STEP=4]                   the quick tests, about seven minutes; with STEP, all tests of that step but the long ones
-  make test CHANGED=1 [BASE=REV]       the tests that your uncommitted changes, or changes since REV, can affect
+  make test CHANGED=1 [BASE=REV]       of the quick tests, those that your uncommitted changes, or changes since REV, can affect
   make lint                            ruff
 
 Maintain

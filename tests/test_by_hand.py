@@ -1,4 +1,4 @@
-"""stepNN/by_hand*.py shows the technique alone, on real ranks, in one short file that ends by comparing with one process."""
+"""stepNN/by_hand*.py shows the technique alone, from step 2 on with real ranks, in one short file that checks its own results."""
 import ast
 import shutil
 import sys
@@ -9,7 +9,7 @@ from steps import ROOT, STEPS, run
 
 LIBRARY = sys.stdlib_module_names | {"torch", "by_hand"}
 PROGRAMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("step0*/by_hand*.py"))
-QUICK = ["step01", "step04", "step07", "step08"]          # the others start four processes that import a lot
+QUICK = ["step01", "step04", "step07", "step08"]          # the others take longer; in 5 and 6, spawned processes import torch again
 
 
 def test_every_step_has_one():

@@ -122,7 +122,7 @@ def parsed_on_cuda_job(argv, capability):
 
 @pytest.mark.parametrize("step", ["step01_single_gpu", STEP])
 def test_bfloat16_is_for_gpus_that_have_it(pool, step):
-    """A T4 (7.5) says of itself that it supports bfloat16."""
+    """Check the compute capability: on a T4 (7.5), torch.cuda.is_bf16_supported() is true, although bfloat16 is only emulated."""
     chosen = [pool.call(parsed_on_cuda_job, step, argv=[], capability=capability)[0] for capability in ((7, 5), (8, 0), (10, 0))]
     assert chosen == ["torch.float32", "torch.bfloat16", "torch.bfloat16"]
     assert pool.call(parsed_on_cuda_job, step, argv=["--dtype", "float32"], capability=(9, 0)) == ["torch.float32"]
@@ -219,10 +219,10 @@ def steps_of(events):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_are_gathered_one_unit_ahead(pool, stage, tmp_path):
+def test_weights_are_gathered_one_layer_ahead(pool, stage, tmp_path):
     """Check the order in which collectives start, since NCCL runs them in that order across groups. Before forward only the first
-    unit's weights are gathered, and no all-reduce stands between. In forward a gather is at most one unit ahead, so that an
-    all-reduce of tp waits for one unit's weights and not for the model's."""
+    unit's weights are gathered, and no all-reduce stands between. In forward the gathers are at most one layer ahead, so that
+    an all-reduce of tp waits for one layer's weights and not for the model's."""
     flags = f"--steps 3 --seq_len 16 --global_batch_size 4 --micro_batch_size 2 --zero {stage} --tp 2 --sp off"
     argv = f"{flags} --model tiny-moe --checkpoint {tmp_path}".split()
     steps = steps_of(pool.call(started_order_job, STEP, world=4, argv=argv)[0])
@@ -231,7 +231,7 @@ def test_weights_are_gathered_one_unit_ahead(pool, stage, tmp_path):
         assert step[:2] == ["gather", "forward"], step[:4]
         ahead = [Counter(step[:i])["gather"] - Counter(step[:i])["unit"] for i, event in enumerate(step) if event == "sum"]
         assert Counter(step)["gather"] == 18 and 0 <= min(ahead), step
-        assert max(ahead) == 2, ahead                     # one layer: its experts are a unit of their own
+        assert max(ahead) == 2, ahead                     # one layer, whose experts are a unit of their own
 
 
 def many_layers_job(argv):

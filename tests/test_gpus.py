@@ -89,7 +89,7 @@ def need_bfloat16(device):
 
 @pytest.fixture
 def dtype(request):
-    """Ask for bfloat16 of the GPU before a run in it."""
+    """Return the type of the run. Skip the test if that is bfloat16 and the GPU has none."""
     if request.param == "bfloat16":
         request.getfixturevalue("need_bfloat16")
     return request.param
@@ -146,7 +146,7 @@ def test_grouped_products_on_one_gpu(pool, need_bfloat16, counts):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)], indirect=["dtype"])
 def test_attention_in_blocks_on_one_gpu(pool, dtype, tolerance, head_dim):
-    """Check the kernels of context parallelism, on a GPU in float32 the formula: a run on a single rank calls neither."""
+    """Check the kernels of context parallelism, or the formula in float32 on a GPU: a run on a single rank calls neither."""
     need(1)
     errors, = pool.call(blocks_job, "step08_5d", device=DEVICE, dtype=dtype, head_dim=head_dim)
     assert max(errors) < tolerance, errors

@@ -25,7 +25,7 @@ WANTED = {1: [(*WAITS, "dist.all_reduce")] * 2 + [("gloo:barrier", "started", "d
           7: [(*WAITS, "dist.all_reduce"), ("gloo:all_reduce", "completed", "batches.get"), *[(*WAITS, "dist.all_reduce")] * 2]}
 
 
-slow = pytest.mark.slow                                   # the second look comes fifteen seconds later
+slow = pytest.mark.slow                                   # a whole run takes fifteen seconds
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_slow_rank_is_told_from_one_that_hangs_by_the_lists(looks):
     before = [found["calls"][-1]["collective_seq_id"] for found in ranks]
     assert all(last["collective_seq_id"] > number for last, number in zip(later, before)), "it goes on"
     moved = [number for number in WANTED if looks[number][1] != [found["calls"][-1] for found in looks[number][0]]]
-    assert not moved, "of the others none does"
+    assert not moved, "none of the others goes on"
 
 
 @pytest.mark.parametrize("number", lab.NUMBERS)

@@ -30,8 +30,8 @@ slow = pytest.mark.slow
 
 
 def refused(pool, step, argv, job=main_job, world=1, status=2, **more):
-    """Return the only error line of a run that must be refused. Rank 0 must end with this status, and so must all others unless
-    they have nothing left to do."""
+    """Return the only error line of a run that must be refused: all ranks must end with status 2, or rank 0 with the given
+    status."""
     with pytest.raises(JobFailed) as failed:
         pool.call(job, step, world=world, argv=argv if isinstance(argv, list) else argv.split(), **more)
     text = str(failed.value)
@@ -74,7 +74,7 @@ WRONG = [dict(hidden_size=0), dict(num_hidden_layers=-1), dict(intermediate_size
 
 
 @pytest.mark.parametrize("step", [ONE, LAST])
-def test_a_config_that_is_none(pool, tmp_path, step):
+def test_a_config_that_is_wrong(pool, tmp_path, step):
     for i, changes in enumerate(WRONG):
         write_config(tmp_path / str(i), **changes)
         said = refused(pool, step, f"--model {tmp_path / str(i)}", check_job, world_size=1)
@@ -149,7 +149,7 @@ def test_texts_that_are_there_are_not_said_to_be_missing(pool, tmp_path, tokeniz
         pool.call(main_job, ONE, argv=f"{TINY} --steps 1 --dataset {tmp_path / name} --tokenizer {tokenizer}".split())
 
 
-def test_tokens_that_are_none(pool, tmp_path):
+def test_tokens_outside_the_vocabulary(pool, tmp_path):
     np.save(tmp_path / "negative.npy", np.full(1000, -3))
     assert "tokens range from -3 to -3, but the vocabulary" in refused(pool, ONE, f"--dataset {tmp_path / 'negative.npy'}")
     tokens = np.zeros(1000, dtype=np.int32)
@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_ends_every_step_with_status_3(pool, tmp_path,
     assert "NaN" not in log.read_text()
 
 
-def weights_that_are_none_job(argv):
+def infinite_weights_job(argv):
     """Train with an optimizer whose updates make weights infinite."""
     from unittest.mock import patch
 
@@ -219,7 +219,7 @@ def weights_that_are_none_job(argv):
 
 
 def test_weights_that_are_not_finite_are_no_checkpoint(pool, tmp_path):
-    line = refused(pool, LAST, f"{TINY} --steps 1 --checkpoint {tmp_path}", weights_that_are_none_job, world=2, status=3)
+    line = refused(pool, LAST, f"{TINY} --steps 1 --checkpoint {tmp_path}", infinite_weights_job, world=2, status=3)
     assert "weights or optimizer states are not finite" in line
     assert not [name for name in os.listdir(tmp_path) if not name.endswith(".tmp") and name != ".lock"]
 

@@ -773,7 +773,7 @@ def test_predict(tmp_path, rows):
 
 
 def test_your_own_constants(tmp_path):
-    """Fit runs of a cluster whose GPUs reach half of the fitted efficiency and need a tenth more memory."""
+    """Fit runs of a cluster on which the layers' products take twice as long and everything needs a tenth more memory."""
     slow = dict(time={**speed.USUAL, "product": 2.0}, slack=1.1)
     results, constants, cluster = tmp_path / "results.csv", tmp_path / "own.json", speed.Cluster(8)
     runs = []

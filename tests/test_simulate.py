@@ -130,7 +130,7 @@ def same_memory(said, seen):
             sum(said.peak.values()) == pytest.approx(sum(seen.peak.values()), rel=0.05))
 
 
-# with each of these layouts, all steps that have it hold, compute and send the same
+# flags with which a step must hold, compute and send the same as step 8
 ALIKE = {1: ["", "--dtype float32 --device cpu --recompute full"],
          2: ["--dp 2", "--dp 2 --dp_mode overlap --device cpu"],
          3: ["--zero 1", "--zero 3 --zero_shard 2 --recompute selective"],
@@ -175,8 +175,8 @@ def test_flops_are_those_of_the_products(pool):
 
 @pytest.mark.slow
 def test_norms_keep_less_with_the_kernels_of_cuda(pool):
-    """Check that norms keep less on CUDA: its single kernel keeps only its input. On the CPU that is a float32 copy, and the
-    quotient is kept as well."""
+    """Check that norms keep less on CUDA, where a single kernel keeps only its input. On the CPU, a float32 copy of the input
+    and the normalized input are kept."""
     argv = "--dtype bfloat16 --seq_len 64 --global_batch_size 2".split()
     cpu, cuda = (pool.call(dry_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
     assert (cpu.sent, cpu.flops, cpu.between) == (cuda.sent, cuda.flops, cuda.between)

@@ -55,7 +55,7 @@ def test_every_rung_is_marked(step):
 
 # ------------------------------------------------------------------------------------------- what needs the built site
 class Code(HTMLParser):
-    """Reads from a page the rows of each piece of code of one class, as (classes, text). Marks do not count as text."""
+    """Read from a page the rows of each piece of code of one class, as [class, text, open tags]. Marks do not count as text."""
 
     def __init__(self, kind):
         super().__init__()

@@ -61,14 +61,14 @@ def test_the_ledgers_table(pool, flags, mode, calls):
 
 
 def order_job(argv):
-    """Train for one step. Return what happens in its last micro-batch, in order: gradients, sends, waits."""
+    """Train for one step. Return what happens in all its micro-batches, in order: backward passes of layers, sends, waits."""
     import torch.distributed as dist
 
     import train
     events, all_reduce, build = [], dist.all_reduce, train.build_model
 
     class Slow:
-        """A handle of an operation that does nothing until it is waited for: the worst that a slow network can do."""
+        """A handle that notes when its operation is waited for."""
         def __init__(self, work):
             self.work = work
 

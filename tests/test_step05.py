@@ -20,7 +20,7 @@ def few_heads(shape, cp, tp):
 
 
 @pytest.mark.parametrize("layout", [*layouts.every_layout(5),
-    # ulysses with fewer key-value heads than ranks
+    # ulysses with fewer key-value heads than ranks, or with a number that is not a multiple of cp
     pytest.param(few_heads("dense-2-kv1", 4, 1), id="one head", marks=slow),
     pytest.param(few_heads("dense-2-kv2", 2, 2), id="two heads", marks=slow),
     pytest.param(few_heads("dense-2-heads20-kv10", 4, 1), id="ten heads", marks=slow)])
@@ -61,8 +61,8 @@ def test_compile(pool, flags, more, graphs):
 # ------------------------------------------------------------------------------------- attention in blocks is attention
 @slow
 def test_blocks_are_attention(pool):
-    """Compare errors on 4,096 tokens and 8 ranks. In bfloat16 the blocks are added up in float32, so they should be no worse than
-    the kernel on the whole sequence."""
+    """Compare errors on 4,096 tokens and 8 ranks. In bfloat16 the blocks are added up in float32, so they should be about as good
+    as the kernel on the whole sequence."""
     per_rank = pool.call(attention_job, STEP, world=8, timeout=200, modes=MODES, seq_len=4096,
                          dtypes=["float64", "float32", "bfloat16"])
     worst = {key: [max(errors[key][i] for errors in per_rank) for i in range(4)] for key in per_rank[0]}
@@ -91,8 +91,8 @@ def test_blocks_without_a_flash_kernel(pool, flags, mode):
 
 
 def strided_job():
-    """Send a tensor with the strides of a transposed product's gradient, which a stack of its chunks keeps, through a gloo that
-    refuses what NCCL refuses. Return whether the result is that of a contiguous copy."""
+    """Exchange a tensor that is strided like the gradient of a transposed product, over a gloo that refuses what NCCL refuses.
+    (torch.stack of its chunks is strided as well.) Return whether the result is that of a contiguous copy."""
     import torch
     from context_parallel import UlyssesAllToAll
     from mesh import init_distributed

@@ -128,7 +128,7 @@ def every_case():
 
 
 # Closed forms for v stages on each of p ranks: the idle time if a rank's whole share takes F, I and W (None where no formula is
-# known), and the number of (stage, micro-batch)es that rank r keeps. A schedule without an entry is simulated and counted.
+# known), and the number of pairs (stage, micro-batch) that rank r keeps. A schedule without an entry is compared with nothing.
 IDLE = {
     "afab": lambda p, m, v, F, I, W: (p - 1) * (F + I + W),
     "1f1b": lambda p, m, v, F, I, W: (p - 1) * (F + I + W),

@@ -340,7 +340,7 @@ def test_what_a_kernel_leaves_unwritten_reaches_no_weight(pool, tmp_path, world,
         trained[garbage] = load_file(folder / "model.safetensors")
     for garbage in (math.nan, 1e3):
         for name, tensor in trained[garbage].items():
-            assert torch.equal(tensor, trained[0.0][name]), f"{garbage} in the place of no gradient has changed {name}"
+            assert torch.equal(tensor, trained[0.0][name]), f"{garbage} in a gradient that the kernel left unwritten changed {name}"
 
 
 # ------------------------------------------------------------------------------------- balance
@@ -383,8 +383,8 @@ def test_the_auxiliary_loss_has_the_gradient_of_its_formula(pool, flags):
 
 
 def biased_layer_job(argv, bias):
-    """Return the output of one layer under a bias, and the sum over its chosen experts written out, with routing weights that do
-    not know the bias."""
+    """Return the output of one layer under a bias, and the sum over its chosen experts written out, with routing weights
+    that leave out the bias."""
     import config
     import expert_parallel
     import train

@@ -294,7 +294,7 @@ def nan_job(argv, at):
         train.Pipeline.forward_backward = own
 
 
-def test_a_loss_that_is_none_stops_the_run_and_saves_nothing(pool, flags, tmp_path, capfd):
+def test_a_loss_of_nan_stops_the_run_and_saves_nothing(pool, flags, tmp_path, capfd):
     argv = f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path} --save_every 1 --keep 9".split()
     assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
@@ -397,7 +397,7 @@ def test_after_a_kill_the_job_comes_back_by_itself(pool, flags, tmp_path):
 
 
 def killed_at_random(pool, flags, tmp_path, draw):
-    """Kill a run that saves after every step at a random moment, and check that its checkpoints are usable."""
+    """Kill a run at a random moment, while it saves after every step, and check that its checkpoints are usable."""
     log, folder = tmp_path / "log", tmp_path / "c"
     more = f"--checkpoint {folder} --save_every 1 --zero {draw.choice([0, 1, 3])} --log_file {log}"
     process = start(tmp_path, torchrun() + f"{flags} --micro_batch_size 6 {more}".split())

@@ -173,7 +173,7 @@ def test_make_diff_that_nobody_reads_to_the_end():
     assert done.stderr == ""
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
 def test_make_diff_into_a_full_disk():
     words = f"{sys.executable} tools/diff.py 6 > /dev/full"
     done = subprocess.run(words, shell=True, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)

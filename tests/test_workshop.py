@@ -71,7 +71,7 @@ def test_no_command_would_be_refused(room, source):
     ("source docs/workshop/pair.sh 3; source docs/workshop/pair.sh all; echo ${CUDA_VISIBLE_DEVICES-none}",
      "all GPUs of the node\nnone\n"),
     ("source docs/workshop/pair.sh 9", "error: source docs/workshop/pair.sh N, N the number of your pair"),
-    ("source docs/workshop/slurm.sh", "error: no job of Slurm's here: srun "),
+    ("source docs/workshop/slurm.sh", "error: not in a Slurm job: srun "),
     ("export SLURM_JOB_ID=7 CUDA_VISIBLE_DEVICES=0,1; source docs/workshop/slurm.sh", ": GPUs 0,1\n"),
     ("cd docs; source workshop/laptop.sh; dry 3 8", "+ python tools/simulate 3 8 --model llama-1b --seq_len 4096 "),
     ("source docs/workshop/pair.sh 1; long 5 2 --cp 2",

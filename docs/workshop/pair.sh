@@ -1,4 +1,4 @@
-# source docs/workshop/pair.sh 3              the third pair on a node that all share: GPUs 4 and 5; `all` takes every one
+# source docs/workshop/pair.sh 3              the third pair on a node that all share: GPUs 4 and 5; `all` takes all eight
 pair="$1"
 . "$(dirname -- "${BASH_SOURCE[0]:-$0}")/room.sh"
 case "$pair" in

@@ -28,7 +28,7 @@ def output(*command):
 # Each check returns the cure, or None.
 def system(gpus):
     if sys.platform not in ("linux", "darwin"):
-        return "this is %s: install WSL2 (wsl --install, as administrator) and begin in there" % sys.platform
+        return "this is %s: install WSL2 (wsl --install, as administrator) and begin again there" % sys.platform
 
 
 def shell(gpus):
@@ -51,7 +51,7 @@ def torch(gpus):
         return "%s: make .venv/requirements.txt, then source one of laptop.sh, pair.sh, slurm.sh" % error
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     if not (2, 11) <= version <= (2, 13):
-        return "torch %s: it runs on 2.11 to 2.13" % torch.__version__
+        return "torch %s: the steps run on 2.11 to 2.13" % torch.__version__
 
 
 def driver(gpus):
@@ -63,9 +63,10 @@ def driver(gpus):
     if not known:
         return "nvidia-smi shows no GPU: is this the login node?"
     if torch.version.cuda is None:
-        return "this torch is a build for the CPU: install the one of your CUDA (nodes.md)"
+        return "this torch is a build for the CPU: install the one for your CUDA version (nodes.md)"
     if not found:
-        return ("the driver, %s, is too old for torch's CUDA %s: take a torch of an older CUDA (nodes.md)"
+        return ("the driver, %s, is too old for torch's CUDA %s: "
+                "install a torch that was built for an older CUDA (nodes.md)"
                 % (known.split()[0], torch.version.cuda))
     if found < gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -84,7 +85,7 @@ def memory(gpus):
         kib = int(output("sysctl", "-n", "hw.memsize") or 0) // 1024 // 2
     wanted = 32 if gpus else 4
     if kib < wanted * 2**20:
-        return "%.1f GiB of memory are free, %d are wanted: close what else runs" % (kib / 2**20, wanted)
+        return "%.1f GiB of memory are free, %d are needed: close other programs" % (kib / 2**20, wanted)
 
 
 def disk(gpus):
@@ -92,7 +93,7 @@ def disk(gpus):
     if not os.access(ROOT, os.W_OK):
         return "nothing can be written to %s: make a clone of your own" % ROOT
     if free < wanted:
-        return "%.1f GiB are free at %s, %d are wanted" % (free, ROOT, wanted)
+        return "%.1f GiB are free at %s, %d are needed" % (free, ROOT, wanted)
 
 
 def two_ranks(gpus):

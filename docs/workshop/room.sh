@@ -1,12 +1,12 @@
 # What laptop.sh, pair.sh and slurm.sh share; they source it, in bash or zsh.
 #
-#     train STEP RANKS FLAGS     a run, in the size of this room          long STEP RANKS FLAGS     one with long sequences
+#     train STEP RANKS FLAGS     a run, of the size for this room         long STEP RANKS FLAGS     one with long sequences
 #     dry STEP RANKS FLAGS       llama-1b, simulated                      dry_long STEP RANKS FLAGS
 #
-# Each shows the whole command before it runs it. A flag that you give comes last, and so takes the place of the room's.
+# Each shows the whole command before it runs it. Your flags come last, so they override those of the room.
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")/../.." > /dev/null || return
-# COURSE: the clone whose .venv is used, where it is not this one's
+# COURSE: another clone, whose .venv is used instead of this one's
 if [ -f "${COURSE:-.}/.venv/bin/activate" ]; then
     . "${COURSE:-.}/.venv/bin/activate"
 fi

@@ -111,7 +111,8 @@ def late_job(argv, job=main_job, forget=False, uneven=False, **more):
 
 
 def silent_job(argv):
-    """Return the collectives that the thread calls. There should be none."""
+    """Return for each file whether a thread writes it; and of these threads the collectives, of which there should be none, and the
+    number of operations."""
     import async_save
     import train
     from operations import Recorder
@@ -175,7 +176,7 @@ def memory_job(argv):
     return seen
 
 
-MOMENTS = {"train": 8, "copy": 100, "write": 4, "flush": 4, "meet": 40, "rename": 3, "delete": 2, "make": 4}       # up to which
+MOMENTS = {"train": 8, "copy": 100, "write": 4, "flush": 4, "meet": 40, "rename": 3, "delete": 2, "make": 4}  # the highest number
 
 
 def killed_job(argv, rank, moment, number, after, noted):
@@ -325,7 +326,7 @@ def test_told_to_end_it_waits_for_what_it_writes(pool, tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
 
 
-def test_a_loss_that_is_none_does_not_cost_the_checkpoint_under_way(pool, tmp_path):
+def test_a_loss_of_nan_does_not_cost_the_checkpoint_under_way(pool, tmp_path):
     from test_step08 import nan_job
     argv = flags(pool, "dense-2", f"--checkpoint {tmp_path} --save_every 2 --async_save").split()
     pool.call(late_job, STEP, world=2, argv=argv, job=nan_job, at=2)

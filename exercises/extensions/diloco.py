@@ -22,7 +22,7 @@ shards. Simulated on H100s, with a link for each GPU, in seconds per step of 128
 | 1 Gbit/s | 14.6 | 8.27 | 1.53 | 0.93 |
 
 (A step that ends in a meeting is simulated; for H steps, its wait for the other island, `between`, is divided by H. Without
---islands, it is the first column.)
+--islands, the command simulates the first column.)
 
 Loss on 256 sequences after 100 steps of tiny, 64 tokens, two islands of one rank: data parallelism 2.68; islands that move to their
 mean 2.68 (H = 1), 2.74 (50); with the default outer step 2.94 (1), 2.96 (10), 2.79 (50).
@@ -52,8 +52,8 @@ def parameters(layers):
 # ------------------------------------------------------------------------------------- what it must be equal to
 @pytest.mark.parametrize("world, islands", [(2, 2), (4, 2), (3, 3)])
 def test_meeting_after_every_step_of_gradient_descent_is_data_parallelism(pool, world, islands):
-    """Check with SGD, where the mean of weights one gradient away is one mean gradient away. With AdamW it is not: it divides by a
-    root."""
+    """Check with SGD: if each island moves by its own gradient, the mean of their weights moves by the mean gradient. This is not
+    true of AdamW, which divides by a root."""
     flags = f"{observe.case(pool, 'dense-2')} {EXACT} --micro_batch_size 2 --grad_clip 0"
     one = pool.reference(ONE, flags, "sgd")
     apart = f"{flags} --islands {islands} --inner_steps 1 {MEAN}"

@@ -32,7 +32,7 @@ def write_tokens(folder, length, mean, vocab=61):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Make sequences of 32 tokens that contain documents of 1 to 30 tokens."""
+    """Make sequences of 32 tokens that contain documents of 1 to 31 tokens."""
     folder = tmp_path_factory.mktemp("documents")
     return (f"{cases.make(folder, **cases.shape('dense-2'))} {write_tokens(folder, 32 * 64 + 1, 7)} --seq_len 32 "
             "--global_batch_size 8 --dtype float64")
@@ -204,7 +204,7 @@ def count(pool, folder, seq_len, cp, mode, mean, steps):
 
 @pytest.mark.parametrize("mode, at_least, at_most", [("ring", 1.5, 4), ("zigzag", 1.2, 4), ("striped", 1, 1.02)])
 def test_documents_unbalance_zigzag_and_not_striped(pool, tmp_path, mode, at_least, at_most):
-    """Check the README's table on a small scale: 1,024 tokens on 4 ranks, documents of 64."""
+    """Check on a small scale what the README says of the balance: 1,024 tokens on 4 ranks, documents of 64."""
     pairs, slowest, by_hop, _ = count(pool, tmp_path, 1024, 4, mode, 64, 6)
     ends = np.load(tmp_path / "64/tokens.npy")[:-1].reshape(6, 1024) == END
     lengths = np.concatenate([np.diff(np.flatnonzero([1, *row[:-1], 1])) for row in ends])

@@ -150,8 +150,8 @@ def test_a_pipeline_sends_activations_there_and_nothing_back(pool, flags):
 
 @pytest.mark.parametrize("more, gathered", [("--pp 2 --micro_batch_size 3", "once"), ("--micro_batch_size 2", "often")])
 def test_zero_3_gathers_and_gives_back(pool, flags, more, gathered):
-    """Expect one gather in a pipeline. Without one, expect one per micro-batch, but only one in all for the last block and the
-    head."""
+    """Expect one gather with a pipeline. Without a pipeline, expect one per micro-batch, but only one in all for the last block and
+    the head."""
     model = cases.shape("dense-3")
     layer = cases.HIDDEN * (2 * 48 + 2 * 24 + 3 * cases.MLP + 2)
     ends = model["vocab_size"] * cases.HIDDEN

@@ -3,13 +3,14 @@
 Softmax lets every token look at every earlier one, so a rank has to see the keys and values of all other ranks. A gated linear
 layer keeps only one matrix per head of the past, the state. Each token fades the state by a gate and adds its key times its value.
 By hand, with numbers instead of matrices and a gate of 1/2: put tokens 4, 2 on rank 0 and 6, 8 on rank 1. Rank 0 ends with 2 + 4/2
-= 4. Rank 1 starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens are the
-map S -> S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank computes what reaches it: rank 1 gets 4, and the end is
-12.
+= 4. Rank 1 starts from 0 and ends with 8 + 6/2 = 11; whatever state reaches it will have been halved twice, so its tokens act as
+the map S -> S/4 + 11. From these two pairs, (1/4, 4) and (1/4, 11), each rank computes what reaches it: rank 1 gets 4, and the end
+is 12.
 
 Ranks all-gather one pair each, and in backward the gradients of the pairs are reduce-scattered. With zigzag, a rank has an early
-and a late run of tokens, so two pairs. The first rank needs nobody's pair, but others need its gradient, so it must join in
-backward, too: otherwise they wait for ever. --softmax_every 4 has three linear layers for each layer with softmax.
+and a late run of tokens, so two pairs. With one run per rank, the first rank needs nobody's pair. So autograd would skip its part
+in the reduce-scatter, and the others would wait for ever. Therefore its state is made to depend on all pairs, too. --softmax_every
+4 has three linear layers for each layer with softmax.
 
 Payload per step of llama-1b, with 16,384 tokens on cp 8: the ring sends 2,013,265,920 bytes on each rank. With linear layers alone,
 the formula says 134,250,496 bytes gathered and as many reduce-scattered, at any length; half of that with one run per rank

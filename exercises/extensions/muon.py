@@ -11,8 +11,8 @@ STEP, MUON = "step03_zero", "--optimizer muon --dtype float64"
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Return the flags of a run on a model of that many layers. Shards end inside matrices; for three and four ranks, units are
-    padded."""
+    """Return a function that makes a model of so many layers, and returns the flags of a run on it. Shards end inside matrices; on
+    three ranks, units are padded."""
     made = {}
 
     def of(layers):

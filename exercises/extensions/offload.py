@@ -176,8 +176,8 @@ def test_bytes_that_cross_and_that_stay(pool, dtype, stage, dp, shard):
 
 # ------------------------------------------------------------------------------------- while what computes
 def events_job(argv):
-    """Train. Return what the second step does, in order: "forward 1" is that unit 1 begins, "backward 1" that its last gradient is
-    there; "to host 1" and "to device 1" are that a copy starts."""
+    """Train. Return what each step does, in order: "forward 1" when unit 1 begins, "backward 1" when its last gradient is there,
+    "to host 1" and "to device 1" when a copy starts."""
     import cpu_offload
     import train
     import zero
@@ -344,7 +344,7 @@ def test_what_the_break_does_on_a_gpu(pool):
     assert relative(run.losses[0], one.losses[0]) < 1e-9 > relative(run.grad_norms[0], one.grad_norms[0])
     assert all(relative(ours, right) < 0.01 for ours, right in zip(run.losses, one.losses))
     with pytest.raises(AssertionError):
-        assert_same_run(run, one, 1e-9)                   # one process sees this race, too, if it happens
+        assert_same_run(run, one, 1e-9)                   # comparing with one process shows this race, too, when it happens
 
 
 # ------------------------------------------------------------------------------------- seconds, simulated

@@ -11,8 +11,8 @@ rectangles are, and then every rank knows who sends what to whom. Among replicas
 gloo's sends wait for their receives, so all those of a layer start in one batch.
 
 A rank remembers what it sent. From then on, a bfloat16 number whose bits have changed takes six bytes, four of them for its
-position. In the second step of tiny (4 ranks, `--pp 2 --zero 3 --infer_tp 2 --ledger`), rank 0 sends this much of its 313,344
-bytes:
+position. In the second step of tiny (4 ranks, `--dtype bfloat16 --pp 2 --zero 3 --infer_tp 2 --ledger`), rank 0 sends this much
+of its 313,344 bytes:
 
 | --lr | 1e-3 | 1e-4 | 1e-5 | 1e-6 |
 |---|---|---|---|---|
@@ -20,7 +20,7 @@ bytes:
 
 The cost is a second copy of a rank's weights, to compare with, and an exchange of sizes per layer that the host waits for. For
 llama-8b in bfloat16 on two machines of 8 H100s, gathering makes each rank receive 15.06 GB, in a simulated 0.049 s. Point to point,
-this table has the most that any rank receives, and the simulated seconds of the transfers alone
+this table has the most that any rank receives, and the simulated seconds of the exchanges of sizes and of the transfers
 (PYTHONPATH=tools:tests/support:tests python exercises/extensions/reshard.py):
 
 | training | engines | GB | seconds |

@@ -85,7 +85,7 @@ def test_trains_as_one_process(pool, world, shape, flags):
                                                             (2, "float32", "sgd", "--ep 2 --micro_batch_size 4"),
                                                             (2, "bfloat16", "adamw", "--ep 2 --micro_batch_size 4 --zero 1")])
 def test_sums_of_gradients_and_dtypes(pool, world, dtype, optimizer, flags):
-    """Compare with SGD, if it is exact, the sums of the gradients: AdamW would hide a factor."""
+    """Compare the sums of the gradients, with SGD except in bfloat16: AdamW would hide a factor."""
     check(pool, Layout(STEP, world, "top2-2", optimizer, f"--dtype {dtype} --recompute none {flags} --balance bias --two_batches"))
 
 
@@ -122,7 +122,7 @@ def exposed(pool, flags):
 
 @pytest.mark.parametrize("flags, share", [("--recompute none", 1 / 32), ("--recompute full", 1 / 4), ("--zero 3", 1 / 4)])
 def test_rows_travel_while_the_other_half_is_computed(pool, flags, share):
-    """Expect exposed: half B's way back, of every layer if layers must be complete, and else of the last layer alone."""
+    """Check that only half B's way back is exposed: in every layer if layers must be complete, otherwise in the last one alone."""
     assert exposed(pool, f"{flags} --two_batches") == pytest.approx(share * exposed(pool, flags), rel=0.15)
 
 
@@ -152,7 +152,7 @@ def test_one_process_sees_a_shared_routing(pool):
 
 
 def wait_at_once():
-    """Plant the mistake: who starts a transfer waits for it."""
+    """Plant the mistake: wait for a transfer where it starts."""
     import expert_parallel
     start = expert_parallel.Transfer.start
 

@@ -189,7 +189,7 @@ def test_trains_as_transformers(pool, tmp_path, family, kind, world, more):
 # ------------------------------------------------------------------------------------- the blocks
 def blocks_job(cases):
     """Return for each (length, window, cp) how many blocks contain each pair of a query and a key, and for each rank how many
-    scores that it computes."""
+    scores it computes."""
     from sliding_window import visible
     found = []
     for length, window, cp in cases:
@@ -309,7 +309,7 @@ def probe(pool, world, more, at=18, broken=False):
     (1, ""), (2, "--cp 2 --cp_mode halo"), (8, "--cp 8 --cp_mode halo"), (4, "--cp 2 --tp 2 --sp off --cp_mode halo"),
     (2, "--cp 2 --cp_mode ulysses")])
 def test_a_token_reaches_as_far_as_windows_let_it(pool, world, more):
-    """Check that in two layers a token changes itself and the outputs of the next 2 (window - 1)."""
+    """Check that in two layers a token changes its own output and those of the next 2 (window - 1) tokens."""
     assert probe(pool, world, more) == list(range(18, 18 + 1 + 2 * 3))
     assert probe(pool, world, more, at=31) == [31]        # rank 0 does not look at what it receives
 

@@ -170,7 +170,7 @@ def flash_kernel(q, k, v, out, lse, seq, keys, scale, HEAD: tl.constexpr, TILE: 
         scores = tl.where(seen, scores, float("-inf"))
         now = tl.maximum(largest, tl.max(scores, axis=1))
         power = tl.exp(scores - now[:, None])
-        shrink = tl.exp(largest - now)                                        # what was summed, seen from the new largest
+        shrink = tl.exp(largest - now)                                        # rescales the sums to the new largest score
         their_v = tl.load(v + theirs, mask=key[:, None] < keys, other=0.0)
         total = total * shrink + tl.sum(power, axis=1)
         sum_of_v = sum_of_v * shrink[:, None] + tl.dot(power, their_v, input_precision="ieee")

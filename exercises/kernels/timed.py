@@ -2,8 +2,8 @@
 
     python exercises/kernels/timed.py              # prints the table of README.md
 
-Apart from those of attention, tensors are larger than the L2 cache, so numbers come from global memory. All are float32, and so are
-the products.
+Apart from those of attention, inputs and outputs are larger than the L2 cache (small tables and weights aside), so their numbers
+come from global memory. All are float32, and so are the products.
 """
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """What a difference looks like, and what it usually means: the one table of causes. docs/rounding.md shows it
 (python tools/prove/causes.py prints it).
 
-The order is that of a training step: what is wrong first is what counts.
+The causes are in the order of a training step, because the first difference is the one to explain.
 """
 from typing import NamedTuple
 
@@ -21,15 +21,15 @@ CAUSES = {
         "it is summed over ranks that all hold the same value, or divided by the wrong count. The training is right"),
     "log of something else": Cause(
         "the logged loss alone, by no factor",
-        "the log shows another number than the one backward starts from. The training is right"),
+        "the log shows a different number from the one that backward starts from. The training is right"),
     "loss times a factor": Cause(
         "the loss and all gradients times the same factor",
         "it is divided by a rank's or a micro-batch's own count, or means are summed"),
     "other data": Cause(
         "the loss and the gradients: those of a batch in which some sequences count more than once, others less or not at all",
-        "ranks read the same data, or somebody's is left out"),
+        "ranks read the same data, or the data of one rank is left out"),
     "mean of means": Cause(
-        "the loss and the gradients: those of a batch in which a target counts for more, the fewer share its micro-batch or rank",
+        "the loss and the gradients: those of a batch in which a target counts for more if fewer share its micro-batch or rank",
         "each rank or micro-batch divides by its own number of targets; divide by that of the global batch"),
     "old weights": Cause(
         "the loss and the gradients: those of the weights before the last update",
@@ -45,7 +45,7 @@ CAUSES = {
         "each rank has a partial sum, which an all-reduce or a reduce-scatter has to add up"),
     "other weights": Cause(
         "the loss; on some ranks a module gets the right input, and every row of its output is wrong",
-        "there it computes with other weights than the optimizer updated: gathered too early, or not at all"),
+        "there it computes with weights other than the updated ones: they were gathered too early, or not at all"),
     "forward": Cause(
         "the loss; activations are right up to a module, and wrong from there on",
         "look there. Embedding: rows that another rank holds. Attention: positions, mask, keys of other ranks"),
@@ -75,7 +75,7 @@ CAUSES = {
         "gradients are zero",
         "they are never computed, or zeroed before the optimizer sees them"),
     "low precision": Cause(
-        "gradients or weights: their digits all fit into bfloat16 or float32, and those of the right ones do not",
+        "gradients or weights: their digits all fit into bfloat16, float16 or float32, and those of the right ones do not",
         "they are reduced or kept in that precision"),
     "others' gradients": Cause(
         "a gradient is the sum of those of different parts of the parameter",
@@ -111,15 +111,15 @@ CAUSES = {
         "they are not in the optimizer, or not gathered after the update"),
     "weights drift": Cause(
         "the weights alone: copies of a weight differ between ranks, though their gradients are alike",
-        "some ranks update otherwise: with another learning rate, clipping, or states of their own"),
+        "some ranks update differently: with another learning rate, other clipping, or optimizer states of their own"),
     "decay": Cause(
         "the weights alone: off by a multiple of themselves",
-        "weight decay is applied to other parameters"),
+        "weight decay has another coefficient, or is applied to the wrong parameters"),
     "update times a factor": Cause(
         "the weights alone: they have moved c times as far as they should",
         "another learning rate, or the clipping uses another norm"),
     "update": Cause(
-        "the weights alone, otherwise",
+        "the weights alone, in any other way",
         "the update itself: clipping by another norm, states of the optimizer, or weights that are not gathered"),
     # ------------------------------------------------------------------------------------------- the start
     "copies at the start": Cause(
