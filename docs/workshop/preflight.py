@@ -28,7 +28,7 @@ def output(*command):
 # Each check returns the cure, or None.
 def system(gpus):
     if sys.platform not in ("linux", "darwin"):
-        return "this is %s: install WSL2 (wsl --install, as administrator) and begin again there" % sys.platform
+        return "this is %s: install WSL2 (wsl --install, as administrator) and begin there" % sys.platform
 
 
 def shell(gpus):
