@@ -74,11 +74,14 @@ def tokenize(args):
 
     def encode(batch):
         if not all(isinstance(text, str) for text in batch[column]):
-            fail(f"--dataset {args.dataset}: a document in column {column!r} is not a text")
+            raise ValueError(f"a document in column {column!r} is not a text")
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
         return {"tokens": np.concatenate([np.array([*row, end], dtype=np.uint32) for row in rows])}
     key = Hasher.hash((documents._fingerprint, column, tokenizer.backend_tokenizer.to_str(), end))
-    rows = documents.map(encode, batched=True, remove_columns=columns, new_fingerprint=key)
+    try:
+        rows = documents.map(encode, batched=True, remove_columns=columns, new_fingerprint=key)
+    except ValueError as error:
+        fail(f"--dataset {args.dataset}: {error}")
     return rows.with_format("numpy")["tokens"]
 
 

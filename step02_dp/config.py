@@ -188,7 +188,7 @@ def from_hugging_face(hf_config):
     values["rope_theta"] = rope["rope_theta"]
     for ours, value in {**values, **(scaling or {})}.items():
         kind = ModelConfig.__annotations__.get(ours, float)
-        if not (isinstance(value, (int, kind)) and value > 0):
+        if not (isinstance(value, (int, kind)) and 0 < value < float("inf")):
             raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__}")
     return ModelConfig(**values, rope_scaling=scaling, family=hf_config.model_type)
 

@@ -245,7 +245,7 @@ def from_hugging_face(hf_config):
     values["rope_theta"] = rope["rope_theta"]
     for ours, value in {**values, **(scaling or {})}.items():
         kind = ModelConfig.__annotations__.get(ours, float)
-        if not (isinstance(value, (int, kind)) and value > 0):
+        if not (isinstance(value, (int, kind)) and 0 < value < float("inf")):
             raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__}")
     return ModelConfig(**values, rope_scaling=scaling, family=hf_config.model_type)
 
@@ -347,7 +347,8 @@ def check_experts(args, config):
     if args.ep > 1 and not experts:
         fail(f"--ep {args.ep}: --model {args.model} has no experts; use --model tiny-moe")
     if config.num_experts_per_tok > experts:
-        fail(f"--model {args.model}: num_experts_per_tok must be at most num_local_experts {experts}")
+        fail(f"--model {args.model}: num_experts_per_tok {config.num_experts_per_tok} must be at most "
+             f"num_local_experts {experts}")
     if experts % args.ep:
         fail(f"--ep {args.ep}: must divide num_local_experts {experts}; "
              f"choose from {divisors(math.gcd(ranks, experts))}")

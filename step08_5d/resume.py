@@ -301,12 +301,13 @@ def log_size_to_keep(name, args):
     """Return how many bytes of a log a resumed run keeps: the lines of the steps already done."""
     size = 0
     with open(name, "rb") as log:
-        for line in log:
+        for number, line in enumerate(log, 1):
             try:
                 # a killed run may have left half a line
                 if not line.endswith(b"\n") or json.loads(line)["step"] >= args.first_step:
                     break
             except (ValueError, LookupError, TypeError):
-                fail(f"--log_file {name}: a line of it is not from a training log; choose another name")
+                fail(f"--log_file {name}: line {number} is not from a training log; remove it, or choose "
+                     "another name")
             size += len(line)
     return size

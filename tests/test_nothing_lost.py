@@ -339,7 +339,7 @@ def test_a_log_with_a_foreign_line_is_not_cut(pool, tmp_path, foreign):
     pool.call(main_job, LAST, argv=f"{argv} --steps 1".split())
     text = (tmp_path / "log").read_text() + foreign + "\n"
     (tmp_path / "log").write_text(text)
-    assert "is not from a training log" in refused(pool, LAST, f"{argv} --steps 2 --resume")
+    assert "line 2 is not from a training log" in refused(pool, LAST, f"{argv} --steps 2 --resume")
     assert (tmp_path / "log").read_text() == text
 
 

@@ -509,9 +509,8 @@ def bad_inputs(folder):
     write_config(folder / "yarn", rope_scaling=dict(rope_type="yarn", factor=2.0))
     write_config(folder / "bias", attention_bias=True)
     write_config(folder / "heads", num_attention_heads=8, num_key_value_heads=3)
-    write_config(folder / "odd", head_dim=7)
     write_config(folder / "theta", rope_theta=0)
-    write_config(folder / "eps", rms_norm_eps=-1.0)
+    write_config(folder / "eps", rms_norm_eps=float("inf"))
     write_config(folder / "factor", rope_scaling=dict(rope_type="llama3", factor=0, low_freq_factor=1.0, high_freq_factor=4.0,
                                                       original_max_position_embeddings=8192))
     (folder / "broken").mkdir()
@@ -534,9 +533,8 @@ def bad_inputs(folder):
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
-        f"--model {folder}/odd": "not found or unsupported (",
         f"--model {folder}/theta": "rope_theta is 0, not a positive float",
-        f"--model {folder}/eps": "rms_norm_eps is -1.0, not a positive float",
+        f"--model {folder}/eps": "rms_norm_eps is inf, not a positive float",
         f"--model {folder}/factor": "factor is 0, not a positive float",
         f"--model {folder}/broken": "is not a valid JSON file",
         f"--init_from {folder}/empty": "not found or corrupt (",

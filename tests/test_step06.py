@@ -470,6 +470,8 @@ def test_it_shows_a_schedule(tmp_path):
     assert status == 0, output
     assert "rank 2 |           F0   I0   F1   I1   F2   I2   W0   F3   I3   W1   W2   W3" in output
     assert (tmp_path / "schedule.png").stat().st_size > 1000
+    status, output = run([*command, "--micro_batches", "5000"], tmp_path, 300)
+    assert status == 2 and "--micro_batches 5000: too many to draw" in output, output
 
 
 @slow

@@ -525,7 +525,7 @@ def test_the_log_has_a_balance_where_there_are_experts(pool, tmp_path, shape, ha
     ("moe", 2, "--balance both", "invalid choice: 'both'"),
     ("dense", 2, "--ep 2", "has no experts"),
     ("sliding", 1, "", "sliding_window is 64; only None is supported"),
-    ("greedy", 1, "", "num_experts_per_tok must be at most num_local_experts 8")])
+    ("greedy", 1, "", "num_experts_per_tok 9 must be at most num_local_experts 8")])
 def test_bad_layouts_are_refused(pool, tmp_path, model, world, more, message):
     shape = dict(moe=MOE, dense=SHAPE, sliding=MOE | dict(sliding_window=64), greedy=MOE | dict(num_experts_per_tok=9))[model]
     assert_refused(pool, STEP, world, f"{cases.make(tmp_path, **shape)} --micro_batch_size 1 {more}", message)

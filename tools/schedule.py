@@ -108,9 +108,9 @@ def main():
     least = row.min_micro_batches(max(1, args.pp))
     if args.pp < 1 or args.micro_batches < least:
         refuse(f"--pp {args.pp}, --micro_batches {args.micro_batches}: must be at least 1, and at least {least}")
-    if args.pp * stages * args.micro_batches > 10**4:
-        refuse(f"--pp {args.pp}, --micro_batches {args.micro_batches}: too many to draw; "
-               "pp x stages_per_rank x micro_batches can be 10,000 at most")
+    if args.pp * stages * args.micro_batches > 5000:
+        refuse(f"--pp {args.pp}, --stages_per_rank {stages}, --micro_batches {args.micro_batches}: too many to draw; "
+               "their product can be 5,000 at most")
     schedule = schedules.make(args.schedule, args.pp, args.micro_batches, stages)
     events = schedules.simulate(schedule)
     print(text(events))

@@ -336,7 +336,7 @@ def test_a_sink_in_every_block_is_silent_and_comparing_with_one_process_shows_it
     ("mistral", 5, "", "--cp_mode zigzag: "), ("granite", 5, "--cp_mode ring", "choose from halo, ulysses"),
     ("llama", None, "--cp_mode halo", "whose sliding_window is None; choose from zigzag, ring, allgather, ulysses"),
     ("mistral", 5, "--cp_mode ulysses --attention flash", "--attention flash: "),
-    ("mistral", 0, "--cp_mode halo", "sliding_window is 0; it must be a positive integer"),
+    ("mistral", 0, "--cp_mode halo", "sliding_window is 0, not a positive int"),
     ("llama", 5, "--cp_mode halo", "sliding_window is 5; only None is supported")])
 def test_refused(pool, family, window, more, message):
     assert_refused(pool, STEP, 2, f"{flags(pool, family, window)} --micro_batch_size 6 --cp 2 {more}", message)

@@ -560,7 +560,7 @@ CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("new
     index_of(candidates[-1])) if candidates else None.""")
 def test_where_to_resume(pool, tmp_path):
     """Write `lock(file, flag)`. It locks an open file with fcntl.flock, without waiting. It calls fail(message) if another run has
-    locked the file; if locks are not supported (any other OSError) it says so, with `print0`, and returns. Both messages begin with
+    locked the file; if locks are not supported (any other OSError) it says so, with `print0`, and returns. Both messages name
     `flag`. Write `Checkpoints.choose()`, which all ranks call; its decorator makes all of them exit if fail is called on rank 0. It
     returns None on all ranks but rank 0, which does this: open the file .lock in the directory self.args.checkpoint without
     changing its text, lock it, and keep it open in self.lock_file; delete what killed runs have left (the checkpoints with the
