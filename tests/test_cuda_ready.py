@@ -256,7 +256,7 @@ def test_who_watches_does_not_end_compiling(pool, tmp_path, step, more, eager):
 
 @slow
 def test_twelve_layers_are_compiled_once(pool, tmp_path):
-    """Check that layers are not compiled one by one: from the eighth on, PyTorch would give up and say so only in a log that
+    """Check that layers are not compiled one by one: from the ninth on, PyTorch would give up and say so only in a log that
     nobody reads."""
     flags = f"{cases.make(tmp_path, num_hidden_layers=12)} --steps 2 --micro_batch_size 6 --compile"
     pool.call(many_layers_job, STEP, argv=flags.split())

@@ -334,7 +334,7 @@ def test_a_full_disk_ends_a_checkpoint_in_a_line(pool, tmp_path):
 
 @pytest.mark.parametrize("foreign", ["my notes", '{"step": "one"}', "{}", "[]"])
 def test_a_log_with_a_foreign_line_is_not_cut(pool, tmp_path, foreign):
-    """Cutting the log there, as at the half line of a killed run, would lose the foreign line and those after it."""
+    """Check that the log is not cut there, as it is at the half line of a killed run: the lines from there on would be lost."""
     argv = f"{TINY} --checkpoint {tmp_path / 'run'} --log_file {tmp_path / 'log'}"
     pool.call(main_job, LAST, argv=f"{argv} --steps 1".split())
     text = (tmp_path / "log").read_text() + foreign + "\n"

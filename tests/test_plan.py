@@ -173,7 +173,7 @@ def test_memory_is_that_of_an_h200(model, wide, peak):
     ("dp=8,zero=3,recompute=selective", "h100", 0.1), ("tp=2,zero=1,acc=4", "a100", 0.1), ("tp=2,pp=2,zero=1,acc=4", "h100", 0.1),
     ("cp=4,zero=1", "h100", 0.1), ("zero=0,acc=2", "a100", 0.1)])
 def test_its_seconds_are_the_simulators(pool, tmp_path, layout, gpu, limit):
-    """Compare for a layout of 8 GPUs. Both use the same facts and differ only in how they add up waits."""
+    """Compare with the simulator, for a layout of 8 GPUs. Both use the same facts and differ only in how they add up waits."""
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES["dense"], "hidden_size": 4096, "intermediate_size": 14336}))
     c, cluster = models.load(str(tmp_path)), speed.Cluster(8, speed.GPUS[gpu])
     l = plan.parse_config(layout, c, cluster, 8192, 8)
@@ -528,7 +528,8 @@ def test_the_bubble_is_the_simulators():
 
 
 def test_a_stages_times_are_its_shape():
-    """Check that W has no attention and forward two sevenths of it, and that full recomputation adds a forward pass."""
+    """Check that attention's backward has 5/2 of its forward's FLOPs, at its own share of the peak, and that full
+    recomputation adds a forward pass."""
     c, cluster = models.PRESETS["llama-8b"], speed.Cluster(8)
     plain, again = (speed.Times(c, Layout(recompute=mode), cluster, speed.USUAL) for mode in ("none", "full"))
     down = 4096 * 14336 / (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)         # not recomputed, as nobody needs its output

@@ -475,7 +475,8 @@ def both_job(argv):
 
 @pytest.mark.parametrize("flags", ["--zero 2", "--zero 3 --recompute full"])
 def test_memory_is_what_another_watcher_sees(pool, flags):
-    """tools/memory.py counts again after each operation; live_storages learns from weak references when a storage is freed."""
+    """Compare tools/memory.py, which counts again after each operation, with live_storages, which learns from weak references when
+    a storage is freed."""
     argv = f"{flags} --dtype bfloat16 --steps 2 --seq_len 64 --global_batch_size 4 --micro_batch_size 1".split()
     for (last, peak), (other_last, other_peak) in pool.call(both_job, NAMES[2], world=2, argv=argv):
         assert last[:3] == other_last[:3] and min(last[:3]) > 0

@@ -150,8 +150,8 @@ def leave_out(rows, start):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="print the tables of the READMEs that need no fit")
-    parser.add_argument("--out", help="write the predictions of each number of nodes by the others' constants to this CSV file")
-    parser.add_argument("--readme", action="store_true", help="write the tables of the planner's README, all of them")
+    parser.add_argument("--out", help="write to this CSV file what constants fitted without a run's number of nodes predict for it")
+    parser.add_argument("--readme", action="store_true", help="write the measured tables of the planner's README and docs/proof.md")
     args = parser.parse_args()
     rows = load()
     if args.readme:
@@ -160,7 +160,7 @@ def main():
         return print("\n".join([*best_runs(rows), "", *changes(rows), "", *published_table(), "", *plans()]))
     whole = fit_all(rows)
     time, memory = map(rounded, whole[:2])
-    print("speed.py's USABLE =", whole[2])
+    print("gpus.py's USABLE =", whole[2], "/ 80")
     print("nanotron.json:\n" + json.dumps(dict(time=time, memory=memory), indent=1))
     folds = leave_out(rows, whole)
     held_out = [row for nodes in NODES for row in predictions([row for row in rows if int(row["nodes"]) == nodes], folds[nodes])]

@@ -153,7 +153,7 @@ TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each 
 
 
 def unseen(kept):
-    """Print a row for each run, then the errors by kind of layout and by source; and once more of all runs as if their trainers did
+    """Print a row for each run, then the errors by kind of layout and by source; and once more those of all runs, predicted without
     what no flag of the tools can say."""
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
     print("| run | published | simulated | planned | four of five |\n|---|---|---|---|---|")

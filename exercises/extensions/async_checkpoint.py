@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: the files hold the state at the time of the save, though training goes on; a kill loses nothing.
+"""Asynchronous checkpoints: files hold the state at the time of the save, though training goes on; a kill costs no complete one.
 
     python exercises/extend.py async_checkpoint
     EXERCISE=8=exercise/async_checkpoint PYTHONPATH=tools:tests/support:tests \\
@@ -70,8 +70,8 @@ def states(folder):
 # ------------------------------------------------------------------------------------- jobs
 @contextlib.contextmanager
 def late(more=0):
-    """Delay the start of each file until the weights have changed (by one update and `more`), or until the main thread waits. Yield
-    the list of how many updates late each file was."""
+    """Delay the start of each file until the weights have changed (by one update plus `more`), or until the main thread waits.
+    Yield the list of how many updates late each file was."""
     from async_save import Snapshot
     from optimizer import Optimizer
     from resume import Checkpoints
@@ -111,8 +111,8 @@ def late_job(argv, job=main_job, forget=False, uneven=False, **more):
 
 
 def silent_job(argv):
-    """Return for each file whether a thread writes it; and of these threads the collectives, of which there should be none, and the
-    number of operations."""
+    """Return for each file whether a thread other than the main one writes it. Return also the collectives that these threads call,
+    of which there should be none, and how many operations they run."""
     import async_save
     import train
     from operations import Recorder

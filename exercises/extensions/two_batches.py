@@ -31,7 +31,7 @@ Kernels take back part of the hidden time: halves have smaller products, and in 
 half of it over NVLink and less over a network. Between nodes that costs a quarter of what was hidden, inside a node most of it. So
 inside a node there is little to gain.
 
-**The breaks.** If MoE kept its routing on the module, half B's would overwrite half A's, and A's results would go to wrong tokens.
+**The breaks.** If MoE kept its routing on the module, B's would overwrite A's, and A's results would go to the wrong tokens.
 Nothing fails, and after 60 steps the loss is 2.82 instead of 2.67. A comparison with one process shows it in the first loss, 5.80
 instead of 5.77. Another mistake passes even that: to wait where a transfer starts. All numbers are right, and nothing overlaps.
 Only the waits of a run that is played back show it.

@@ -16,7 +16,7 @@ Models are transformers' `mistral` (windows) and `granite_swa` (also sinks; here
 Layers without a window, which gpt-oss has as well, would prefer zigzag; they are left out.
 
 **Break it.** If context parallelism brings a causal attention of its own, windows and sinks are lost without an error. With cp 2,
-the loss of `tiny-window` is then 2.703 instead of 2.684 after 60 steps, and after 120 even better: 2.399 instead of 2.511. To see
+the loss of `tiny-window` is then 2.703 instead of 2.684 after 60 steps, and after 120 even too low: 2.399 instead of 2.511. To see
 it, change one token and list the outputs that change. In two layers with a window of 4, token 18 of 32 reaches 18 to 24; without
 the window, 18 to 31.
 
@@ -199,7 +199,7 @@ def blocks_job(cases):
             part = torch.zeros(length, halo + length, dtype=torch.int64)
             for queries, keys, causal in visible(rank * length, length, window, halo):
                 block = torch.ones(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.int64)
-                assert not causal or block.shape[0] == block.shape[1]              # kernels agree on the diagonal only of squares
+                assert not causal or block.shape[0] == block.shape[1]              # kernels agree on the diagonal only for squares
                 part[queries, keys] += {True: block.tril(), False: block, "reversed": block.triu()}[causal]
             scores.append(int(part.sum()))
             before = min(halo, rank * length)                                      # what a halo has of real tokens

@@ -181,7 +181,8 @@ def flops_per_token(c, seq_len, causal=False, embedding=True):
 def product_widths(c, l):
     """Return, in units of hidden, how many weights a layer's matrix products use for a token on a rank.
 
-    The four numbers are for attention's products but the last, for its last one, and the same two for the MLP.
+    The first number is for all of attention's products but the last, the second for that last one; the other two are the
+    same for the MLP.
     """
     *qkv, out = (inner * columns // c.hidden_size for inner, columns in attention_products(c, l))
     down = c.intermediate_size // l.tp * experts_met(c)

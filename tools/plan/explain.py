@@ -360,7 +360,7 @@ def hardware(question):
 
 
 def dry_run(c, model, l, more=""):
-    """Return the command of a dry run of the rank that needs most: in its stage the last of cp, which keeps most of the ring."""
+    """Return the command of a dry run of the rank that needs most: in its stage, the last of cp, which keeps the most in a ring."""
     rank = plan.fullest(c, l) * (l.gpus // l.pp) + (l.cp - 1) * l.tp
     return f"python tools/simulate 8 {l.gpus} --rank {rank} {more}{train_flags(model, l)}"
 

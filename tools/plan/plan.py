@@ -13,7 +13,7 @@ from trainer import SCHEDULES, Refused, fail
 
 RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
-# Peak memory is computed, not measured: costs.py's is below a dry run's by at most this share
+# Peak memory is computed, not measured: in most layouts, costs.py's is below a dry run's by at most this share
 MEMORY_ERROR = 0.03
 progress = dict(share=0.0)                                # of the current search: the page asks for it
 
@@ -61,7 +61,7 @@ def meshes(c, cluster, seq_len, **theirs):
 
 
 def batch_near(wanted, gpus):
-    """Return the batch, within a tenth of the one wanted, that most degrees of dp and micro-batches divide: a multiple of
+    """Return the batch, within a tenth of the one wanted, that the most degrees of dp and micro-batches divide: a multiple of
     the odd part of the GPUs, and of a large power of two."""
     odd = gpus // (gpus & -gpus)
     unit = 2 ** max(0, int(math.log2(wanted)) - 11)       # with very many sequences, do not try every number

@@ -1,6 +1,6 @@
 """Give the answer as a web page, from a server (--serve) or in a file that holds its answers (--html FILE). The page
-only draws. The server listens on this machine alone, and refuses requests that use another host name: a page of the
-internet whose name was pointed at 127.0.0.1 gets no answer.
+only draws. The server listens on this machine alone, and refuses requests that use another host name, so a web page
+whose host name was pointed at 127.0.0.1 (DNS rebinding) gets no answer.
 """
 import json
 import os

@@ -151,8 +151,8 @@ def idle_share(l, F, I, W):
 def simulated_idle(schedule, p, m, v, F, I, W):
     """Simulate a schedule and return its idle time, in units of F + I + W.
 
-    Long pipelines would take a search minutes. But idle time grows linearly with the ranks, if the micro-batches do,
-    so they are extrapolated from two short ones. Once a pipeline is full, more micro-batches add no idle time.
+    With long pipelines, a search would take minutes. But idle time grows linearly with the ranks, if the micro-batches do,
+    so it is extrapolated from two short pipelines. Once a pipeline is full, more micro-batches add no idle time.
     """
     per_rank = min(m / p, 3)
     if p <= 8:

@@ -1,7 +1,8 @@
 """Take from the trainer what the planner needs: its presets, its checks, its schedules and their simulation.
 
 config.py imports torch, for the names of its types and to look for a GPU, and that takes seconds. The planner
-needs neither, so this module executes config.py and schedules.py without their imports of torch and of each other.
+needs neither, so this module executes config.py and schedules.py without their imports of torch, of messages.py and of
+each other.
 """
 import ast
 from pathlib import Path

@@ -27,7 +27,7 @@ UNSEEN = ("cp", "ep", "experts", "ZeRO-2", *(name for name in SCHEDULES if name 
 PER_DOUBLING = dict(parameters=0.02, nodes=0.02, sequence=0.03)                    # beyond the sizes that the runs had
 RUNS = dict(parameters=(1e9, 4.7e11), nodes=(1, 2048), sequence=(2048, 8192))      # the sizes that they had: from, to
 
-# The layouts and GPUs that each trainer had in the runs of tests/data
+# The layouts and GPUs that count as measured for each trainer, from its runs in tests/data
 DID = dict(
     megatron=lambda l, gpu: gpu == "h100" and l.zero == 1 and l.recompute == "none",
     torchtitan=lambda l, gpu: gpu in simulated.TESTED and l.zero == 3 and l.pp == 1)

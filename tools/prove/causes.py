@@ -20,7 +20,7 @@ CAUSES = {
         "the logged loss alone, times a factor",
         "it is summed over ranks that all hold the same value, or divided by the wrong count. The training is right"),
     "log of something else": Cause(
-        "the logged loss alone, by no factor",
+        "the logged loss alone, by no simple factor",
         "the log shows a different number from the one that backward starts from. The training is right"),
     "loss times a factor": Cause(
         "the loss and all gradients times the same factor",
@@ -29,7 +29,7 @@ CAUSES = {
         "the loss and the gradients: those of a batch in which some sequences count more than once, others less or not at all",
         "ranks read the same data, or the data of one rank is left out"),
     "mean of means": Cause(
-        "the loss and the gradients: those of a batch in which a target counts for more if fewer share its micro-batch or rank",
+        "the loss and the gradients: those of a batch in which a target counts more if its micro-batch or rank has fewer targets",
         "each rank or micro-batch divides by its own number of targets; divide by that of the global batch"),
     "old weights": Cause(
         "the loss and the gradients: those of the weights before the last update",
@@ -53,8 +53,8 @@ CAUSES = {
         "the loss, though all activations are right",
         "targets (shifted within a rank's part?), or the sums inside the loss: its maximum, its count"),
     "loss": Cause(
-        "the loss, by no factor, and no activations to compare",
-        "positions, masks, targets, data, a partial sum; add modules() to the adapter, and it names a place"),
+        "the loss, by no simple factor, and no activations to compare",
+        "positions, masks, targets, data, a partial sum; add modules() to the adapter, and the tool names a place"),
     # ------------------------------------------------------------------------------------------- gradients
     "all gradients times a factor": Cause(
         "the gradients of all parameters, times a factor",
@@ -91,9 +91,9 @@ CAUSES = {
         "look at who sends these: an index, a chunk that was left out, or a buffer that was used again"),
     "backward": Cause(
         "gradients are right from the loss down to a module, and wrong from there on",
-        "look at the backward of what stands there: the reduction where a sharded region begins, or keys of other ranks"),
+        "look at the backward of that module: the reduction where a sharded region begins, or keys of other ranks"),
     "gradients": Cause(
-        "gradients are wrong, no multiple of the right ones",
+        "gradients are wrong, and not a multiple of the right ones",
         "no cause in this table. Look where backward computes the first wrong ones"),
     # ------------------------------------------------------------------------------------------- the norm
     "norm counts": Cause(
@@ -101,7 +101,7 @@ CAUSES = {
         "values that n ranks all hold are counted n times, or a shard is taken for a copy"),
     "norm of one rank": Cause(
         "the gradient norm alone: it is that of what one rank holds",
-        "the squares are not summed over the ranks, and each clips by its own"),
+        "the squares are not summed over the ranks, and each rank clips by a norm of its own"),
     "norm": Cause(
         "the gradient norm alone, by no such factor",
         "it is computed too early, or from something other than the gradients"),
