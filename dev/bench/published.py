@@ -33,7 +33,7 @@ from simulate import gpus                                  # noqa: E402
 from simulate.play import Player                          # noqa: E402
 from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
-GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
+GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66, 0.68, 0.70], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
             MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6])
 NAMES = dict(layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads", kv_heads="num_key_value_heads",
              head_dim="head_dim", intermediate="intermediate_size", vocab="vocab_size", experts="num_local_experts",
