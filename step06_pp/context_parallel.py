@@ -9,8 +9,8 @@ chooses how queries and keys come to the same rank:
                 keys than early ones, so this gives all ranks equal work (zhuzilin/ring-flash-attention).
     allgather   Ranks have the chunks of zigzag, and one all-gather brings each rank the keys and values of
                 all ranks (Llama 3, arXiv 2407.21783).
-    ulysses     An all-to-all gives each rank the whole sequence, but only some of the heads. After attention,
-                a second one restores the parts of the sequence (DeepSpeed Ulysses, arXiv 2309.14509).
+    ulysses     All-to-alls of q, k and v give each rank the whole sequence, but only some of the heads. After
+                attention, one more restores the parts of the sequence (DeepSpeed Ulysses, arXiv 2309.14509).
 
 In the first three modes a rank computes attention block by block. A block is a rank's queries with the keys
 of one rank. For each query, a flash kernel returns the output of the block and the log-sum-exp of its scores,

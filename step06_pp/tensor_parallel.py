@@ -10,8 +10,8 @@ its part of every product.
 
 (torch stores a linear's weight as [outputs, inputs]; Megatron says "column" because papers write x @ W.)
 Attention is split by heads, the MLP by its inner dimension. So from a column-parallel linear to the next
-row-parallel one, a rank computes on the whole sequence without communicating. Ranks communicate only where
-they enter such a region (Megatron's f) and where they leave it (g). --sp chooses how:
+row-parallel one, a rank has all tokens of its tp group and needs nothing from the group. The ranks of tp
+communicate only where they enter such a region (Megatron's f) and where they leave it (g). --sp chooses how:
 
                    entering a region                          leaving it
                    forward       backward                     forward          backward
@@ -36,9 +36,10 @@ from shards import Shard
 
 
 # --------------------------------------------------------------------- entering and leaving a region: f and g
-# Each of these four starts a collective and returns a function that waits for the result. So a caller can
-# compute in between; `all_gather(x, group)()` waits at once. Collectives split dimension 0, so a sequence in
-# dimension 1 costs a copy. (Megatron's activations are [seq, batch, hidden] and need none.)
+# Each of these four returns a function that returns the result. All but `identity` start a collective, and
+# their function waits for it. So a caller can compute in between; `all_gather(x, group)()` waits at once.
+# Collectives split dimension 0, so a sequence in dimension 1 costs a copy. (Megatron's activations are
+# [seq, batch, hidden] and need none.)
 
 def identity(x, group: ProcessGroup):
     return lambda: x
