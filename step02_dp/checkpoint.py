@@ -72,8 +72,8 @@ def save_checkpoint(model, config, args):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
     split = split_torch_state_dict_into_shards(params)
     for file, names in split.filename_to_tensors.items():
-        weights = {name: model.get_parameter(name).detach().cpu() for name in names}
-        save_file(weights, os.path.join(args.save, file), {"format": "pt"})
+        save_file({name: model.get_parameter(name).detach().cpu() for name in names},
+                  os.path.join(args.save, file), {"format": "pt"})
     to_hugging_face(config, args.dtype).save_pretrained(args.save)
     if split.is_sharded:
         with open(os.path.join(args.save, "model.safetensors.index.json"), "w") as file:

@@ -14,8 +14,8 @@ from messages import RANK, fail, print0
 from model import Llama
 
 # dense bfloat16, by a part of the name that torch.cuda.get_device_name() returns
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "A100": 312e12,
-              "B200": 2250e12}
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12,
+              "A100": 312e12, "GB200": 2500e12, "B200": 2250e12}
 
 
 def active_parameter_count(config):
