@@ -629,6 +629,7 @@ def test_commands():
     one = explain.command("llama-8b", Layout(dp=4, tp=2), speed.Cluster(8))
     assert one == ("torchrun --standalone --nproc_per_node 8 step08_5d/train.py --model llama-8b --seq_len 4096 "
                    "--global_batch_size 4 --micro_batch_size 1 --steps 1000 --lr 0.0003 --dp 4 --tp 2")
+    assert explain.command("llama-8b", Layout(dp=4, tp=2, wide=3), speed.Cluster(8)) == f"{one} --compile"
     words = shlex.split(explain.command("my models/70b", Layout(dp=8, tp=8, pp=8), speed.Cluster(512)))
     assert words[:8] == "sbatch --nodes 64 --ntasks-per-node 1 --gpus-per-node 8 --wrap".split() and len(words) == 9
     assert "--nnodes 64 --nproc_per_node 8 " in words[8] and "my models/70b" in shlex.split(words[8])

@@ -300,6 +300,7 @@ def commands(question, one):
     c, l, trainer = question.c, one.layout, question.constants["trainer"]
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
     not_it = [f"# this trainer's command, whose speed is not that of {ABOUT[trainer]}"] * (trainer != "this")
+    not_it += ["# this trainer multiplies in bfloat16: an extension of step 4 has float8"] * question.constants["float8"]
     return [*[f"# the trainer refuses this: {why}"] * bool(why), *not_it,
             "# " * bool(why) + command(question.model, l, question.cluster),
             "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))]
@@ -327,6 +328,7 @@ def train_flags(model, l, steps=1000, lr=3e-4):
             flags += [f"--{name}", getattr(l, name)]
     if SCHEDULES[l.schedule].or_more and l.pp > 1:
         flags += ["--stages_per_rank", l.virtual]
+    flags += ["--compile"] * (l.wide == 3)                # a compiled MLP saves three tensors
     return shlex.join(map(str, flags))
 
 
