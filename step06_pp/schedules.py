@@ -6,7 +6,7 @@ with four micro-batches, for example, rank 2 of 4 computes F0 F1 B0 F2 B1 F3 B2 
 
 Everything else follows from these lists: how many activations a rank keeps (`max_in_flight`), how long a step
 takes (`simulate`, `bubble`), which rank sends what to which, and when (`add_send_recv`).
-torch.distributed.pipelining works the same way. tools/schedule.py draws the lists.
+torch.distributed.pipelining uses such lists if ranks have several stages. tools/schedule.py draws ours.
 """
 from collections import Counter, deque
 from collections.abc import Callable
@@ -156,7 +156,7 @@ def bubble(events):
 def message_order(schedule):
     """Return all messages between ranks, in the order in which a simulation sends them.
 
-    NCCL runs the messages between two ranks one by one, and a send ends only when the other rank has
+    NCCL runs the messages between two ranks one by one, and a send may not end before the other rank has
     reached its receive. If all ranks post their messages in one common order, they cannot deadlock: the first
     message that has not ended can always be sent, because all that it depends on comes before it. This holds
     however long the messages take. The simulation lets each take 0.75: with 0, many would be sent at the same

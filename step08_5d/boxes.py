@@ -5,7 +5,7 @@
 tp and ep leave each rank one box of a tensor. ZeRO may then cut that box between any two elements, so a
 rank's shard may be several boxes: the rest of a row, whole rows, the beginning of a row.
 
-A checkpoint does not record how many ranks there were. When a rank loads, it looks at every saved box and
+A checkpoint need not record how many ranks there were. When a rank loads, it looks at every saved box and
 copies what overlaps with its own. So neither saving nor loading gathers tensors, and any layout can load what
 any other has saved.
 """

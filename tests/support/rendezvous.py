@@ -1,4 +1,5 @@
-"""A network without any buffer, like NCCL's, for the programs of schedules.py: a program that hangs on it may hang on a GPU.
+"""A network without any buffer, for the programs of schedules.py. NCCL's buffer holds only small messages, so a program that
+hangs here may hang on a GPU.
 
 `programs` has one list for each rank, of ("send", message, peer), ("receive", message, peer) and ("compute", action, None).
 """
