@@ -6,8 +6,7 @@ ifndef PYTHON
 PYTHON := .venv/bin/python
 VENV := .venv/requirements.txt
 endif
-PYTEST = $(PYTHON) -m pytest -q -c tests/pytest.ini --rootdir .
-TESTS ?= tests exercises/ladder
+PYTEST = $(PYTHON) -m pytest  # pyproject.toml has its options
 
 .PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
 .PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
@@ -75,10 +74,10 @@ CHECK_STEP = $(if $(STEP),@ls tests/test_step0$(STEP)*.py >/dev/null 2>&1 || { e
 unexport CHANGED BASE
 test: $(VENV)
 ifdef CHANGED
-	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) -m "not slow and not sweep" $$tests
+	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) $$tests
 else
 	$(CHECK_STEP)
-	$(PYTEST) $(if $(STEP),tests/test_step0$(STEP)*.py,-m "not slow and not sweep" $(TESTS))
+	$(PYTEST) $(if $(STEP),-m "not sweep" tests/test_step0$(STEP)*.py,$(TESTS))
 endif
 
 lint: $(VENV)

@@ -45,7 +45,7 @@ def touches(changed, test, texts):
     step, of_one_step = changed.split("/")[0], re.search(r"test_(?:step|ladder)(\d\d)", test)
     if step in NAMES and of_one_step:
         return step == NAMES[int(of_one_step[1]) - 1]
-    if test == "tests/test_steps.py" or changed in ("requirements.txt", "tests/pytest.ini"):      # test_steps.py reads every file
+    if test == "tests/test_steps.py" or changed in ("requirements.txt", "pyproject.toml"):      # test_steps.py reads every file
         return True
     everything = "\n".join(text for name, text in texts.items() if name != "tools/steps.py")
     folder = changed.rpartition("/")[0]

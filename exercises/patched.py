@@ -13,7 +13,6 @@ os.environ.setdefault("PATIENCE", "120")                  # seconds before a hun
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTAKES = ROOT / "exercises/mistakes"
-SETTINGS = ["-c", str(ROOT / "tests/pytest.ini"), "--rootdir", str(ROOT)]
 NO_LESSON = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "AttributeError")
 
 
@@ -65,7 +64,7 @@ def run_tests(tests, exercise=None, *options):
     os.environ["EXERCISE"] = "" if exercise is None else "{}={}".format(*exercise)
     with open(os.devnull, "w") as sys.stdout:
         try:
-            pytest.main([*SETTINGS, *tests, "-x", "-q", "-p", "no:cacheprovider", "-m", "not sweep", *options], plugins=[verdict])
+            pytest.main([*tests, "-x", "-p", "no:cacheprovider", "-m", "not sweep", *options], plugins=[verdict])
         finally:
             sys.stdout = printed
             del os.environ["EXERCISE"]

@@ -49,7 +49,7 @@ def test_a_changed_file_reaches_the_tests_that_depend_on_it(changed, wanted, oth
 @pytest.fixture
 def repository(tmp_path):
     """Make and commit a repository that has one module, two tests that import it, and one that does not."""
-    for name in ("Makefile", "dev/changed.py", "tools/steps.py", "tests/pytest.ini", ".gitignore"):
+    for name in ("Makefile", "dev/changed.py", "tools/steps.py", "pyproject.toml", ".gitignore"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "tests/support").mkdir()

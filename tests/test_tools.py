@@ -29,7 +29,7 @@ def small_repository(tmp_path):
     for name in ("tests", "tools", "dev", "exercises/mistakes", "exercises/ladder"):
         (folder / name).mkdir(parents=True)
     for name in ("Makefile", "tools/steps.py", "tools/diff.py", "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py",
-                 "tests/pytest.ini"):
+                 "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
         (folder / step).mkdir()
@@ -239,8 +239,7 @@ class Parts:                                              # as the Makefile's -m
             slow, sweep = (item.get_closest_marker(name) is not None for name in ("slow", "sweep"))
             print(f"collected {item.nodeid} of", "sweep" if sweep else "rest" if slow else "quick")
 
-raise SystemExit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-c", "tests/pytest.ini", "--rootdir", ".",
-                          "tests", "exercises/ladder"], plugins=[Parts()]))
+raise SystemExit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "-m", ""], plugins=[Parts()]))
 """
 
 
@@ -252,7 +251,7 @@ def test_the_parts_are_all_tests_and_none_twice():
     quick, rest, swept = ([name for name, part in every if part == wanted] for wanted in ("quick", "rest", "sweep"))
     assert quick and rest and swept
     makefile = (ROOT / "Makefile").read_text()
-    assert '-m "not slow and not sweep"' in makefile and '-m "slow and not sweep"' in makefile and "-m sweep" in makefile
+    assert '-m "slow and not sweep"' in makefile and "-m sweep" in makefile
     assert len(set(name for name, _ in every)) == len(every)
     for step in range(2, 9):                              # each step, and each of its dimensions above 1
         for name in layouts.QUICK[step]:

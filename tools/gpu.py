@@ -285,8 +285,7 @@ def tests(run, limit):
     heard, seen, said = run.out / "tests.jsonl", [], [time.monotonic()]
     heard.unlink(missing_ok=True)
     wanted = "not compile" + f" and {run.only}" * bool(run.only)      # compiling would take most of the time
-    command = [sys.executable, "-m", "pytest", "-q", "-c", "tests/pytest.ini", "--rootdir", ".", "-p", "gpu",
-               "-p", "no:cacheprovider", "-k", wanted, "tests/test_gpus.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "gpu", "-p", "no:cacheprovider", "-k", wanted, "tests/test_gpus.py"]
     env = run.env | dict(GPU_TESTS_ON=run.device, GPU_TEST_STEPS=str(TEST_STEPS), GPU_TEST_RANKS=str(run.ranks),
                          GPU_REPORT=str(heard), PYTHONPATH=str(ROOT / "tools"))
 

@@ -4,15 +4,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 NAMES = ["step01_single_gpu", "step02_dp", "step03_zero", "step04_tp_sp",
          "step05_cp", "step06_pp", "step07_ep", "step08_5d"]
-# the folders of the code of tests, tools and exercises, for programs that import it without tests/pytest.ini
-PYTHONPATH = [str(ROOT / folder) for folder in ("tests", "tests/support", "tools", "dev", "dev/bench", "exercises",
-                                                "exercises/ladder", "exercises/extensions")]
+# the folders of the code of tests, tools and exercises, for programs that pytest does not start
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYTHONPATH = [str(ROOT / folder) for folder in PROJECT["tool"]["pytest"]["ini_options"]["pythonpath"]]
 STEPS = sorted(path.name for path in ROOT.glob("step0?_*") if path.is_dir())       # the steps that exist
 
 # The files that a step changes or adds, relative to the step before it, in reading order: first the lesson, then the files that
