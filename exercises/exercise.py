@@ -31,6 +31,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from ranks import frames
+from refuse import refuse
 from steps import NAMES, PYTHONPATH, ROOT, STEPS
 
 LADDER = ROOT / "exercises/ladder"
@@ -204,11 +206,6 @@ def without_unknown_imports(source, folder):
 
 
 # ------------------------------------------------------------------------------------------------ the reader's commands
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def number_of(text):
     if not text.isdecimal() or not 2 <= int(text) <= len(NAMES):
         refuse(f"STEP={text}: must be a step from 2 to {len(NAMES)}; step 1 has no technique to write")
@@ -393,11 +390,6 @@ def where_each_stood(last, folder, mine):
     return stood
 
 
-def frames(text):
-    """Return [(file, line)] from a traceback, or from faulthandler's output."""
-    return [(file, int(line)) for file, line in re.findall(r'File "(.+)", line (\d+)', text)]
-
-
 def of_traceback(text, folder, mine):
     """Return the last exception and its message, after the place where it was raised."""
     if text.startswith("the process died"):
@@ -418,7 +410,7 @@ def died(text, folder, mine):
 
 def place(calls, folder, mine, code=False):
     """Return the innermost of the calls that is in a function the reader wrote, or else in the folder, or else in a test."""
-    here = [(Path(file).name, line) for file, line in calls if Path(file).parent == folder]
+    here = [(Path(file).name, line) for file, line, _ in calls if Path(file).parent == folder]
     named = [(file, line, name) for file, line in here if (name := function_at(folder / file, line, mine.get(file, [])))]
     if named:
         file, line, name = named[-1]
@@ -428,7 +420,7 @@ def place(calls, folder, mine, code=False):
         file, line = here[-1]
         said = f"{file}:{line}"
     else:
-        tests = [(file, line) for file, line in calls if Path(file).parent == LADDER]
+        tests = [(file, line) for file, line, _ in calls if Path(file).parent == LADDER]
         if not tests or not code:
             return ""
         file, line = tests[-1]

@@ -14,14 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from patched import copy_step, read_header, run_tests
+from refuse import refuse
 from steps import ROOT, full_name
 
 FOLDER = ROOT / "exercises/extensions"
-
-
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def patches():

@@ -24,8 +24,8 @@ from pathlib import Path
 from unittest.mock import patch as replaced
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from exercise import refuse
 from patched import MISTAKES, copy_step, planted_mistakes
+from refuse import refuse
 from steps import PYTHONPATH, ROOT, full_name
 
 HUNT = ROOT / "exercise/hunt"
@@ -59,20 +59,15 @@ def probed_job(argv):
     import torch
     import torch.distributed as dist
     import train
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
     from unforgiving import unforgiving
+    from watch import Watch, collective_of
     steps, models = [], []
 
-    class Sent(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op.namespace == "c10d" and (tensors := [t for t in tree_leaves(args[:2]) if torch.is_tensor(t)]):
-                objects = [a for a in args if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup"]
-                ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(objects[0])) if objects else []
-                size, among = max(tensor.nbytes for tensor in tensors), ", ".join(map(str, ranks))
-                steps[-1]["operations"].append(f"{op._opname.strip('_')} of {size:,} bytes among ranks {among}")
-                steps[-1]["bytes"] += size * (op._opname != "recv_")
-            return op(*args, **(kwargs or {}))
+    def sent(op, args, kwargs):
+        if found := collective_of(op, args):
+            among = ", ".join(map(str, dist.get_process_group_ranks(found.group)))
+            steps[-1]["operations"].append(f"{found.what} of {found.bytes:,} bytes among ranks {among}")
+            steps[-1]["bytes"] += found.bytes * (found.what != "receive")
 
     def kept(*args):
         models[:] = [build_model(*args)]
@@ -81,7 +76,7 @@ def probed_job(argv):
     def watched(*args):
         for step, micro_batches in batches(*args):
             steps.append(dict(bytes=0, operations=[]))
-            with Sent():
+            with Watch(sent):
                 yield step, micro_batches
 
     def named(tensors):

@@ -20,28 +20,22 @@ def kernels_job(ranks, argv):
     import math
     from collections import Counter
 
-    import torch
     import train
     from simulate.stand_ins import one_rank
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from watch import Watch, tensors
     products, moved = Counter(), Counter()
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            result = op(*args, **(kwargs or {}))
-            if op._opname == "mm":
-                products[(*args[0].shape, args[1].shape[1])] += 1
-            if not op.is_view and op.namespace == "aten":
-                tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
-                moved[op._opname] += sum(math.prod(n for n, stride in zip(t.shape, t.stride()) if stride) * t.itemsize
-                                             for t in tensors)
-            return result
+    def note(op, args, kwargs, result):
+        if op._opname == "mm":
+            products[(*args[0].shape, args[1].shape[1])] += 1
+        if not op.is_view and op.namespace == "aten":
+            moved[op._opname] += sum(math.prod(n for n, stride in zip(t.shape, t.stride()) if stride) * t.itemsize
+                                     for t in tensors((args, result)))
 
     @contextlib.contextmanager
     def watch(profiler, step):
         optimizers[0].adamw.step()                        # this makes its states, as the watched step must not be the first
-        with Watch():
+        with Watch(after=note):
             yield
 
     def make_optimizer(*args):

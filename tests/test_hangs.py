@@ -112,7 +112,9 @@ def test_answers(number, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words", [[], ["0"], ["9"], ["x"], ["³"], ["1", "2"], ["1", "4 hang1.py:3"],
                                    ["1", "2 hang2.py:3"], ["1", "2 x"], ["1", "a", "b"]])
 def test_bad_input_is_refused_in_one_line(words, capsys):
-    assert lab.main(words) == 2
+    with pytest.raises(SystemExit) as refused:
+        lab.main(words)
+    assert refused.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
 

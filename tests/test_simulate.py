@@ -191,24 +191,21 @@ def waits_job(argv, ranks):
 
     import torch
     from simulate.record import record
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from watch import Watch
     aten, asked = torch.ops.aten, []
     waits = {aten.bincount.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.equal.default,
              aten._local_scalar_dense.default}
 
-    class Waits(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            to_host = op == aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu")
-            picks = op == aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
-            repeats = op == aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-            if op in waits or to_host or picks or repeats:
-                asked.append(op)
-            return op(*args, **kwargs)
+    def note(op, args, kwargs):
+        to_host = op == aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu")
+        picks = op == aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
+        repeats = op == aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if op in waits or to_host or picks or repeats:
+            asked.append(op)
 
     @contextlib.contextmanager
     def ledger_and_waits(*args):                          # the last one in the loop's `with`, so it sees only the step
-        with Waits():
+        with Watch(note):
             yield
     with patch("train.ledger", ledger_and_waits):
         record(argv, ranks, ranks // 2)

@@ -252,10 +252,10 @@ def test_chunked_loss_equals_torch(pool):
 
 def largest_storage_job(vocab, tokens, chunk):
     import loss
-    import live_storages
+    from watch import Storages
     loss.CHUNK = vocab * chunk
     head, hidden = loss.LMHead(8, vocab), torch.randn(tokens, 8, requires_grad=True)
-    with live_storages.LiveStorages() as live:
+    with Storages() as live:
         head(hidden, torch.zeros(tokens, dtype=torch.long)).backward()
     return max(size for _, _, size in live.events)
 
@@ -300,13 +300,13 @@ def test_bytes_that_persist(pool, dtype, weights, gradients, masters, adam):
 def activation_bytes_job(dtype, mode, seq_len, batch):
     """Return the bytes that one layer keeps between forward and backward: half the difference between 4 layers and 2."""
     import config
-    import live_storages
     import train
+    from watch import Storages
     alive = []
     for layers in (2, 4):
         args = config.parse_args(["--dtype", dtype, "--recompute", mode])
         model = train.build_model(replace(config.PRESETS["tiny"], num_hidden_layers=layers, hidden_size=128, head_dim=16), args)
-        live = live_storages.LiveStorages()
+        live = Storages()
         for param in model.parameters():
             live.note(param, "parameters")
         with live:

@@ -401,14 +401,13 @@ def test_memory_follows_what_is_in_flight(watched, schedules):
 
 def most_alive_job(argv):
     """Train. Return the most bytes of operations' results that are alive in the pipeline's step, without those from before it."""
-    import live_storages
     import train
+    from watch import Storages
 
     class Watched(train.Pipeline):
         def forward_backward(self, micro_batches):
-            with live_storages.LiveStorages() as live:
-                for param in self.model.parameters():
-                    live.note(param, "parameters")
+            with Storages() as live:
+                live.note_all([*self.model.parameters()], "parameters")
                 live.events.clear()
                 loss = super().forward_backward(micro_batches)
             most.append(max(sum(row[1:]) for row in live.timeline()))

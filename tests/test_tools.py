@@ -448,38 +448,50 @@ TINY = 427_072                                            # parameters
 
 
 def both_job(argv):
-    """Watch the second training step with tools/memory.py and with live_storages. Return the last row and the peak of each."""
+    """Follow the storages of the second training step, and also count all of them again after each operation. Return for both ways
+    the bytes of the kinds that persist, at the end, and the peak of all."""
     import contextlib
+    import weakref
+    from collections import Counter
 
-    import live_storages
-    import memory
     import train
-    ours, others, found = memory.LiveMemory(), live_storages.LiveStorages(), []
+    from watch import PERSISTENT, Storages, Watch, replaced_profiler, tensors
+    live, kinds, counted, found = Storages(given=True), weakref.WeakKeyDictionary(), [], []
+
+    def count(op, args, kwargs, result):
+        for tensor in tensors((args, result)):
+            kinds.setdefault(tensor.untyped_storage(), "other")
+        counted.append(Counter())
+        for storage, kind in kinds.items():
+            counted[-1][kind] += storage.nbytes()
 
     @contextlib.contextmanager
     def watch(step, model, optimizer, args):
-        ours.tag_state(model, optimizer)
-        live_storages.tag_state(others, model, optimizer)
+        live.tag_state(model, optimizer)
+        states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
+        tagged = [*model.parameters(), *optimizer.params], [*states, *optimizer.masters], optimizer.grads
+        for kind, of_kind in reversed([*zip(PERSISTENT, tagged)]):                 # in float32, a master is a parameter, too
+            kinds.update((tensor.untyped_storage(), kind) for tensor in of_kind)
         if step == 0:
             yield
             return
-        with ours, others:
+        with live, Watch(after=count):
             yield
-        for rows in (ours.rows, others.timeline()):
-            found.append((rows[-1][1:], max(sum(row[1:]) for row in rows)))
-    with memory.replaced_profiler(watch):
+        rows = [row[1:] for row in live.timeline()]
+        found.append((rows[-1][:3], max(map(sum, rows))))
+        found.append((tuple(counted[-1][kind] for kind in PERSISTENT), max(map(Counter.total, counted))))
+    with replaced_profiler(watch):
         train.main(argv)
     return found
 
 
 @pytest.mark.parametrize("flags", ["--zero 2", "--zero 3 --recompute full"])
-def test_memory_is_what_another_watcher_sees(pool, flags):
-    """Compare tools/memory.py, which counts again after each operation, with live_storages, which learns from weak references when
-    a storage is freed."""
+def test_memory_is_what_counting_again_finds(pool, flags):
+    """Check watch.Storages, which learns from weak references when a storage is freed."""
     argv = f"{flags} --dtype bfloat16 --steps 2 --seq_len 64 --global_batch_size 4 --micro_batch_size 1".split()
     for (last, peak), (other_last, other_peak) in pool.call(both_job, NAMES[2], world=2, argv=argv):
-        assert last[:3] == other_last[:3] and min(last[:3]) > 0
-        assert sum(last[:3]) < 0.9 * peak and peak == pytest.approx(other_peak, rel=0.02)
+        assert last == other_last and min(last) > 0
+        assert sum(last) < 0.9 * peak and peak == pytest.approx(other_peak, rel=0.02)
 
 
 @pytest.mark.parametrize("step, ranks, flags", [

@@ -12,82 +12,19 @@ import contextlib
 import os
 import sys
 import time
-import weakref
-from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from refuse import refuse
+from watch import KINDS, Storages, replaced_profiler
 
 RANK = int(os.environ.get("RANK") or 0)                   # torchrun sets it; a single process is rank 0
 STEPS = 4                                                 # to watch
-KINDS = {"parameters": "#4878a8", "optimizer states": "#6aa56e", "gradients": "#d9a441", "activations": "#c8605a",
-         "rest": "#a9a9a9"}
-
-
-class LiveMemory(TorchDispatchMode):
-    """Sees every operation. rows: when it ended, and the bytes of each kind that were alive then."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-        self.kinds = weakref.WeakKeyDictionary()          # {storage: its kind}; must not keep storages alive
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        new = "activations" if torch.is_grad_enabled() else "rest"     # of backward, the loss, the optimizer
-        for tensor in tree_leaves((args, result)):
-            if isinstance(tensor, torch.Tensor):
-                kind = self.kinds.setdefault(tensor.untyped_storage(), new)
-                if kind == "rest" and tensor.requires_grad:           # our own autograd functions run with grad mode off
-                    self.kinds[tensor.untyped_storage()] = "activations"
-        alive = Counter()
-        for storage, kind in self.kinds.items():
-            alive[kind] += storage.nbytes()               # what it has now: resize_, by which ZeRO frees weights, is no operation
-        self.rows.append((time.perf_counter(), *(alive[kind] for kind in KINDS)))
-        return result
-
-    def tag_state(self, model, optimizer):
-        """Tell which storages persist from step to step. Call this before each step: AdamW makes its states in the first."""
-        states = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-        for kind, tensors in {"optimizer states": [*states, *optimizer.masters],
-                              "gradients": optimizer.grads,
-                              # in float32 these are the masters, too
-                              "parameters": [*model.parameters(), *optimizer.params]}.items():
-            for tensor in tensors:
-                self.kinds[tensor.untyped_storage()] = kind
-
-
-@contextlib.contextmanager
-def replaced_profiler(watch):
-    """Let the trainer whose main runs inside run each step in watch(step, model, optimizer, args), not in its Profiler's step."""
-    import train                                          # of the step whose folder is on the path
-    made = {}
-
-    def keeping(name):
-        make = getattr(train, name)
-
-        def call(*args, **kwargs):
-            made[name] = make(*args, **kwargs)
-            return made[name]
-        return patch.object(train, name, call)
-
-    class Profiler:
-        def __init__(self, args):
-            self.args = args
-
-        def step(self, step):
-            return watch(step, made["build_model"], made["Optimizer"], self.args)
-    with keeping("build_model"), keeping("Optimizer"), patch.object(train, "Profiler", Profiler):
-        yield
 
 
 def run(flags, finish):
     """Run the trainer with these flags. Call finish with the rows of the watched steps, after the last of them."""
-    import train
-    memory = LiveMemory()
+    import train                                          # of the step whose folder is on the path
+    live = Storages(given=True)
 
     @contextlib.contextmanager
     def watch(step, model, optimizer, args):
@@ -95,11 +32,11 @@ def run(flags, finish):
         if step > last:
             yield
             return
-        memory.tag_state(model, optimizer)
-        with memory:
+        live.tag_state(model, optimizer)
+        with live:
             yield
         if step == last:
-            finish(memory.rows)
+            finish(live.timeline())
     with replaced_profiler(watch):
         train.main(flags)
 
@@ -121,9 +58,7 @@ def draw(rows, path):
 def fail(message):
     if RANK:                                              # rank 0 prints for all; torchrun ends the others when it exits
         time.sleep(10)
-    else:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    refuse(message)
 
 
 def parse_args(argv):

@@ -20,18 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import config
 import data
 import metrics
-import memory
 import model as llama
 import train
+from watch import KINDS as COLORS, Storages, replaced_profiler
 
-COLORS = memory.KINDS
 H100 = 80                                                 # GB
 MODES = ["none", "selective", "full"]
 
 
 def run(flags, keep):
     """Run the trainer; return the rows of its memory picture, and what `keep` returns for its model and optimizer."""
-    kept, live = {}, memory.LiveMemory()
+    kept, live = {}, Storages(given=True)
 
     @contextlib.contextmanager
     def watch(step, model, optimizer, args):
@@ -39,14 +38,14 @@ def run(flags, keep):
         live.tag_state(model, optimizer)
         with live:
             yield
-    with memory.replaced_profiler(watch):
+    with replaced_profiler(watch):
         train.main(flags.split())
-    return live.rows, keep(**kept)
+    return live.timeline(), keep(**kept)
 
 
 def alive(live, *kinds):
-    """Return the bytes of the storages of these kinds that a LiveMemory has seen made and that are still alive."""
-    return sum(storage.nbytes() for storage, kind in live.kinds.items() if kind in kinds)
+    """Return the bytes of these kinds that are alive now."""
+    return sum(size for _, number, size in live.events if live.kinds[number] in kinds)
 
 
 def persistent(model, optimizer):
@@ -75,8 +74,8 @@ def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
     for layers in (2, 4):
         args = config.parse_args(["--dtype", dtype, "--recompute", mode])
         model = train.build_model(replace(shape, num_hidden_layers=layers), args)
-        live = memory.LiveMemory()
-        live.kinds.update({param.untyped_storage(): "parameters" for param in model.parameters()})
+        live = Storages(given=True)
+        live.note_all([*model.parameters()], "parameters")
         with live:
             out = model.model(torch.zeros(batch, seq_len, dtype=torch.long), torch.arange(seq_len))
         kept.append(alive(live, "activations"))
@@ -192,9 +191,9 @@ def kept_at_full_size(c, seq_len, core=None):
             norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight, norm.eps)
         x = torch.empty(1, seq_len, c.hidden_size, dtype=torch.bfloat16)
         tables = llama.rotary_tables(torch.arange(seq_len), c, x.dtype)
-        live = memory.LiveMemory()
-        live.kinds.update({tensor.untyped_storage(): "parameters" for tensor in (*block.parameters(), *tables)})
-        live.kinds[x.untyped_storage()] = "activations"
+        live = Storages(given=True)
+        live.note_all([*block.parameters(), *tables], "parameters")
+        live.note(x, "activations")
         with live:
             out = block(x.requires_grad_(), *tables)
         # tensors made in a Function's forward count as "rest"

@@ -19,17 +19,14 @@ from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs, tor
 STEP, FIGURES = paths_of(3)
 
 import matplotlib.pyplot as plt
-import torch
 
 import config
 import ledger
-import live_storages
-import memory
 import metrics
 import train
 import zero
+from watch import KINDS as COLORS, Storages, replaced_profiler
 
-COLORS = memory.KINDS
 WHAT = ["parameters", "gradients", "optimizer states"]
 P = metrics.parameter_count(config.PRESETS["tiny"])
 DP = 4
@@ -53,21 +50,6 @@ BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8
 
 
 # ---------------------------------------------------------------------------------------------- inside a rank
-class Watch(live_storages.LiveStorages):
-    """LiveStorages that also sees storages resized, which no operation does."""
-    def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_
-        def resize_(storage, size):
-            self.events.append((time.perf_counter(), self.numbers[storage], size - storage.nbytes()))
-            return self.resize(storage, size)
-        torch.UntypedStorage.resize_ = resize_
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        torch.UntypedStorage.resize_ = self.resize
-        return super().__exit__(*exception)
-
-
 def tensors_of(model, optimizer):
     """Return the tensors that persist, by kind."""
     params, units = list(model.parameters()), model.zero_units
@@ -103,15 +85,14 @@ def cut_into_units(group, model, mesh, args):
 
 def watch(argv, group):
     """Run the trainer; return the bytes that persist, what the ledger saw, and memory over the last step."""
-    seen, live, kept, buffers = {}, Watch(), {}, set()
+    seen, live, kept, buffers = {}, Storages(), {}, set()
 
     @contextlib.contextmanager
     def noted_step(step, model, optimizer, args):
         kinds = tensors_of(model, optimizer)
         seen["persistent"] = {kind: bytes_of(tensors) for kind, tensors in kinds.items()}
         for kind, tensors in kinds.items():
-            for tensor in tensors:
-                live.note(tensor, kind)
+            live.note_all(tensors, kind)
         kept["first"] = len(live.events)
         yield
         kept["last"] = len(live.events)
@@ -120,8 +101,7 @@ def watch(argv, group):
 
     def noted_add(unit, param):
         add(unit, param)
-        live.note(unit.flat_grad, "gradients")
-        buffers.add(live.numbers[unit.flat_grad.untyped_storage()])
+        buffers.add(live.note(unit.flat_grad, "gradients"))
 
     def noted_gather(unit):
         gather(unit)
@@ -137,7 +117,7 @@ def watch(argv, group):
         payload={" ".join(key): n for key, n in sent.payload.items()},
         formula={" ".join(key): n for key, n in formula.items()})
     train.make_units = noted_units
-    with live, memory.replaced_profiler(noted_step):
+    with live, replaced_profiler(noted_step):
         train.main([*argv.split(), "--steps", "3", "--ledger"])
     zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = add, gather
     train.make_units = cut
@@ -204,7 +184,7 @@ def trace(out, argv):
     zero.Zero3Unit.reshard = noted("drop", zero.Zero3Unit.reshard)
     zero.Zero3Unit.start_reduce_scatter = noted("reduce", zero.Zero3Unit.start_reduce_scatter)
     zero.Zero3Unit.finish_reduce_scatter = noted("summed", zero.Zero3Unit.finish_reduce_scatter)
-    with memory.replaced_profiler(traced_step):
+    with replaced_profiler(traced_step):
         train.main(argv)
     if os.environ["RANK"] == "0":
         with open(out, "w") as file:

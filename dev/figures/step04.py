@@ -25,11 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import config
 import data
 import ledger
-import live_storages
-import memory
 import recompute
 import tensor_parallel
 import train
+import watch
 from zero import Zero
 
 TINY = config.PRESETS["tiny"]
@@ -101,9 +100,8 @@ def sent_by_a_layer(flags, keep):
 def kept_by_a_layer(flags, keep):
     """Return the bytes per layer that are alive between forward and backward, parameters aside; and its parameters."""
     def measure(args, mesh, model, zero, micro_batches):
-        live = live_storages.LiveStorages()
-        for param in model.parameters():
-            live.note(param, "parameters")
+        live = watch.Storages()
+        live.note_all([*model.parameters()], "parameters")
         with live:
             hidden = model.model(*micro_batches[0][:2])
         gc.collect()
@@ -311,7 +309,7 @@ def heads_table():
 
 
 # ----------------------------------------------------------------------------------------------- the pictures
-BLUE, ORANGE = memory.KINDS["parameters"], memory.KINDS["gradients"]
+BLUE, ORANGE = watch.KINDS["parameters"], watch.KINDS["gradients"]
 #          a tensor: its title, and whether a rank has part of the stream (as --sp says), half of the columns, or a
 #          partial sum; or a border: its name, and the walk's places before and behind it
 BLOCK = [("residual\nstream", "stream"), ("norm", "stream"),
@@ -461,7 +459,7 @@ def tensor(axes, x, y, rank, kind, sp):
 def kept_picture():
     """Plot what a layer keeps per token against tp: measured, beside the formula; and for a large model, the formula alone."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.4))
-    off_color, on_color = memory.KINDS["activations"], BLUE
+    off_color, on_color = watch.KINDS["activations"], BLUE
     places = range(len(TPS))
     for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
         kept = [kept_per_token(tp, sp if tp > 1 else "on") for tp in TPS]

@@ -24,6 +24,7 @@ from matplotlib.patches import Patch, Rectangle
 import cases
 from harness import Pool
 from jobs import kept_job, ledger_rows
+from watch import Storages
 
 MODES, CP = ["ring", "zigzag", "allgather", "ulysses"], 4
 RANKS = ["#27476e", "#c2554d", "#7fb884", "#f3d98b"]      # of ranks 0 to 3, from dark to light
@@ -46,7 +47,6 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
 
     import context_parallel
     import model
-    import live_storages
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     dist.init_process_group("gloo")
@@ -58,9 +58,8 @@ def one_attention_job(mode, seq_len, heads, kv_heads, head_dim):
     core = ulysses(model.sdpa, group) if mode == "ulysses" else blockwise_attention(mode, group)
     core = model.sdpa if mesh.size() == 1 else core
     grad = torch.randn(1, rows, heads, head_dim)
-    with live_storages.LiveStorages() as live:
-        for tensor in (q, k, v, grad):
-            live.note(tensor, "rest")
+    with Storages() as live:
+        live.note_all((q, k, v, grad), "rest")
         given, first = alive_bytes(live), len(live.events)
         out = core(q, k, v)
         between = len(live.events)

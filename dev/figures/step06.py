@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from matplotlib.legend_handler import HandlerTuple
 
-import live_storages
-import memory
 import pipeline_parallel
 import schedule as shown
 import schedules
 import train
 import zero
+from watch import Storages, replaced_profiler
 
 PP, M = 4, 8
 SCHEDULES = list(schedules.SCHEDULES)
@@ -58,7 +57,7 @@ def one_run(kind, argv):
             dist.all_gather_object(ranks, seen)
     train.Zero = Finishing
     if kind == "watch":
-        with memory.replaced_profiler(watch(seen)):
+        with replaced_profiler(watch(seen)):
             train.main(argv.split())
     else:
         train.Pipeline = sleeping(seen)
@@ -71,7 +70,7 @@ def one_run(kind, argv):
 def watch(seen):
     """Replace train's Pipeline by one that notes the bytes alive between the second step's actions. Return a context manager for
     each step."""
-    live, marks = live_storages.LiveStorages(), []
+    live, marks = Storages(), []
 
     class Watched(pipeline_parallel.Pipeline):
         def forward_backward(self, micro_batches):
@@ -85,10 +84,10 @@ def watch(seen):
 
     @contextlib.contextmanager
     def noted_step(step, model, optimizer, args):
-        live_storages.tag_state(live, model, optimizer)
+        live.tag_state(model, optimizer)
         with live:
             yield
-        live_storages.tag_state(live, model, optimizer)   # AdamW makes its states in step 0
+        live.tag_state(model, optimizer)                  # AdamW makes its states in step 0
         alive = [0]
         for _, _, size in live.events:
             alive.append(alive[-1] + size)

@@ -22,12 +22,11 @@ import torch.distributed as dist
 import config
 import expert_parallel
 import ledger
-import live_storages
-import memory
 import metrics
 import model
 import moe
 import train
+from watch import Storages, replaced_profiler
 
 RANKS, LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, SEQ = 4, 8, 8, 2, 64, 96, 32
 STEPS = 200                                               # of a training run that shows the balance
@@ -104,7 +103,7 @@ def one_run(kind, argv):
             batches.append(micro_batches)
             yield step, micro_batches
     train.Zero, train.Metrics, train.LoadBalancer, train.batches = Finishing, Quiet, Noting, noted_batches
-    noted = memory.replaced_profiler(watch(seen)) if kind in ("watch", "forced") else contextlib.nullcontext()
+    noted = replaced_profiler(watch(seen)) if kind in ("watch", "forced") else contextlib.nullcontext()
     with noted:
         train.main(argv.split())
     moe.Experts.forward = compute
@@ -178,7 +177,7 @@ class Ledger(ledger.Ledger):
 def watch(seen):
     """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had. Return a context
     manager for each step."""
-    live, compute, rows = live_storages.LiveStorages(), moe.Experts.forward, []
+    live, compute, rows = Storages(), moe.Experts.forward, []
 
     def counted(experts, x, tokens_per_expert):
         rows.append(len(x))
@@ -190,7 +189,7 @@ def watch(seen):
         if step < args.steps - 1:
             yield
             return
-        live_storages.tag_state(live, of, optimizer)
+        live.tag_state(of, optimizer)
         seen["persistent"], first = persistent(of, optimizer), len(live.events)
         rows.clear()
         with live:

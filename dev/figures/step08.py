@@ -18,7 +18,7 @@ STEP, FIGURES = paths_of(8)
 import matplotlib.pyplot as plt
 
 import fit_plan
-from memory import KINDS
+from watch import KINDS
 
 
 def at_the_peak(flags, ranks, batch, seq):

@@ -116,19 +116,17 @@ def silent_job(argv):
     import async_save
     import train
     from operations import Recorder
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from watch import Watch
     write_file, recorder, threads, operations = async_save.Snapshot.write_file, Recorder(), [], []
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            operations.append(str(op))
-            recorder.note(op, args)
-            return op(*args, **(kwargs or {}))
+    def note(op, args, kwargs):
+        operations.append(str(op))
+        recorder.note(op, args)
 
     def watched(self, file):
         threads.append(threading.current_thread() is not threading.main_thread())
-        with Seen():
-            torch.zeros(1)                                # an operation that Seen must notice
+        with Watch(note):
+            torch.zeros(1)                                # an operation that must be seen
             return write_file(self, file)
     with patch.object(async_save.Snapshot, "write_file", watched):
         train.main(argv)
@@ -149,12 +147,12 @@ def memory_job(argv):
     """Return for each save: the bytes of the copy, whether it reuses the memory of the one before, the peak of what saving takes
     besides, the bytes of the state; and the checkpoints that exist afterwards."""
     import train
-    from live_storages import LiveStorages
     from resume import Checkpoints
+    from watch import Storages
     seen, save = [], Checkpoints.save
 
     def watched(self, steps):
-        memory, state, copies = LiveStorages(), self.state(), self.snapshot.tensors
+        memory, state, copies = Storages(), self.state(), self.snapshot.tensors
         for box in state.values():                        # what is there already
             memory.note(box, "optimizer states")
         for tensor in copies.values():

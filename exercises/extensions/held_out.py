@@ -87,13 +87,13 @@ def head_job(vocab, tokens, chunk):
     takes."""
     import loss
     import torch.nn.functional as F
-    from live_storages import LiveStorages
+    from watch import Storages
     torch.manual_seed(0)
     loss.CHUNK = chunk
     head = loss.LMHead(8, vocab).double()
     hidden, targets = torch.randn(2, tokens // 2, 8, dtype=torch.float64), torch.randint(vocab, (2, tokens // 2))
     with_gradients = float(head(hidden, targets))
-    live = LiveStorages()
+    live = Storages()
     with torch.no_grad(), live:
         alone = float(head(hidden, targets))
     whole = F.cross_entropy(hidden.flatten(0, 1) @ head.weight.T, targets.flatten(), reduction="sum")

@@ -106,8 +106,8 @@ def evaluations_job(argv, optimizer):
 
     import evaluation
     import ledger
-    import live_storages
     import train
+    from watch import Storages
     seen, make = [], evaluation.make_evaluate
 
     def watched(model, config, zero, tokens, mesh, args):
@@ -115,7 +115,7 @@ def evaluations_job(argv, optimizer):
         whole = lambda: sum(unit.flat_param.untyped_storage().nbytes() for unit in zero.units)
 
         def watch(step):
-            before, live, held = whole(), live_storages.LiveStorages(), [0]
+            before, live, held = whole(), Storages(), [0]
             for tensor in [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]:
                 live.note(tensor, "parameters")           # whatever was there before
             with ledger.Ledger(mesh) as sent, live:

@@ -358,9 +358,9 @@ def simulated_job(argv, gpu="rtx4090", pcie=PCIE):
     import zero
     from simulate import record
     from simulate.gpus import GPUS, Cluster, Kernel
-    from simulate.kernels import cost_of, tensors
-    from simulate.memory import Memory
+    from simulate.kernels import cost_of
     from simulate.play import Player
+    from watch import Storages, tensors
     now = [None]                                          # the recorder of the step
 
     def on_host(tensor):
@@ -421,11 +421,11 @@ def simulated_job(argv, gpu="rtx4090", pcie=PCIE):
             super().start(rank, number)
             if self.of[rank].operations[number].what == "copy":
                 self.mine[rank][number].paid.add(rank)
-    note, gathered = Memory.note, zero.Zero1Unit.wait_for_all_gather
+    note, gathered = Storages.note, zero.Zero1Unit.wait_for_all_gather
     with (patch.object(cpu_offload, "copy_to_host", lambda tensor: mark(torch.empty_like(tensor))),
           patch.object(cpu_offload.CopyStream, "synchronize", synchronize),
           patch.object(zero.Zero1Unit, "wait_for_all_gather", wait_for_all_gather),
-          patch.object(Memory, "note", lambda memory, tensor, kind: None if on_host(tensor) else note(memory, tensor, kind)),
+          patch.object(Storages, "note", lambda memory, tensor, kind: None if on_host(tensor) else note(memory, tensor, kind)),
           patch.object(record, "Recorder", Recorder)):
         seen = record.record(argv, 1)
     played = NothingTaken({0: seen}, WithHost(GPUS[gpu], 8), lambda rank: 0).play()

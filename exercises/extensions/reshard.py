@@ -158,8 +158,8 @@ def every_send_job(argv):
     the peak memory of sending. Also return the bytes that this rank keeps for it."""
     import engines
     import ledger
-    import live_storages
     import train
+    from watch import Storages
     seen, kept, made, build_mesh = [], [], [], train.build_mesh
     make, send = engines.WeightSync.__init__, engines.WeightSync.send
 
@@ -171,7 +171,7 @@ def every_send_job(argv):
         kept.extend(sum(x.nbytes for x in tensors) for tensors in of_three)
 
     def watched(self):
-        before, memory = [param.clone() for param in self.others], live_storages.LiveStorages()
+        before, memory = [param.clone() for param in self.others], Storages()
         for tensor in (*self.held.values(), *self.last_sent.values(), *self.engine.parameters()):
             memory.note(tensor, "parameters")
         there = len(memory.events)

@@ -8,22 +8,21 @@
 exercises/hangs/README.md explains how to read the output.
 """
 import contextlib
-import faulthandler
 import functools
 import importlib
 import itertools
 import json
-import multiprocessing
-import os
 import re
-import signal
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent / "tools"))
+from ranks import Processes, frames
+from refuse import refuse
+
 HINTS = HERE.parent.parent / "exercise/hangs"             # counts the hints shown; exercise/ belongs to the reader
 RANKS, NUMBERS = 4, range(1, 9)
 # A run counts as hung when no rank has called anything for QUIET beats of each rank's heart. A beat takes a fifth of a second, and
@@ -81,54 +80,30 @@ class Waited:
 
 def heart(file):
     """Beat in a separate thread, so that the heart goes on while the main thread waits in a collective."""
-    while multiprocessing.parent_process().is_alive():    # no rank may survive if the lab is killed
+    while True:
         time.sleep(BEAT)
         print(end=".", file=file, flush=True)
-    os._exit(1)
 
 
-def on_rank(rank, number, folder):
-    files = {name: open(f"{folder}/{rank}.{name}", "w", buffering=1) for name in ("stack", "out", "calls", "beats")}
-    faulthandler.enable(files["stack"])
-    faulthandler.register(signal.SIGUSR1, files["stack"], all_threads=True)
-    sys.stdout = sys.stderr = files["out"]
-    os.dup2(files["out"].fileno(), 2)                     # messages from gloo's own threads
-    threading.Thread(target=heart, args=(files["beats"],), daemon=True).start()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+def run_program(rank, folder, pipe, number):
+    calls, beats = (open(f"{folder}/{rank}.{name}", "w", buffering=1) for name in ("calls", "beats"))
+    threading.Thread(target=heart, args=(beats,), daemon=True).start()
     import torch.distributed as dist
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    recorder = Recorder(files["calls"])
+    recorder = Recorder(calls)
     for name in CALLS:
         setattr(dist, name, recorder.wrap(name, getattr(dist, name)))
     importlib.import_module(f"hang{number}").main(rank, RANKS)
-    while True:                                           # like a rank that waits for the launcher to end
-        time.sleep(BEAT)
 
 
 # ------------------------------------------------------------------------------------------- looking at them
-class Run:
-    """The ranks, each in its own process. Their output goes to files in a folder."""
+class Run(Processes):
+    """The ranks of a program, each in its own process."""
 
-    def __init__(self, number, folder):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
-        self.folder, self.deadline = Path(folder), time.monotonic() + LIMIT
-        self.processes = [context.Process(target=on_rank, args=(rank, number, folder), daemon=True) for rank in range(RANKS)]
-
-    def __enter__(self):
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            if process.pid:
-                process.kill()
-                process.join()
-
-    def read(self, rank, name):
-        path = self.folder / f"{rank}.{name}"
-        return path.read_text(errors="replace") if path.exists() else ""
+    def __init__(self, number):
+        super().__init__(run_program, "forkserver", (number,), ["torch", "torch.distributed"], all_threads=True)
+        self.deadline = time.monotonic() + LIMIT
+        self.start(RANKS)
 
     def calls(self, rank):
         """Return the newest state of each call."""
@@ -162,32 +137,28 @@ class Run:
             return self.beats() - since >= QUIET or self.beats() - began >= LATEST or self.beats() == float("inf")
         self.wait(quiet)
 
-    def stack(self, rank):
+    def stands(self, rank):
         """Return each thread's frames, the innermost first, as py-spy dump shows them; for a dead process, those that it left."""
-        process = self.processes[rank]
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-            self.wait(lambda: self.read(rank, "stack").endswith("in <module>\n") or not process.is_alive())
         found = []
-        for text in re.split(r"^(?:Current t|T)hread ", self.read(rank, "stack"), flags=re.M)[1:]:
-            frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
-            functions = [function for _, _, function in frames]
-            if "on_rank" in functions:                    # the main thread; below are the lab's own frames
-                frames = frames[:functions.index("on_rank")]
-            if "heart" not in functions:
-                found += [(function, file, int(line)) for file, line, function in frames
+        for text in re.split(r"^(?:Current t|T)hread ", self.stack(rank), flags=re.M)[1:]:
+            calls = frames(text)
+            functions = [function for _, _, function in calls]
+            if "on_rank" in functions:                    # the main thread; below are the launcher's own frames
+                calls = calls[:functions.index("on_rank")]
+            if not {"heart", "end_with_parent"} & {*functions}:
+                found += [(function, file, line) for file, line, function in calls
                           if not file.endswith(("lab.py", "c10d_logger.py"))]
         return found
 
 
 def look(number):
     """Return each rank's state (stack, calls, output, exit code), and each rank's last call a while later."""
-    with tempfile.TemporaryDirectory() as folder, Run(number, folder) as run:
+    with Run(number) as run:
         run.wait_for_quiet()
         ranks = []
         for rank, process in enumerate(run.processes):
             calls = run.calls(rank)
-            ranks.append(dict(stack=run.stack(rank), calls=calls, out=run.read(rank, "out"), exit=process.exitcode))
+            ranks.append(dict(stack=run.stands(rank), calls=calls, out=run.read(rank, "out"), exit=process.exitcode))
         began, seen = run.beats(), run.moved()
         run.wait(lambda: run.beats() - began >= AGAIN or run.moved() != seen or run.beats() == float("inf"))
         run.wait(lambda: run.beats() - began >= AGAIN / 3 or run.beats() == float("inf"))
@@ -257,15 +228,10 @@ def hint(number):
     return "\n".join(f"hint {i} of {len(hints)}: {text}" for i, text in enumerate(hints[:shown], 1))
 
 
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
 def main(words):
     number, answer = [*words, "", ""][:2]
     if not re.fullmatch("[1-8]", number) or len(words) > 2:
-        return refuse(f"N={number}: must be a program, 1 to {NUMBERS[-1]}")
+        refuse(f"N={number}: must be a program, 1 to {NUMBERS[-1]}")
     number = int(number)
     if not answer:
         show(number, *look(number))
@@ -276,7 +242,7 @@ def main(words):
         return 0
     right, said = judge(number, answer)
     if right is None:
-        return refuse(said)
+        refuse(said)
     print(said if right else f"{said}\n{hint(number)}")
     if right:
         (HINTS / f"hang{number}.hints").unlink(missing_ok=True)
@@ -289,6 +255,6 @@ if __name__ == "__main__":
         with contextlib.suppress(BrokenPipeError):
             sys.exit(main(sys.argv[1:]))
     except OSError as error:                              # a folder that cannot be written
-        sys.exit(refuse(error))
+        refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)

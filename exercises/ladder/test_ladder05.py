@@ -42,36 +42,30 @@ def answers_of(pool, job, ranks=RANKS, **arguments):
 @contextlib.contextmanager
 def sent_in(group):
     """Yield a Counter of the bytes that this rank sends, by collective, as the ledger counts them."""
-    from ledger import COLLECTIVES, group_of
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
     from unforgiving import batches
+    from watch import COLLECTIVES, Watch, collective_of
     sent, rank, size = Counter(), group.rank(), group.size()
 
-    class Sent(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op.namespace == "c10d":
-                self.see(op._opname, args)
-            return op(*args, **(kwargs or {}))
+    def see(op, args, kwargs):
+        name, collective = op._opname, collective_of(op, args)
+        if collective is None:
+            return
+        assert collective.group.group_name == group.group_name, \
+            f"{name}: runs on other ranks than those of `group`; pass group=group, or all ranks of the world take part"
+        if name in ("send", "recv_"):
+            assert in_batch and len(in_batch[-1]) == 2, (
+                "put the send and the receive in one batch_isend_irecv: over nccl each would wait for the other")
+            peer = (rank + 1) % size if name == "send" else (rank - 1) % size
+            assert args[2] == peer, (
+                f"rank {rank} of the group's {size}: {name.strip('_')}, peer {args[2]} in the group, expected {peer} "
+                f"(group_peer takes ranks of the group, peer those of the world)")
+        assert name in COLLECTIVES, (
+            f"{name}: takes lists of tensors, and escapes the ledger. One tensor with all parts is sent without a "
+            f"copy: all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single")
+        if name != "recv_":
+            sent[collective.what] += collective.bytes
 
-        def see(self, name, args):
-            assert group_of(args).group_name == group.group_name, \
-                f"{name}: runs on other ranks than those of `group`; pass group=group, or all ranks of the world take part"
-            if name in ("send", "recv_"):
-                assert in_batch and len(in_batch[-1]) == 2, (
-                    "put the send and the receive in one batch_isend_irecv: over nccl each would wait for the other")
-                peer = (rank + 1) % size if name == "send" else (rank - 1) % size
-                assert args[2] == peer, (
-                    f"rank {rank} of the group's {size}: {name.strip('_')}, peer {args[2]} in the group, expected {peer} "
-                    f"(group_peer takes ranks of the group, peer those of the world)")
-            if name != "recv_":
-                assert name in COLLECTIVES, (
-                    f"{name}: takes lists of tensors, and escapes the ledger. One tensor with all parts is sent without a "
-                    f"copy: all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single")
-                collective, payload, _ = COLLECTIVES[name]
-                sent[collective] += sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
-
-    with batches() as in_batch, Sent():
+    with batches() as in_batch, Watch(see):
         yield sent
 
 

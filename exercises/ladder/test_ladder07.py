@@ -41,28 +41,23 @@ def start(ranks):
 def watched():
     """Yield what is done meanwhile: collectives, each with the number of ranks and of elements that this one gives; products; and
     waits of the CPU for the values of a tensor."""
-    import ledger
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+    from watch import Watch, collective_of, tensors
     done = SimpleNamespace(sent=[], products=[], waits=[], largest=0)
     needs_values = "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "repeat_interleave"
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            name, kwargs = op._opname, kwargs or {}
-            if op.namespace == "c10d" and name != "barrier":
-                name, given, _ = ledger.COLLECTIVES.get(name, (name, 0, None))
-                done.sent.append((name.strip("_"), ledger.group_of(args).size(),
-                                  sum(tensor.numel() for tensor in tree_leaves(args[given]) if isinstance(tensor, torch.Tensor))))
-            masked = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-            if masked or name in needs_values and kwargs.get("output_size") is None:
-                done.waits.append(name.strip("_"))
-            out = op(*args, **kwargs)
-            if name in ("mm", "addmm", "bmm", "mv", "dot"):
-                done.products.append((name, out.numel()))
-            done.largest = max([done.largest, *(tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor))])
-            return out
+    def before(op, args, kwargs):
+        name, collective = op._opname, collective_of(op, args)
+        if collective and name != "barrier":
+            done.sent.append((collective.what, collective.group.size(), sum(tensor.numel() for tensor in collective.payload)))
+        masked = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if masked or name in needs_values and kwargs.get("output_size") is None:
+            done.waits.append(name.strip("_"))
+
+    def after(op, args, kwargs, out):
+        if op._opname in ("mm", "addmm", "bmm", "mv", "dot"):
+            done.products.append((op._opname, out.numel()))
+        done.largest = max([done.largest, *(tensor.numel() for tensor in tensors([out]))])
 
     def waiting(name, method):
         def noting(tensor):
@@ -76,7 +71,7 @@ def watched():
         return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
     names = "tolist", "numpy"
     with patch.multiple(torch.Tensor, **{name: waiting(name, getattr(torch.Tensor, name)) for name in names}), \
-            patch.object(torch.nn.functional, "one_hot", one_hot), Watch():
+            patch.object(torch.nn.functional, "one_hot", one_hot), Watch(before, after):
         yield done
 
 

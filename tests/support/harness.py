@@ -11,26 +11,22 @@ before the fork: otherwise each gc.collect(), and a job calls it twice, would tr
 """
 import atexit
 import contextlib
-import faulthandler
 import functools
 import gc
 import importlib
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from ranks import Processes, environment, new_store
 from steps import PYTHONPATH, step_dir
 
 
@@ -51,28 +47,19 @@ PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuratio
              "torch._refs", "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 
 
-def worker(rank, pipe, environment, notes):
+def worker(rank, folder_of_ranks, pipe, more_environment):
     import torch
-    stack = open(f"{notes}.stack", "w")
-    faulthandler.enable(stack)
-    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    os.environ.update(environment)
+    os.environ.update(more_environment, HF_HUB_OFFLINE="1")
     gc.freeze()
     torch.set_num_threads(1)
     sys.path += PYTHONPATH                                # the functions that jobs call are there
-    gpus = torch.cuda.device_count()
-    local_rank = rank % (gpus or rank + 1)                # if there are more ranks than GPUs, they share
-    if gpus:                                              # NCCL refuses two ranks on one GPU, unless they seem to be on two hosts
-        os.environ["NCCL_HOSTID"] = str(rank // gpus)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True",
-                      HF_HUB_OFFLINE="1")
     modules = {}                                          # step directory: its modules, kept from job to job
     hooked, register = [], torch.Tensor.register_post_accumulate_grad_hook
     torch.Tensor.register_post_accumulate_grad_hook = lambda param, hook: hooked.append(param) or register(param, hook)
     pipe.send("ready")
     for port, world, folder, function, arguments in iter(pipe.recv, None):
-        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_PORT=str(port))
-        output = open(f"{notes}.out", "w+", buffering=1, encoding="utf-8", newline="\n")   # if this rank hangs, the test reads it
+        os.environ.update(environment(rank, world, port))
+        output = open(f"{folder_of_ranks}/{rank}.job", "w+", buffering=1, encoding="utf-8", newline="\n")  # for the test, if it hangs
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), step_modules(folder, modules):
                 module, name = function
@@ -152,70 +139,48 @@ class SummedGradients:
 # ---------------------------------------------------------------------------------------------- in the test process
 class Pool:
     def __init__(self, size=16, **environment):
-        self.size, self.workers, self.environment, self.made = size, [], environment, {}
-        self.notes, self.last = tempfile.TemporaryDirectory(), None
+        self.size, self.made, self.last = size, {}, None
+        method = "spawn" if "CUDA_VISIBLE_DEVICES" in environment else "forkserver"           # CUDA does not work after a fork
+        self.ranks = Processes(worker, method, [environment], PRELOADED)
 
     def start(self, world):
         """Start workers until there are `world` of them. This happens outside the job, so it does not count towards its timeout."""
         assert world <= self.size, f"{world} ranks, but the pool has {self.size}"
-        on_gpus = "CUDA_VISIBLE_DEVICES" in self.environment                       # CUDA does not work after a fork
-        context = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
-        context.set_forkserver_preload(PRELOADED)
         os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")                 # the preloaded modules read them on import
-        there = len(self.workers)
-        for rank in range(there, world):
-            ours, theirs = context.Pipe()
-            notes = os.path.join(self.notes.name, str(rank))
-            process = context.Process(target=worker, args=(rank, theirs, self.environment, notes), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
-        for _, pipe in self.workers[there:]:
+        there = len(self.ranks.pipes)
+        self.ranks.start(world)
+        for pipe in self.ranks.pipes[there:]:
             assert pipe.poll(300) and pipe.recv() == "ready", "a worker did not start within 300 s"
 
     def stop(self):
-        for process, pipe in self.workers:
-            process.kill()
-            process.join()
-            pipe.close()
-        self.workers = []
+        self.ranks.end()
 
     def call(self, function, step, world=1, timeout=PATIENCE, **arguments):
         """Run function(**arguments) on ranks 0 .. world-1. Return their results."""
-        from torch.distributed import TCPStore
         self.start(world)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # through it the ranks find each other
+        store = new_store()
         module = "harness" if function.__module__ == "__main__" else function.__module__
         folder = step if isinstance(step, Path) else step_dir(step)                # one of the eight steps, or any folder
         job = (store.port, world, str(folder), (module, function.__name__), arguments)
-        for _, pipe in self.workers[:world]:
+        for pipe in self.ranks.pipes[:world]:
             pipe.send(job)
         answers = self.collect(world, timeout, f"{function.__name__}({arguments}) of {step}, world {world}")
         self.output = answers[0][2]
         return [result for _, result, _ in answers]
 
     def collect(self, world, timeout, what):
-        answers, deadline = {}, time.monotonic() + timeout
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
-        while waiting:
-            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except EOFError:
-                    answers[rank] = ("error", self.death(rank), self.printed(rank))
-                if answers[rank][0] == "error":           # the others may be waiting for this rank for ever
-                    deadline = min(deadline, time.monotonic() + 3)
-            if not ready:
-                break
+        answers = self.ranks.collect(world, timeout, grace=3)
+        for rank, (kind, status, *_) in answers.items():
+            if kind == "died":
+                said = f"the process died, exit code {status}\n{self.ranks.stack(rank)}"
+                answers[rank] = "error", said, self.ranks.read(rank, "job")
         bad = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] != "ok"}
-        stood = {rank: self.stack(rank) for rank in sorted(waiting.values())}
-        printed = {rank: answer[2] for rank, answer in answers.items()} | {rank: self.printed(rank) for rank in stood}
-        self.last = SimpleNamespace(answers=answers, stood=stood, printed=dict(sorted(printed.items())), timeout=timeout)
-        if waiting or any(answer[0] == "error" for answer in bad.values()):
+        stood = {rank: self.ranks.stack(rank) for rank in range(world) if rank not in answers}
+        printed = {rank: answers[rank][2] if rank in answers else self.ranks.read(rank, "job") for rank in range(world)}
+        self.last = SimpleNamespace(answers=answers, stood=stood, printed=printed, timeout=timeout)
+        if stood or any(answer[0] == "error" for answer in bad.values()):
             self.stop()                                   # after an error a CUDA context is unusable
-        for _, pipe in self.workers[:world]:
+        for pipe in self.ranks.pipes[:world]:
             pipe.send("through")
         if all(answer[:2] == ("exit", 2) for answer in bad.values()) and len(bad) == world:
             raise Refused(answers[0][2])
@@ -223,29 +188,9 @@ class Pool:
         if bad:
             said = "\n".join(f"--- rank {rank}: {a[1]}\n{a[2][-2000:]}" for rank, a in bad.items())
             raise JobFailed(f"{what}\n{said}{where}")
-        if waiting:
-            raise JobFailed(f"{what}: no answer from ranks {sorted(waiting.values())} within {timeout} s{where}")
+        if stood:
+            raise JobFailed(f"{what}: no answer from ranks {[*stood]} within {timeout} s{where}")
         return [answers[rank] for rank in range(world)]
-
-    def stack(self, rank):
-        """Return the stack of a rank that does not answer, innermost call first."""
-        process, path = self.workers[rank][0], Path(self.notes.name, f"{rank}.stack")
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-        before, text, deadline = None, "", time.monotonic() + 2
-        while (not text or text != before) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            before, text = text, path.read_text() if path.exists() else ""
-        return text
-
-    def death(self, rank):
-        process, path = self.workers[rank][0], Path(self.notes.name, f"{rank}.stack")
-        process.join(10)
-        return f"the process died, exit code {process.exitcode}\n{path.read_text() if path.exists() else ''}"
-
-    def printed(self, rank):
-        path = Path(self.notes.name, f"{rank}.out")
-        return path.read_text(errors="replace") if path.exists() else ""
 
     def train(self, step, flags, world=1, timeout=PATIENCE, weights=True, optimizer="adamw", job=train_job):
         """Run train.py once. With optimizer="sgd", the `weights` that come back are the summed gradients. `answers` has what the

@@ -75,16 +75,15 @@ def kept_job(argv):
     bytes of the parameters."""
     from unittest.mock import patch
 
-    import live_storages
     import torch
     import train
+    from watch import Storages
     measured = []
 
     def measure(model, micro_batches, args):
         inputs, positions, targets = micro_batches[0]
-        live = live_storages.LiveStorages()
-        for param in model.parameters():
-            live.note(param, "parameters")
+        live = Storages()
+        live.note_all([*model.parameters()], "parameters")
         with live:
             hidden = model.model(inputs, positions)
         gc.collect()
@@ -153,7 +152,7 @@ def memory_job(argv):
     import memory
     found = []
     memory.run(argv, found.extend)
-    return list(memory.KINDS), found
+    return [*memory.KINDS], found
 
 
 def blocks_job(device, dtype, head_dim):

@@ -6,8 +6,7 @@ run one after the other: a busy GPU is free to run them like that.
 """
 import itertools
 
-import torch
-from torch.utils._pytree import tree_leaves
+from watch import group_of, tensors
 
 
 class Recorder:
@@ -25,13 +24,10 @@ class Recorder:
         """Note an operation that torch dispatches. The caller passes every one of them."""
         if op.namespace == "c10d":
             import torch.distributed as dist
-            group = next(dist.ProcessGroup.unbox(a) for a in args
-                         if isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup")
+            group = group_of(args)
             ranks = tuple(dist.get_process_group_ranks(group))
-            tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-            assert all(tensor.is_contiguous() for tensor in tensors), f"nccl takes contiguous tensors only: {op}"
-            shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tree_leaves(args[0])
-                           if isinstance(tensor, torch.Tensor))
+            assert all(tensor.is_contiguous() for tensor in tensors(args)), f"nccl takes contiguous tensors only: {op}"
+            shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(args[:1]))
             peer = ranks[args[2]] if op._opname in ("send", "recv_") else None
             if op._opname == "alltoall_base_" and args[4]:                         # uneven: the numbers of rows decide
                 shapes, peer = None, (tuple(args[4]), tuple(args[3]))

@@ -16,12 +16,11 @@ import traceback
 import warnings
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools/, in which prove is a package
+from refuse import refuse
+
 STEPS, MOST_RANKS = 4, 64
-
-
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def flags_of(text):
@@ -228,7 +227,6 @@ def report(adapter, said):
 
 def main(argv=None):
     args = parse_args(argv)
-    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools/, in which prove is a package
     warnings.filterwarnings("ignore", category=FutureWarning)
     layouts, adapter = layouts_of(args), load_adapter(args.adapter)
     import torch

@@ -4,13 +4,8 @@ The ranks are forked from this process, which has imported torch and the adapter
 ranks, because a trainer may keep global state.
 """
 import contextlib
-import faulthandler
-import multiprocessing
 import os
-import re
-import sys
-import tempfile
-import time
+import pickle
 import traceback
 import warnings
 from numbers import Integral
@@ -19,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 import torch._dynamo  # noqa: F401, an optimizer's first step would import it on every rank
-from torch.distributed import TCPStore
+from ranks import Processes, environment, frames, new_store
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GRACE = 0.5                                               # seconds that the other ranks get after one has failed
 # torch's store has a thread; the ranks do not need it
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -189,29 +183,15 @@ def train(adapter, flags, jobs):
     return seen
 
 
-def worker(adapter, rank, world, port, flags, jobs, seconds, unforgiving, folder, parent):
-    os.dup2(os.open(f"{folder}/{rank}.out", os.O_CREAT | os.O_WRONLY), 1)
-    os.dup2(1, 2)
-    faulthandler.dump_traceback_later(seconds, exit=True, file=open(f"{folder}/{rank}.stack", "w"))
-    devices = torch.cuda.device_count()
-    if devices:                                           # NCCL refuses two ranks on one GPU, unless they seem to be on two hosts
-        os.environ["NCCL_HOSTID"] = str(rank // devices)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % devices if devices else rank), WORLD_SIZE=str(world),
-                      LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME=LOOPBACK)
+def worker(rank, folder, pipe, adapter, world, port, flags, jobs, unforgiving):
+    os.environ.update(environment(rank, world, port))
     torch.set_num_threads(1)
     try:
         with unforgiving() if world > 1 else contextlib.nullcontext():
-            seen = train(adapter, flags, jobs)
-        torch.save(seen, f"{folder}/{rank}.saving")
-        os.rename(f"{folder}/{rank}.saving", f"{folder}/{rank}.seen")
+            answer = "ok", train(adapter, flags, jobs)
     except BaseException as error:
-        Path(f"{folder}/{rank}.failing").write_text(describe(rank, error))
-        os.rename(f"{folder}/{rank}.failing", f"{folder}/{rank}.error")             # all of it, or there is no such file
-    faulthandler.cancel_dump_traceback_later()
-    while os.getppid() == parent:                         # others may still talk to this rank; the parent ends it
-        time.sleep(0.2)
-    os._exit(0)
+        answer = "error", describe(rank, error)
+    pipe.send_bytes(pickle.dumps(answer))                 # by torch's own send(), tensors would end with this process
 
 
 def describe(rank, error):
@@ -226,60 +206,33 @@ def describe(rank, error):
 # ------------------------------------------------------------------------------------------- in the parent
 def launch(adapter, world, flags, jobs, seconds=120, unforgiving=contextlib.nullcontext):
     """Run the jobs on `world` ranks. Return what each of them has seen, or raise CannotRun within `seconds` or a little more."""
-    context = multiprocessing.get_context("fork")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)       # through it the ranks find each other
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=worker, args=(adapter, rank, world, store.port, flags, jobs, seconds, unforgiving, folder,
-                                                      os.getpid()), daemon=True) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        try:
-            wait(ranks, folder, time.monotonic() + seconds + 10)
-            return collect(ranks, folder, seconds)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+    store = new_store()
+    with Processes(worker, "fork", (adapter, world, store.port, flags, jobs, unforgiving)) as ranks:
+        ranks.start(world)
+        answers = ranks.collect(world, seconds, GRACE)
+        if [kind for kind, *_ in answers.values()] == ["ok"] * world:
+            return [answers[rank][1] for rank in range(world)]
+        raise CannotRun(why(ranks, world, answers, seconds))
 
 
-def those_with(ending, ranks, folder):
-    return [rank for rank in range(len(ranks)) if os.path.exists(f"{folder}/{rank}.{ending}")]
-
-
-def wait(ranks, folder, deadline):
-    while time.monotonic() < deadline and len(those_with("seen", ranks, folder)) < len(ranks):
-        ended = {*those_with("error", ranks, folder), *(rank for rank, process in enumerate(ranks) if not process.is_alive())}
-        if ended:                                         # the others may wait for it for ever
-            deadline = min(deadline, time.monotonic() + GRACE)
-        if len(ended) == len(ranks):
-            break
-        time.sleep(0.02)
-
-
-def collect(ranks, folder, seconds):
-    if len(those_with("seen", ranks, folder)) == len(ranks):
-        return [torch.load(f"{folder}/{rank}.seen", weights_only=False) for rank in range(len(ranks))]
-    # a rank whose time was over ends with status 1, too, but has written its stack
-    lost = [rank for rank, process in enumerate(ranks)
-            if process.exitcode is not None and not (process.exitcode == 1 and os.path.getsize(f"{folder}/{rank}.stack"))]
-    if lost:                                              # what the others say follows from it
-        output = Path(f"{folder}/{lost[0]}.out").read_text(errors="replace").strip()[-500:]
-        raise CannotRun(f"rank {lost[0]} died with exit status {ranks[lost[0]].exitcode}. {output}")
-    failed = those_with("error", ranks, folder)
+def why(ranks, world, answers, seconds):
+    """Say what went wrong first: a death, as what the others say follows from it; an error; or else that time was over."""
+    for rank, (kind, status, *_) in sorted(answers.items()):
+        if kind == "died":
+            return f"rank {rank} died with exit status {status}. {ranks.read(rank, 'out').strip()[-500:]}"
+    failed = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"}
     if failed:
-        first = min(failed, key=lambda rank: os.path.getmtime(f"{folder}/{rank}.error"))
-        text = Path(f"{folder}/{first}.error").read_text()
-        printed = [Path(f"{folder}/{rank}.out").read_text(errors="replace").strip() for rank in failed if "SystemExit" in text]
-        raise CannotRun("\n    ".join([text.splitlines()[0], *(lines[-500:] for lines in printed if lines)]) if printed else text)
-    raise CannotRun("\n".join([f"--seconds {seconds}: the ranks did not finish. Each stands here, innermost call first:",
-                               *(f"    rank {rank}: {stack(rank, folder)}" for rank in range(len(ranks)))]))
+        first = next(iter(failed.values()))
+        printed = [ranks.read(rank, "out").strip()[-500:] for rank in sorted(failed) if "SystemExit" in first]
+        return "\n    ".join([first.splitlines()[0], *filter(None, printed)]) if any(printed) else first
+    stood = ["it has finished" if rank in answers else stands(ranks, rank) for rank in range(world)]
+    return "\n".join([f"--seconds {seconds}: the ranks did not finish. Each stands here, innermost call first:",
+                      *(f"    rank {rank}: {where}" for rank, where in enumerate(stood))])
 
 
-def stack(rank, folder):
-    """Return where a rank stood when its time was over: calls outside the libraries, or else the innermost ones."""
-    path = Path(f"{folder}/{rank}.stack")
-    if os.path.exists(f"{folder}/{rank}.seen"):
-        return "it has finished"
-    calls = re.findall(r'File "(.*)", line (\d+) in (\S+)', path.read_text() if path.exists() else "")
-    own = [call for call in calls if "/lib/python" not in call[0] and Path(call[0]).parent != Path(__file__).parent]
+def stands(ranks, rank):
+    """Return where a rank stands: calls outside the libraries, or else the innermost ones."""
+    calls = frames(ranks.stack(rank))
+    ours = Path(__file__).parent, Path(__file__).parents[1] / "ranks.py"
+    own = [call for call in calls if "/lib/python" not in call[0] and not {Path(call[0]), Path(call[0]).parent} & {*ours}]
     return " < ".join(f"{os.path.basename(file)}:{line} {function}" for file, line, function in (own or calls)[:3]) or "no stack"

@@ -11,12 +11,11 @@ import json
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools/, in which simulate is a package
+from refuse import refuse
+
 MOST_RANKS = 10**6
-
-
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def parse_args(gpus):
@@ -56,7 +55,6 @@ def parse_args(gpus):
 
 
 def main():
-    sys.path[0] = str(Path(__file__).resolve().parents[1])                         # tools/, in which simulate is a package
     from simulate.gpus import GPUS, Cluster
     args, flags = parse_args(GPUS)
     from steps import step_dir

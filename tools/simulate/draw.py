@@ -1,7 +1,7 @@
 """Show what was played: as a trace for Perfetto (--trace) and as a picture (--plot)."""
 import json
 
-from simulate.memory import timeline
+from watch import timeline
 
 COLOURS = {
     "F": ("#4878a8", "forward"), "B": ("#d9a441", "backward (I: of inputs)"), "W": ("#6aa56e", "backward, of weights"),

@@ -4,6 +4,7 @@ from functools import cache
 import torch
 
 from simulate.gpus import Kernel
+from watch import tensors
 
 #                         number of products of [seq, seq] (backward repeats the first); index of q; index of is_causal
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
@@ -15,14 +16,6 @@ WRITES = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "
           "fill_", "_foreach_zero_"}                      # these read nothing
 COPIES = {"copy_", "_foreach_copy_"}                      # these do not read the tensor that they write to
 ROWS = {"embedding", "index_select", "gather", "index", "scatter_add_", "scatter_"}     # these read, or add to, only some rows
-
-
-def tensors(values):
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors(value)
 
 
 def size(tensor):

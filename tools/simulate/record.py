@@ -17,24 +17,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulate.fuse import fuse
-from simulate.kernels import cost_of, size, tensors
-from simulate.memory import KINDS, Memory, timeline
+from simulate.kernels import cost_of, size
 from simulate.stand_ins import fused_kernels, one_rank
+from watch import COLLECTIVES, KINDS, Storages, Watch, collective_of, keeping, tensors, timeline
 
 # functions of torch.distributed that start operations, and wait for them unless async_op is set
 STARTERS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
             "all_to_all_single", "broadcast", "isend", "irecv"]
-#              c10d's name               index of the argument with the payload; share of it that a ring moves, per rank
-COLLECTIVES = {"allreduce_":           ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-               "_allgather_base_":     ("all_gather", 0, lambda n: (n - 1) / n),
-               "_reduce_scatter_base_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
-               "alltoall_base_":       ("all_to_all", 1, lambda n: (n - 1) / n),
-               "broadcast_":           ("broadcast", 0, lambda n: (n - 1) / n),
-               "send":                 ("send", 0, lambda n: 1),
-               "recv_":                ("receive", 0, lambda n: 1)}
 Action = namedtuple("Action", "name start end")           # such as "F3 of stage 0"; the notes between which it lies
 
 
@@ -51,13 +42,13 @@ class Operation(NamedTuple):
 # A note is one of
 #     ("compute", kernel's number, layer)     ("start", operation's number, site)     ("wait", operation's number, site)
 #     ("begin", action)  ("end", action)      ("host waits", site): the host waits for all kernels
-class Recorder(TorchDispatchMode):
+class Recorder(Watch):
     """Records one training step."""
     def __init__(self, model, optimizer, mesh, args):
         super().__init__()
         self.model, self.optimizer, self.mesh, self.args = model, optimizer, mesh, args
         self.notes, self.kernels, self.operations, self.touched = [], {}, [], {}
-        self.memory = Memory(lambda: len(self.notes))
+        self.memory = Storages(now=lambda: len(self.notes))
         self.layer, self.begun, self.actions = "", [], []
         self.members, self.names = {}, {}                 # for each group: its ranks; its dimension
         self.sent = defaultdict(lambda: (0, 0, 0))        # by (dimension, collective): calls, payload bytes, bytes on the wire
@@ -65,11 +56,11 @@ class Recorder(TorchDispatchMode):
             from mesh import mesh_dim_of_group
             self.names = {dist.group.WORLD.group_name: "world", **mesh_dim_of_group(mesh)}
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if op.namespace == "c10d" and op._opname in COLLECTIVES:
-            self.start(op._opname, args)
-        result = op(*args, **kwargs)
+    def before(self, op, args, kwargs):
+        if op._opname in COLLECTIVES and (collective := collective_of(op, args)):
+            self.start(collective, args)
+
+    def after(self, op, args, kwargs, result):
         if op._opname == "_to_copy" and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.notes.append(("host waits", site()))
         # Tensors made in forward are activations, even inside our own autograd functions, where grad mode is off.
@@ -77,7 +68,6 @@ class Recorder(TorchDispatchMode):
         self.memory.note_all(result, "activations" if forward else "rest")
         if op.namespace != "c10d" and (cost := cost_of(op)):
             self.compute(cost(op._opname, args, result), args, result)
-        return result
 
     def compute(self, kernel, args, result):
         if kernel.kind == "memory" and getattr(self.args, "fused", False):
@@ -88,16 +78,14 @@ class Recorder(TorchDispatchMode):
         found = {value.untyped_storage()._cdata: size(value) for value in tensors(values)}
         return {self.memory.alive[key][0] if key in self.memory.alive else -key: bytes for key, bytes in found.items()}
 
-    def start(self, name, args):
-        what, payload, on_the_wire = COLLECTIVES[name]
-        objects = [a for a in args if isinstance(a, torch.ScriptObject)]
-        group = next(dist.ProcessGroup.unbox(a) for a in objects if a._type().name() == "ProcessGroup")
+    def start(self, collective, args):
+        what, group = collective.what, collective.group
         dimension = self.names.get(group.group_name) or group.group_desc.removeprefix("mesh_")
         if group.group_name not in self.members:
             self.members[group.group_name] = tuple(dist.get_process_group_ranks(group))
         ranks = self.members[group.group_name]
-        moved = sum(tensor.nbytes for tensor in tensors([args[payload]]))
-        wire = moved * on_the_wire(len(ranks))
+        moved = collective.bytes
+        wire = moved * collective.ring
         if what == "all_to_all" and args[4]:              # uneven: this rank sends all but its own part
             wire = moved * (1 - args[4][group.rank()] / max(1, sum(args[4])))
         if what != "receive":
@@ -257,14 +245,6 @@ def recorded(note=lambda seen, model, optimizer, mesh: None, before=lambda optim
     steps, made, watched = [], {}, contextlib.ExitStack()
     log, read = metrics.Metrics.log, train.batches
 
-    def keeping(name):
-        function = getattr(train, name)
-
-        def call(*args, **kwargs):
-            made[name] = function(*args, **kwargs)
-            return made[name]
-        return patch.object(train, name, call)
-
     def batches(*args):
         before(made["Optimizer"])
         for batch in read(*args):
@@ -280,7 +260,7 @@ def recorded(note=lambda seen, model, optimizer, mesh: None, before=lambda optim
         log(metrics, *args, **kwargs)
     with contextlib.ExitStack() as replaced:
         for name in filter(lambda name: hasattr(train, name), ("build_mesh", "build_model", "Optimizer")):
-            replaced.enter_context(keeping(name))
+            replaced.enter_context(keeping(train, name, made))
         replaced.enter_context(patch.object(train, "batches", batches))
         replaced.enter_context(patch.object(metrics.Metrics, "log", end))
         yield steps
