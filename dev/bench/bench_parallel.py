@@ -31,7 +31,6 @@ import subprocess
 import sys
 import time
 import warnings
-import weakref
 from pathlib import Path
 
 import torch
@@ -44,10 +43,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel,
                                                loss_parallel, parallelize_module)
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from ranks import torchrun
 from steps import PYTHONPATH, step_dir
+from watch import Storages
 
 sys.path += PYTHONPATH
 
@@ -466,47 +466,18 @@ def measure_memory(names, mesh, steps):
     for name in names:
         turn = make(name, mesh)
         gc.collect()
-        with resizable_storages() as memory:
+        with LocalStorages(given=True) as memory:
             turn(batches)
         peaks[name] = max(sum(row[1:]) for row in memory.timeline())
         del turn, memory
     return peaks
 
 
-def resizable_storages():
-    from live_storages import LiveStorages
-
-    class ResizableStorages(LiveStorages):
-        """LiveStorages that follows storages which shrink to nothing and grow again, and counts those that are only used, too."""
-
-        def __init__(self):
-            super().__init__()
-            self.sizes = {}                               # storage number: bytes
-
-        def resize(self, number, size):
-            if size != self.sizes.get(number, 0):
-                self.events.append((time.perf_counter(), number, size - self.sizes.get(number, 0)))
-                self.sizes[number] = size
-
-        def note(self, tensor, kind):
-            storage = tensor.untyped_storage()
-            if storage not in self.numbers:
-                number = self.numbers[storage] = len(self.kinds)
-                self.kinds.append(kind)
-                self.resize(number, storage.nbytes())
-                weakref.finalize(storage, self.resize, number, 0).atexit = False
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented                     # its operations on local tensors are seen instead
-            for storage, number in list(self.numbers.items()):
-                self.resize(number, storage.nbytes())
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    self.note(tensor, "rest")
-            return super().__torch_dispatch__(op, types, args, kwargs)
-
-    return ResizableStorages()
+class LocalStorages(Storages):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented                         # its operations on local tensors are seen instead
+        return super().__torch_dispatch__(op, types, args, kwargs)
 
 
 def main():
@@ -525,8 +496,7 @@ def main():
             ranks, asked = (4, ["sleep"]) if table == "sleep" else (RANKS, [table, "all"])
             if args.table in asked and any(name in args.only for name in contestants):
                 print(f"{table}:", flush=True)
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-                run = subprocess.run([*torchrun, *sys.argv, "--table", table], env={**os.environ, "OMP_NUM_THREADS": "1"})
+                run = subprocess.run(torchrun(ranks, *sys.argv, "--table", table), env={**os.environ, "OMP_NUM_THREADS": "1"})
                 if run.returncode:
                     sys.exit(run.returncode)
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import ranks
 from steps import PYTHONPATH, ROOT, full_name
 
 sys.path += PYTHONPATH
@@ -38,8 +39,7 @@ def put_into_page(page, tables):
 
 def torchrun(world, *words, **how):
     """Run a program on `world` ranks, with one thread each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), *words]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
+    return subprocess.run(ranks.torchrun(world, *words), env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
 
 
 def seen_by_ranks(file, word, world, jobs, timeout):
@@ -52,9 +52,7 @@ def seen_by_ranks(file, word, world, jobs, timeout):
 
 def seen_in_runs(file, word, world, runs, timeout):
     """Do the same with runs of the trainer, which do_runs executes."""
-    from torch.distributed import TCPStore
-    # Each run needs a store of its own: in a used one, ranks would find the addresses of the earlier run.
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    stores = [ranks.new_store() for _ in runs]
     return seen_by_ranks(file, word, world, [(*run, store.port) for run, store in zip(runs, stores)], timeout)
 
 

@@ -47,7 +47,7 @@ PRELOADED = ["transformers.models.auto", "transformers.models.llama.configuratio
              "torch._refs", "torch._decomp.decompositions", "torch.optim.adamw", "numpy", "safetensors.torch", "pytest"]
 
 
-def worker(rank, folder_of_ranks, pipe, more_environment):
+def worker(rank, notes, pipe, more_environment):
     import torch
     os.environ.update(more_environment, HF_HUB_OFFLINE="1")
     gc.freeze()
@@ -59,7 +59,7 @@ def worker(rank, folder_of_ranks, pipe, more_environment):
     pipe.send("ready")
     for port, world, folder, function, arguments in iter(pipe.recv, None):
         os.environ.update(environment(rank, world, port))
-        output = open(f"{folder_of_ranks}/{rank}.job", "w+", buffering=1, encoding="utf-8", newline="\n")  # for the test, if it hangs
+        output = open(f"{notes}/{rank}.job", "w+", buffering=1, encoding="utf-8", newline="\n")  # for the test, if it hangs
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), step_modules(folder, modules):
                 module, name = function
