@@ -6,24 +6,19 @@ import argparse
 import contextlib
 import json
 import math
-import sys
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from refuse import refuse
 
 PANELS = {"loss": "loss (striped where curves coincide)", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "peak_memory_gib": "peak memory (GiB, largest over ranks)"}
 FROM_ZERO = ("tokens_per_s", "peak_memory_gib")
 PICTURES = (b"\x89PNG", b"%PDF", b"%!PS", b"<?xml", b"<svg", b"\xff\xd8", b"RIFF")        # how image files begin
 COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442"]   # Okabe and Ito's
-
-
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def read(path):

@@ -9,12 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from refuse import refuse
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def text(events):

@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 
+from ranks import torchrun
+from refuse import refuse
 from steps import step_dir
 
 sys.path.insert(0, str(step_dir("step08_5d")))
@@ -34,11 +36,6 @@ COLUMNS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "m
            "recompute", "status", "tok_s_gpu", "mem_gib", "reason")
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|Cannot allocate memory|MemoryError|exitcode: -9")
 MARK = "TRAINER_SWEEP"                                    # in the environment of every process that a sweep starts
-
-
-def refuse(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 # ----------------------------------------------------------------------------------------- what is to be run
@@ -78,8 +75,7 @@ def run(flags, gpus, args):
     """Run the trainer once; return its status, tokens per second per GPU, memory in GiB, and the reason if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         log, output = os.path.join(folder, "log.jsonl"), os.path.join(folder, "output")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc_per_node", str(gpus), args.trainer, *flags, "--log_file", log]
+        command = torchrun(gpus, args.trainer, *flags, "--log_file", log)
         with open(output, "wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True,
                                        env={**os.environ, MARK: os.path.abspath(args.out)})
