@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -22,13 +23,13 @@ PROVE, ADAPTERS = ROOT / "tools/prove", ROOT / "tools/prove/adapters"
 README = (PROVE / "README.md").read_text()
 
 
-def prove(adapter, tmp_path, *flags, layouts="", **environment):
+def prove(adapter, tmp_path, *flags, layouts="", tool=PROVE, **environment):
     """Run the tool as a user does. Return its exit status, output, and what it wrote for programs."""
     if layouts:
         (tmp_path / "layouts").write_text(layouts)
         flags = [*flags, "--layouts", tmp_path / "layouts"]
     environment = clean_environment() | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | environment
-    command = [sys.executable, PROVE, adapter, *map(str, flags), "--json", tmp_path / "said.json"]
+    command = [sys.executable, tool, adapter, *map(str, flags), "--json", tmp_path / "said.json"]
     done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=1800)
     written = (tmp_path / "said.json").read_text() if (tmp_path / "said.json").exists() else ""
     said = json.loads(written or "[]")                    # empty if the run with one process failed
@@ -386,8 +387,10 @@ class MyModel(torch.nn.Sequential):
 '''
 
 
-def test_the_adapter_on_the_page_is_all_of_it(tmp_path):
+def test_the_adapter_on_the_page_and_tools_are_all_of_it(tmp_path):
+    """Check that nothing else of this repository is needed: somebody may copy tools/ alone."""
+    shutil.copytree(ROOT / "tools", tmp_path / "copy/tools")
     (shown,) = re.findall(r"```text\n(def build\(.*?)```", README, re.S)
     (tmp_path / "mine.py").write_text(MY_MODEL + shown)
-    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2)
+    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2, tool=tmp_path / "copy/tools/prove")
     assert status == 0 and equal(said[0]), output

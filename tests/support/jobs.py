@@ -53,21 +53,12 @@ def storage_bytes(tensors):
 
 def trained_parts(argv):
     """Train. Return the model and the optimizer as they are after the last step."""
-    from types import SimpleNamespace
-    from unittest.mock import patch
-
     import train
-    kept = SimpleNamespace()
-
-    def keep(name, make):
-        def made(*arguments):
-            setattr(kept, name, make(*arguments))
-            return getattr(kept, name)
-        return made
-    with (patch.object(train, "Optimizer", keep("optimizer", train.Optimizer)),
-          patch.object(train, "build_model", keep("model", train.build_model))):
+    from watch import keeping
+    made = {}
+    with keeping(train, "build_model", made), keeping(train, "Optimizer", made):
         train.main(argv)
-    return kept.model, kept.optimizer
+    return made["build_model"], made["Optimizer"]
 
 
 def kept_job(argv):
