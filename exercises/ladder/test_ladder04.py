@@ -384,7 +384,7 @@ def linears_job(sp):
     whole, weights, grads = numbers(2, 4, 3), numbers(2, 7, 3), numbers(2, 2, 4, 7)
     log = []
 
-    def products(op, args, kwargs):
+    def note_products(op, args, kwargs):
         if op.name().split(".")[0].endswith("mm") and log[-1:] != ["products"]:
             log.append("products")
 
@@ -408,7 +408,7 @@ def linears_job(sp):
     kept = sum(tensor.numel() for tensor in saved) - sum(weight.numel() for weight in mine)
     products_right = all(torch.equal(y, F.linear(whole, weight)) for y, weight in zip(products, mine))
     forward, log[:] = list(log), []
-    with Watch(products):
+    with Watch(note_products):
         torch.autograd.backward(products, grads[rank].split((5, 2), dim=-1))
     expected_x = (grads[0] @ weights[0] + grads[1] @ weights[1])[:, part]
     expected_weight = grads[rank].flatten(0, 1).T @ whole.flatten(0, 1)
