@@ -30,7 +30,8 @@ def planted_mistakes():
 
 def edits(mistake, step8=False):
     """Return the edits that plant a mistake in its step, or in step 8: file, old, new."""
-    return mistake.get("in_step_8") if step8 and "in_step_8" in mistake else mistake.get("edits", [mistake])
+    own = mistake.get("edits", [mistake])
+    return mistake.get("in_step_8", own) if step8 else own
 
 
 def not_in(what):
