@@ -108,7 +108,7 @@ def described(tensors):
 
 def drawn(seed):
     """Return all planted mistakes that can be drawn, in the order of this seed; the first that shows is used."""
-    names = [name for name in sorted(planted_mistakes()) if name not in not_in("hunt") and LAYOUTS[int(name[4:6])]]
+    names = sorted(name for name in planted_mistakes().keys() - not_in("hunt").keys() if LAYOUTS[int(name[4:6])])
     return random.Random(seed).sample(names, len(names))
 
 

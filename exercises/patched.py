@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from steps import full_name
@@ -20,6 +21,7 @@ MISTAKES = ROOT / "exercises/mistakes.toml"
 NO_LESSON = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "AttributeError")
 
 
+@cache
 def planted_mistakes():
     """Return all planted mistakes, {name: its table}, in the order of mistakes.toml. Its texts of several lines become one line."""
     mistakes = tomllib.loads(MISTAKES.read_text())
