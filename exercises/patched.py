@@ -1,6 +1,6 @@
 """What planted mistakes and extensions share: copy a step, change the copy, run tests on it.
 
-A planted mistake (dev/break_it.py, hunt.py, tests/support/plants.py) is a table of mistakes.toml. An extension (extend.py) is a
+A planted mistake (dev/break_it.py, hunt.py, plants.py) is a table of mistakes.toml. An extension (extend.py) is a
 patch; the lines before the patch proper are its header, one 'key: value' each. EXERCISE=3=FOLDER makes the tests take FOLDER for
 step 3.
 """
