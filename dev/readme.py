@@ -1,6 +1,6 @@
 """Check the READMEs and docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
 
-    python dev/readme.py                             # writes the files in the order of tools/steps.py into the tables
+    python dev/readme.py                             # writes the tables: files in the order of tools/steps.py, planted mistakes
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
     python dev/readme.py --run docs/words.md "no, needs spmd_types"   # runs those with this directive instead
 
@@ -16,7 +16,8 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tools", "exercises")]
+from patched import planted_mistakes
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
@@ -167,21 +168,28 @@ def with_files(text, lesson, support):
     return "".join([text[:found.start(1)], *(f"{row}\n" for row in [*of(lesson), *border, *of(support)]), text[found.end(1):]])
 
 
+def mistake_table(which):
+    """Return a table of planted mistakes: 'step 2, featured', 'step 2, others' or 'reported elsewhere'."""
+    mistakes = planted_mistakes()
+    if which == "reported elsewhere":
+        head = "mistake", "threads"
+        rows = [(name, mistake["wild"]) for name, mistake in sorted(mistakes.items()) if "wild" in mistake]
+    else:
+        head = "mistake", "what it does", "what the loss curve shows"
+        step, kind = re.fullmatch(r"step (\d), (featured|others)", which).groups()
+        rows = [(name, mistake["what"], mistake["loss"]) for name, mistake in mistakes.items()
+                if name.startswith(f"step0{step}_") and kind == ("featured" if "featured" in mistake else "others")]
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *((f"`{name}`", *cells) for name, *cells in rows))]
+    return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
+
+
+MISTAKES = re.compile(r"(<!-- from exercises/mistakes\.toml: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
 def with_tables(text, name):
-    """Return a page with the rows of a step's table of files in order."""
-    step = Path(name).parts[0]
+    """Return a page with its tables of planted mistakes, and with the rows of a step's table of files in order."""
+    step, text = Path(name).parts[0], MISTAKES.sub(lambda found: found[1] + mistake_table(found[2]) + found[3], text)
     return with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
-
-
-def planted_table(text):
-    """Return the planted mistakes named in the first column of the table under 'Break it'."""
-    section = re.search(r"^## Break it\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    return mistakes_named(section[1]) if section else []
-
-
-def mistakes_named(text):
-    """Return the patches that begin a row of a table."""
-    return re.findall(r"^\| *`(step0\d_\w+)` *\|", text, re.MULTILINE)
 
 
 def write_tables():

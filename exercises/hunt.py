@@ -13,18 +13,16 @@ line that the mistake changes. The fewest probes win.
 import datetime
 import difflib
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import zlib
 from pathlib import Path
 from unittest.mock import patch as replaced
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from patched import MISTAKES, copy_step, planted_mistakes
+from patched import edits, not_in, planted_copy, planted_mistakes
 from refuse import refuse
 from steps import PYTHONPATH, ROOT, full_name
 
@@ -42,16 +40,6 @@ LAYOUTS = {1: ["1", "1 --dtype bfloat16"],
                "4 --pp 2 --zero 3"],
            7: ["2 --ep 2", "4 --ep 2 --tp 2", "4 --ep 2 --cp 2 --balance aux", "4 --ep 2 --pp 2 --schedule zerobubble"],
            8: []}                                         # its planted mistakes show only when runs are saved, killed or resumed
-RACE = "whether a message arrives in time is chance: the numbers differ from run to run, or are NaN"
-TIME = "all numbers are right; it takes longer, or more memory, which no number here shows"
-EXCLUDED = {"step02_refused_alone": "shows only where a rank refuses",
-            "step02_not_waited_for": RACE, "step03_prefetched_not_waited_for": RACE, "step05_added_to_while_sent": RACE,
-            "step02_waited_for_at_once": TIME, "step03_reduced_one_by_one": TIME, "step04_partial_sums_kept": TIME,
-            "step06_deferred_gradients_kept": TIME, "step06_gradients_kept_apart": TIME,
-            "step05_halves_of_one_token": "shows only with --seq_len 1",
-            "step04_qk_norms_not_summed": "shows only in a model with QK-norm",
-            "step07_experts_sliced_over_all": "ends in the first step, with an infinite norm and no number to ask for",
-            "step07_empty_experts_not_zeroed": "shows only with a kernel that zeroes none", "step02_sums_every_micro_batch": RACE}
 
 
 def probed_job(argv):
@@ -115,7 +103,7 @@ def described(tensors):
 
 def drawn(seed):
     """Return all planted mistakes that can be drawn, in the order of this seed; the first that shows is used."""
-    names = [patch.stem for patch in planted_mistakes() if patch.stem not in EXCLUDED and LAYOUTS[int(patch.stem[4:6])]]
+    names = sorted(name for name in planted_mistakes().keys() - not_in("hunt").keys() if LAYOUTS[int(name[4:6])])
     return random.Random(seed).sample(names, len(names))
 
 
@@ -135,14 +123,12 @@ def run(pool, step, layout):
 def plant(pool, name, folder):
     """Return the copy with this planted mistake, a layout where it shows, and both runs; or None if it never shows."""
     step = full_name(name[:6])
-    copy = copy_step(step, folder)
-    alone = os.environ | dict(GIT_CEILING_DIRECTORIES=str(folder.resolve().parent))           # git would skip files that it ignores
-    subprocess.run(["git", "apply", MISTAKES / f"{name}.patch"], cwd=folder, env=alone, check=True)
+    copy = planted_copy(name, folder)
     for layout in LAYOUTS[int(name[4:6])]:
         right = pool.once((step, layout), lambda: run(pool, step, layout))
         planted = run(pool, copy, layout)
         if planted and right != planted and not re.search("NaN|Infinity", json.dumps(planted)):
-            return dict(patch=name, step=step, layout=layout, right=right, planted=planted, probes=0)
+            return dict(name=name, step=step, layout=layout, right=right, planted=planted, probes=0)
     shutil.rmtree(copy)
 
 
@@ -218,10 +204,19 @@ def answered(answer):
         print(f"no: the mistake is somewhere else ({hunt['probes']} probes so far)")
         return WRONG
     best = json.loads(best_of.read_text()) if best_of.exists() else {}
-    best[hunt["patch"]] = min(hunt["probes"], best.get(hunt["patch"], hunt["probes"]))
+    best[hunt["name"]] = min(hunt["probes"], best.get(hunt["name"], hunt["probes"]))
     best_of.write_text(json.dumps(best))
-    print(f"yes, with {hunt['probes']} probes; the fewest that anybody needed here: {best[hunt['patch']]}\n\n"
-          + (MISTAKES / f"{hunt['patch']}.patch").read_text() + looks_like(hunt["patch"]))
+    print(f"yes, with {hunt['probes']} probes; the fewest that anybody needed here: {best[hunt['name']]}\n\n"
+          + solved(hunt["name"]) + looks_like(hunt["name"]))
+
+
+def solved(name):
+    """Return what a mistake does, what the loss shows, the test that sees it, and what it changes."""
+    mistake, lines = planted_mistakes()[name], []
+    for edit in edits(mistake):
+        pieces = edit["old"].splitlines(), edit["new"].splitlines()
+        lines += [f"{full_name(name[:6])}/{edit['file']}:", *(line for line in difflib.ndiff(*pieces) if line[0] != "?")]
+    return "\n".join([f"{name}: {mistake['what']}", f"loss: {mistake['loss']}", f"test: {mistake['test']}", "", *lines]) + "\n"
 
 
 def looks_like(name):

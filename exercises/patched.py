@@ -1,24 +1,54 @@
-"""What planted mistakes and extensions share: copy a step, read a patch's header, run tests on the copy.
+"""What planted mistakes and extensions share: copy a step, change the copy, run tests on it.
 
-Planted mistakes (dev/break_it.py, hunt.py) and extensions (extend.py) are patches. The lines before the patch proper are its
-header, one 'key: value' each. EXERCISE=3=FOLDER makes the tests take FOLDER for step 3.
+A planted mistake (dev/break_it.py, hunt.py, plants.py) is a table of mistakes.toml. An extension (extend.py) is a
+patch; the lines before the patch proper are its header, one 'key: value' each. EXERCISE=3=FOLDER makes the tests take FOLDER for
+step 3.
 """
 import os
 import re
 import shutil
 import sys
+import tomllib
+from functools import cache
 from pathlib import Path
+
+from steps import full_name
 
 os.environ.setdefault("PATIENCE", "120")                  # seconds before a hung test is stopped
 
 ROOT = Path(__file__).resolve().parents[1]
-MISTAKES = ROOT / "exercises/mistakes"
+MISTAKES = ROOT / "exercises/mistakes.toml"
 NO_LESSON = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "AttributeError")
 
 
+@cache
 def planted_mistakes():
-    """Return the patches of all planted mistakes, sorted by name."""
-    return sorted(MISTAKES.glob("*.patch"))
+    """Return all planted mistakes, {name: its table}, in the order of mistakes.toml. Its texts of several lines become one line."""
+    mistakes = tomllib.loads(MISTAKES.read_text())
+    for mistake in mistakes.values():
+        mistake.update({key: " ".join(mistake[key].split()) for key in ("what", "loss", "wild") if key in mistake})
+    return mistakes
+
+
+def edits(mistake, step8=False):
+    """Return the edits that plant a mistake in its step, or in step 8: file, old, new."""
+    own = mistake.get("edits", [mistake])
+    return mistake.get("in_step_8", own) if step8 else own
+
+
+def not_in(what):
+    """Return {name: why not} of the mistakes that the hunt does not draw, or that tools/prove is not tried on."""
+    return {name: mistake["because"] for name, mistake in planted_mistakes().items() if what in mistake.get("not_in", ())}
+
+
+def planted_copy(name, folder, step=None):
+    """Copy a mistake's step, or step 8, into the folder, and plant the mistake there; return the copy's path."""
+    copy = copy_step(step or full_name(name[:6]), folder)
+    for edit in edits(planted_mistakes()[name], step8=copy.name.startswith("step08")):
+        text = (copy / edit["file"]).read_text()
+        assert text.count(edit["old"]) == 1, f"{name}: its old text must occur once in {copy.name}/{edit['file']}"
+        (copy / edit["file"]).write_text(text.replace(edit["old"], edit["new"]))
+    return copy
 
 
 def read_header(patch):
@@ -53,7 +83,7 @@ class Verdict:
 
     @property
     def red(self):
-        """Return whether a test failed on its own assertion, not on a name that the patch broke."""
+        """Return whether a test failed on its own assertion, not on a name that the change broke."""
         return bool(self.failed) and self.lesson
 
 

@@ -33,7 +33,7 @@ def affected_by(changed):
     ("tests/support/fixtures.py", "step01 wild ladder08", ""),
     ("exercises/ladder/test_ladder05.py", "ladder05 ladders", "step05"),
     ("exercises/extensions/muon.patch", "extensions", "step03 ladders"),
-    ("exercises/mistakes/step01_not_causal.patch", "steps hunt", "step01"),
+    ("exercises/mistakes.toml", "steps hunt wild", "step01"),
     ("exercises/hangs/hang3.py", "hangs", "ladders"),
     ("docs/workshop/pair.sh", "workshop", ""),
     ("dev/carry.py", "carry steps", "step01 plan"),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from layouts import every_other
+from patched import planted_mistakes
 
-from readme import (DOCS, PAGES, PLANNER, PROVE, READMES, TABLE, block_problems, blocks, broken_anchors, broken_links,
-                    diff_problems, diffs_of, planted_table, to_run, with_files, with_tables)
+from readme import (DOCS, MISTAKES, PAGES, PLANNER, PROVE, READMES, TABLE, block_problems, blocks, broken_anchors, broken_links,
+                    diff_problems, diffs_of, mistake_table, to_run, with_files, with_tables)
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_name, pairs, run, step_files
 
 
@@ -48,10 +49,22 @@ def test_links_and_pictures_exist(readme):
     assert broken_links(text, (ROOT / readme).parent) == [] and broken_anchors(text, ROOT / readme) == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_what_make_readme_writes(page):
+    text = (ROOT / page).read_text()
+    assert with_tables(text, page) == text
+
+
+def test_every_planted_mistake_is_on_one_page():
+    marks = [found[2] for page in PAGES for found in MISTAKES.finditer((ROOT / page).read_text())]
+    assert sorted(marks) == ["reported elsewhere", *(f"step {k}, {kind}" for k in range(1, len(STEPS) + 1)
+                                                    for kind in ("featured", "others"))]
+    rows = "".join(mistake_table(mark) for mark in marks if mark != "reported elsewhere")
+    assert sorted(re.findall(r"^\| `(\w+)` \|", rows, re.M)) == sorted(planted_mistakes())
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_the_table_of_files_is_what_make_diff_shows(step):
-    text = (ROOT / step / "README.md").read_text()
-    assert with_tables(text, f"{step}/README.md") == text, "make readme writes the rows in order"
     rows = [row.strip("| ").split(" | ") for row in TABLE.search((ROOT / step / "README.md").read_text())[1].splitlines()]
     assert [row[0].strip("[`").partition("`")[0] for row in rows] == [*LESSON[step], f"*{BORDER}*", *SUPPORT[step]]
     assert all(len(row) == 2 and len(row[1]) > 5 for row in rows if BORDER not in row[0]), "what does each of them hold?"
@@ -267,9 +280,3 @@ def test_files_are_put_in_order():
         assert with_files(before, ["a.py", "b.py"], ["new.py", "job.sh"]) == wanted
     assert border not in with_files(text.format(""), ["a.py", "b.py", "job.sh"], [])
     assert with_files("none\n", ["a.py"], []) == "none\n"
-
-
-def test_planted_table():
-    text = ("# x\n## Break it\n\n| break | test |\n|---|---|\n| `step01_a` | no decay |\n| bare | t |\n\n"
-            "## Next\n| a |\n|---|\n| `step01_b` | t |\n")
-    assert planted_table(text) == ["step01_a"] and planted_table("# none\n") == []

@@ -26,7 +26,7 @@ from unforgiving import unforgiving
 def small_repository(tmp_path):
     """Make a repository with two steps of one line each, a test for the second, and the real tools."""
     folder = tmp_path / "repository"
-    for name in ("tests", "tools", "dev", "exercises/mistakes", "exercises/ladder"):
+    for name in ("tests", "tools", "dev", "exercises/ladder"):
         (folder / name).mkdir(parents=True)
     for name in ("Makefile", "tools/steps.py", "tools/diff.py", "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py",
                  "pyproject.toml"):
@@ -302,12 +302,11 @@ def test_the_environment_is_made_where_it_has_to_be(small_repository, there, mad
 
 
 # ------------------------------------------------------------------------------------------------------- dev/break_it.py
-PATCH = ("test: tests/test_step02.py::{test}\nloss: nothing\n"
-         "--- a/step02_dp/train.py\n+++ b/step02_dp/train.py\n@@ -1 +1 @@\n-answer = 42\n+{line}\n")
+MISTAKE = '[step02_answer]\ntest = "tests/test_step02.py::{test}"\nfile = "train.py"\nold = "answer = 42"\nnew = "{line}"\n'
 
 
 def break_it(folder, test, line, *names):
-    (folder / "exercises/mistakes/step02_answer.patch").write_text(PATCH.format(test=test, line=line))
+    (folder / "exercises/mistakes.toml").write_text(MISTAKE.format(test=test, line=line))
     return run([sys.executable, "dev/break_it.py", *names], folder, timeout=120)
 
 
@@ -329,8 +328,8 @@ def test_a_planted_mistake_that_shows_nothing_is_seen(small_repository, test, li
 
 def test_what_is_red_anyway_shows_nothing(small_repository):
     (small_repository / "step02_dp/train.py").write_text("answer = 41\n")
-    patch = small_repository / "exercises/mistakes/step02_answer.patch"
-    patch.write_text(PATCH.format(test="test_answer", line="answer = 40").replace("-answer = 42", "-answer = 41"))
+    mistake = MISTAKE.format(test="test_answer", line="answer = 40").replace("answer = 42", "answer = 41")
+    (small_repository / "exercises/mistakes.toml").write_text(mistake)
     status, output = run([sys.executable, "dev/break_it.py", "--green"], small_repository, timeout=120)
     assert status == 1 and "must pass before a mistake is planted: AssertionError: no answer" in output, output
 

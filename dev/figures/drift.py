@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import PICTURES, ROOT, put_into_page, torchrun
 
-from patched import MISTAKES, copy_step
+from patched import planted_copy
 from plot import COLORS, plt
 
 PAGE = ROOT / "docs/rounding.md"
@@ -20,7 +20,6 @@ DTYPES = {"float64": "o", "float32": "s", "bfloat16": "D"}                      
 BROKEN = "tp 4, norms not summed"
 LAYOUTS = {"one process, micro-batch of 4": (1, "--micro_batch_size 4"), "ZeRO-3 over 4": (4, "--zero 3"), "tp 4": (4, "--tp 4"),
            "cp 4": (4, "--cp 4"), "pp 4": (4, "--pp 4"), BROKEN: (4, "--tp 4")}
-PATCH = MISTAKES / "step04_norms_not_summed.patch"
 STEPS = (0, 3, 19)
 
 
@@ -32,15 +31,9 @@ def train(trainer, world, flags, log):
     return [json.loads(line) for line in open(log)]
 
 
-def broken(folder):
-    copy = copy_step("step04_tp_sp", folder)
-    subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={folder}", PATCH], cwd=folder, check=True)
-    return copy
-
-
 def measure(logs, folder):
     """Return {dtype: {layout: {number: its largest relative difference from one process, up to each step}}}."""
-    trainers = dict.fromkeys(LAYOUTS, ROOT / "step08_5d") | {BROKEN: broken(folder)}
+    trainers = dict.fromkeys(LAYOUTS, ROOT / "step08_5d") | {BROKEN: planted_copy("step04_norms_not_summed", folder)}
     apart = {}
     for dtype in DTYPES:
         one = train(ROOT / "step08_5d", 1, f"--dtype {dtype}", f"{logs}/{dtype}.jsonl")

@@ -1,17 +1,18 @@
 """Tell the site's pages about the code: each changed file of a step as rows, where the README shows a piece of it, and what else
 touches a row: a rung of the ladder, a planted mistake. Only the standard library is used."""
 import ast
-import re
 import subprocess
 import sys
 from collections import namedtuple
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "dev")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "dev"), str(ROOT / "exercises")]
 
 import diff
+from patched import edits, planted_mistakes
 from readme import blocks, hunks
 from steps import LESSON, STEPS
 
@@ -122,20 +123,13 @@ def rungs(step):
 def mistakes(step):
     """Return (name, file, line) for each line of the step's files that a planted mistake changes."""
     found = []
-    for path in sorted((ROOT / "exercises/mistakes").glob(f"{step[:6]}_*.patch")):
-        file = line = None
-        for text in path.read_text().splitlines():
-            if text.startswith("--- a/"):
-                file = text.removeprefix("--- a/").partition("/")[2]
-            elif text.startswith("@@"):
-                line = int(re.match(r"@@ -(\d+)", text)[1])
-            elif line and text.startswith("-"):
-                found.append((path.stem, file, line))
-                line += 1
-            elif line and text.startswith("+"):
-                found.append((path.stem, file, max(line - 1, 1)))
-            elif line and not text.startswith("+"):
-                line += 1
+    for name, mistake in planted_mistakes().items():
+        for edit in edits(mistake) if name.startswith(step[:6]) else []:
+            above = (ROOT / step / edit["file"]).read_text().partition(edit["old"])[0].count("\n")
+            pieces = edit["old"].splitlines(), edit["new"].splitlines()
+            for kind, first, last, *_ in SequenceMatcher(None, *pieces, autojunk=False).get_opcodes():
+                if kind != "equal":                       # what is only added marks the line before it
+                    found += [(name, edit["file"], max(above + line, 1)) for line in range(first + 1, last + 1) or [first]]
     return found
 
 
