@@ -270,14 +270,18 @@ def in_table(step):
     return [parse(name, line) for name, line in lines if name == NAMES[step - 1]]
 
 
+def drawn(step, seed, count=100):
+    draw = random.Random(f"{seed} {step}")
+    return [layout_of(complete({}, step, draw), step, draw) for _ in range(count)]
+
+
 def every_layout(step):
     """Return the layouts for pytest. `make test` runs the quick ones; `make sweep`, which sets SEED, draws a hundred more."""
     import pytest
-    slow, draw = pytest.mark.slow, random.Random(f"{os.environ.get('SEED')} {step}")
-    more = [layout_of(complete({}, step, draw), step, draw) for _ in range(100 if "SEED" in os.environ else 0)]
+    slow, seed = pytest.mark.slow, os.environ.get("SEED")
     return ([pytest.param(layout, id=name, marks=() if name in QUICK[step] else slow) for name, layout in named(step).items()]
             + [pytest.param(layout, id=str(layout), marks=slow) for layout in in_table(step)]
-            + [pytest.param(layout, id=str(layout), marks=pytest.mark.sweep) for layout in more])
+            + [pytest.param(layout, id=str(layout), marks=pytest.mark.sweep) for layout in (drawn(step, seed) if seed else [])])
 
 
 # ------------------------------------------------------------------------------------------- for the sweeps
