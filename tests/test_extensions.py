@@ -4,7 +4,6 @@ import sys
 
 import pytest
 from extend import FOLDER, apply, patches, run_its_tests
-from layouts import every_other
 from patched import read_header
 from steps import ROOT, copy_repository, full_name, run
 
@@ -37,7 +36,7 @@ def test_each_patch_has_tests_and_each_test_a_patch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", every_other(patches().values()), ids=list(patches()))
+@pytest.mark.parametrize("patch", EXTENDED)
 def test_its_tests_pass(patch, monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
     verdict = run_its_tests(patch)

@@ -46,7 +46,8 @@ def test_only_exact_layouts_count_for_what_dtype_is_no_part_of():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_named_layout_is_its_row(step):
-    assert [choices(layout) for layout in layouts.named(step).values()] == [filled(row, step) for row in layouts.NAMED[step].values()]
+    rows = [filled(row, step) for row in layouts.NAMED[step].values()]
+    assert [choices(layout) for layout in layouts.named(step).values()] == rows
 
 
 @pytest.mark.parametrize("step", STEPS)
