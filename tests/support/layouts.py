@@ -171,7 +171,8 @@ def covered(row):
 def every(step):
     """Return all values of a step's factors; of step 8's all pairs and triples."""
     groups = [*itertools.combinations(factors(step), 2), TRIPLE] if step == 8 else itertools.combinations(factors(step), 1)
-    return {frozenset(zip(names, values)) for names in groups for values in itertools.product(*(FACTORS[name][1] for name in names))}
+    return {frozenset(zip(names, values)) for names in groups
+            for values in itertools.product(*(FACTORS[name][1] for name in names))}
 
 
 def wanted(step):
