@@ -8,8 +8,8 @@ VENV := .venv/requirements.txt
 endif
 PYTEST = $(PYTHON) -m pytest  # pyproject.toml has its options
 
-.PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
-.PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
+.PHONY: help run plot test sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
+.PHONY: carry mistakes site .venv/requirements.txt
 .DEFAULT_GOAL := help
 
 define HELP
@@ -28,8 +28,7 @@ Learn
   make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions, or copy one to exercise/
-  make kernels                         test the Triton kernels, and count the bytes that they move
-  make types                           find a forgotten all-reduce without a run, with Meta's spmd_types (docs/words.md)
+  make kernels                         test the Triton kernels, and count the bytes that they move; installs Triton if it is missing
 
 Ask
   make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
@@ -38,19 +37,15 @@ Ask
   make gpu                             what do the steps do on my GPUs? a report within 20 minutes: docs/gpus.md
 
 Check
-  make test [STEP=4]                   the quick tests, about seven minutes; with STEP, all tests of that step but the long ones
+  make test [STEP=4]                   the quick tests, about four minutes; with STEP, all tests of that step but the long ones
   make test CHANGED=1 [BASE=REV]       of the quick tests, those that your uncommitted changes, or changes since REV, can affect
-  make lint                            ruff
+  make sweep [STEP=4] [SEED=123]       the long tests, and a hundred random layouts of every step; prints the seed
+  make lint                            ruff, in an environment of its own
 
 Maintain
   make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and patches
-  make readme                          write the tables of files into the READMEs
-  make rest                            the slow tests, which make test leaves out
-  make sweep [STEP=4]                  the long tests
   make mistakes                        plant each mistake, and check that its test goes red
-  make figures                         draw all figures
-  make bench                           speed beside torch's own parallelism, as ratios
-  make site, site-open, site-test      build the site, serve it, test it;  make slides builds the slides alone
+  make site                            build the site and the workshop's slides in out/site, in an environment of their own
 endef
 export HELP
 
@@ -77,19 +72,19 @@ ifdef CHANGED
 	@tests=$$($(PYTHON) dev/changed.py $(BASE)) || exit 2; [ -z "$$tests" ] || $(PYTEST) $$tests
 else
 	$(CHECK_STEP)
-	$(PYTEST) $(if $(STEP),-m "not sweep" tests/test_step0$(STEP)*.py,$(TESTS))
+	$(PYTEST) $(if $(STEP),-m "not sweep" tests/test_step0$(STEP)*.py)
 endif
 
-lint: $(VENV)
-	@$(PYTHON) -m pip install -q ruff==0.17.6
-	$(PYTHON) -m ruff check --no-cache .
-
-rest: $(VENV)
-	$(PYTEST) -m "slow and not sweep" $(TESTS)
+RUFF = 0.17.6
+lint:
+	@[ "$$(out/lint-venv/bin/ruff --version 2>&1)" = "ruff $(RUFF)" ] || \
+	{ python3 -m venv out/lint-venv && out/lint-venv/bin/python -m pip install -q ruff==$(RUFF); }
+	out/lint-venv/bin/ruff check --no-cache .
 
 sweep: $(VENV)
 	$(CHECK_STEP)
-	$(PYTEST) -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py,$(TESTS))
+	@seed=$${SEED:-$$(date +%s)}; echo "make sweep SEED=$$seed draws these layouts again"; \
+	SEED=$$seed $(PYTEST) -m sweep $(if $(STEP),tests/test_step0$(STEP)*.py)
 
 diff:
 	@python3 tools/diff.py "$(STEP)" $(FILE)
@@ -115,10 +110,6 @@ kernels: $(VENV)
 	$(PYTEST) exercises/kernels
 	$(PYTHON) exercises/kernels/count.py
 
-types: $(VENV)
-	@$(PYTHON) -m pip install -q spmd-types==0.3.1
-	$(PYTHON) dev/readme.py --run docs/words.md "no, needs spmd_types"
-
 mistakes: $(VENV)
 	$(PYTHON) dev/break_it.py
 
@@ -141,15 +132,6 @@ gpu: $(VENV)
 carry:
 	@python3 dev/carry.py $(if $(BASE),--base "$(BASE)") $(if $(CHECK),--check)
 
-readme:
-	@python3 dev/readme.py
-
-figures: $(VENV)
-	set -e; for make in $(filter-out %/common.py,$(wildcard dev/figures/*.py)); do $(PYTHON) $$make; done
-
-bench: $(VENV)
-	set -e; for bench in dev/bench/bench*.py; do $(PYTHON) $$bench; done
-
 # Sphinx and its dependencies get an environment of their own, out/site-venv
 SPHINX = out/site-venv/bin/python
 $(SPHINX): dev/site/requirements.txt
@@ -160,20 +142,3 @@ $(SPHINX): dev/site/requirements.txt
 site: $(VENV) $(SPHINX)
 	$(SPHINX) dev/site/build.py $(PYTHON)
 	$(SPHINX) dev/site/slides.py
-
-slides: $(SPHINX)
-	$(SPHINX) dev/site/slides.py
-
-site-open:
-	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }
-	python3 -m http.server --bind 127.0.0.1 --directory out/site 8000
-
-# an accessibility checker, fetched by npm and not part of the repository
-AXE = out/axe/package/axe.min.js
-$(AXE):
-	mkdir -p out/axe
-	cd out/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz
-
-# tests of what make site has built; they fail without a site, or without Chromium
-site-test: $(VENV) $(AXE)
-	SITE=out/site $(PYTEST) tests/test_site.py

@@ -6,13 +6,10 @@ import subprocess
 import sys
 import time
 
+import lab
 import pytest
-
+from answers import ANSWERS
 from steps import ROOT, clean_environment
-
-sys.path.insert(0, str(ROOT / "exercises/hangs"))
-import lab  # noqa: E402
-from answers import ANSWERS  # noqa: E402
 
 LAB = [sys.executable, str(ROOT / "exercises/hangs/lab.py")]
 WAITS = "gloo:all_reduce", "started"

@@ -11,7 +11,6 @@ import exercise
 import pytest
 from exercise import LADDER, RED, copy, copy_blank, count, find, rungs, skeleton, take_out
 from harness import JobFailed
-from layouts import every_other
 from patched import run_tests
 from steps import NAMES, ROOT, clean_environment, copy_repository, run
 
@@ -24,7 +23,7 @@ def test_every_step_with_a_technique_has_a_ladder():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", every_other(LADDERS))
+@pytest.mark.parametrize("number", LADDERS)
 def test_rung_by_rung(number, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
     ladder = rungs(number)

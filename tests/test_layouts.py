@@ -1,12 +1,11 @@
-"""The arrays of layouts.py: the flags that run contain everything that the arrays claim to cover, and the trainer refuses or never
-reads what they leave out."""
+"""The layouts that the tests train: their flags contain everything that they should cover, and the trainer refuses or never reads
+what they leave out."""
 import itertools
 import os
-import random
 
 import layouts
 import pytest
-from layouts import FACTORS, MESH, Layout, factors, layout_of, meshes, tuples_of, wanted
+from layouts import FACTORS, MESH, covered, every, factors, filled, wanted
 
 STEPS = range(2, 9)
 
@@ -27,24 +26,43 @@ def choices(layout):
     return {name: value for name, value in row.items() if value is not None and FACTORS[name][0] <= number}
 
 
+def every_choice(step):
+    return [choices(layout) for layout in [*layouts.named(step).values(), *layouts.in_table(step)]]
+
+
 @pytest.mark.parametrize("step", STEPS)
-def test_every_possible_pair_is_in_some_layout(step):
-    rows = [choices(layout) for layout in [*layouts.named(step).values(), *layouts.drawn(step)]]
-    covered = set().union(*(tuples_of(row, step) for row in rows))
-    assert wanted(step) - covered == set()
-    if step == 8:
-        values = {frozenset({item}) for item in ((name, value) for name, (_, all_of) in FACTORS.items() for value in all_of)}
-        assert [value for value in values if not any(value <= pair for pair in covered)] == []
+def test_every_possible_value_or_pair_is_in_some_layout(step):
+    """If it fails after a change of FACTORS: python tests/support/layouts.py --write"""
+    seen = set().union(*map(covered, every_choice(step)))
+    assert sorted(map(list, wanted(step) - seen), key=str) == []
+    assert {frozenset({(name, value)}) for name in factors(step) for value in FACTORS[name][1]} <= seen
 
 
-@pytest.mark.parametrize("forbidden", ["sp", "balance", "schedule", "dp_mode"])
-def test_a_factor_that_silently_gets_no_value_is_seen(monkeypatch, forbidden):
-    """Let a rule of agree() forbid all values of a factor."""
-    agree = layouts.agree
-    monkeypatch.setattr(layouts, "agree", lambda row: agree(row) and row.get(forbidden) is None)
-    with pytest.raises(AssertionError, match=f"{forbidden} applies but has no value"):
-        for seed in range(100):
-            layouts.complete({"experts": "top2"} if forbidden == "balance" else {}, 8, random.Random(seed))
+def test_only_exact_layouts_count_for_what_dtype_is_no_part_of():
+    row = dict(dtype="float32", zero=3, tp=2, pp=1)
+    assert covered(row) == {frozenset({("dtype", "float32"), *other}) for other in ([], [("zero", 3)], [("tp", 2)], [("pp", 1)])}
+    assert frozenset({("zero", 3), ("tp", 2), ("pp", 1)}) in covered(row | dict(dtype="float64"))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_named_layout_is_its_row(step):
+    rows = [filled(row, step) for row in layouts.NAMED[step].values()]
+    assert [choices(layout) for layout in layouts.named(step).values()] == rows
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_quick_layouts_have_every_dimension(step):
+    dimensions = [name for name in (*MESH, "ep") if FACTORS[name][0] <= step]
+    assert all(any(row.get(name, 1) > 1 for row in layouts.QUICK[step].values()) for name in dimensions)
+
+
+def test_a_sweep_can_be_repeated_and_another_seed_is_another(monkeypatch):
+    monkeypatch.delenv("SEED", raising=False)
+    usual, sweeps = layouts.every_layout(3), []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setenv("SEED", seed)
+        sweeps.append([layout for layout, in (param.values for param in layouts.every_layout(3)[len(usual):])])
+    assert sweeps[0] == sweeps[1] != sweeps[2] and len(sweeps[2]) == 100
 
 
 # ------------------------------------------------------------------------------- what is left out: a second rule
@@ -61,19 +79,9 @@ LEFT_OUT = dict(dtype="bfloat16", optimizer="sgd")        # sgd serves to compar
 COUNTS = {"one": [1], "few": [2, 3, 4], "many": [5, 6, 8, 12, 24]}
 
 
-def unwanted(step):
-    """Return the pairs, and in step 8 the triples, that no layout of the step needs to have."""
-    of_one = {name: [(name, value) for value in FACTORS[name][1]] for name in factors(step)}
-    groups = [pair for pair in itertools.combinations(of_one, 2) if step == 8 or step in [FACTORS[name][0] for name in pair]]
-    every = {frozenset(values) for names in [*groups, *[("zero", "tp", "pp")] * (step == 8)]
-             for values in itertools.product(*(of_one[name] for name in names))}
-    return every - wanted(step)
-
-
-def runs_with(values, step):
+def runs_with(values):
     """Yield all runs, on up to four ranks or eight split along three dimensions, in which the trainer would read these values."""
-    gates = {name: [value for value in FACTORS[name][1] if values.get(name, value) == value] if name in factors(step) else [alone]
-             for name, alone in dict(dp=1, tp=1, cp=1, pp=1, zero=0, experts="dense").items()}
+    gates = {name: [value for value in FACTORS[name][1] if values.get(name, value) == value] for name in (*MESH, "zero", "experts")}
     for gate in itertools.product(*gates.values()):
         run = {**dict(zip(gates, gate)), **values}
         degrees = [run[name] for name in MESH]
@@ -107,63 +115,26 @@ def taken_job(runs):
     return taken
 
 
-def wrongly_left_out(step, pool):
-    """Return the unwanted values that the trainer does read and accept, with the runs that have them."""
-    runs = {values: list(runs_with(dict(values), step)) for values in unwanted(step)}
+def wrongly_left_out(pool):
+    """Return the pairs and triples that no layout of step 8 needs to have, but which the trainer does read and accept, with the
+    runs that have them."""
+    runs = {values: list(runs_with(dict(values))) for values in every(8) - wanted(8)}
     taken, = pool.call(taken_job, "step08_5d", world=1, runs=sorted(set(sum(runs.values(), []))))
     return {values: [run for run in of_one if run in taken] for values, of_one in runs.items() if set(of_one) & set(taken)}
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_what_is_unwanted_is_refused_or_never_read(step, pool):
-    assert unwanted(step) and wrongly_left_out(step, pool) == {}
+def test_what_is_unwanted_is_refused_or_never_read(pool):
+    assert every(8) - wanted(8) and wrongly_left_out(pool) == {}
 
 
 def test_a_pair_that_is_silently_unwanted_is_seen(monkeypatch, pool):
     agree, pair = layouts.agree, dict(zero=3, schedule="zerobubble")
     monkeypatch.setattr(layouts, "agree", lambda row: agree(row) and not pair.items() <= row.items())
-    assert set(wrongly_left_out(6, pool)) == {frozenset(pair.items())}
+    assert set(wrongly_left_out(pool)) == {frozenset(pair.items())}
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_every_value_that_is_read_is_chosen(step):
-    for layout in [*layouts.named(step).values(), *layouts.drawn(step)]:
-        row = choices(layout)
+    for row in [*every_choice(step), *map(choices, layouts.drawn(step, seed=0))]:
         run = layouts.ALONE | row
-        assert set(row) == {name for name in factors(step) if name not in READ or READ[name](run)}, layout
-
-
-@pytest.mark.parametrize("step, values", [
-    (8, dict(zero=3, tp=2, pp=2)), (5, dict(cp=4, cp_mode="ring")), (6, dict(schedule="dualpipe", zero=2)),
-    (7, dict(ep=4, experts="top1"))])
-def test_what_is_possible_is_wanted(step, values):
-    assert meshes(values, step)
-    assert len(values) > 3 or any(set(values.items()) <= set(one) for one in wanted(step))
-
-
-@pytest.mark.parametrize("step, values", [
-    (8, dict(tp=4, pp=4)), (8, dict(zero=1, dp_mode="bucket")), (8, dict(experts="dense", ep=2)), (8, dict(shard="part", zero=0)),
-    (5, dict(cp=1, cp_mode="ring")), (4, dict(zero=3, tp=4)), (6, dict(schedule="dualpipe", micro_batches="one")),
-    (3, dict(dtype="bfloat16", optimizer="sgd"))])
-def test_what_is_impossible_is_not(step, values):
-    assert not meshes(values, step)
-    assert frozenset(values.items()) not in wanted(step)
-
-
-def test_only_exact_layouts_count_for_what_dtype_is_no_part_of():
-    row = dict(dtype="float32", zero=3, tp=2, pp=1)
-    assert tuples_of(row, 8) == {frozenset({("dtype", "float32"), other}) for other in (("zero", 3), ("tp", 2), ("pp", 1))}
-    assert frozenset({("zero", 3), ("tp", 2), ("pp", 1)}) in tuples_of(row | dict(dtype="float64"), 8)
-
-
-def test_a_draw_is_the_same_again_and_another_is_another():
-    first, again, other = (layouts.drawn(3, number) for number in (1, 1, 2))
-    assert first == again != other
-
-
-def test_a_layout_from_its_row():
-    row = dict(dtype="float64", optimizer="adamw", recompute="full", micro_batches="few", qk_norm="on", dp=2, zero=2, shard="all",
-               tp=1, cp=1, pp=2, schedule="dualpipe")
-    layout = layout_of(row, 6, random.Random(0))
-    flags = "--dtype float64 --recompute full --micro_batch_size 3 --zero 2 --pp 2 --schedule dualpipe"
-    assert layout == Layout("step06_pp", 4, "dense-5-qk", "adamw", flags) and choices(layout) == row
+        assert set(row) == {name for name in factors(step) if name not in READ or READ[name](run)}, row

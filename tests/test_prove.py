@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from layouts import drawn
+from layouts import in_table
 from patched import not_in, planted_mistakes
 from plants import STEPS, judged, table_of
 from prove.__main__ import main
@@ -62,13 +62,12 @@ def test_right_layouts_of_torch_are_equal(adapter, dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_layouts_that_are_drawn_for_step_8_are_equal(tmp_path):
-    """Take the dense layouts of this commit's draw."""
-    (tmp_path / "drawn.py").write_text(
+def test_dense_layouts_of_step_8_are_equal(tmp_path):
+    (tmp_path / "many.py").write_text(
         "import step08\nfrom step08 import *\nBATCH = step08.BATCH = 24\n"
         "step08.SHAPE |= dict(hidden_size=40, intermediate_size=56, num_attention_heads=8, head_dim=6)\n")
     lines = {}
-    for layout in drawn(8):
+    for layout in in_table(8):
         kind, layers, *more = layout.shape.split("-")
         if kind == "dense" and layout.world > 1 and set(more) <= {"qk"}:
             flags = dict(zip(layout.flags.split()[::2], layout.flags.split()[1::2])) | {"--kv": "4", "--layers": layers}
@@ -78,7 +77,7 @@ def test_layouts_that_are_drawn_for_step_8_are_equal(tmp_path):
             lines.setdefault(both, []).append(f"{layout.world} {line}\n")
     assert lines
     for both, layouts in lines.items():
-        status, output, said = prove(tmp_path / "drawn.py", tmp_path, "--both", both, layouts="".join(layouts),
+        status, output, said = prove(tmp_path / "many.py", tmp_path, "--both", both, layouts="".join(layouts),
                                      PYTHONPATH=str(ADAPTERS))
         assert status == 0 and all(map(equal, said)), output
 

@@ -32,13 +32,6 @@ def test_more_ranks(pool, layout):
     check(pool, layout)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("draw", layouts.DRAWS)
-def test_other_draws(pool, draw):
-    for layout in layouts.drawn(2, draw):
-        check(pool, layout)
-
-
 # ------------------------------------------------------------------------------------- what is sent, and when
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):

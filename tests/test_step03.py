@@ -29,13 +29,6 @@ def test_more_ranks(pool, layout):
     check(pool, layout)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("draw", layouts.DRAWS)
-def test_other_draws(pool, draw):
-    for layout in layouts.drawn(3, draw):
-        check(pool, layout)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     return cases.make(tmp_path_factory.mktemp("case"))

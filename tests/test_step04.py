@@ -42,21 +42,14 @@ def test_more_ranks(pool, layout):
     check(pool, layout)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("draw", layouts.DRAWS)
-def test_other_draws(pool, draw):
-    for layout in layouts.drawn(4, draw):
-        check(pool, layout)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     return cases.make(tmp_path_factory.mktemp("case"), **cases.shape("dense-2")) + " --micro_batch_size 6"
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", layouts.in_turn(
-    ("--sp on", 1), ("--recompute full", 4), ("--sp off", 1), ("--recompute selective", 4)))
+@pytest.mark.parametrize("more, graphs", [("--recompute full", 4), *(pytest.param(*case, marks=pytest.mark.sweep) for case in [
+    ("--sp on", 1), ("--sp off", 1), ("--recompute selective", 4)])])
 def test_compile(pool, flags, more, graphs):
     """Check that even with recomputation the pieces of a layer are compiled, and not only the loss."""
     base = f"{flags} --steps 3 --micro_batch_size 12"

@@ -60,13 +60,6 @@ def test_more_ranks(pool, layout):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("draw", layouts.DRAWS)
-def test_other_draws(pool, draw):
-    for layout in layouts.drawn(6, draw):
-        check(pool, layout)
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", [name for name, row in SCHEDULES.items() if row.stages_per_rank == 2])
 def test_eight_ranks_of_two_stages(pool, tmp_path, schedule):
     base = f"{cases.make(tmp_path, **cases.shape('dense-17'))} --dtype float64 --micro_batch_size 1 --steps 2"
@@ -92,7 +85,7 @@ def flags(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", layouts.in_turn(("--recompute full", 3), ("", 1)))
+@pytest.mark.parametrize("more, graphs", [("--recompute full", 3), pytest.param("", 1, marks=pytest.mark.sweep)])
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[3]} --steps 3 --micro_batch_size 6"
     trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile {more}", world=2, timeout=200, job=compiled_job)

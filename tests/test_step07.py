@@ -49,13 +49,6 @@ def test_more_ranks(pool, layout):
     check(pool, layout)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("draw", layouts.DRAWS)
-def test_other_draws(pool, draw):
-    for layout in layouts.drawn(7, draw):
-        check(pool, layout)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """Return {(top_k, layers): the flags of a run}."""
@@ -69,7 +62,8 @@ def load(trained):
 
 
 @slow
-@pytest.mark.parametrize("more, graphs", layouts.in_turn(("--ep 2", 1), ("--tp 2", 1), ("--ep 2 --recompute full", 3)))
+@pytest.mark.parametrize("more, graphs", [
+    ("--ep 2 --recompute full", 3), *(pytest.param(*case, marks=pytest.mark.sweep) for case in [("--ep 2", 1), ("--tp 2", 1)])])
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[2, 2]} --micro_batch_size 6"
     # torch 2.11 cannot compile it in float64

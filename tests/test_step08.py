@@ -57,8 +57,7 @@ SIXTEEN = [layout._replace(shape="top2-5") for layout in SIXTEEN]               
 @pytest.mark.parametrize("layout", [*layouts.every_layout(8),
     pytest.param(Layout(STEP, 4, "dense-2-kv2", "adamw", "--dtype float64 --recompute none --micro_batch_size 6 --tp 4 --sp on"),
                  id="shared heads", marks=slow),
-    pytest.param(random.Random(layouts.seed()).choice(SIXTEEN) if layouts.seed() % 2 else SIXTEEN[34],
-                 id="sixteen ranks", marks=slow)])
+    pytest.param(SIXTEEN[34], id="sixteen ranks", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 
@@ -73,13 +72,6 @@ def test_every_layout_of_eight_ranks(pool, layout):
 @pytest.mark.parametrize("layout", SIXTEEN, ids=str)
 def test_all_dimensions_at_once_in_every_way(pool, layout):
     check(pool, layout)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("draw", layouts.DRAWS)
-def test_other_draws(pool, draw):
-    for layout in layouts.drawn(8, draw):
-        check(pool, layout)
 
 
 # ------------------------------------------------------------------------------------- stopping and resuming
@@ -118,11 +110,11 @@ def assert_goes_on(pool, flags, one_process, folder, tmp_path, world, more, kind
     assert_same_tensors(trained.weights, one.weights, 1e-9)
 
 
-SOME = random.Random(3).sample(PAIRS, 6)
+SOME = random.Random(3).sample(PAIRS, 6)[:4]              # the first shows planted mistakes
 
 
 @slow
-@pytest.mark.parametrize("first, second", [SOME[0], *layouts.every_other(SOME[1:])])  # the first shows planted mistakes
+@pytest.mark.parametrize("first, second", SOME)
 def test_goes_on_under_another_layout(pool, flags, one_process, saved, tmp_path, first, second):
     assert_goes_on(pool, flags, one_process, saved(*first), tmp_path, *second)
 
@@ -420,15 +412,8 @@ def killed_at_random(pool, flags, tmp_path, draw):
     assert all(relative(a, b) < 1e-9 for a, b in zip(again.losses, one.losses[steps:]))
 
 
-@slow
-@pytest.mark.parametrize("seed", layouts.every_other(range(2)))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.sweep if seed else slow) for seed in range(50)])
 def test_killed_at_any_moment_it_can_go_on(pool, flags, tmp_path, seed):
-    killed_at_random(pool, f"{flags['dense']} --steps 300 --lr_schedule constant", tmp_path, random.Random(seed))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(2, 52))
-def test_killed_at_fifty_moments_it_can_go_on(pool, flags, tmp_path, seed):
     killed_at_random(pool, f"{flags['dense']} --steps 300 --lr_schedule constant", tmp_path, random.Random(seed))
 
 

@@ -1,5 +1,7 @@
-"""Adjacent steps differ only where the later one declares it; the planted mistakes apply."""
+"""Adjacent steps differ only where the later one declares it, and without noise; the planted mistakes apply; .ci/run leaves out no
+test."""
 import ast
+import fnmatch
 import re
 import shutil
 import subprocess
@@ -7,7 +9,7 @@ import sys
 
 import pytest
 from patched import edits, planted_mistakes
-from steps import CHANGES, NAMES, ROOT, STEPS, pairs, repository_files, step_dir, step_files
+from steps import CHANGES, NAMES, PROJECT, ROOT, STEPS, pairs, repository_files, step_dir, step_files
 
 PACKAGES = {"torch", "transformers", "datasets", "flash_attn", "matplotlib",
             "numpy", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
@@ -29,31 +31,6 @@ def test_adjacent_steps_differ_only_where_declared():
     assert STEPS and STEPS == NAMES[:len(STEPS)]
     assert list(CHANGES) == STEPS
     assert [problem for old, new in pairs() for problem in undeclared(old, new, set(CHANGES[new.name]))] == []
-
-
-def test_an_undeclared_difference_is_seen(two_folders):
-    old, new = two_folders
-    (old / "gone.py").write_text("x\n")
-    (new / "fresh.py").write_text("x\n")
-    (new / "figures").mkdir()
-    (new / "figures/fits.png").write_text("x\n")
-    (new / "README.md").write_text("x\n")
-    declared = {"same.py", "changed.py"}
-    assert undeclared(old, new, declared) == ["new/fresh.py differs from old and is not declared",
-                                              "new/gone.py is gone and not declared",
-                                              "new/same.py is declared and does not differ"]
-    assert undeclared(old, new, {"changed.py", "fresh.py", "gone.py"}) == []
-    assert undeclared(old, new, {"fresh.py", "gone.py"}) == ["new/changed.py differs from old and is not declared"]
-
-
-@pytest.fixture
-def two_folders(tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "same.py").write_text("import torch\n")
-        (folder / "changed.py").write_text(f"name = {folder.name!r}\n")
-    return old, new
 
 
 # ------------------------------------------------------------------------------------ no noise in what differs
@@ -107,6 +84,11 @@ def test_noise_is_seen(tmp_path, after, noisy):
     assert bool(moved(tmp_path / "old", tmp_path / "new")) == noisy
 
 
+def test_lines_fit_side_by_side():
+    assert [f"{path.relative_to(ROOT)}:{number}" for step in STEPS for path in (ROOT / step).glob("*.py")
+            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 110] == []
+
+
 # ------------------------------------------------------------------------------------------------- self-contained
 def imports(path):
     """Yield the top-level names of all modules that a file imports, including inside functions."""
@@ -133,23 +115,6 @@ def test_steps_import_only_their_own_files_and_the_packages():
     assert reaching_out == [f"{PLANNER}/speed.py"]        # it uses tools/simulate, which alone knows what a GPU does
 
 
-def test_a_foreign_import_is_seen(two_folders):
-    old, new = two_folders
-    (new / "same.py").write_text("import os, torch.nn\nfrom changed import name\n")
-    assert foreign_imports(new) == []
-    (new / "same.py").write_text(
-        "def f():\n    from step02_dp.mesh import Mesh\n    from .changed import name\n    import pandas\n")
-    assert foreign_imports(new) == ["new/same.py imports step02_dp", "new/same.py imports .", "new/same.py imports pandas"]
-
-
-def test_exercise_takes_the_place_of_one_step(monkeypatch, tmp_path):
-    monkeypatch.setenv("EXERCISE", f"4={tmp_path}")
-    assert step_dir(4) == step_dir("04") == step_dir("step04") == step_dir("step04_tp_sp") == tmp_path
-    assert step_dir(3) == ROOT / "step03_zero"
-    monkeypatch.delenv("EXERCISE")
-    assert step_dir(4) == ROOT / "step04_tp_sp"
-
-
 # ------------------------------------------------------------------------------------ nothing specific to one machine
 MACHINE = re.compile(r"(?<![\w.~>}])/(work|root|home|Users)/|pypi\.org|pythonhosted\.org|download\.pytorch\.org|npmjs\.org"
                      r"|debian\.org|anaconda\.org")
@@ -159,12 +124,6 @@ def test_no_path_of_a_machine_and_no_registry_host():
     found = [f"{name}:{number}: {line.strip()}" for name in repository_files() if not name.endswith(".png")
              for number, line in enumerate((ROOT / name).read_text(errors="replace").splitlines(), 1) if MACHINE.search(line)]
     assert found == []
-
-
-def test_machine_paths_and_hosts_are_seen():
-    seen = ["cd /" + "work/main", "'/" + "root/x'", "/" + "home/me", "pypi" + ".org", "https://files.python" + "hosted.org"]
-    assert all(MACHINE.search(text) for text in seen)
-    assert not any(MACHINE.search(text) for text in ("4=/path/to/folder", "./work/x", "network/work/x"))
 
 
 # ------------------------------------------------------------------------------------------------------ planted mistakes
@@ -186,3 +145,18 @@ def test_copied_alone_it_trains(pool, tmp_path, step):
     world = 1 if step == STEPS[0] else 2
     pool.train(tmp_path / step, "--steps 1", world=world, weights=False)
     assert "step 1/1" in pool.output
+
+
+# ------------------------------------------------------------------------------------- no test is left out
+def test_every_test_is_in_one_part_of_what_a_push_runs():
+    """Check that .ci/run runs the quick tests of all files, and the slow ones of each file in one part."""
+    run, options = (ROOT / ".ci/run").read_text(), PROJECT["tool"]["pytest"]["ini_options"]
+    assert "make test ;;" in run and "not slow and not sweep" in options["addopts"] and '-m "slow and not sweep"' in run
+    every = {path.relative_to(ROOT).as_posix() for folder in options["testpaths"] for path in (ROOT / folder).rglob("test_*.py")}
+    taken = []
+    for words in re.findall(r"^    \w+\) slow (.*) ;;$", run, re.M):
+        places = [word for word in words.split() if not word.startswith("--ignore-glob=")]
+        ignored = [word.partition("=")[2] for word in words.split() if word not in places]
+        taken += [name for name in every if any(fnmatch.fnmatch(name, place) or name.startswith(f"{place}/") for place in places)
+                  and not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)]
+    assert sorted(taken) == sorted(every)

@@ -10,7 +10,6 @@ import sys
 import time
 
 import diff
-import layouts
 import plot
 import pytest
 import torch
@@ -228,36 +227,6 @@ def test_a_broken_memory_of_the_rungs_is_refused(small_repository, content):
         said = [line for line in output.splitlines() if not line.startswith("make: ***")]
         assert status == 2 and said == ["error: exercise/step02/.rung.json is not what make check wrote; "
                                         "delete it to start at the first rung"], output
-
-
-COLLECT = """
-import pytest
-
-class Parts:                                              # as the Makefile's -m expressions cut them
-    def pytest_collection_modifyitems(self, items):
-        for item in items:
-            slow, sweep = (item.get_closest_marker(name) is not None for name in ("slow", "sweep"))
-            print(f"collected {item.nodeid} of", "sweep" if sweep else "rest" if slow else "quick")
-
-raise SystemExit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "-m", ""], plugins=[Parts()]))
-"""
-
-
-@pytest.mark.slow
-def test_the_parts_are_all_tests_and_none_twice():
-    status, output = run([sys.executable, "-c", COLLECT], ROOT, timeout=300)
-    assert status == 0, output
-    every = [line.removeprefix("collected ").rsplit(" of ", 1) for line in output.splitlines() if line.startswith("collected ")]
-    quick, rest, swept = ([name for name, part in every if part == wanted] for wanted in ("quick", "rest", "sweep"))
-    assert quick and rest and swept
-    makefile = (ROOT / "Makefile").read_text()
-    assert '-m "slow and not sweep"' in makefile and "-m sweep" in makefile
-    assert len(set(name for name, _ in every)) == len(every)
-    for step in range(2, 9):                              # each step, and each of its dimensions above 1
-        for name in layouts.QUICK[step]:
-            assert any(line.endswith(f"test_step0{step}.py::test_layout[{name}]") for line in quick), name
-        dimensions = [name for name in (*layouts.MESH, "ep") if layouts.FACTORS[name][0] <= step]
-        assert all(any(row.get(name, 1) > 1 for row in layouts.QUICK[step].values()) for name in dimensions), step
 
 
 def test_make_sweep_runs_the_long_tests_and_no_others(small_repository):

@@ -1,21 +1,23 @@
-"""The layouts that the tests run.
+"""The layouts that the tests train.
 
-    python tests/support/layouts.py step05_cp                                            # print the layouts of a step
-    python tests/support/layouts.py step05_cp 4 dense-2 sgd --cp 4 --cp_mode ring ...    # check one of them again
+    python tests/support/layouts.py step05_cp                      # print the layouts of a step
+    python tests/support/layouts.py step05_cp FILE                 # compare with one process those of a file, one on each line
+    python tests/support/layouts.py step05_cp "4 dense-2 sgd --dtype float64 --cp 4 --cp_mode ring --micro_batch_size 6" ...
+    python tests/support/layouts.py --write                        # after a change of FACTORS: write tests/data/layouts.txt anew
 
 A layout chooses a value for every factor below. All combinations would be millions of runs. But almost every fault shows as soon
-as the wrong two values meet, whatever the others are. So it is enough that every pair of values occurs in some layout (a covering
-array), and every triple of ZeRO x tp x pp. A step's array covers the pairs in which one factor is new in that step; step 8's array
-covers all pairs. A pair without dtype counts as covered only by a layout in float64, because only float64 is compared to 1e-9.
+as the wrong two values meet, whatever the others are. So step 8 trains every pair of values in some layout (a covering array), and
+every triple of ZeRO x tp x pp. Steps 2 to 7 have most of their files from a neighbour, byte for byte. They train every value, and
+every value that can meet their own technique (their dimension at 2, or ZeRO-2) together with it. A value or pair without dtype
+counts only in a layout in float64, because only float64 is compared to 1e-9.
 
-The layouts of an array are drawn at random. There are eight draws, and a commit runs one of them (DRAW=number chooses another). So
-one push covers what another does not, and `make sweep` runs them all.
+Some layouts have names, below. The others are in tests/data/layouts.txt, and test_layouts.py checks that nothing is missing.
+`make sweep` draws layouts at random.
 """
 import importlib.util
 import itertools
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +53,7 @@ MESH = ("dp", "tp", "cp", "pp")
 # Up to four ranks, or eight split along three dimensions: larger meshes show nothing that these do not.
 MESHES = [mesh for mesh in itertools.product(*(FACTORS[name][1] for name in MESH))
           if (world := mesh[0] * mesh[1] * mesh[2] * mesh[3]) <= 4 or world == 8 and max(mesh) == 2]
+TRIPLE = "zero", "tp", "pp"
 ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense", "qk_norm": "off"}  # before a step has them
 
 
@@ -75,7 +78,12 @@ class Layout(NamedTuple):
         return int(self.flag(name, 0 if name == "zero" else 1))
 
 
-DRAWS = range(8)
+TABLE = ROOT / "tests/data/layouts.txt"                   # of each layout its step and str(layout)
+
+
+def parse(step, line):
+    world, shape, optimizer, flags = line.split(maxsplit=3)
+    return Layout(step, int(world), shape, optimizer, flags)
 
 
 # ------------------------------------------------------------------------------------------- one row
@@ -108,13 +116,6 @@ def stages(row):
     return row["pp"] * (SCHEDULES[row["schedule"]].stages_per_rank if "schedule" in row else 1)
 
 
-def applies(name, row):
-    """Tell whether a row with these degrees must choose a value for this factor."""
-    data_parallel = row["dp"] * row["cp"] > 1
-    return {"sp": row["tp"] > 1, "cp_mode": row["cp"] > 1, "schedule": row["pp"] > 1, "shard": row.get("zero", 0) > 0,
-            "dp_mode": data_parallel and row.get("zero", 0) == 0, "balance": row.get("experts", "dense") != "dense"}.get(name, True)
-
-
 def agree(row):
     """Tell whether the values chosen so far are possible together, whatever the degrees are."""
     chosen = row.get
@@ -137,16 +138,7 @@ def complete(row, step, draw):
                   if agree(row | {name: value}) and fits(row | {name: value}, [row[n] for n in MESH])]
         if name not in row and values:
             row[name] = draw.choice(values)
-    return checked({name: row[name] for name in factors(step) if name in row}, step)
-
-
-def checked(row, step):
-    """Return the row; fail if a factor that applies has no value, or one that does not apply has one."""
-    full = ALONE | row
-    for name in factors(step):
-        problem = "applies but has no value" if applies(name, full) else "has a value but does not apply"
-        assert (name in row) == applies(name, full), f"{name} {problem}: {row}"
-    return row
+    return {name: row[name] for name in factors(step) if name in row}
 
 
 def layout_of(row, step, draw):
@@ -170,25 +162,24 @@ def layout_of(row, step, draw):
 
 
 # ------------------------------------------------------------------------------------------- arrays
-def tuples_of(row, step):
-    """Return the pairs and triples of values that a row covers."""
-    items = [(name, value) for name, value in row.items()]
-    exact = row["dtype"] == "float64"
-    pairs = {frozenset(pair) for pair in itertools.combinations(items, 2) if exact or any(name == "dtype" for name, _ in pair)}
-    triple = frozenset((name, row[name]) for name in ("zero", "tp", "pp") if name in row)
-    return pairs | ({triple} if exact and len(triple) == 3 else set())
+def covered(row):
+    """Return the values, the pairs and the triple that a row covers."""
+    triple = [(name, row[name]) for name in TRIPLE if name in row]
+    found = [*itertools.combinations(row.items(), 1), *itertools.combinations(row.items(), 2), *itertools.combinations(triple, 3)]
+    return {frozenset(values) for values in found if row["dtype"] == "float64" or any(name == "dtype" for name, _ in values)}
+
+
+def every(step):
+    """Return all values of a step's factors, alone and where the step's own dimension is 2; of step 8 all pairs and triples."""
+    groups = [*itertools.combinations(factors(step), 2), TRIPLE] if step == 8 else itertools.combinations(factors(step), 1)
+    found = {frozenset(zip(names, values)) for names in groups
+             for values in itertools.product(*(FACTORS[name][1] for name in names))}
+    own = {(name, 2) for name in ("dp", "zero", "tp", "cp", "pp", "ep") if FACTORS[name][0] == step}
+    return found | {values | own for values in found if dict(own).keys().isdisjoint(dict(values))}
 
 
 def wanted(step):
-    """Return the possible pairs in which one factor is new in this step; in step 8, all pairs and the triples."""
-    found = set()
-    for a, b in itertools.combinations(factors(step), 2):
-        if step in (FACTORS[a][0], FACTORS[b][0], 8):
-            found |= {frozenset({(a, x), (b, y)}) for x in FACTORS[a][1] for y in FACTORS[b][1]}
-    if step == 8:
-        names = "zero", "tp", "pp"
-        found |= {frozenset(zip(names, values)) for values in itertools.product(*(FACTORS[name][1] for name in names))}
-    return {values for values in found if meshes(dict(values), step)}
+    return {values for values in every(step) if meshes(dict(values), step)}
 
 
 def cost(row):
@@ -199,51 +190,31 @@ def cost(row):
     return full["dp"] * full["tp"] * full["cp"] * (layers * passes + 20)
 
 
-def array(step, seed, rows=()):
-    """Add rows to those given until everything that the step wants is covered. This is greedy: of forty drawn rows, take the one
-    that covers most for its cost."""
-    draw, rows = random.Random(seed), list(rows)
-    missing = wanted(step)
-    for row in rows:
-        missing -= tuples_of(row, step)
+def array(step, draw):
+    """Return rows that cover what the step wants and its named layouts do not. This is greedy: of many drawn rows, take the one
+    that covers most for its cost. At the end, drop rows that the others make superfluous."""
+    rows, missing = [], wanted(step).difference(*(covered(filled(row, step)) for row in NAMED[step].values()))
+    needed = frozenset(missing)
     while missing:
-        target = draw.choice(sorted(missing, key=lambda values: sorted(map(str, values))))
-        fixed = dict(target) if "dtype" in dict(target) else {**dict(target), "dtype": "float64"}
-        drawn = [complete(fixed, step, draw) for _ in range(40)]
-        best = max(drawn, key=lambda row: len(missing & tuples_of(row, step)) / cost(row))
-        missing -= tuples_of(best, step)
-        rows.append(best)
+        target = dict(draw.choice(sorted(missing, key=lambda values: sorted(map(str, values)))))
+        drawn = [complete({"dtype": "float64"} | target, step, draw) for _ in range(100)]
+        rows.append(max(drawn, key=lambda row: len(missing & covered(row)) / cost(row)))
+        missing -= covered(rows[-1])
+    for row in sorted(rows, key=cost, reverse=True):
+        others = [other for other in rows if other is not row]
+        if needed <= set().union(*map(covered, others)):
+            rows = others
     return rows
 
 
-def seed():
-    """Return the number of the draw: DRAW if it is set, otherwise a number that depends on the commit."""
-    if "DRAW" in os.environ:
-        return int(os.environ["DRAW"])
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return int(head[:8] or "0", 16) % len(DRAWS)
-
-
-def in_turn(*cases):
-    """Return cases for pytest.mark.parametrize, of which a commit runs one, by its draw. `make sweep` runs the others."""
-    import pytest
-    mine = seed() % len(cases)
-    return [pytest.param(*case, marks=[] if i == mine else pytest.mark.sweep) for i, case in enumerate(cases)]
-
-
-def every_other(cases):
-    """Return cases like in_turn, for slow tests: a commit runs every second one."""
-    import pytest
-    return [pytest.param(*(case if type(case) is tuple else [case]), marks=[] if (i + seed()) % 2 == 0 else pytest.mark.sweep)
-            for i, case in enumerate(cases)]
-
-
-def drawn(step, number=None):
-    """Return the layouts of a step's array, without the named ones."""
-    number = seed() if number is None else number
-    draw, named = random.Random(number), list(NAMED[step].values())
-    rows = array(step, number, [filled(row, step) for row in named])
-    return [layout_of(row, step, draw) for row in rows[len(named):]]
+def write():
+    """Write the table: of each step the cheapest of eight arrays."""
+    lines = []
+    for step in NAMED:
+        draw = random.Random(step)
+        rows = min((array(step, draw) for _ in range(8)), key=lambda rows: sum(map(cost, rows)))
+        lines += [f"{NAMES[step - 1]} {layout_of(row, step, draw)}\n" for row in rows]
+    TABLE.write_text("".join(lines))
 
 
 # ------------------------------------------------------------------------------------------- named layouts
@@ -289,13 +260,12 @@ NAMED = {step: QUICK[step] | NAMED[step] for step in QUICK}
 
 
 def filled(row, step):
-    """Return a named row, with the usual value for each factor that it does not mention."""
+    """Return a named row, with the usual value for each factor that it does not mention and that the trainer reads. This asks none
+    of the rules above, so a wrong rule makes test_layouts.py red and no other file."""
     full = USUAL | row
-    kept = {name: full[name] for name in factors(step) if name in row or name in MESH}
-    for name in factors(step):
-        if name not in kept and agree(kept | {name: full[name]}) and fits(kept | {name: full[name]}, [full[name] for name in MESH]):
-            kept[name] = full[name]
-    return checked(kept, step)
+    read = {"sp": full["tp"] > 1, "cp_mode": full["cp"] > 1, "schedule": full["pp"] > 1, "shard": full["zero"] > 0,
+            "dp_mode": full["zero"] == 0 and full["dp"] * full["cp"] > 1, "balance": full["experts"] != "dense"}
+    return {name: full[name] for name in factors(step) if read.get(name, True)}
 
 
 def named(step):
@@ -303,12 +273,23 @@ def named(step):
     return {name: layout_of(filled(row, step), step, random.Random(0)) for name, row in NAMED[step].items()}
 
 
+def in_table(step):
+    lines = (line.split(maxsplit=1) for line in TABLE.read_text().splitlines())
+    return [parse(name, line) for name, line in lines if name == NAMES[step - 1]]
+
+
+def drawn(step, seed, count=100):
+    draw = random.Random(f"{seed} {step}")
+    return [layout_of(complete({}, step, draw), step, draw) for _ in range(count)]
+
+
 def every_layout(step):
-    """Return the layouts for pytest: the named ones, of which `make test` runs the quick ones, and those that this commit draws."""
+    """Return the layouts for pytest. `make test` runs the quick ones; `make sweep`, which sets SEED, draws a hundred more."""
     import pytest
-    slow = pytest.mark.slow
+    slow, seed = pytest.mark.slow, os.environ.get("SEED")
     return ([pytest.param(layout, id=name, marks=() if name in QUICK[step] else slow) for name, layout in named(step).items()]
-            + [pytest.param(layout, id=str(layout), marks=slow) for layout in drawn(step)])
+            + [pytest.param(layout, id=str(layout), marks=slow) for layout in in_table(step)]
+            + [pytest.param(layout, id=str(layout), marks=pytest.mark.sweep) for layout in (drawn(step, seed) if seed else [])])
 
 
 # ------------------------------------------------------------------------------------------- for the sweeps
@@ -340,13 +321,27 @@ def rest(draw, dp, tp, cp, pp, stage=None, schedule=None):
             f"--dp_mode {draw.choice(['naive', 'overlap', 'bucket'])}")
 
 
-if __name__ == "__main__":
-    step = full_name(sys.argv[1])
-    if len(sys.argv) == 2:
+def main(name, *given):
+    if name == "--write":
+        return write()
+    step = full_name(name)
+    if not given:
         number = NAMES.index(step) + 1
-        print(*named(number).values(), *drawn(number), sep="\n")
-    else:
-        from harness import shared_pool
-        from observe import check
-        check(shared_pool(), Layout(step, int(sys.argv[2]), sys.argv[3], sys.argv[4], " ".join(sys.argv[5:])))
-        print("as one process")
+        return print(*named(number).values(), *in_table(number), sep="\n")
+    from harness import shared_pool
+    from observe import check
+    lines, failed = [], 0
+    for one in given:
+        lines += Path(one).read_text().splitlines() if Path(one).is_file() else [one]
+    for layout in [parse(step, line) for line in lines if line.strip()]:
+        try:
+            check(shared_pool(), layout)
+            print(f"as one process: {layout}", flush=True)
+        except AssertionError as error:
+            failed += 1
+            print(f"NOT as one process: {layout}\n{error}", flush=True)
+    return failed and f"{failed} of {len(lines)} layouts failed"
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -79,7 +79,7 @@ def check(pool, layout):
         compare(pool, layout)
     except AssertionError as error:
         mine = os.environ.get("EXERCISE", "").replace(f"{ROOT}/", "")
-        again = f"EXERCISE={mine} " * bool(mine) + f"python tests/support/layouts.py {layout.step} {layout}"
+        again = f"EXERCISE={mine} " * bool(mine) + f"python tests/support/layouts.py {layout.step} '{layout}'"
         raise type(error)(f"{error}\nagain: {again}") from error          # exercise.py asks a JobFailed for the ranks' errors
 
 
