@@ -55,8 +55,7 @@ def kernels_job(ranks, argv):
 
 LAYOUTS = {"llama-1b": (1, "--global_batch_size 4 --micro_batch_size 4"),
            "llama-8b": (8, "--tp 8 --global_batch_size 1 --micro_batch_size 1"),
-           "llama-8b, ZeRO-3": (8, "--zero 3 --global_batch_size 8 --micro_batch_size 1 --recompute full"),
-           "llama-70b": (32, "--tp 8 --pp 4 --global_batch_size 4 --micro_batch_size 1 --recompute full")}
+           "llama-8b, ZeRO-3": (8, "--zero 3 --global_batch_size 8 --micro_batch_size 1 --recompute full")}
 
 
 def kernels(pool, layout):
