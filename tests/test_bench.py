@@ -85,6 +85,7 @@ def test_the_real_trainer(tmp_path):
     assert all(float(row["tok_s_gpu"]) > 0 and float(row["mem_gib"]) > 0.1 for row in rows)
 
 
+@pytest.mark.slow
 def test_layouts_that_the_trainer_refuses(tmp_path):
     status, output = bench(tmp_path, "--tp", "3")
     assert status == 2 and "refuses every one of these combinations" in output and "Traceback" not in output, output

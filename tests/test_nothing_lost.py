@@ -246,7 +246,7 @@ def models(pool):
     return {seed: pool.train(ONE, f"--steps 0 --seed {seed}").weights for seed in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("shard_bytes", [200_000, 10**9])
+@pytest.mark.parametrize("shard_bytes", [pytest.param(200_000, marks=slow), 10**9])
 def test_killed_at_any_moment_of_a_save_no_part_of_a_model_has_its_name(pool, models, tmp_path, shard_bytes):
     """Check that step 8 gives a model its name only when it is complete, and that the next save is not disturbed by what a killed
     one left."""
@@ -322,6 +322,7 @@ def test_a_log_file_of_others_is_not_overwritten(pool, tmp_path, step):
         assert [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [0, 1]
 
 
+@slow
 def test_whatever_becomes_of_the_output_the_model_and_the_log_are_whole(tmp_path):
     command = [sys.executable, str(step_dir(LAST) / "train.py"), *f"{TINY} --save model --log_file log.jsonl".split()]
     done = subprocess.run(["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *command], cwd=tmp_path, text=True,

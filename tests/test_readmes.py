@@ -69,8 +69,9 @@ REFUSED = """
 import json, os, sys
 root, refused = sys.argv[1], []
 for step, world, flags in json.load(sys.stdin):
-    for name, module in list(sys.modules.items()):        # those of the step before
-        if (getattr(module, "__file__", None) or "").startswith(f"{root}/step0"):
+    for name, module in list(sys.modules.items()):        # those of another step
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(f"{root}/step0") and not file.startswith(f"{root}/{step}/"):
             del sys.modules[name]
     sys.path[0] = f"{root}/{step}"
     import config
@@ -120,27 +121,31 @@ def refused(commands):
     return json.loads(done.stdout)
 
 
+BAD = """
+run() { torchrun --standalone --nproc_per_node "$1" "$2/train.py" "${@:3}"; }
+B="--model llama-1b"
+run 8 step04_tp_sp $B --tp 8
+run 8 step04_tp_sp $B --tp 3
+python step01_single_gpu/train.py --tp 2
+torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8
+python tools/simulate 8 16 --rank 3 --tp 8
+python tools/simulate 8 16 --pp 5 --rank 3
+"""
+
+
 def test_commands_that_are_not_run_here_would_not_be_refused(tmp_path):
-    """Check that the steps know the flags and accept the layouts on that many ranks. The blocks of a page are one session."""
+    """Check that the steps know the flags and accept the layouts on that many ranks, and that commands which would be refused are
+    seen. The blocks of a page are one session."""
     not_run = ("no, needs a GPU", "no, needs a cluster")
     sessions = ["".join(block.text for block in blocks((ROOT / page).read_text())
                         if block.language == "bash" and block.directive in not_run) for page in PAGES]
     commands = trainings(called(sessions, tmp_path))
     assert len(commands) >= 10 and {step for step, _, _ in commands} == set(STEPS)
-    assert refused(commands) == []
-
-
-# ------------------------------------------------------------------------------- the checks above can fail
-def test_commands_that_would_be_refused_are_seen(tmp_path):
-    text = ('run() { torchrun --standalone --nproc_per_node "$1" "$2/train.py" "${@:3}"; }\nB="--model llama-1b"\n'
-            "run 8 step04_tp_sp $B --tp 8\nrun 8 step04_tp_sp $B --tp 3\npython step01_single_gpu/train.py --tp 2\n"
-            "torchrun --nnodes 2 --nproc_per_node 8 step02_dp/train.py --dp 8\nls\n"
-            "python tools/simulate 8 16 --rank 3 --tp 8\npython tools/simulate 8 16 --pp 5 --rank 3")
-    commands = trainings(called([text], tmp_path))
-    assert [command[:2] for command in commands] == [("step04_tp_sp", 8), ("step04_tp_sp", 8), ("step01_single_gpu", 1),
-                                                     ("step02_dp", 16), ("step08_5d", 16), ("step08_5d", 16)]
-    first, second, third, fourth = refused(commands)
-    assert "--tp 3" in first and "--tp 2" in second and "--dp 8" in third and "world size, 16" in third and "pp 5" in fourth
+    bad = trainings(called([BAD], tmp_path))[len(commands):]
+    assert [world for _, world, _ in bad] == [8, 8, 1, 16, 16, 16]
+    said = refused([*commands, *bad])
+    assert len(said) == 4, said
+    assert all(one in line for one, line in zip(("--tp 3", "--tp 2", "world size, 16", "pp 5"), said)), said
 
 
 @pytest.mark.parametrize("block", ["```bash\nfalse\ntrue\n```", "```python\nassert False\n```"])

@@ -151,6 +151,7 @@ def test_a_planted_mistake_that_goes_red(small_repository):
     assert (small_repository / "step02_dp/train.py").read_text() == "answer = 42\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test, line, message", [
     ("test_anything", "answer = 40", "| NO |"),                                    # stays green
     ("test_import", "import nowhere", "| NO | ModuleNotFoundError"),               # red, but it teaches nothing
@@ -161,6 +162,7 @@ def test_a_planted_mistake_that_shows_nothing_is_seen(small_repository, test, li
     assert status == 1 and message in output, output
 
 
+@pytest.mark.slow
 def test_what_is_red_anyway_shows_nothing(small_repository):
     (small_repository / "step02_dp/train.py").write_text("answer = 41\n")
     patch = small_repository / "exercises/mistakes/step02_answer.patch"
@@ -199,7 +201,6 @@ def test_plot_replaces_nothing_but_a_picture(tmp_path):
         before = (tmp_path / out).read_bytes()
         status, output = run([sys.executable, ROOT / "tools/plot.py", log, "--out", out], tmp_path, timeout=120)
         assert status == 2 and message in output and (tmp_path / out).read_bytes() == before
-    assert draw(tmp_path, log)[0] == 0 and draw(tmp_path, log)[0] == 0             # it replaces its own picture
 
 
 # ------------------------------------------------------------------------------------------------- tools/memory.py
@@ -242,7 +243,7 @@ def test_memory_is_what_another_watcher_sees(pool, flags):
 
 
 @pytest.mark.parametrize("step, ranks, flags", [
-    (NAMES[0], 1, ""), pytest.param(NAMES[2], 2, "--zero 3", marks=pytest.mark.slow),
+    pytest.param(NAMES[2], 2, "--zero 3", marks=pytest.mark.slow),
     pytest.param(NAMES[7], 4, "--tp 2 --pp 2", marks=pytest.mark.slow)])
 def test_memory_is_drawn(tmp_path, step, ranks, flags):
     out = tmp_path / "new/folder"
