@@ -391,7 +391,7 @@ def test_two_runs_do_not_share_a_directory(pool, tmp_path):
 
 
 OTHER = {"--seq_len 32": "seq_len 16, but this run has 32", "--global_batch_size 8": "global_batch_size 4, but this run has 8",
-         "--dataset {tokens}": "data 466195 tokens", "--model tiny-moe": "num_local_experts 0, but this run has 8",
+         "--dataset {tokens}": "data 466195 tokens", "--model {moe}": "num_local_experts 0, but this run has 8",
          "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps",
          "--model {heads}": "num_attention_heads 8, but this run has 4",
          "--weight_decay 0": "weight_decay 0.1, but this run has 0.0",
@@ -405,7 +405,8 @@ def test_another_run_is_not_gone_on_with(pool, copy, tmp_path):
     tiny = dict(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=8, num_attention_heads=8,
                 num_key_value_heads=4, head_dim=8, rms_norm_eps=1e-5, rope_theta=500000.0)
     changed = dict(rope=dict(rope_theta=10000.0), eps=dict(rms_norm_eps=1e-6),
-                   heads=dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16))
+                   heads=dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+                   moe=dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2))
     names = {name: write_config(tmp_path / name, **{**tiny, **change}) for name, change in changed.items()}
     names["tokens"] = tmp_path / "tokens.npy"
     for flags, message in OTHER.items():
