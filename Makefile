@@ -9,7 +9,7 @@ endif
 PYTEST = $(PYTHON) -m pytest  # pyproject.toml has its options
 
 .PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
-.PHONY: types carry readme mistakes figures bench site site-open slides .venv/requirements.txt
+.PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
 .DEFAULT_GOAL := help
 
 define HELP
@@ -50,7 +50,7 @@ Maintain
   make mistakes                        plant each mistake, and check that its test goes red
   make figures                         draw all figures
   make bench                           speed beside torch's own parallelism, as ratios
-  make site, site-open                 build the site, serve it;  make slides builds the slides alone
+  make site, site-open, site-test      build the site, serve it, test it;  make slides builds the slides alone
 endef
 export HELP
 
@@ -167,3 +167,13 @@ slides: $(SPHINX)
 site-open:
 	@test -d out/site || { echo 'make site builds it first' >&2; exit 2; }
 	python3 -m http.server --bind 127.0.0.1 --directory out/site 8000
+
+# an accessibility checker, fetched by npm and not part of the repository
+AXE = out/axe/package/axe.min.js
+$(AXE):
+	mkdir -p out/axe
+	cd out/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz
+
+# tests of what make site has built; they fail without a site, or without Chromium
+site-test: $(VENV) $(AXE)
+	SITE=out/site $(PYTEST) tests/test_site.py
