@@ -100,8 +100,8 @@ def simulated(what, seen, output):
 LAYOUTS = re.findall(r"^\| `(--.*)` \| ([\d.]+) \| ([\d,]+) \|$", (FOLDER / "layouts.md").read_text(), re.M)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags, gib, speed", LAYOUTS)
+@pytest.mark.parametrize("flags, gib, speed", [
+    pytest.param(*layout, marks=pytest.mark.sweep if i else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
 def test_the_layouts_of_the_competition(flags, gib, speed, room, tmp_path):
     words = as_called(f"dry 8 8 --model llama-8b --global_batch_size 32 {flags}", room)
     status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
