@@ -106,8 +106,7 @@ def test_answers(number, tmp_path, monkeypatch, capsys):
     assert lab.main([str(number), "hint"]) == 0 and capsys.readouterr().out.count("hint ") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["0"], ["9"], ["x"], ["³"], ["1", "2"], ["1", "4 hang1.py:3"],
-                                   ["1", "2 hang2.py:3"], ["1", "2 x"], ["1", "a", "b"]])
+@pytest.mark.parametrize("words", [[], ["9"], ["x"], ["1", "4 hang1.py:3"], ["1", "2 hang2.py:3"], ["1", "2 x"]])
 def test_bad_input_is_refused_in_one_line(words, capsys):
     with pytest.raises(SystemExit) as refused:
         lab.main(words)

@@ -72,14 +72,6 @@ def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
     assert len(text) == 54 and sum(chr(byte).isalpha() or byte == 32 for byte in text) > 40, text
 
 
-@slow
-def test_copied_alone_it_runs(tmp_path):
-    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "alone/train.py", "--steps", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
-
-
 THREADS = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -265,6 +257,24 @@ def test_the_logits_never_exist_whole(pool):
     assert pool.call(largest_storage_job, STEP, vocab=vocab, tokens=tokens, chunk=chunk)[0] == vocab * chunk * 4
 
 
+def two_backwards_job():
+    import loss
+    torch.manual_seed(0)
+    head, hidden = loss.LMHead(8, 20).double(), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 20, (6,))
+    value = head(hidden, targets)
+    torch.autograd.grad(value, [hidden, head.weight], torch.tensor(2.0), retain_graph=True)
+    try:
+        torch.autograd.grad(value, [hidden, head.weight], torch.tensor(3.0))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_gone_backward_through_twice_the_loss_says_that_it_cannot(pool):
+    """Check that a second backward fails: the loss scales its stored gradients in place, and would scale them twice."""
+    assert "modified by an inplace operation" in pool.call(two_backwards_job, STEP)[0]
+
+
 # ------------------------------------------------------------------------------------- memory, against the formulas
 def state_bytes_job(dtype):
     """Train for two steps. Return the bytes of the storages that are alive then, counting each storage once."""
@@ -383,15 +393,14 @@ DOCUMENTS = ["the cat sat on a mat", "the dog ran", "a cat and a dog"]
 IDS = [2, 3, 4, 5, 6, 7, 0, 2, 9, 10, 0, 6, 3, 8, 6, 9, 0]
 
 
-@pytest.mark.parametrize("ending", ["txt", pytest.param("jsonl", marks=slow), pytest.param("parquet", marks=slow)])
+@pytest.mark.parametrize("ending", ["txt", pytest.param("jsonl", marks=slow)])
 def test_texts_are_tokenized_once_and_parted_by_the_end_token(pool, tmp_path, tokenizer, monkeypatch, ending):
     import datasets
     path = tmp_path / f"documents.{ending}"
     if ending == "txt":
         path.write_text("\n".join(DOCUMENTS))
     else:
-        write = {"jsonl": "to_json", "parquet": "to_parquet"}[ending]
-        getattr(datasets.Dataset.from_dict({"id": [1, 2, 3], "text": DOCUMENTS}), write)(path)
+        datasets.Dataset.from_dict({"id": [1, 2, 3], "text": DOCUMENTS}).to_json(path)
     argv = ["--dataset", str(path), "--tokenizer", str(tokenizer), "--seq_len", "4", "--global_batch_size", "4"]
     first, second, batches = pool.call(tokenize_twice_job, STEP, argv=argv, cache=str(tmp_path / "cache"))[0]
     assert first == second == IDS and batches == 1
@@ -429,15 +438,6 @@ def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
     assert_same_tensors({name: p.detach() for name, p in theirs.named_parameters()}, fresh.weights, 0.0)
 
 
-def test_the_checkpoint_one_started_from_is_not_overwritten(pool, tmp_path):
-    first = pool.train(STEP, "--steps 0")
-    pool.train(STEP, f"--steps 0 --save {tmp_path / 'one'}", weights=False)
-    with pytest.raises(Refused, match="one: must be empty"):
-        pool.train(STEP, f"--init_from {tmp_path / 'one'} --steps 0 --save {tmp_path / 'one'}", weights=False)
-    pool.train(STEP, f"--init_from {tmp_path / 'one'} --steps 0 --save {tmp_path / 'two'}", weights=False)
-    assert_same_tensors(pool.train(STEP, f"--init_from {tmp_path / 'two'} --steps 0").weights, first.weights, 0.0)
-
-
 def save_job(folder, shard_bytes):
     """Save in files of at most `shard_bytes` instead of 5 GB."""
     import functools
@@ -469,121 +469,56 @@ def test_saved_config_means_the_same_to_transformers(pool, small, initial):
     assert {key: theirs.rope_parameters[key] for key in LLAMA3} == LLAMA3 and theirs.rope_parameters["rope_theta"] == 10000.0
 
 
-# The parameters of the released models. The small ones tie the head to the embedding: it is counted once there, and twice here.
-RELEASED = {"llama-1b": 1_235_814_400 + 128256 * 2048, "llama-3b": 3_212_749_824 + 128256 * 3072, "llama-8b": 8_030_261_248,
-            "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800, "qwen3-0.6b": 596_049_920 + 151936 * 1024,
-            "qwen3-8b": 8_190_735_360}
-
-
-def parameters_job():
-    """Return for each preset the parameters that the trainer counts, and those of transformers' model of the saved config."""
-    import config
-    import metrics
-    import transformers
-    with torch.device("meta"):
-        theirs = {name: transformers.AutoModelForCausalLM.from_config(config.to_hugging_face(shape, torch.bfloat16))
-                  for name, shape in config.PRESETS.items()}
-    return {name: (metrics.parameter_count(config.PRESETS[name]), sum(param.numel() for param in model.parameters()))
-            for name, model in theirs.items()}
-
-
-def test_presets_have_the_released_sizes(pool):
-    counted = pool.call(parameters_job, STEP)[0]
-    assert all(ours == theirs for ours, theirs in counted.values()), counted
-    assert {name: counted[name][0] for name in RELEASED} == RELEASED
-
-
 # ------------------------------------------------------------------------------------- bad input: one line, status 2
-def bad_inputs(folder):
+def wrong_inputs(folder, tokenizer):
+    """Return {flags: what the trainer says}. It refuses what would train on other numbers without a word, and each kind of flag."""
     np.save(folder / "short.npy", np.zeros(100, dtype=np.uint16))
     np.save(folder / "square.npy", np.zeros((200, 200), dtype=np.uint16))
     np.save(folder / "floats.npy", np.zeros(1000))
-    np.savez(folder / "archive.npz", np.zeros(1000, dtype=np.uint8))
-    (folder / "archive.npz").rename(folder / "archive.npy")
-    np.save(folder / "large.npy", np.full(1000, 256, dtype=np.uint16))
-    (folder / "no.npy").write_text("not an array")
-    (folder / "nothing.npy").touch()
-    (folder / "text.txt").write_text("some text")
-    (folder / "empty").mkdir()
+    for name, rows in (("null", ['{"text": "a b c"}', '{"text": null}']), ("two", ['{"id": "a", "content": "hello"}'])):
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "text.txt").write_text("a b c")
+    shutil.copytree(tokenizer, folder / "endless")
+    settings = json.loads((folder / "endless" / "tokenizer_config.json").read_text())
+    settings.pop("eos_token")
+    (folder / "endless" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
     write_config(folder / "gpt2", model_type="gpt2")
     write_config(folder / "yarn", rope_scaling=dict(rope_type="yarn", factor=2.0))
     write_config(folder / "bias", attention_bias=True)
     write_config(folder / "heads", num_attention_heads=8, num_key_value_heads=3)
     write_config(folder / "theta", rope_theta=0)
-    write_config(folder / "eps", rms_norm_eps=float("inf"))
-    write_config(folder / "factor", rope_scaling=dict(rope_type="llama3", factor=0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                                      original_max_position_embeddings=8192))
-    (folder / "broken").mkdir()
-    (folder / "broken" / "config.json").write_text("{")
-    (folder / "damaged").mkdir()
-    (folder / "damaged" / "model.safetensors").write_text("not a checkpoint")
     return {
         "--no_such_flag": "unrecognized arguments: --no_such_flag",
-        "--steps many": "argument --steps: invalid number value: 'many'",
         "--dtype float16": "invalid choice: 'float16'",
-        "--steps -1": "argument --steps: must be at least 0 and below 100000000, but is -1",
-        "--lr -1": "argument --lr: must be at least 0 and below 100000000, but is -1",
+        "--weight_decay nan": "argument --weight_decay: must be at least 0 and below 100000000, but is nan",
         "--seq_len 0": "argument --seq_len: must be at least 1 and below 100000000, but is 0",
-        "--micro_batch_size 0": "argument --micro_batch_size: must be at least 1 and below 100000000, but is 0",
         "--global_batch_size 12 --micro_batch_size 5":
             "--micro_batch_size 5: must divide global_batch_size 12; choose from 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "); the presets are tiny, llama-1b",
-        f"--model {folder}/empty": "not found or unsupported (",
         f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama, qwen3",
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
         f"--model {folder}/theta": "rope_theta is 0, not a positive float",
-        f"--model {folder}/eps": "rms_norm_eps is inf, not a positive float",
-        f"--model {folder}/factor": "factor is 0, not a positive float",
-        f"--model {folder}/broken": "is not a valid JSON file",
-        f"--init_from {folder}/empty": "not found or corrupt (",
-        f"--init_from {folder}/damaged": "not found or corrupt (",
         f"--init_from {folder}/nowhere": "not found or corrupt (",
         "--dataset nowhere.npy": "No such file",
-        "--dataset nowhere.txt --tokenizer nowhere": "--tokenizer nowhere: cannot be loaded",
-        f"--dataset {folder}/text.txt": "text needs --tokenizer",
+        f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not a text",
+        f"--dataset {folder}/two.jsonl --tokenizer {tokenizer}": "needs documents in a column 'text'",
+        f"--dataset {folder}/text.txt --tokenizer {folder}/endless": "has no end-of-text token",
         f"--dataset {folder}/short.npy": "needs seq_len + 1 = 129; use a larger dataset or a smaller --seq_len",
         f"--dataset {folder}/square.npy": "but is 2-D of",
         f"--dataset {folder}/floats.npy": "float64",
-        f"--dataset {folder}/no.npy": "not a token file",
-        f"--dataset {folder}/nothing.npy": "not a token file",
-        f"--dataset {folder}/archive.npy": "not a token file",
-        f"--dataset {folder}/large.npy": "tokens range from 256 to 256, but the vocabulary of --model has 256 tokens",
         "--attention flash": "--attention flash: requires --device cuda",
-        f"--log_file {folder}/nowhere/log.jsonl": "--log_file",
-        "--log_file /dev/null": "--log_file /dev/null: cannot be written",
-        f"--save {folder}/short.npy": "--save",
-        f"--profile {folder}/short.npy": "--profile",
-        **({} if torch.cuda.is_available() else {"--device cuda": "torch finds no CUDA device"}),
-    }
+        "--save /proc": "--save /proc: cannot be written to ("}
 
 
-def test_bad_input_is_refused_in_one_line(pool, tmp_path):
-    for flags, message in bad_inputs(tmp_path).items():
+def test_what_would_train_on_something_else_is_refused_in_one_line(pool, tmp_path, tokenizer):
+    for flags, message in wrong_inputs(tmp_path, tokenizer).items():
         with pytest.raises(Refused) as refused:
             pool.call(main_job, STEP, argv=f"--steps 1 {flags}".split())
-        lines = str(refused.value).strip().splitlines()
-        lines = lines[1:] if lines[0].startswith("each step: ") else lines            # with a log, the banner comes first
-        assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], f"{flags}: {lines}"
-
-
-def test_a_tokenizer_without_an_end_of_text_is_refused(pool, tmp_path, tokenizer):
-    shutil.copytree(tokenizer, tmp_path / "endless")
-    settings = json.loads((tmp_path / "endless" / "tokenizer_config.json").read_text())
-    without = {key: value for key, value in settings.items() if key != "eos_token"}
-    (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps(without))
-    (tmp_path / "endless" / "special_tokens_map.json").unlink(missing_ok=True)
-    (tmp_path / "text.txt").write_text("a b c")
-    with pytest.raises(Refused, match=r"has no end-of-text token"):
-        pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "endless")])
-
-
-def test_a_document_that_is_not_a_text_is_refused(pool, tmp_path, tokenizer):
-    (tmp_path / "texts.jsonl").write_text('{"text": "a b c"}\n{"text": null}\n')
-    with pytest.raises(Refused, match=r"a document in column 'text' is not a text") as refused:
-        pool.call(main_job, STEP, argv=["--dataset", str(tmp_path / "texts.jsonl"), "--tokenizer", str(tokenizer)])
-    assert "Traceback" not in str(refused.value)
+        text = str(refused.value)                         # datasets may have printed its progress
+        assert text.count("error: ") == 1 and "Traceback" not in text and message in text.splitlines()[-1], f"{flags}: {text}"
 
 
 @pytest.mark.parametrize("wrong", [256, -1])

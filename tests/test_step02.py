@@ -1,6 +1,5 @@
 """Step 2: every way of summing gradients over any number of ranks trains as one process does."""
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from harness import JobFailed
 from jobs import assert_refused, ledger_rows, main_job
 from observe import check
-from steps import clean_environment, run, step_dir
+from steps import step_dir
 
 STEP = "step02_dp"
 MODES = ["naive", "overlap", "bucket --bucket_mb 0.02", "bucket"]
@@ -172,12 +171,3 @@ def test_a_killed_rank_takes_the_run_down():
         assert "Signal 9 (SIGKILL)" in errors
     finally:
         process.kill()
-
-
-@slow
-def test_one_process_without_torchrun_and_copied_alone(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    status, output = run([clean_environment()["PYTHON"], "alone/train.py", "--steps", "2"], tmp_path, 120)
-    assert status == 0 and "step 2/2" in output, output

@@ -4,7 +4,7 @@ import layouts
 import pytest
 import toy
 from harness import assert_same_run
-from jobs import assert_refused, memory_job, storage_bytes, trained_parts
+from jobs import assert_loads, assert_refused, memory_job, storage_bytes, trained_parts
 from layouts import Layout
 from observe import check
 
@@ -44,12 +44,7 @@ def test_compile(pool, tmp_path, stage):
 
 @slow
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
-    """Train several steps from the same checkpoint, with different ways of sharding the weights."""
-    base = f"{flags} --micro_batch_size 6 --dtype float64"
-    pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
-    one = pool.train(BASELINE, f"{base} --init_from {tmp_path}")
-    for stage in (1, 3):
-        assert_same_run(pool.train(STEP, f"{base} --init_from {tmp_path} --zero {stage}", world=4), one, 1e-9)
+    assert_loads(pool, STEP, tmp_path, f"{flags} --micro_batch_size 6 --dtype float64", (4, "--zero 1"), (4, "--zero 3"))
 
 
 # ------------------------------------------------------------------------------------- memory

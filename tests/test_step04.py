@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, SHAPE, VOCAB
 from harness import assert_same_run
-from jobs import assert_refused, compiled_job, kept_by_a_layer, kept_job, memory_job
+from jobs import assert_loads, assert_refused, compiled_job, kept_by_a_layer, kept_job, memory_job
 from layouts import Layout
 from observe import check
 
@@ -60,11 +60,8 @@ def test_compile(pool, flags, more, graphs):
 
 @slow
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
-    base = f"{flags} --dtype float64"
-    pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
-    one = pool.train(BASELINE, f"{base} --init_from {tmp_path}")
-    for world, more in (4, "--tp 2 --zero 3"), (4, "--tp 4 --sp off --micro_batch_size 12"):
-        assert_same_run(pool.train(STEP, f"{base} --init_from {tmp_path} {more}", world=world), one, 1e-9)
+    assert_loads(pool, STEP, tmp_path, f"{flags} --dtype float64", (4, "--tp 2 --zero 3"),
+                 (4, "--tp 4 --sp off --micro_batch_size 12"))
 
 
 # ------------------------------------------------------------------------------------- one linear by itself

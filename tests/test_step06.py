@@ -1,9 +1,6 @@
 """Step 6: every schedule trains as one process does; its lists are complete, meet on the network, and cost what the table says."""
 import importlib.util
 import json
-import os
-import shutil
-import subprocess
 import sys
 from unittest.mock import patch
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 import toy
 from harness import assert_same_run
-from jobs import assert_refused, compiled_job, ledger_rows
+from jobs import assert_loads, assert_refused, compiled_job, ledger_rows
 from layouts import Layout
 from observe import check
 from rendezvous import rendezvous
@@ -96,10 +93,7 @@ def test_compile(pool, flags, more, graphs):
 @slow
 def test_loads_a_checkpoint_and_saves_one(pool, flags, tmp_path):
     base = f"{flags[5]} --micro_batch_size 3 --dtype float64"
-    pool.train(BASELINE, f"{base} --seed 7 --steps 1 --save {tmp_path}", weights=False)
-    one = pool.train(BASELINE, f"{base} --init_from {tmp_path}")
-    trained = pool.train(STEP, f"{base} --init_from {tmp_path} --pp 2 --tp 2 --schedule dualpipe --zero 3", world=8)
-    assert_same_run(trained, one, 1e-9)
+    assert_loads(pool, STEP, tmp_path, base, (8, "--pp 2 --tp 2 --schedule dualpipe --zero 3"))
 
 
 # ------------------------------------------------------------------------------------- the lists
@@ -115,7 +109,7 @@ def programs(schedules, lists):
 def every_case():
     for name, row in SCHEDULES.items():
         for p in (2, 4, 8):
-            for m in range(row.min_micro_batches(p), 4 * p + 1):
+            for m in range(row.min_micro_batches(p), min(4 * p, 2 * 8 + 1) + 1):            # full rounds, and all that are not full
                 for v in range(row.stages_per_rank, row.stages_per_rank + 1 + row.or_more):
                     yield name, p, m, v
 
@@ -462,8 +456,6 @@ def test_it_shows_a_schedule(tmp_path):
     assert status == 0, output
     assert "rank 2 |           F0   I0   F1   I1   F2   I2   W0   F3   I3   W1   W2   W3" in output
     assert (tmp_path / "schedule.png").stat().st_size > 1000
-    status, output = run([*command, "--micro_batches", "5000"], tmp_path, 300)
-    assert status == 2 and "--micro_batches 5000: too many to draw" in output, output
 
 
 @slow
@@ -475,14 +467,3 @@ def test_the_trace_shows_the_actions(pool, flags, tmp_path):
     spans = sorted((event["ts"], event["name"]) for event in events
                    if event.get("cat") == "user_annotation" and " of stage " in event["name"])
     assert [name for _, name in spans] == [f"{action} of stage 0" for action in ("F0", "F1", "I0", "W0", "I1", "W1")]
-
-
-@slow
-def test_copied_alone_it_runs(tmp_path):
-    shutil.copytree(step_dir(STEP), tmp_path / "alone", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "alone/train.py",
-               "--steps", "2", "--pp", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
-    assert "deprecated" not in done.stderr and "Warning" not in done.stderr, done.stderr

@@ -443,60 +443,6 @@ def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
     assert_refused(pool, STEP, 2, f"{flags['dense']} {more.format(here=tmp_path)}", message)
 
 
-def test_a_checkpoint_of_another_model_is_refused(pool, saved, tmp_path):
-    dense = cases.make(tmp_path / "dense", **cases.shape("dense-9") | dict(hidden_size=40)) + " --dtype float64"
-    shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
-    with pytest.raises(Refused) as refused:
-        pool.call(main_job, STEP, argv=f"{dense} --checkpoint {tmp_path / 'c'} --resume".split())
-    assert "num_local_experts 8, but this run has 0" in str(refused.value)
-
-
-@pytest.mark.parametrize("shape, message", [
-    (dict(num_hidden_layers=1), "num_hidden_layers 2, but this run has 1"),
-    (dict(intermediate_size=64), "intermediate_size 96, but this run has 64")])
-def test_a_checkpoint_of_another_shape_is_refused(pool, flags, tmp_path, shape, message):
-    small = dict(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=96)
-    base = f"--dtype float64 --micro_batch_size 6 --checkpoint {tmp_path / 'c'}"
-    pool.train(STEP, f"{cases.make(tmp_path / 'small', **small)} {base}", weights=False)
-    with pytest.raises(Refused) as refused:
-        pool.call(main_job, STEP, argv=f"{cases.make(tmp_path / 'other', **small | shape)} {base} --resume".split())
-    assert message in str(refused.value).splitlines()[-1]
-
-
-def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_path):
-    """Remove newer fields from a checkpoint and resume. A dense Llama has their defaults, so it is still the same run."""
-    newer = {"qk_norm", "num_local_experts", "num_experts_per_tok", "rope_scaling"}
-    base = f"{flags['dense']} --checkpoint {tmp_path}"
-    pool.train(STEP, f"{base} --steps 1", weights=False)
-    for folder in tmp_path.glob("step_*"):
-        index = json.loads((folder / "index.json").read_text())
-        assert newer < index["run"].keys()
-        older = {name: value for name, value in index["run"].items() if name not in newer}
-        (folder / "index.json").write_text(json.dumps(index | dict(run=older)))
-    trained = pool.train(STEP, f"{base} --resume", weights=False)
-    assert len(trained.lines) == 3
-
-
-def signals_job():
-    """Send SIGHUP and SIGINT to a process that its shell told to ignore both, as nohup and a background job do. Return
-    the signals that it receives."""
-    import resume
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
-    before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
-    try:
-        heard = resume.install_signal_handlers()
-        for number in (signal.SIGHUP, signal.SIGINT):
-            os.kill(os.getpid(), number)
-        return heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def test_nohup_is_heeded_and_ctrl_c_is_always_heard(pool):
-    assert pool.call(signals_job, STEP) == [[signal.SIGINT]]
-
-
 @slow
 def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")

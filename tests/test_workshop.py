@@ -1,10 +1,7 @@
-"""docs/workshop/: its timetables add up, its sourced files do what they say in bash and zsh, and its key has the right answers."""
+"""docs/workshop/: no command would be refused, and its key has the right answers."""
 import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,105 +12,39 @@ from test_readmes import called, refused, trainings
 
 FOLDER = ROOT / "docs/workshop"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
-SHELLS = [name for name in ("bash", "zsh") if shutil.which(name)]
 
 
-def test_the_timetables_add_up():
-    text = (FOLDER / "README.md").read_text()
-    rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \| (.*?) \|", text, re.M)
-    assert len(rows) == len(re.findall(r"^\| \d", text, re.M)) > 0
-    days, day = [], []
-    for hour, minute, minutes, what in rows:
-        begin = 60 * int(hour) + int(minute)
-        if not day or begin < day[-1][0]:
-            days.append(day := [])
-        day.append((begin, int(minutes), what))
-    for day in days:
-        for (begin, minutes, what), (then, *_) in zip(day, day[1:]):
-            assert begin + minutes == then, what
-        assert day[-1][0] + day[-1][1] <= 17 * 60 and sum(minutes for _, minutes, what in day if what == "slack") >= 15
-
-
-# ------------------------------------------------------------------------------------------------ the files to source
 @pytest.fixture
 def room(tmp_path):
-    """Return a function that makes a place with this repository's folders and with an nvidia-smi that shows eight GPUs."""
-    def make(mib=81559):
-        for name in ("docs", *STEPS):
-            if not (tmp_path / name).exists():
-                (tmp_path / name).symlink_to(ROOT / name)
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8; do echo {mib}; done\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        return tmp_path
-    return make
+    """Make a place with this repository's folders and with an nvidia-smi that shows eight GPUs."""
+    for name in ("docs", *STEPS):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8; do echo 81559; done\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    return tmp_path
 
 
 def commands_of(page):
     return "".join(block.text for block in blocks((FOLDER / page).read_text()) if block.language == "bash")
 
 
-@pytest.mark.parametrize("source", ["laptop.sh", "pair.sh 2", "slurm.sh"])
-def test_no_command_would_be_refused(room, source):
-    """Check the commands in every kind of room. Only the two that are meant to be refused may be refused."""
-    begin = f"export SLURM_JOB_ID=7\nsource docs/workshop/{source}\n"
-    texts = [begin + commands_of(page) for page in PAGES if page != "README.md"]
-    commands = trainings(called(texts, room()))
-    assert len(commands) >= 30 and {step for step, _, _ in commands} == set(STEPS)
+def test_no_command_would_be_refused(room):
+    """Check the commands in every kind of room. In each, only the two that are meant to be refused may be refused."""
+    begins = [f"export SLURM_JOB_ID=7\nsource docs/workshop/{source}\n" for source in ("laptop.sh", "pair.sh 2", "slurm.sh")]
+    texts = [begin + commands_of(page) for begin in begins for page in PAGES if page != "README.md"]
+    commands = trainings(called(texts, room))
+    assert len(commands) >= 90 and {step for step, _, _ in commands} == set(STEPS)
     said = refused(commands)
-    assert len(said) == 2 and "--seq_len 126: must be" in "".join(said) and "--global_batch_size 15: must be" in "".join(said), said
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize("text, shown", [
-    ("source docs/workshop/laptop.sh; train 2 2 --zero 1",
-     "+ torchrun --standalone --nproc_per_node 2 step02_dp/train.py --steps 5 --zero 1\n"),
-    ("source docs/workshop/pair.sh 3; echo $CUDA_VISIBLE_DEVICES", "pair 3: GPUs 4,5\n4,5\n"),
-    ("source docs/workshop/pair.sh 3; source docs/workshop/pair.sh all; echo ${CUDA_VISIBLE_DEVICES-none}",
-     "all GPUs of the node\nnone\n"),
-    ("source docs/workshop/pair.sh 9", "error: source docs/workshop/pair.sh N, N the number of your pair"),
-    ("source docs/workshop/slurm.sh", "error: not in a Slurm job: srun "),
-    ("export SLURM_JOB_ID=7 CUDA_VISIBLE_DEVICES=0,1; source docs/workshop/slurm.sh", ": GPUs 0,1\n"),
-    ("cd docs; source workshop/laptop.sh; dry 3 8", "+ python tools/simulate 3 8 --model llama-1b --seq_len 4096 "),
-    ("source docs/workshop/pair.sh 1; long 5 2 --cp 2",
-     "--seq_len 40960 --global_batch_size 2 --micro_batch_size 1 --steps 5 --cp 2\n")])
-def test_what_is_sourced(room, shell, text, shown):
-    folder = room()
-    (folder / "called").touch()
-    called([], folder)                                    # makes the programs that only record how they are called
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": os.devnull, "HOME": str(folder)}
-    done = subprocess.run([shell, "-c", text], cwd=folder, env=env, capture_output=True, text=True)
-    assert shown in done.stdout + done.stderr and "bad" not in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("mib, tokens", [(40960, 12288), (81559, 40960), (143771, 90112)])
-def test_the_long_sequence_goes_by_the_memory(room, mib, tokens):
-    calls = called(["source docs/workshop/pair.sh 1; long 5 2; dry_long 5 2"], room(mib))
-    assert [words[words.index("--seq_len") + 1] for words in calls] == [str(tokens)] * 2
-
-
-def test_without_a_gpu_a_pair_is_told(room):
-    folder = room()
-    (folder / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    done = subprocess.run(["bash", "-c", "source docs/workshop/pair.sh 1"], cwd=folder, capture_output=True, text=True,
-                          env={"PATH": f"{folder}:{os.environ['PATH']}"})
-    assert "error: nvidia-smi shows no GPU here" in done.stderr and "pair 1" not in done.stdout
+    assert len(said) == 2 * len(begins), said
+    for message in ("--seq_len 126: must be", "--global_batch_size 15: must be"):
+        assert sum(message in line for line in said) == len(begins), said
 
 
 # ------------------------------------------------------------------------------------------------ the preflight
-def preflight(*words):
-    return run([sys.executable, FOLDER / "preflight.py", *words], ROOT, timeout=600)
-
-
 @pytest.mark.slow
 def test_a_machine_that_is_ready():
-    status, output = preflight()
+    status, output = run([sys.executable, FOLDER / "preflight.py"], ROOT, timeout=600)
     assert status == 0 and output.endswith("two ranks  ok\nREADY\n"), output
-
-
-def test_a_machine_without_gpus_is_told():
-    if not shutil.which("nvidia-smi"):
-        status, output = preflight("--gpus", "2")
-        assert status == 1 and "NOT READY: nvidia-smi shows no GPU: is this the login node?" in output
 
 
 # ------------------------------------------------------------------------------------------------ the key
@@ -147,7 +78,7 @@ def test_the_sheet_asks_what_the_key_answers():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands("dry", "dry_long"))
 def test_what_is_simulated(command, room, tmp_path):
-    words = as_called(command, room())
+    words = as_called(command, room)
     status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
     assert status == 0, output
     seen = json.loads((tmp_path / "seen.json").read_text())
@@ -169,10 +100,10 @@ def simulated(what, seen, output):
 LAYOUTS = re.findall(r"^\| `(--.*)` \| ([\d.]+) \| ([\d,]+) \|$", (FOLDER / "layouts.md").read_text(), re.M)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags, gib, speed", LAYOUTS)
+@pytest.mark.parametrize("flags, gib, speed", [
+    pytest.param(*layout, marks=pytest.mark.sweep if i else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
 def test_the_layouts_of_the_competition(flags, gib, speed, room, tmp_path):
-    words = as_called(f"dry 8 8 --model llama-8b --global_batch_size 32 {flags}", room())
+    words = as_called(f"dry 8 8 --model llama-8b --global_batch_size 32 {flags}", room)
     status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
     assert status == 0, output
     seen = json.loads((tmp_path / "seen.json").read_text())
@@ -183,7 +114,7 @@ def test_the_layouts_of_the_competition(flags, gib, speed, room, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands("train", "long"))
 def test_what_a_laptop_runs(command, room, pool):
-    words = as_called(command, room())
+    words = as_called(command, room)
     place = next(i for i, word in enumerate(words) if word.endswith("train.py"))
     world, step, flags = int(words[place - 1]), full_name(words[place].split("/")[0]), words[place + 1:]
     ran = pool.train(step, shlex.join([*flags, "--device", "cpu"]), world=world, weights=False)
@@ -198,6 +129,7 @@ def test_what_a_laptop_runs(command, room, pool):
             assert max(row[field == "bytes"] for row in rows) == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands("python"))
 def test_what_a_schedule_idles(command, tmp_path):
     words = [str(ROOT / word) if word.startswith("tools/") else word for word in shlex.split(command)]

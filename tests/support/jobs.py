@@ -4,7 +4,7 @@ import gc
 import re
 import time
 
-from harness import train_job
+from harness import assert_same_run, train_job
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -35,6 +35,17 @@ def assert_refused(pool, step, world, flags, message, job=check_job, **more):
         else:
             pool.call(job, step, world=world, argv=flags.split(), **more)
     assert message in str(refused.value) and str(refused.value).count("\n") == 1, refused.value
+
+
+# ------------------------------------------------------------------------------------- weights from a file
+def assert_loads(pool, step, folder, base, *layouts):
+    """Train from saved weights under each layout, given as (number of ranks, flags), and compare with one process of step 1."""
+    baseline = "step01_single_gpu"
+    pool.train(baseline, f"{base} --seed 7 --steps 1 --save {folder}", weights=False)
+    base = f"{base} --steps 2 --init_from {folder}"
+    one = pool.train(baseline, base)
+    for world, more in layouts:
+        assert_same_run(pool.train(step, f"{base} {more}", world=world), one, 1e-9, more)
 
 
 # ------------------------------------------------------------------------------------- the ledger's table
