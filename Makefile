@@ -39,11 +39,11 @@ Ask
 
 Check
   make test [STEP=4]                   the quick tests, about seven minutes; with STEP, all tests of that step but the long ones
-  make test CHANGED=1 [BASE=REV]       of the quick tests, those that your uncommitted changes, or changes since REV, can affect
+  make test CHANGED=1 [BASE=REV]       the quick tests of the steps, tools and pages that have changed, or changed since REV
   make lint                            ruff
 
 Maintain
-  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and patches
+  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and extensions
   make readme                          write the tables of files into the READMEs
   make rest                            the slow tests, which make test leaves out
   make sweep [STEP=4]                  the long tests
