@@ -123,12 +123,12 @@ def test_a_conflict_is_marked_resolved_by_hand_and_carried_on(repository):
     assert status == 1 and f"{FIRST}/train.py -> {SECOND}/train.py: conflict at {SECOND}/train.py:20\n" in output
     first, second, third = texts(repository, "train.py")
     lines = second.splitlines()
-    assert lines[19].startswith("<<<<<<< ") and lines[27].startswith(">>>>>>> ") and {"line twenty", "added"} < set(lines[19:27])
+    assert lines[19].startswith("<<<<<<< ") and lines[26].startswith(">>>>>>> ") and {"line twenty", "added"} < set(lines[19:26])
     assert texts(repository, "same.py") == ["one\nTWO\n"] * 3 and "line fourteen\n" in second and "line fourteen\n" in third
     before = everything(repository)
     status, output = carry(repository)
     assert status == 1 and f"{SECOND}/train.py:20" in output and everything(repository) == before
-    resolved = "\n".join([*lines[:19], "line twenty", "added", *lines[28:], ""])
+    resolved = "\n".join([*lines[:19], "line twenty", "added", *lines[27:], ""])
     (repository / SECOND / "train.py").write_text(resolved)
     assert carry(repository)[0] == 0 and texts(repository, "train.py")[1:] == [resolved] * 2
     assert carry(repository, "--check") == (0, "")
