@@ -9,7 +9,7 @@ endif
 PYTEST = $(PYTHON) -m pytest  # pyproject.toml has its options
 
 .PHONY: help run plot test sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
-.PHONY: carry mistakes site .venv/requirements.txt
+.PHONY: carry readme mistakes site .venv/requirements.txt
 .DEFAULT_GOAL := help
 
 define HELP
@@ -38,12 +38,13 @@ Ask
 
 Check
   make test [STEP=4]                   the quick tests, about four minutes; with STEP, all tests of that step but the long ones
-  make test CHANGED=1 [BASE=REV]       of the quick tests, those that your uncommitted changes, or changes since REV, can affect
+  make test CHANGED=1 [BASE=REV]       the quick tests of the steps, tools and pages that have changed, or changed since REV
   make sweep [STEP=4] [SEED=123]       the long tests, and a hundred random layouts of every step; prints the seed
   make lint                            ruff, in an environment of its own
 
 Maintain
-  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and patches
+  make carry [CHECK=1] [BASE=REV]      merge uncommitted changes in a step into all later steps and extensions
+  make readme                          write the tables that are generated into the pages
   make mistakes                        plant each mistake, and check that its test goes red
   make site                            build the site and the workshop's slides in out/site, in an environment of their own
 endef
@@ -131,6 +132,9 @@ gpu: $(VENV)
 
 carry:
 	@python3 dev/carry.py $(if $(BASE),--base "$(BASE)") $(if $(CHECK),--check)
+
+readme: $(VENV)
+	@$(PYTHON) dev/readme.py
 
 # Sphinx and its dependencies get an environment of their own, out/site-venv
 SPHINX = out/site-venv/bin/python

@@ -1,58 +1,39 @@
-"""Print the test files that changes since a commit can affect, as pytest arguments: python dev/changed.py [REV]
+"""Print the test files for the changes since a commit, the closest first, as pytest arguments: python dev/changed.py [REV]
 
-A test is affected by what it imports, directly or not, and by every file or folder that these modules name; a test of one step by
-that step and no other. The tests of the steps come first. The reason for each choice is printed to stderr.
+A changed test file stands for itself, a file of a step for tests/test_steps.py and tests/test_stepNN.py, and a page for
+tests/test_readmes.py. Any file also stands for tests/test_NAME.py, where NAME is the name of the file or of a folder that it is in:
+tools/plan/costs.py for test_plan.py. A file that no rule knows selects all tests. Each choice and its reason are printed to stderr.
 """
-import ast
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from steps import NAMES, PYTHONPATH, ROOT, repository_files
+from steps import NAMES, ROOT, repository_files
 
-# names from tools/steps.py: a test that uses one covers all steps
-ANY_STEP = re.compile(r"\b(STEPS|NAMES\[|CHANGES|pairs|step_dir|copy_repository)")
+TEST = re.compile(r"(?:tests|exercises/ladder)/test_(\w+)\.py")
 
 
 def changed_since(revision):
     """Return the files that differ from a revision, and the untracked ones."""
     commands = ["diff", "--name-only", "--no-renames", revision], ["ls-files", "--others", "--exclude-standard"]
     found = [subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout for command in commands]
-    return "".join(found).split()
+    return "".join(found).splitlines()
 
 
-@cache
-def modules_of(test):
-    """Return the text of a test and of all repository modules that it or its conftest.py imports, directly or not."""
-    conftest = ROOT / test.split("/")[0] / "conftest.py"
-    folders, texts, todo = [ROOT, *map(Path, PYTHONPATH)], {}, [ROOT / test, *[conftest] * conftest.is_file()]
-    while todo:
-        path = todo.pop()
-        texts[str(path.relative_to(ROOT))] = text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
-            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            paths = [folder / f"{name.replace('.', '/')}.py" for name in names for folder in [path.parent, *folders]]
-            todo += [one for one in paths if one.is_file() and str(one.relative_to(ROOT)) not in texts and one not in todo]
-    return texts
-
-
-def touches(changed, test, texts):
-    """Return whether a change to this file can affect a test that imports these modules."""
-    step, of_one_step = changed.split("/")[0], re.search(r"test_(?:step|ladder)(\d\d)", test)
-    if step in NAMES and of_one_step:
-        return step == NAMES[int(of_one_step[1]) - 1]
-    if test == "tests/test_steps.py" or changed in ("requirements.txt", "pyproject.toml"):      # test_steps.py reads every file
-        return True
-    everything = "\n".join(text for name, text in texts.items() if name != "tools/steps.py")
-    folder = changed.rpartition("/")[0]
-    return (changed in texts or changed in everything or "/" in folder and folder in everything
-            or step in NAMES and bool(step in texts[test] or ANY_STEP.search(texts[test]))
-            or not (ROOT / changed).exists() and bool(re.search(rf"\b(from|import) {re.escape(Path(changed).stem)}\b", everything))
-            or changed.endswith(".md") and "from readme import" in everything)
+def chosen_for(changed, tests):
+    """Return the tests of a changed file: those of its name and folders, or all."""
+    path = Path(changed)
+    if changed == "tools/steps.py" or changed.startswith("tests/support/"):       # everything uses these
+        return tests
+    names = {path.stem, *path.parts[1:-1]}
+    if path.suffix == ".md":
+        names.add("readmes")
+    elif path.parts[0] in NAMES and not names & {"figures", "by_hand"}:
+        names |= {"steps", path.parts[0].split("_")[0]}
+    by_name = [test for test in tests if test.startswith("tests/") and TEST.fullmatch(test)[1] in names]
+    return [changed] if changed in tests else by_name or tests
 
 
 def main(revision="HEAD"):
@@ -60,16 +41,15 @@ def main(revision="HEAD"):
         changed = changed_since(revision)
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: {error.stderr.strip().splitlines()[0]}")
-    tests = [name for name in repository_files() if re.fullmatch(r"(tests|exercises/ladder)/test_\w+\.py", name)]
     if not changed:
         print(f"nothing has changed since {revision}", file=sys.stderr)
-    tests.sort(key=lambda name: (not name.startswith("tests/test_step0"), name))
-    for test in tests:
-        texts = modules_of(test)
-        by = [name for name in changed if touches(name, test, texts)]
-        if by:
-            print(test, end=" ")
-            print(f"{test}: {by[0]}" + f" and {len(by) - 1} more" * (len(by) > 1), file=sys.stderr)
+    tests = [name for name in repository_files() if TEST.fullmatch(name)]
+    by = {test: [name for name in changed if test in chosen_for(name, tests)] for test in tests}
+    # first what was edited, then whether the steps differ only where they should, then the earliest step
+    order = sorted(tests, key=lambda test: (test not in changed, test != "tests/test_steps.py", "/test_step" not in test, test))
+    for test in filter(by.get, order):
+        print(test, end=" ")
+        print(f"{test}: {by[test][0]}" + f" and {len(by[test]) - 1} more" * (len(by[test]) > 1), file=sys.stderr)
 
 
 if __name__ == "__main__":
