@@ -1,6 +1,6 @@
 """Check the READMEs and docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
 
-    python dev/readme.py                             # writes the files in the order of tools/steps.py into the tables
+    python dev/readme.py                             # writes the tables of files and of causes
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
     python dev/readme.py --run docs/words.md "no, needs spmd_types"   # runs those with this directive instead
 
@@ -17,6 +17,7 @@ from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from prove import causes
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
@@ -168,8 +169,11 @@ def with_files(text, lesson, support):
 
 
 def with_tables(text, name):
-    """Return a page with the rows of a step's table of files in order."""
+    """Return a page with the rows of a step's table of files in order, or with the table of causes."""
     step = Path(name).parts[0]
+    if name == PROVE:
+        place = re.compile(r"(<!-- table: causes -->\n).*?(<!-- end -->)", re.DOTALL)
+        return place.sub(lambda found: found[1] + causes.table() + found[2], text)
     return with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
 
 
