@@ -9,7 +9,7 @@ endif
 PYTEST = $(PYTHON) -m pytest  # pyproject.toml has its options
 
 .PHONY: help run plot test rest sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
-.PHONY: types carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
+.PHONY: carry readme mistakes figures bench site site-open site-test slides .venv/requirements.txt
 .DEFAULT_GOAL := help
 
 define HELP
@@ -29,7 +29,6 @@ Learn
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions, or copy one to exercise/
   make kernels                         test the Triton kernels, and count the bytes that they move
-  make types                           find a forgotten all-reduce without a run, with Meta's spmd_types (docs/words.md)
 
 Ask
   make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
@@ -114,10 +113,6 @@ kernels: $(VENV)
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0
 	$(PYTEST) exercises/kernels
 	$(PYTHON) exercises/kernels/count.py
-
-types: $(VENV)
-	@$(PYTHON) -m pip install -q spmd-types==0.3.1
-	$(PYTHON) dev/readme.py --run docs/words.md "no, needs spmd_types"
 
 mistakes: $(VENV)
 	$(PYTHON) dev/break_it.py

@@ -2,12 +2,11 @@
 
     python dev/readme.py                             # writes the tables of files, of causes, of GPUs
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
-    python dev/readme.py --run docs/words.md "no, needs spmd_types"   # runs those with this directive instead
 
 A fenced block's language decides what happens to it: bash runs; python runs, in one process per README; diff must occur in
 the diff from the previous step; text, or no language, is only for reading. A comment line right before a block changes that:
 
-    <!-- run: no, needs a GPU -->        (or: needs a hub, a cluster, spmd_types; installs torch; is the test suite itself)
+    <!-- run: no, needs a GPU -->        (or: needs a hub, a cluster; installs torch; is the test suite itself)
     <!-- run: add --steps 3 -->          adds these flags to every command that runs a train.py, and to make run
 """
 import re
@@ -25,8 +24,7 @@ PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER, PROVE] if (ROOT / name).exists()]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
-NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, needs spmd_types", "no, installs torch",
-           "no, is the test suite itself"}
+NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
 
 Block = namedtuple("Block", "line language directive text")
 
@@ -76,16 +74,13 @@ def to_run(block):
     return block.text
 
 
-def run_blocks(readme, directive=None):
-    """Run the blocks that the tests run, or instead those with this directive."""
+def run_blocks(readme):
+    """Run the blocks that the tests run."""
     sys.argv = [readme]
     sys.path.insert(0, str(Path(readme).resolve().parent))
     namespace = {"__name__": "__main__"}
-    chosen = [(block, block.text if directive else to_run(block))
-              for block in blocks(Path(readme).read_text()) if directive in (None, block.directive)]
-    if directive and not chosen:
-        sys.exit(f"error: {readme} has no block with 'run: {directive}'")
-    for block, text in chosen:
+    for block in blocks(Path(readme).read_text()):
+        text = to_run(block)
         if text is None:
             continue
         print(f"--- {readme}, line {block.line}", flush=True)
@@ -211,7 +206,7 @@ def write_tables():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
-        run_blocks(*sys.argv[2:])
+        run_blocks(sys.argv[2])
     elif sys.argv[1:]:
         sys.exit("error: readme.py takes --run PAGE, or nothing")
     else:

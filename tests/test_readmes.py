@@ -17,7 +17,8 @@ from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, copy_repository, full_na
 
 def test_the_repository_and_every_step_have_a_readme():
     assert READMES == ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER, PROVE]
-    assert {"FAQ.md", "glossary.md", "proof.md", "rounding.md", "words.md", "workshop/README.md"} <= {one[5:] for one in DOCS}
+    pages = {"FAQ.md", "gpus.md", "names.md", "predictions.md", "proof.md", "rounding.md", "rules.md", "workshop/README.md"}
+    assert pages <= {one[5:] for one in DOCS}
 
 
 def runs_something(page):
@@ -163,11 +164,11 @@ def test_commands_that_would_be_refused_are_seen(tmp_path):
     assert "--tp 3" in first and "--tp 2" in second and "--dp 8" in third and "world size, 16" in third and "pp 5" in fourth
 
 
-def run_readme(tmp_path, text, *directive):
+def run_readme(tmp_path, text):
     (tmp_path / "step").mkdir()
     (tmp_path / "step/helper.py").write_text("three = 3\n")
     (tmp_path / "step/README.md").write_text(text)
-    return run([sys.executable, ROOT / "dev/readme.py", "--run", "step/README.md", *directive], tmp_path, timeout=60)
+    return run([sys.executable, ROOT / "dev/readme.py", "--run", "step/README.md"], tmp_path, timeout=60)
 
 
 def test_blocks_share_a_folder_and_a_namespace(tmp_path):
@@ -190,13 +191,6 @@ print("seven is", seven)
 ```
 """)
     assert status == 0 and "seven is 7" in output and f"this python: {sys.prefix}" in output, output
-
-
-@pytest.mark.parametrize("directive, status", [("no, needs spmd_types", 0), ("no, needs a hub", 1)])
-def test_blocks_that_need_something_run_alone(tmp_path, directive, status):
-    text = "```bash\nfalse\n```\n<!-- run: no, needs spmd_types -->\n```python\nprint('its own')\n```\n"
-    got, output = run_readme(tmp_path, text, directive)
-    assert got == status and ("its own" in output) == (status == 0), output
 
 
 @pytest.mark.parametrize("block", ["```bash\nfalse\ntrue\n```", "```python\nassert False\n```"])

@@ -257,7 +257,7 @@ def test_the_panel_follows(browser, address):
 
 @built
 def test_search_finds(browser, address):
-    wanted = (("reduce-scatter", "glossary"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05"))
+    wanted = (("reduce-scatter", "names"), ("VocabParallelHead", "tensor_parallel"), ("flight", "docs"), ("zigzag", "step05"))
     for word, page in wanted:
         browser.visit(f"{address}/search.html?q={word}")
         browser.wait("document.querySelector('#search-results > p').textContent.startsWith('Search finished')")
