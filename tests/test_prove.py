@@ -162,7 +162,7 @@ def test_a_verdict_can_be_each_of_four():
 
 # ------------------------------------------------------------------------------------------- the table of causes
 def test_the_page_shows_the_table_of_causes():
-    assert with_tables(README, "tools/prove/README.md") == README, "make readme writes the table"
+    assert with_tables(README, "tools/prove/README.md") == README, "python dev/readme.py writes the table"
     assert all(f"| {cause.looks} | {cause.means} |" in README for cause in CAUSES.values())
 
 

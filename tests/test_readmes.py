@@ -52,7 +52,7 @@ def test_links_and_pictures_exist(readme):
 @pytest.mark.parametrize("page", PAGES)
 def test_tables_are_those_of_their_sources(page):
     text = (ROOT / page).read_text()
-    assert with_tables(text, page) == text, "make readme writes them"
+    assert with_tables(text, page) == text, "python dev/readme.py writes them"
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -1,5 +1,5 @@
-"""What a difference looks like, and what it usually means: the one table of causes. The tool's README shows it (`make readme`
-writes it there).
+"""What a difference looks like, and what it usually means: the one table of causes. The tool's README shows it (python
+dev/readme.py writes it there).
 
 The causes are in the order of a training step, because the first difference is the one to explain.
 """
