@@ -1,31 +1,31 @@
 """Check the READMEs and docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
 
-    python dev/readme.py                             # writes the tables: files in the order of tools/steps.py, planted mistakes
+    python dev/readme.py                             # writes the tables of files, of planted mistakes, of causes, of GPUs
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
-    python dev/readme.py --run docs/words.md "no, needs spmd_types"   # runs those with this directive instead
 
 A fenced block's language decides what happens to it: bash runs; python runs, in one process per README; diff must occur in
 the diff from the previous step; text, or no language, is only for reading. A comment line right before a block changes that:
 
-    <!-- run: no, needs a GPU -->        (or: needs a hub, a cluster, spmd_types; installs torch; is the test suite itself)
+    <!-- run: no, needs a GPU -->        (or: needs a hub, a cluster; installs torch; is the test suite itself)
     <!-- run: add --steps 3 -->          adds these flags to every command that runs a train.py, and to make run
 """
 import re
 import subprocess
 import sys
+import tomllib
 from collections import namedtuple
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tools", "exercises")]
 from patched import planted_mistakes
+from prove import causes
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
 READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER, PROVE] if (ROOT / name).exists()]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
-NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, needs spmd_types", "no, installs torch",
-           "no, is the test suite itself"}
+NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
 
 Block = namedtuple("Block", "line language directive text")
 
@@ -75,16 +75,13 @@ def to_run(block):
     return block.text
 
 
-def run_blocks(readme, directive=None):
-    """Run the blocks that the tests run, or instead those with this directive."""
+def run_blocks(readme):
+    """Run the blocks that the tests run."""
     sys.argv = [readme]
     sys.path.insert(0, str(Path(readme).resolve().parent))
     namespace = {"__name__": "__main__"}
-    chosen = [(block, block.text if directive else to_run(block))
-              for block in blocks(Path(readme).read_text()) if directive in (None, block.directive)]
-    if directive and not chosen:
-        sys.exit(f"error: {readme} has no block with 'run: {directive}'")
-    for block, text in chosen:
+    for block in blocks(Path(readme).read_text()):
+        text = to_run(block)
         if text is None:
             continue
         print(f"--- {readme}, line {block.line}", flush=True)
@@ -179,16 +176,30 @@ def mistake_table(which):
         step, kind = re.fullmatch(r"step (\d), (featured|others)", which).groups()
         rows = [(name, mistake["what"], mistake["loss"]) for name, mistake in mistakes.items()
                 if name.startswith(f"step0{step}_") and kind == ("featured" if "featured" in mistake else "others")]
-    lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *((f"`{name}`", *cells) for name, *cells in rows))]
+    return table(head, *((f"`{name}`", *cells) for name, *cells in rows))
+
+
+def gpu_table(which):
+    """Return a table of docs/gpus.toml: what has run where, or how fast it was."""
+    rows = tomllib.loads((ROOT / "docs/gpus.toml").read_text())[which]
+    heads = {"status": dict(what="what", how="how", where="where", when="when", result="result"),
+             "speed": dict(run="run", tokens_per_s="tokens/s", simulated="simulated", mfu="MFU", peak="peak GiB",
+                           simulated_peak="simulated")}[which]
+    return table(heads.values(), *([row.get(key, "") for key in heads] for row in rows))
+
+
+def table(head, *rows):
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *rows)]
     return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
 
 
-MISTAKES = re.compile(r"(<!-- from exercises/mistakes\.toml: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+SOURCES = {"exercises/mistakes.toml": mistake_table, "tools/prove/causes.py": lambda _: causes.table(), "docs/gpus.toml": gpu_table}
+FROM = re.compile(r"(<!-- from (%s)(?:: (.+?))? -->\n).*?(<!-- end -->)" % "|".join(map(re.escape, SOURCES)), re.DOTALL)
 
 
 def with_tables(text, name):
-    """Return a page with its tables of planted mistakes, and with the rows of a step's table of files in order."""
-    step, text = Path(name).parts[0], MISTAKES.sub(lambda found: found[1] + mistake_table(found[2]) + found[3], text)
+    """Return a page with its tables that come from data, and with the rows of a step's table of files in order."""
+    step, text = Path(name).parts[0], FROM.sub(lambda found: found[1] + SOURCES[found[2]](found[3]) + found[4], text)
     return with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
 
 
@@ -203,7 +214,7 @@ def write_tables():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
-        run_blocks(*sys.argv[2:])
+        run_blocks(sys.argv[2])
     elif sys.argv[1:]:
         sys.exit("error: readme.py takes --run PAGE, or nothing")
     else:

@@ -366,7 +366,7 @@ def planner_page(python):
         command = [python, "tools/plan", *shlex.split(PLANNED), "--html", kept]
         subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
     page = re.sub(r'"([\w/]+)/README\.md"', r'"\1/index.html"', kept.read_text())
-    return page.replace("docs/glossary.md", "docs/glossary.html")         # both lie two folders deep, so root stays
+    return page.replace("docs/names.md", "docs/names.html")         # both lie two folders deep, so root stays
 
 
 MENDED = {                                                # what Sphinx and Furo leave out for readers without a mouse or sight

@@ -25,7 +25,7 @@ from trainer import Refused, fail, make, simulate
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TEXTS = {f"/{path.relative_to(ROOT)}": path          # the page links to these
-         for path in [*ROOT.glob("step*/README.md"), HERE / "README.md", *ROOT.glob("docs/glossary.md")]}
+         for path in [*ROOT.glob("step*/README.md"), HERE / "README.md", *ROOT.glob("docs/names.md")]}
 PASTED = "pasted"                                         # stands for the model of a pasted config.json
 LONGEST = 2**16                                           # bytes of a request
 PATIENCE = 10                                             # seconds that a browser may pause within a request
