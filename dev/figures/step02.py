@@ -11,7 +11,7 @@ import time
 import types
 import warnings
 
-from common import ROOT, paths_of, put_into_page, torchrun
+from common import paths_of, put_into_page, torchrun
 
 STEP, FIGURES = paths_of(2)
 os.environ["OMP_NUM_THREADS"] = "1"

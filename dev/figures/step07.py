@@ -40,7 +40,7 @@ ROW = HIDDEN * 4                                          # bytes
 
 def flags(more, batch=16, micro_batch=4):
     batch = f"--global_batch_size {batch} --micro_batch_size {micro_batch}"
-    return f"--model tiny-moe --seq_len {SEQ} {batch} {more if '--steps' in more else more + ' --steps 2'}"
+    return f"--model tiny-moe --seq_len {SEQ} {batch} {more} --steps 2"
 
 
 def long_flags(balance):
