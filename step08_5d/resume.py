@@ -107,7 +107,8 @@ class Checkpoints:
         if dist.get_rank() > 0:
             return
         with fail_on_io_error(folder, self.args):
-            index = dict(steps=steps_of(folder), digests=digests, run=self.run)
+            index = dict(steps=steps_of(folder), digests=digests, run=self.run,
+                         planned_steps=self.args.steps)
             (folder / "index.json").write_text(json.dumps(index))
             digest(folder / "index.json")                 # forces it to disk
             folder.rename(folder.with_suffix(""))
@@ -165,7 +166,7 @@ class Checkpoints:
 
     @fail_together()
     def check(self, folder, index):
-        """Fail unless the checkpoint is intact and belongs to this run."""
+        """Fail unless the checkpoint is intact and belongs to this run. Say so if the learning rate jumps."""
         problem = find_corruption(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
             fail(f"--resume {folder.name}: corrupt ({problem}); {suggest_intact(folder, self.args)}")
@@ -174,6 +175,10 @@ class Checkpoints:
             if saved != current:
                 fail(f"--resume {folder.name}: saved with {name} {saved}, but this run has {current}; "
                      "use the same value, or start a new run in another --checkpoint directory")
+        steps, planned_steps = self.args.steps, index.get("planned_steps", self.args.steps)
+        if self.args.lr_schedule == "cosine" and steps_of(folder) < steps != planned_steps:
+            print0(f"--steps {steps}: saved with --steps {planned_steps}, so the learning rate continues on "
+                   f"another cosine; use --steps {planned_steps} to stay on the old one")
 
     @torch.no_grad()
     @fail_together()

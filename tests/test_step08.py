@@ -443,6 +443,34 @@ def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
     assert_refused(pool, STEP, 2, f"{flags['dense']} {more.format(here=tmp_path)}", message)
 
 
+def test_another_cosine_is_announced(pool, flags, tmp_path):
+    """Resume with another --steps: the learning rate jumps, and one line says so. Older checkpoints lack the old --steps."""
+    def resumed(name, more="", keep=lambda index: index):
+        folder = shutil.copytree(tmp_path / "saved", tmp_path / name)
+        index = next(folder.glob("step_*/index.json"))
+        index.write_text(json.dumps(keep(json.loads(index.read_text()))))
+        return pool.train(STEP, f"{base} --checkpoint {folder} --resume {more}", weights=False)
+    base = f"{flags['dense']} --micro_batch_size 12 --warmup 0"
+    first = pool.train(STEP, f"{base} --checkpoint {tmp_path / 'saved'} --steps 3", weights=False)
+    notice = ("--steps 6: saved with --steps 3, so the learning rate continues on another cosine; use --steps 3 to stay on "
+              "the old one")
+    other = resumed("other", "--steps 6")
+    assert other.output.splitlines().count(notice) == 1, other.output
+    assert other.lines[0]["lr"] > 2 * first.lines[-1]["lr"]
+    without = resumed("older", "--steps 6", lambda index: {name: index[name] for name in ("steps", "digests", "run")})
+    assert "another cosine" not in without.output and without.losses == other.losses
+    assert "another cosine" not in resumed("done", "--steps 3").output
+
+
+def test_the_same_cosine_and_a_constant_rate_need_no_notice(pool, flags, tmp_path):
+    for name, before, after in (("same", "--steps 3 --save_every 1 --keep 9", "--steps 3 --resume step_00000002"),
+                                ("constant", "--steps 2 --lr_schedule constant", "--steps 3 --resume --lr_schedule constant")):
+        base = f"{flags['dense']} --micro_batch_size 12 --checkpoint {tmp_path / name}"
+        pool.train(STEP, f"{base} {before}", weights=False)
+        trained = pool.train(STEP, f"{base} {after}", weights=False)
+        assert len(trained.lines) == 1 and "another cosine" not in trained.output
+
+
 @slow
 def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_path):
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")

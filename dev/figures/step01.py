@@ -18,7 +18,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config
-import data
 import metrics
 import model as llama
 import train
@@ -96,25 +95,6 @@ def activation_table():
         cells = [f"{formula(e):,} | {kept_by_a_layer(dtype, mode):,.0f}"
                  for dtype, e in (("float32", 4), ("bfloat16", 2))]
         rows.append(f"| {mode} | {text} | " + " | ".join(cells) + " |")
-    return rows
-
-
-def accumulation_table():
-    def gradient(micro_batch):
-        flags = f"--dtype float64 --global_batch_size 8 --micro_batch_size {micro_batch}"
-        args = config.parse_args(flags.split())
-        shape = config.load_config(args)
-        model = train.build_model(shape, args)
-        train.add_main_grads(model.parameters())
-        train.forward_backward(model, micro_batches_of(args, shape), args)
-        return torch.cat([p.main_grad.flatten() for p in model.parameters()])
-    def micro_batches_of(args, shape):
-        return next(train.batches(train.load_tokens(args, shape.vocab_size), shape, args))[1]
-    whole = gradient(8)
-    rows = ["| micro-batches | gradient norm | difference from one batch of 8, relative |", "|---|---|---|"]
-    for micro_batch in (8, 4, 2, 1):
-        g = gradient(micro_batch)
-        rows.append(f"| {8 // micro_batch} | {g.norm():.12f} | {(g - whole).norm() / whole.norm():.0e} |")
     return rows
 
 
@@ -269,44 +249,8 @@ def fits_picture():
     figure.savefig(os.path.join(FIGURES, "fits.png"), dpi=130)
 
 
-def noise_table():
-    """Measure how much a batch's gradient varies, relative to the gradient itself, on sequences that were not trained on."""
-    args, sequences = config.parse_args(["--steps", "121"]), 256
-    shape = config.load_config(args)
-    tokens = train.load_tokens(args, shape.vocab_size)
-    model = train.build_model(shape, args)
-    train.add_main_grads(model.parameters())
-    optimizer = train.Optimizer(model.parameters(), args)
-
-    def noise_over_gradient():
-        probe = config.parse_args(f"--global_batch_size {sequences} --micro_batch_size 1".split())
-        gradients = []
-        for inputs, positions, targets in data.micro_batches(tokens, shape, probe, 8):
-            (model(inputs, positions, targets) / targets.numel()).backward()
-            gradients.append(torch.cat(torch._foreach_mul([g.flatten() for g in optimizer.grads], 1.0)))
-            torch._foreach_zero_(optimizer.grads)
-        gradients = torch.stack(gradients)
-        mean = gradients.mean(0)
-        noise = (gradients - mean).square().sum() / (sequences - 1)
-        return float((noise / (mean.square().sum() - noise / sequences)).sqrt())
-
-    sizes = (1, 4, 16, 64, 256)
-    rows = ["| after | noise / gradient: 1 sequence | " + " | ".join(map(str, sizes[1:])) + " |",
-            "|---|" + "---|" * len(sizes)]
-    for step, micro_batches in train.batches(tokens, shape, args):
-        if step in (10, 30, 120):
-            ratio = noise_over_gradient()
-            ratios = " | ".join(f"{ratio / size ** 0.5:.2f}" for size in sizes)
-            rows.append(f"| {step} steps | {ratios} |")
-        train.forward_backward(model, micro_batches, args)
-        optimizer.clip_grad_norm()
-        optimizer.step(train.learning_rate(step, args))
-    return rows
-
-
 PICTURES = dict(fits=fits_picture, attention=attention_picture, memory=memory_picture)
-TABLES = dict(persistent=persistent_table, activations=activation_table, accumulation=accumulation_table,
-              presets=preset_table, noise=noise_table)
+TABLES = dict(persistent=persistent_table, activations=activation_table, presets=preset_table)
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:

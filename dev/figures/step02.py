@@ -11,7 +11,7 @@ import time
 import types
 import warnings
 
-from common import ROOT, paths_of, put_into_page, torchrun
+from common import paths_of, put_into_page, torchrun
 
 STEP, FIGURES = paths_of(2)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -417,10 +417,6 @@ def bfloat16_table():
     return rows
 
 
-def draw_bandwidth():
-    torchrun(2, ROOT / "dev/bench/bench_collectives.py", "--out", FIGURES / "bandwidth.png", timeout=120)
-
-
 PICTURES = dict(idea=idea_picture, collectives=collectives_picture, ring=ring_gif)
 PICTURES_OF_THE_MODEL = dict(buckets=buckets_picture, overlap=overlap_picture)
 
@@ -437,5 +433,4 @@ if __name__ == "__main__":
             if name in wanted:
                 draw(folder)
     if not sys.argv[1:]:
-        draw_bandwidth()
         put_into_page(STEP / "README.md", dict(bfloat16=bfloat16_table()))

@@ -38,13 +38,10 @@ def flags(stage, dtype="float32", micro_batches=1, more=""):
     return f"--zero {stage} --dtype {dtype} --seq_len 32 {batch} {more}"
 
 
-UNITS = [("half", "half a block", 18), ("1", "a block", 10), ("2", "two blocks", 6), ("4", "four blocks", 4),
-         ("all", "the whole model", 1)]
-RUNS = [(flags(stage, "bfloat16"), "1") for stage in range(4)]
-RUNS += [(flags(stage, micro_batches=m), "1") for stage in range(4) for m in (1, 2, 4)]
-RUNS += [(flags(stage, more="--zero_shard 2"), "1") for stage in (1, 3)]
-RUNS += [(flags(3), group) for group, _, _ in UNITS if group != "1"]
-SEEN = {}                                                 # by (flags, units)
+RUNS = [flags(stage, "bfloat16") for stage in range(4)]
+RUNS += [flags(stage, micro_batches=m) for stage in range(4) for m in (1, 2, 4)]
+RUNS += [flags(stage, more="--zero_shard 2") for stage in (1, 3)]
+SEEN = {}                                                 # by flags
 # bytes per parameter in float32 and in bfloat16, and the stage from which on they are divided by dp
 BYTES = {"parameters": (4, 2, 3), "gradients": (4, 4, 2), "optimizer states": (8, 12, 1)}
 
@@ -61,31 +58,9 @@ def tensors_of(model, optimizer):
             "optimizer states": masters + states}
 
 
-def cut_into_units(group, model, mesh, args):
-    """Replace zero.make_units with other units, for stage 3: half a block, several blocks, or the whole model."""
-    shards = zero.data_mesh(mesh)._unflatten(0, (1, args.dp), ("replicate", "shard"))
-    decoder = model.model
-    layers = list(decoder.layers.values())
-    if group == "all":
-        units = [[decoder.embed_tokens, *layers, decoder.norm, model.lm_head]]
-    else:
-        halves = [[[layer.input_layernorm, layer.self_attn], [layer.post_attention_layernorm, layer.mlp]]
-                  for layer in layers]
-        blocks = (sum(halves, []) if group == "half" else
-                  [layers[i:i + int(group)] for i in range(0, len(layers), int(group))])
-        units = [[decoder.embed_tokens], *blocks, [decoder.norm, model.lm_head]]
-    made = []
-    for modules in units:
-        params = [param for module in modules for param in module.parameters()]
-        made.append(zero.Zero3Unit(modules, len(params), shards, args))
-        for param in params:
-            param.unit = made[-1]
-    return made
-
-
-def watch(argv, group):
+def watch(argv):
     """Run the trainer; return the bytes that persist, what the ledger saw, and memory over the last step."""
-    seen, live, kept, buffers = {}, Storages(), {}, set()
+    seen, live, kept = {}, Storages(), {}
 
     @contextlib.contextmanager
     def noted_step(step, model, optimizer, args):
@@ -96,35 +71,21 @@ def watch(argv, group):
         kept["first"] = len(live.events)
         yield
         kept["last"] = len(live.events)
-    add, gather = zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard
-    cut = zero.make_units
+    add = zero.Zero2Unit.accumulate_grad
 
     def noted_add(unit, param):
         add(unit, param)
-        buffers.add(live.note(unit.flat_grad, "gradients"))
-
-    def noted_gather(unit):
-        gather(unit)
-        seen["whole"] = max(seen.get("whole", 0), sum(u.flat_param.untyped_storage().nbytes() for u in unit.all))
-
-    def noted_units(model, mesh, args):
-        zero.Zero1Unit.all = cut_into_units(group, model, mesh, args) if group != "1" else cut(model, mesh, args)
-        return zero.Zero1Unit.all
-    zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = noted_add, noted_gather
+        live.note(unit.flat_grad, "gradients")
+    zero.Zero2Unit.accumulate_grad = noted_add
     ledger.print_table = lambda sent, formula: seen.update(
         calls={" ".join(key): n for key, n in sent.calls.items()},
         wire={" ".join(key): n for key, n in sent.wire.items()},
         payload={" ".join(key): n for key, n in sent.payload.items()},
         formula={" ".join(key): n for key, n in formula.items()})
-    train.make_units = noted_units
     with live, replaced_profiler(noted_step):
         train.main([*argv.split(), "--steps", "3", "--ledger"])
-    zero.Zero2Unit.accumulate_grad, zero.Zero3Unit.unshard = add, gather
-    train.make_units = cut
-    alive = [0, *itertools.accumulate(size for _, number, size in live.events if number in buffers)]
-    seen["grads"] = max(alive)                            # including those that are being reduced
+    zero.Zero2Unit.accumulate_grad = add
     seen["rows"] = [row[1:] for row in live.timeline()[kept["first"]:kept["last"]]]
-    seen["peak"] = max(map(sum, seen["rows"]))
     return seen
 
 
@@ -194,13 +155,13 @@ def trace(out, argv):
 # ------------------------------------------------------------------------------------------------ the runs
 def run_all():
     """Fill SEEN with what rank 0 saw in the third training step of each run."""
-    SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "watch", DP, RUNS, timeout=600)))
+    SEEN.update(zip(RUNS, seen_in_runs(os.path.abspath(__file__), "watch", DP, [(argv,) for argv in RUNS], timeout=600)))
     for key, seen in SEEN.items():
         assert seen["payload"] == seen["formula"], (key, seen["payload"], seen["formula"])
 
 
-def run(argv, group="1"):
-    return SEEN[argv, group]
+def run(argv):
+    return SEEN[argv]
 
 
 def share(what, stage, dp, dtype="float32"):
@@ -248,19 +209,6 @@ def wire_table():
             on_wire = wire_of(seen, "all_reduce", "reduce_scatter", "all_gather") - 2 * 4 * 1.5
             rows.append(f"| {stage} | {m} | {to_reduce} = {reduces:,} | {reduced:,} "
                         f"| {to_gather} = {gathers:,} | {unsharded_param:,} | {on_wire:,.0f} | {calls} |")
-    return rows
-
-
-def unit_table():
-    rows = ["| unit | units | all-gathers | reduce-scatters | bytes gathered on the wire "
-            "| largest whole weights | largest gradient buffers | peak of all memory |",
-            "|---|---|---|---|---|---|---|---|"]
-    for group, name, count in UNITS:
-        seen = run(flags(3), group=group)
-        rows.append(f"| {name} | {count} | {seen['calls']['dp all_gather']} "
-                    f"| {seen['calls']['dp reduce_scatter']} | {wire_of(seen, 'all_gather'):,.0f} "
-                    f"| {seen['whole'] / 4 / P:.2f} P | {seen['grads'] / 4 / P:.2f} P "
-                    f"| {seen['peak'] / 2**20:.2f} MiB |")
     return rows
 
 
@@ -423,4 +371,4 @@ if __name__ == "__main__":
         holds_picture()
         step_picture()
         put_into_page(STEP / "README.md", dict(persistent=persistent_table(), wire=wire_table(),
-                             units=unit_table(), hybrid=hybrid_table()))
+                             hybrid=hybrid_table()))

@@ -39,7 +39,7 @@ ROW = HIDDEN * 4                                          # bytes
 
 def flags(more, batch=16, micro_batch=4):
     batch = f"--global_batch_size {batch} --micro_batch_size {micro_batch}"
-    return f"--model tiny-moe --seq_len {SEQ} {batch} {more if '--steps' in more else more + ' --steps 2'}"
+    return f"--model tiny-moe --seq_len {SEQ} {batch} {more} --steps 2"
 
 
 def long_flags(balance):
@@ -50,12 +50,9 @@ def long_flags(balance):
 WIRE = [("--ep 1", 16, 4), ("--ep 2", 16, 4), ("--ep 4", 16, 4), ("--ep 4", 64, 4), ("--zero 3", 64, 4)]
 MEMORY = ["--ep 1", "--ep 4", "--ep 2 --zero 3"]
 OVER_TP = ["--ep 4", "--tp 2 --ep 2", "--tp 4"]
-LOAD = [("watch", "--ep 4 --balance none"), ("watch", "--ep 4 --balance none --steps 10"),
-        ("forced", "--ep 4 --balance none")]
 RUNS = {2: [("balance", long_flags(balance)) for balance in BALANCES],
         RANKS: list(dict.fromkeys([*(("watch", flags(*run)) for run in WIRE),
-                                   *(("watch", flags(more)) for more in MEMORY + OVER_TP),
-                                   *((kind, flags(more)) for kind, more in LOAD)]))}
+                                   *(("watch", flags(more)) for more in MEMORY + OVER_TP)]))}
 SEEN = {}                                                 # by (kind of run, flags): what every rank saw
 
 
@@ -88,8 +85,6 @@ def one_run(kind, argv):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             balances.append(self)
-            if kind == "forced":                          # all tokens go to experts 0 and 1, whatever the router says
-                self.bias += torch.tensor([9.0, 5.0] + [0.0] * (EXPERTS - 2))
 
         def update(self):
             if kind != "balance":
@@ -103,7 +98,7 @@ def one_run(kind, argv):
             batches.append(micro_batches)
             yield step, micro_batches
     train.Zero, train.Metrics, train.LoadBalancer, train.batches = Finishing, Quiet, Noting, noted_batches
-    noted = replaced_profiler(watch(seen)) if kind in ("watch", "forced") else contextlib.nullcontext()
+    noted = replaced_profiler(watch(seen)) if kind == "watch" else contextlib.nullcontext()
     with noted:
         train.main(argv.split())
     moe.Experts.forward = compute
@@ -224,7 +219,7 @@ def run_all():
     for world, runs in RUNS.items():
         SEEN.update(zip(runs, seen_in_runs(os.path.abspath(__file__), "rank", world, runs, timeout=2400)))
     for (kind, argv), ranks in SEEN.items():
-        if kind not in ("watch", "forced"):
+        if kind != "watch":
             continue
         for key in ranks[0]["formula"]:                   # for an all-to-all, only the sum over ranks is known
             of = lambda what: [seen[what].get(key, 0) for seen in ranks]
@@ -233,8 +228,8 @@ def run_all():
             assert measured == expected or "all_to_all" in key, (argv, key, measured, expected)
 
 
-def watched(more, batch=16, micro_batch=4, kind="watch"):
-    return SEEN[kind, flags(more, batch, micro_batch)]
+def watched(more, batch=16, micro_batch=4):
+    return SEEN["watch", flags(more, batch, micro_batch)]
 
 
 def wire(seen, *names):
@@ -273,25 +268,6 @@ def wire_table():
         product = f"4 x {LAYERS} x {TOP_K} x {tokens} x {ROW} = " if ep > 1 else ""
         rows.append(f"| `{more}` | {tokens} | {m} | {product}{formula:,} | {sent:,.0f} | {there:,.0f} "
                     f"| {parameters:,.0f} | {there + parameters:,.0f} |")
-    return rows
-
-
-def load_table():
-    names = ["2nd step, `--balance none`", "10th step, `--balance none`", "all tokens to the experts 0 and 1"]
-    rows = ["| `--ep 4` | rows of ranks 0 to 3, all layers | busiest rank of any layer "
-            "| time of all layers | all-to-all, KiB of ranks 0 to 3 | peak of all memory, MiB of ranks 0 to 3 |",
-            "|---|---|---|---|---|---|"]
-    for name, (kind, more) in zip(names, LOAD):
-        ranks = watched(more, kind=kind)
-        even = TOP_K * 16 * SEQ / RANKS                   # a rank's rows in a layer, if evenly spread
-        layers = list(zip(*(seen["rows"] for seen in ranks)))
-        assert len(layers) == LAYERS and all(sum(layer) == even * RANKS for layer in layers)
-        sent = [dispatched(seen) for seen in ranks]
-        of_ranks = ", ".join(f"{sum(seen['rows']):,}" for seen in ranks)
-        peaks = ", ".join(f"{seen['peak'] / 2**20:.1f}" for seen in ranks)
-        rows.append(f"| {name} | {of_ranks} | {max(map(max, layers)) / even:.2f} x mean "
-                    f"| {sum(map(max, layers)) / even / LAYERS:.2f} x even "
-                    f"| {', '.join(f'{n / 1024:,.0f}' for n in sent)} | {peaks} |")
     return rows
 
 
@@ -528,5 +504,5 @@ if __name__ == "__main__":
         if sys.argv[1:2] != ["drawn"]:
             run_all()
             experts_picture()
-            put_into_page(STEP / "README.md", dict(wire=wire_table(), load=load_table(), memory=memory_table(),
+            put_into_page(STEP / "README.md", dict(wire=wire_table(), memory=memory_table(),
                                                    tensor=tensor_table(), balance=balance_table(), saved=saved_table()))

@@ -1,13 +1,12 @@
 """Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python dev/figures/step08.py                 (about a quarter of an hour on two cores)
+    python dev/figures/step08.py                 (about a minute on two cores)
     python dev/figures/step08.py drawn           (only the pictures)
     python dev/figures/step08.py choose cases    (only these, of PICTURES and TABLES)
 
-The picture of memory comes from sixty runs of tools/simulate, the ledger from a small real run.
+The ledger comes from a small real run.
 """
 import os
-import re
 import subprocess
 import sys
 
@@ -18,56 +17,6 @@ STEP, FIGURES = paths_of(8)
 import matplotlib.pyplot as plt
 
 import fit_plan
-from watch import KINDS
-
-
-def at_the_peak(flags, ranks, batch, seq):
-    """Return {kind: GiB} for rank 0 at the peak, as tools/simulate prints it."""
-    words = f"8 {ranks} --model llama-8b --seq_len {seq} --global_batch_size {batch} --micro_batch_size 1 {flags}".split()
-    said = subprocess.run([sys.executable, ROOT / "tools/simulate", *words], check=True, capture_output=True, text=True).stdout
-    cells = [re.split(r"  +", line.strip()) for line in said.splitlines()]
-    return {row[0]: float(row[2].replace(",", "")) / 1024 for row in cells if row[0] in KINDS}
-
-
-# --------------------------------------------------------------------------------------------- 8B, 1K to 128K
-LENGTHS = [1024, 4096, 16384, 65536, 131072]
-WAYS = [("one GPU", "", 1, 1), ("ZeRO-3 on 8", "--zero 3", 8, 8), ("TP 8 (with SP)", "--tp 8", 8, 1),
-        ("CP 8, ZeRO-3", "--cp 8 --zero 3", 8, 1), ("TP 2 x CP 4, ZeRO-3", "--tp 2 --cp 4 --zero 3", 8, 1),
-        ("TP 4 x PP 2", "--tp 4 --pp 2", 8, 2)]
-MOST = 160                                                # GiB at the top of a panel
-
-
-def memory_picture():
-    figure, axes = plt.subplots(2, len(WAYS), figsize=(11, 6.4), sharey=True)          # to be read 900 pixels wide
-    for row, recompute in enumerate(("none", "full")):
-        for panel, (title, flags, ranks, batch) in zip(axes[row], WAYS):
-            for i, seq in enumerate(LENGTHS):
-                held = at_the_peak(f"{flags} --recompute {recompute}", ranks, batch, seq)
-                low = 0
-                for kind, color in KINDS.items():
-                    size = held[kind]
-                    panel.bar(i, size, 0.78, bottom=low, color=color, label=kind if i == 0 else None)
-                    low += size
-                panel.text(i, min(low, MOST - 7) + 1.5, f"{low:,.0f}", ha="center", va="bottom", fontsize=8.5,
-                           weight="bold" if low <= 80 else None, color="black",
-                           bbox=dict(facecolor="white", edgecolor="none", pad=0.6, alpha=0.85))
-                print(title, recompute, seq, f"{low:.1f}")
-            panel.axhline(80, color="black", ls="--", lw=1)
-            panel.set(ylim=(0, MOST), xlim=(-0.6, len(LENGTHS) - 0.4))
-            panel.set_xticks(range(len(LENGTHS)), [f"{seq // 1024}" for seq in LENGTHS])
-            for side in ("top", "right"):
-                panel.spines[side].set_visible(False)
-            if row == 0:
-                panel.set_title(title, fontsize=10)
-            else:
-                panel.set_xlabel("thousand tokens")
-        what = "no recomputation" if recompute == "none" else "full recomputation"
-        axes[row][0].set_ylabel(f"GiB at the peak, rank 0\n{what}")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend([*handles, plt.Line2D([], [], color="black", ls="--", lw=1)], [*labels, "80 GiB"],
-                  loc="lower center", ncol=6, frameon=False)
-    figure.tight_layout(rect=(0, 0.045, 1, 1))
-    figure.savefig(os.path.join(FIGURES, "memory.png"), dpi=110)
 
 
 # ----------------------------------------------------------------------------------------------- the ledger
@@ -81,14 +30,6 @@ def ledger_table():
 
 
 # ------------------------------------------------------------------------------------------ choosing a layout
-def choice_tables():
-    """Return the tables of what measured runs show."""
-    runs = subprocess.run([sys.executable, ROOT / "dev/bench/fit_plan.py", "--tables"],
-                          check=True, capture_output=True, text=True).stdout
-    best, changes, *_ = runs.strip().split("\n\n")
-    return {"best runs": best.splitlines(), "changes": changes.splitlines()}
-
-
 CASES = {"case 8b": "--model llama-8b --gpus 64 --seq_len 4k --global_batch_tokens 4M"}
 
 
@@ -159,7 +100,7 @@ def throughput_picture():
 
 
 def fastest(degree, **wanted):
-    """Return the degrees, and the tokens per second per GPU of each one's best run. The runs are those of `best runs`."""
+    """Return the degrees, and the tokens per second per GPU of each one's best run. Nanotron's older code is left out."""
     found = {}
     for row in fit_plan.load():
         if row["status"] == "ok" and row["code"] != "legacy" and (row["model"], row["tp"]) != ONLY_MICRO_BATCH_1 \
@@ -206,9 +147,9 @@ def choose_picture():
         box(x, 16.85, 4.1, 1.8, text)
         arrow((x, 15.95), (near, 15.05))
     box(9, 14.6, 7, 0.9, "What else does not fit?", QUESTION)
-    rest = [(3.1, "activations of\none sequence", -1.75, "cp"),
+    rest = [(3.1, "activations of\none sequence", -1.75, "recompute; or tp in\nthe node, then cp"),
             (9, "experts", 0.75, "ep, inside dp x cp"),
-            (14.9, "still too much,\nno more GPUs", 1.75, "recompute;\nsmaller micro-batch")]
+            (14.9, "still too much,\nno more GPUs", 1.75, "recompute everything;\nsmaller micro-batch")]
     for x, why, aside, text in rest:
         arrow((9 + 0.45 * (x - 9), 14.15), (x, 12.95), why, aside, 0.12)
         box(x, 12.4, 4.6, 1.1, text)
@@ -239,8 +180,8 @@ def choose_picture():
     figure.savefig(os.path.join(FIGURES, "choose.png"), dpi=110)
 
 
-PICTURES = dict(memory=memory_picture, throughput=throughput_picture, choose=choose_picture)
-TABLES = dict(ledger=ledger_table, choice=choice_tables, cases=case_tables)
+PICTURES = dict(throughput=throughput_picture, choose=choose_picture)
+TABLES = dict(ledger=ledger_table, cases=case_tables)
 
 if __name__ == "__main__":
     asked = sys.argv[1:] or [*PICTURES, *TABLES]
