@@ -1,6 +1,6 @@
 """Check the READMEs and docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
 
-    python dev/readme.py                             # writes the files in the order of tools/steps.py into the tables
+    python dev/readme.py                             # writes the tables of files, of causes, of GPUs
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
     python dev/readme.py --run docs/words.md "no, needs spmd_types"   # runs those with this directive instead
 
@@ -13,10 +13,12 @@ the diff from the previous step; text, or no language, is only for reading. A co
 import re
 import subprocess
 import sys
+import tomllib
 from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from prove import causes
 from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
@@ -167,9 +169,23 @@ def with_files(text, lesson, support):
     return "".join([text[:found.start(1)], *(f"{row}\n" for row in [*of(lesson), *border, *of(support)]), text[found.end(1):]])
 
 
+def gpu_table(which):
+    """Return a table of docs/gpus.toml: what has run where, or how fast it was."""
+    rows = tomllib.loads((ROOT / "docs/gpus.toml").read_text())[which]
+    heads = {"status": dict(what="what", how="how", where="where", when="when", result="result"),
+             "speed": dict(run="run", tokens_per_s="tokens/s", simulated="simulated", mfu="MFU", peak="peak GiB",
+                           simulated_peak="simulated")}[which]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (heads.values(), *([row.get(key, "") for key in heads] for row in rows))]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:], ""])
+
+
+FROM = re.compile(r"(<!-- from (tools/prove/causes\.py|docs/gpus\.toml):? ?(\w*) -->\n).*?(<!-- end -->)", re.DOTALL)
+SOURCES = {"tools/prove/causes.py": lambda _: causes.table(), "docs/gpus.toml": gpu_table}
+
+
 def with_tables(text, name):
-    """Return a page with the rows of a step's table of files in order."""
-    step = Path(name).parts[0]
+    """Return a page with its tables that come from data, and with the rows of a step's table of files in order."""
+    step, text = Path(name).parts[0], FROM.sub(lambda found: found[1] + SOURCES[found[2]](found[3]) + found[4], text)
     return with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
 
 

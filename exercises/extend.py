@@ -1,6 +1,6 @@
 """Extensions: further techniques, each as a small patch to one step.
 
-    python exercises/extend.py               # list them, and say when you would want each
+    python exercises/extend.py               # list them; say when you would want each, and what it did
     python exercises/extend.py muon          # copy its step to exercise/muon, and apply the patch there
 
 The first lines of exercises/extensions/muon.patch say what it is, when you would want it, how to run it, and what we measured. Its
@@ -62,7 +62,8 @@ def start(patch):
 def show_list():
     for name, patch in patches().items():
         header = read_header(patch)
-        print(f"{name:<18}step {header['step']}  {header['what']}\n{'':<26}if {header['when']}")
+        print(f"{name:<18}step {header['step']}  {header['what']}\n{'':<26}if {header['when']}\n"
+              f"{'':<26}{header['effect']}")
     print("\nmake extend NAME=muon copies a step with that patch to exercise/muon")
 
 

@@ -25,7 +25,7 @@ def affected_by(changed):
     ("step06_pp/by_hand.py", "by_hand readmes", "step05 step07 hangs"),
     ("step03_zero/README.md", "readmes extensions", "step04 plan_page hangs"),
     ("docs/FAQ.md", "readmes extensions", "step01 plan"),
-    ("tools/plan/costs.py", "plan plan_page playbook ladder08", "step08 hangs"),
+    ("tools/plan/costs.py", "plan plan_page ladder08", "step08 hangs"),
     ("tools/prove/causes.py", "prove readmes", "hangs carry"),
     ("step08_5d/zero.py", "prove step08", "step05 hangs"),
     ("tools/simulate/play.py", "simulate plan step03", "step01 hangs"),

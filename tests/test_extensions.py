@@ -25,11 +25,7 @@ def test_it_is_a_patch_on_its_step(patch, tmp_path):
 
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_the_readmes_tell_of_it(patch):
-    """Check that the step's README says what the extension does, and the table in the FAQ what it was measured to do."""
-    said = read_header(patch)
-    assert f"make extend NAME={patch.stem}" in (ROOT / full_name(said["step"]) / "README.md").read_text()
-    rows = re.findall(rf"^\| `{patch.stem}` \|.*$", (ROOT / "docs/FAQ.md").read_text(), re.M)
-    assert len(rows) == 1 and said["effect"] in rows[0], rows
+    assert f"make extend NAME={patch.stem}" in (ROOT / full_name(read_header(patch)["step"]) / "README.md").read_text()
 
 
 def test_each_patch_has_tests_and_each_test_a_patch():
@@ -47,7 +43,7 @@ def test_its_tests_pass(patch, monkeypatch):
 def test_a_copy_to_play_with(tmp_path):
     copy_repository(tmp_path)
     status, output = run([sys.executable, "exercises/extend.py"], tmp_path, timeout=60)
-    assert status == 0 and all(re.search(rf"^{name} .*\n +if ", output, re.M) for name in NAMES), output
+    assert status == 0 and all(re.search(rf"^{name} .*\n +if .*\n +\S", output, re.M) for name in NAMES), output
     first = NAMES[0]
     status, output = run([sys.executable, "exercises/extend.py", first], tmp_path, timeout=60)
     assert status == 0 and (tmp_path / "exercise" / first / "train.py").exists(), output

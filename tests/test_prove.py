@@ -19,6 +19,8 @@ from prove.trace import Seen
 from prove.words import Words, ranges
 from steps import ROOT, clean_environment
 
+from readme import with_tables
+
 PROVE, ADAPTERS = ROOT / "tools/prove", ROOT / "tools/prove/adapters"
 README = (PROVE / "README.md").read_text()
 
@@ -160,10 +162,9 @@ def test_a_verdict_can_be_each_of_four():
 
 
 # ------------------------------------------------------------------------------------------- the table of causes
-def test_rounding_shows_the_table_of_causes():
-    text = (ROOT / "docs/rounding.md").read_text()
-    missing = [name for name, cause in CAUSES.items() if f"| {cause.looks} | {cause.means} |" not in text]
-    assert missing == []
+def test_the_page_shows_the_table_of_causes():
+    assert with_tables(README, "tools/prove/README.md") == README, "make readme writes the table"
+    assert all(f"| {cause.looks} | {cause.means} |" in README for cause in CAUSES.values())
 
 
 def test_every_cause_can_be_said():

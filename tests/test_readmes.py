@@ -48,6 +48,12 @@ def test_links_and_pictures_exist(readme):
     assert broken_links(text, (ROOT / readme).parent) == [] and broken_anchors(text, ROOT / readme) == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_those_of_their_sources(page):
+    text = (ROOT / page).read_text()
+    assert with_tables(text, page) == text, "make readme writes them"
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_the_table_of_files_is_what_make_diff_shows(step):
     text = (ROOT / step / "README.md").read_text()

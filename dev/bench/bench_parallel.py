@@ -44,7 +44,8 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInp
                                                loss_parallel, parallelize_module)
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
 from ranks import torchrun
 from steps import PYTHONPATH, step_dir
 from watch import Storages
@@ -424,18 +425,19 @@ def print_speed(seconds, steps, rows):
         print(f"{name:>33}: {statistics.median(values):8.3f} ({aim}{min(values):.3f} to {max(values):.3f} in {len(values)} rounds)")
 
 
-def speed_lines(seconds, rounds, rows):
-    lines = [f"| tokens/s, as a ratio | median of {rounds} rounds | lowest and highest | aim |", "|---|---|---|---|"]
-    for name, values, target in ratios(seconds, rows):
-        lines.append(f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {target or ''} |")
-    return lines
+PAGE = ROOT / "docs/FAQ.md"
 
 
-def write(name, lines, path):
-    text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + "\n".join(lines) + "\n" + m[2],
-                          path.read_text(), flags=re.S)
-    path.write_text(text)
-    print(f"{path.parent.name}/README.md: {found or 'no'} place for the table" + (", written" if found else ""))
+def write(step, found):
+    """Put a step's ratios, (name, values, aim), into the page's table, in the place of those that it had before."""
+    def new(place):
+        head, line, *rows = place[2].splitlines()
+        rows = [row for row in rows if not row.startswith(f"| {step} |")]
+        rows += [f"| {step} | {name} | {statistics.median(values):.2f} | {target or ''} |" for name, values, target in found]
+        return place[1] + "\n".join([head, line, *sorted(rows, key=lambda row: row.split(" | ")[0]), ""]) + place[3]
+    text, places = re.subn(r"(<!-- measured: speed -->\n)(.*?)(<!-- end -->)", new, PAGE.read_text(), flags=re.S)
+    assert places == 1, f"{PAGE.name} has {places} places for the table"
+    PAGE.write_text(text)
 
 
 def seconds_of_message(times=50):
@@ -488,8 +490,7 @@ def main():
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="some of the contestants")
     parser.add_argument("--short", action="store_true", help="a tiny model: every contestant still has to run")
-    parser.add_argument("--write", action="store_true",
-                        help="put the ratios into the README of the step, where it has a place for them")
+    parser.add_argument("--write", action="store_true", help="put the ratios into docs/FAQ.md")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         for table, (_, _, contestants, _) in TABLES.items():
@@ -517,13 +518,11 @@ def measure(args, folder, names, rows, device_mesh):
         seconds = measure_speed([name for name in names if name not in ONLY_FOR_MEMORY], device_mesh, args.rounds, args.steps)
         if dist.get_rank() == 0:
             if message:
-                lines = sleep_lines(seconds, args.rounds, args.steps, message)
-                print(*lines, sep="\n")
+                print(*sleep_lines(seconds, args.rounds, args.steps, message), sep="\n")
             else:
                 print_speed(seconds, args.steps, rows)
-                lines = speed_lines(seconds, args.rounds, rows)
-            if args.write:
-                write("sleep" if message else "speed", lines, folder / "README.md")
+                if args.write:
+                    write(f"step {folder.name[5]}", ratios(seconds, rows))
     for name, peak in measure_memory([name for name in names if name in MEMORY], device_mesh, args.steps).items():
         if dist.get_rank() == 0:
             print(f"{name:>33}: {peak / 2**20:8.1f} MiB at the peak of rank 0")

@@ -75,6 +75,7 @@ def main():
     parser.add_argument("--step", default="step01_single_gpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
+    parser.add_argument("--write", action="store_true", help="put the ratio into docs/FAQ.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -95,6 +96,9 @@ def main():
         print(f"{name:>14}: {tokens / statistics.median(seconds[name][1:]):8,.0f} tokens/s")
     ratios = [b / a for a, b in list(zip(seconds["here"], seconds["transformers"]))[1:]]                    # round 0 warms up
     print(f"{'ratio':>14}: {statistics.median(ratios):8.3f} (of {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds)")
+    if args.write:
+        import bench_parallel
+        bench_parallel.write("step 1", [("here / transformers", ratios, 1)])
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="print the tables of the READMEs that need no fit")
     parser.add_argument("--out", help="write to this CSV file what constants fitted without a run's number of nodes predict for it")
-    parser.add_argument("--readme", action="store_true", help="write the measured tables of the planner's README and docs/proof.md")
+    parser.add_argument("--readme", action="store_true", help="write the tables of the planner's README and docs/predictions.md")
     args = parser.parse_args()
     rows = load()
     if args.readme:
@@ -171,7 +171,7 @@ def main():
 
 # ------------------------------------------------------------------------------------------- the tables of the planner's README
 README = ROOT / "tools/plan/README.md"
-PROOF = ROOT / "docs/proof.md"                              # has the table of published runs
+PROOF = ROOT / "docs/predictions.md"                        # has the table of published runs
 FENCED = "```text\n{}\n```"
 
 

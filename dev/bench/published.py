@@ -1,9 +1,10 @@
 """Compare runs that others published with the same runs in tools/simulate.
 
-    python dev/bench/published.py                      # the table that docs/proof.md sums up
+    python dev/bench/published.py                      # the runs of published_runs.csv beside the simulator
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
     python dev/bench/published.py --hold_out           # constants and intervals, judged on a source left out of the choice
     python dev/bench/published.py --unseen             # the errors of simulate and plan on published_unseen.csv
+    python dev/bench/published.py --write              # both tables, into docs/predictions.md; --write simulated: the first alone
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
 published_unseen.csv. Of these, two numbers of micro-batches are simulated, and the rest is extrapolated.
@@ -11,17 +12,21 @@ published_unseen.csv. Of these, two numbers of micro-batches are simulated, and 
 import argparse
 import csv
 import itertools
+import io
 import json
 import math
 import pickle
+import platform
+import re
 import statistics
 import sys
 import tempfile
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,11 +254,43 @@ def errors_of(runs, which):
     return f"{len(ratios)} | {statistics.median(ratios):.2f} | {statistics.median(off):.1%} | {within:.0%}"
 
 
+def beside(runs, kept):
+    """Print a row for each run of published_runs.csv, then the errors of those that no constant was fitted to."""
+    errors = []
+    print("| run | published | simulated | |\n|---|---|---|---|")
+    for run in runs:
+        here, there = simulated(run, kept), float(run["tokens_per_s_per_gpu"])
+        error = here / there - 1
+        errors += [] if run["fitted"] else [abs(error)]
+        more = ", compiled" * bool(run["compile"]) + ", fitted" * bool(run["fitted"])
+        name = f"{run['model']}, {run['gpus']} {run['gpu']}, {run['micro_batch']} x {run['seq_len']}, {run['recompute']}"
+        print(f"| {name}{more} | {there:,.0f} | {here:,.0f} | {error:+.0%} |", flush=True)
+    within = sum(error <= 0.15 for error in errors) / len(errors)
+    print(f"\nOf the {len(errors)} that were not fitted the median error is {statistics.median(errors):.1%}, {within:.0%} are "
+          f"within 15%, the worst is off by {max(errors):.0%}.")
+
+
+# ------------------------------------------------------------------------------------------- the page of predictions
+PAGE = ROOT / "docs/predictions.md"
+
+
+def write(name, command, printer, *args):
+    """Put what a function prints into its place on the page, below a line that says how it was made."""
+    with redirect_stdout(io.StringIO()) as printed:
+        printer(*args)
+    made = f"*`{command}`, with torch {torch.__version__} and Python {platform.python_version()} on {platform.machine()}*"
+    text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
+                          lambda place: f"{place[1]}{made}\n\n{printed.getvalue()}{place[2]}", PAGE.read_text(), flags=re.S)
+    assert found == 1, f"{PAGE.name} has {found} places for {name}"
+    PAGE.write_text(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--unseen", action="store_true")
     parser.add_argument("--hold_out", action="store_true", help="judge constants on each source, chosen by all the others")
+    parser.add_argument("--write", nargs="*", choices=["simulated", "unseen"], help="write these tables, or both, into the page")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
     runs = list(csv.DictReader(open(ROOT / "tests/data/published_runs.csv")))
@@ -262,22 +299,17 @@ def main():
         return intervals()
     with tempfile.TemporaryDirectory() as folder:
         kept = args.keep or Path(folder)
+        if args.write is not None:
+            if "simulated" in (args.write or ["simulated"]):
+                write("simulated", "python dev/bench/published.py", beside, runs, kept)
+            if "unseen" in (args.write or ["unseen"]):
+                write("unseen", "python dev/bench/published.py --unseen", unseen, kept)
+            return
         if args.unseen:
             return unseen(kept)
         if args.fit:
             return fit([run for run in runs if run["fitted"]], kept)
-        errors = []
-        print("| run | published | simulated | |\n|---|---|---|---|")
-        for run in runs:
-            here, there = simulated(run, kept), float(run["tokens_per_s_per_gpu"])
-            error = here / there - 1
-            errors += [] if run["fitted"] else [abs(error)]
-            more = ", compiled" * bool(run["compile"]) + ", fitted" * bool(run["fitted"])
-            name = f"{run['model']}, {run['gpus']} {run['gpu']}, {run['micro_batch']} x {run['seq_len']}, {run['recompute']}"
-            print(f"| {name}{more} | {there:,.0f} | {here:,.0f} | {error:+.0%} |", flush=True)
-        within = sum(error <= 0.15 for error in errors) / len(errors)
-        print(f"\nOf the {len(errors)} that were not fitted the median error is {statistics.median(errors):.1%}, {within:.0%} are "
-              f"within 15%, the worst is off by {max(errors):.0%}.")
+        beside(runs, kept)
 
 
 if __name__ == "__main__":

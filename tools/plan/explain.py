@@ -201,7 +201,7 @@ BOTTLENECK = 0.1                                          # share of the step: i
 
 
 def playbook(c, search, cluster):
-    """Yield (rule, the best layout that follows it, or None). docs/playbook.md has the rules and their sources."""
+    """Yield (rule, the best layout that follows it, or None)."""
     rule = "its recipe (tp to the node, dp with ZeRO, pp where dp is waited for, then the micro-batch)"
     yield rule, recipe(search, cluster)
     billions = costs.model_parameters(c) / 1e9

@@ -1,5 +1,6 @@
 """Describe how other trainers differ from this one, as overlays on speed.py's sums. The constants come from the
-simulator or a paper, or are our judgement, as the comments say. None was fitted to a run that docs/proof.md counts as not fitted.
+simulator or a paper, or are our judgement, as the comments say. None was fitted to a run that docs/predictions.md counts as not
+fitted.
 """
 from speed import GPUS, USUAL
 from trainer import fail

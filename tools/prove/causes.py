@@ -1,5 +1,5 @@
-"""What a difference looks like, and what it usually means: the one table of causes. docs/rounding.md shows it
-(python tools/prove/causes.py prints it).
+"""What a difference looks like, and what it usually means: the one table of causes. The tool's README shows it (`make readme`
+writes it there).
 
 The causes are in the order of a training step, because the first difference is the one to explain.
 """
@@ -127,6 +127,7 @@ CAUSES = {
         "ranks draw their parts from the same seed, and stay copies: the model is smaller than it seems"),
 }
 
-if __name__ == "__main__":
-    print("| what differs first | what it usually means |\n|---|---|")
-    print("\n".join(f"| {cause.looks} | {cause.means} |" for cause in CAUSES.values()))
+
+def table():
+    return "".join(["| what differs first | what it usually means |\n|---|---|\n",
+                    *(f"| {cause.looks} | {cause.means} |\n" for cause in CAUSES.values())])
