@@ -17,7 +17,7 @@ STEP, FIGURES = paths_of(8)
 
 import matplotlib.pyplot as plt
 
-import fit_plan
+import nanotron_runs
 from watch import KINDS
 
 
@@ -83,9 +83,9 @@ def ledger_table():
 # ------------------------------------------------------------------------------------------ choosing a layout
 def choice_tables():
     """Return the tables of what measured runs show."""
-    runs = subprocess.run([sys.executable, ROOT / "dev/bench/fit_plan.py", "--tables"],
+    runs = subprocess.run([sys.executable, ROOT / "dev/bench/nanotron_runs.py"],
                           check=True, capture_output=True, text=True).stdout
-    best, changes, *_ = runs.strip().split("\n\n")
+    best, changes = runs.strip().split("\n\n")
     return {"best runs": best.splitlines(), "changes": changes.splitlines()}
 
 
@@ -161,11 +161,11 @@ def throughput_picture():
 def fastest(degree, **wanted):
     """Return the degrees, and the tokens per second per GPU of each one's best run. The runs are those of `best runs`."""
     found = {}
-    for row in fit_plan.load():
+    for row in nanotron_runs.load():
         if row["status"] == "ok" and row["code"] != "legacy" and (row["model"], row["tp"]) != ONLY_MICRO_BATCH_1 \
                 and all(row[name] == str(value) for name, value in wanted.items()):
             key = int(row[degree])
-            found[key] = max(found.get(key, 0), fit_plan.tokens_per_s(row))
+            found[key] = max(found.get(key, 0), nanotron_runs.tokens_per_s(row))
     return zip(*sorted(found.items()))
 
 
