@@ -4,13 +4,12 @@
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
     python dev/bench/published.py --hold_out           # constants and intervals, judged on a source left out of the choice
     python dev/bench/published.py --unseen             # the errors of simulate and plan on published_unseen.csv
-    python dev/bench/published.py --write              # both tables, into docs/predictions.md; --write simulated: the first alone
+    python dev/bench/published.py --write              # all tables, into docs/predictions.md; --write published: that one alone
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
 published_unseen.csv. Of these, two numbers of micro-batches are simulated, and the rest is extrapolated.
 """
 import argparse
-import csv
 import itertools
 import io
 import json
@@ -31,8 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "step08_5d"), str(ROOT / "tools/plan")]
-import fit_plan                                            # noqa: E402
-import published as plan_published                        # noqa: E402
+import planned                                             # noqa: E402
 import trainers                                           # noqa: E402
 from simulate import gpus                                  # noqa: E402
 from simulate.play import Player                          # noqa: E402
@@ -160,33 +158,33 @@ TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each 
 def unseen(kept):
     """Print a row for each run, then the errors by kind of layout and by source; and once more those of all runs, predicted without
     what no flag of the tools can say."""
-    runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
+    runs = planned.read("published_unseen.csv")
     print("| run | published | simulated | planned | four of five |\n|---|---|---|---|---|")
     for run in runs:
         there = float(run["tokens_per_s_per_gpu"])
         for which, changed in ((WITHOUT, NO_FLAG), ("", {})):
-            said = plan_published.predict(run | changed)
-            run["planned" + which] = said["pred_tok_s_gpu"] / there
-            run["inside" + which] = said["pred_low"] <= there <= said["pred_high"]
+            said = planned.predict(run | changed)
+            run["planned" + which] = said["planned"] / there
+            run["inside" + which] = said["low"] <= there <= said["high"]
             if which:                                     # tools/simulate has no --trainer, --fp8 and --power, either
                 changed = changed | dict(trainer="", precision="", power_w="")
             run["simulated" + which] = None if run["id"] in TOO_LARGE else simulated(run | changed, kept) / there
         cut = "".join(f", {name} {run[name]}" for name in ("tp", "cp", "pp", "ep") if run[name] != "1")
         errors = " | ".join(f"{run[which] - 1:+.0%}" if run[which] else "-" for which in ("simulated", "planned"))
-        of_five = f"{said['pred_low']:,.0f} to {said['pred_high']:,.0f}{'' if run['inside'] else ', outside'}"
+        of_five = f"{said['low']:,.0f} to {said['high']:,.0f}{'' if run['inside'] else ', outside'}"
         print(f"| {run['id']}: {run['model']}, {run['gpus']} {run['gpu']}{cut} | {there:,.0f} | {errors} | {of_five} |", flush=True)
     print("\n| runs | simulated | ratio, median | error, median | within 20% | planned | ratio, median | error, median | inside |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, some, which in [*((name, some, "") for name, some in groups(runs)), ("all" + WITHOUT, runs, WITHOUT)]:
         inside = statistics.fmean(run["inside" + which] for run in some)
-        planned = errors_of(some, "planned" + which).rpartition(" | ")[0]
-        print(f"| {name} | {errors_of(some, 'simulated' + which)} | {planned} | {inside:.0%} |")
+        by_plan = errors_of(some, "planned" + which).rpartition(" | ")[0]
+        print(f"| {name} | {errors_of(some, 'simulated' + which)} | {by_plan} | {inside:.0%} |")
 
 
 def hold_out():
     """Choose constants by all sources but one, and print the planner's error on that one. The constants are the speed of an
     all-to-all, alone and together with a factor on Megatron's products, and the share that even a slow collective takes."""
-    runs = list(csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")))
+    runs = planned.read("published_unseen.csv")
     experts = [run for run in runs if run["kind"] == "MoE"]
     megatron = [run for run in runs if run["trainer"] == "megatron" and run["gpu"] == "h100"]
     speeds, floors = (0.5, 0.6, 0.75, 1.0), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
@@ -202,7 +200,7 @@ def held_out(what, runs, choices):
         constants = {name: value for name, value in choice.items() if name != "product"}
         with (patch.multiple(gpus, **constants),
               patch.dict(trainers.TRAINERS["megatron"], {name: value for name, value in choice.items() if name == "product"})):
-            found.append({run["id"]: abs(plan_published.predict(run)["pred_tok_s_gpu"] / float(run["tokens_per_s_per_gpu"]) - 1)
+            found.append({run["id"]: abs(planned.predict(run)["planned"] / float(run["tokens_per_s_per_gpu"]) - 1)
                           for run in runs})
     print(f"| {what}: left out | chosen | error there, median | as it is | with 1 |\n|---|---|---|---|---|")
     for name, some in list(groups(runs))[1 + len(KINDS):]:
@@ -218,11 +216,9 @@ def held_out(what, runs, choices):
 def intervals():
     """Choose one factor on the widths of the planner's intervals, such that they contain four of five runs of all sources but one.
     Print how many runs of that one they then contain. In the first row, the runs that something was fitted to choose the factor."""
-    runs = list(fit_plan.planned())
-    for run in csv.DictReader(open(ROOT / "tests/data/published_unseen.csv")):
-        said = plan_published.predict(run)
-        runs.append(dict(source=run["source"], fitted="", published=float(run["tokens_per_s_per_gpu"]),
-                         planned=said["pred_tok_s_gpu"], low=said["pred_low"], high=said["pred_high"]))
+    runs = list(planned.published())
+    for run in planned.read("published_unseen.csv"):
+        runs.append(dict(source=run["source"], fitted="", published=float(run["tokens_per_s_per_gpu"]), **planned.predict(run)))
     off = []                                              # (source, fitted, how far off, as a share of the interval's width there)
     for run in runs:
         end = run["low"] if run["published"] < run["planned"] else run["high"]
@@ -271,7 +267,7 @@ def beside(runs, kept):
 
 
 # ------------------------------------------------------------------------------------------- the page of predictions
-PAGE = ROOT / "docs/predictions.md"
+PAGE, TABLES = ROOT / "docs/predictions.md", ["simulated", "unseen", "published"]
 
 
 def write(name, command, printer, *args):
@@ -290,20 +286,20 @@ def main():
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--unseen", action="store_true")
     parser.add_argument("--hold_out", action="store_true", help="judge constants on each source, chosen by all the others")
-    parser.add_argument("--write", nargs="*", choices=["simulated", "unseen"], help="write these tables, or both, into the page")
+    parser.add_argument("--write", nargs="*", choices=TABLES, help="write these tables, or all, into the page")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
-    runs = list(csv.DictReader(open(ROOT / "tests/data/published_runs.csv")))
+    runs = planned.read("published_runs.csv")
     if args.hold_out:
         hold_out()
         return intervals()
     with tempfile.TemporaryDirectory() as folder:
         kept = args.keep or Path(folder)
         if args.write is not None:
-            if "simulated" in (args.write or ["simulated"]):
-                write("simulated", "python dev/bench/published.py", beside, runs, kept)
-            if "unseen" in (args.write or ["unseen"]):
-                write("unseen", "python dev/bench/published.py --unseen", unseen, kept)
+            wanted = args.write or TABLES
+            "simulated" in wanted and write("simulated", "python dev/bench/published.py", beside, runs, kept)
+            "unseen" in wanted and write("unseen", "python dev/bench/published.py --unseen", unseen, kept)
+            "published" in wanted and write("published", "python dev/bench/planned.py", planned.main, [])
             return
         if args.unseen:
             return unseen(kept)

@@ -16,7 +16,7 @@ STEP, FIGURES = paths_of(8)
 
 import matplotlib.pyplot as plt
 
-import fit_plan
+import nanotron_runs
 
 
 # ----------------------------------------------------------------------------------------------- the ledger
@@ -102,11 +102,11 @@ def throughput_picture():
 def fastest(degree, **wanted):
     """Return the degrees, and the tokens per second per GPU of each one's best run. Nanotron's older code is left out."""
     found = {}
-    for row in fit_plan.load():
+    for row in nanotron_runs.load():
         if row["status"] == "ok" and row["code"] != "legacy" and (row["model"], row["tp"]) != ONLY_MICRO_BATCH_1 \
                 and all(row[name] == str(value) for name, value in wanted.items()):
             key = int(row[degree])
-            found[key] = max(found.get(key, 0), fit_plan.tokens_per_s(row))
+            found[key] = max(found.get(key, 0), nanotron_runs.tokens_per_s(row))
     return zip(*sorted(found.items()))
 
 

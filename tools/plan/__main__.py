@@ -9,17 +9,17 @@ import signal
 import sys
 
 import explain
-import measured
 import models
-import nanotron
-import serve
+import page
+from plan import Question
 from speed import GPUS, NETWORKS, Cluster, gpus
 from trainer import TOO_LARGE as MOST, Refused, fail
-from trainers import TRAINERS, constants_of
+from trainers import TRAINERS, constants_of, load_constants
 
 # a value outside these ranges is in the wrong unit
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
-              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), port=(0, 65535))
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18))
+LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -68,16 +68,10 @@ def parse_args():
         "dp=..,tp=..,cp=..,pp=..,ep=..,zero=..,schedule=..,v=..,mbs=..,acc=..,recompute=..")
     add("--tokens", type=float, default=0, help="tokens to train on, such as 15e12: adds days and GPU-hours to the answer")
     add("--price", type=float, default=0, help="dollars per GPU-hour: with --tokens, adds what the run costs")
-    add("--details", action="store_true", help="print more: where a step's time goes, what is sent, each knob turned, the playbook")
+    add("--details", action="store_true", help="print more: where a step's time goes, what is sent, each knob turned")
     add("--json", action="store_true", help="print the answer as JSON")
-    add("--constants",
-        help="a file of constants that --fit has written; with --fit, where to write them")
-    add("--fit", help="a CSV file that tools/sweep.py has written: fit the constants to these runs")
-    add("--serve", action="store_true", help="serve a page with sliders, for a browser on this machine")
-    add("--port", type=int, default=8008, help="port of --serve; 0 takes any that is free")
-    add("--html", help="write the answer to this file, as a page that needs no server")
-    add("--predict", help="a CSV file with runs of other trainers: predict each of them")
-    add("--out", help="for --predict: the CSV file to write")
+    add("--constants", help="a file of constants that dev/bench/fit_own.py has fitted to runs of your cluster")
+    add("--html", help="write the answer to this file, as a page for a browser")
     args = parser.parse_args()
     check(args)
     return args
@@ -86,7 +80,7 @@ def parse_args():
 def check(args):
     args.gpus_per_node = GPUS[args.gpu].node if args.gpus_per_node is None else args.gpus_per_node
     for name in ("gpus", "gpus_per_node", "seq_len"):
-        value, most = getattr(args, name), serve.LARGEST[name]
+        value, most = getattr(args, name), LARGEST[name]
         if not 1 <= value <= most or value != int(value):
             fail(f"--{name} {value:.10g}: must be a whole number from 1 to {most:,}")
         setattr(args, name, int(value))
@@ -95,7 +89,7 @@ def check(args):
         if value is not None and not least <= value <= most:
             unit = ", in bytes per second, such as 50e9" * (name in ("hbm", "nvlink", "network"))
             fail(f"--{name} {value:g}: must be from {least:g} to {most:g}{unit}")
-    tokens, most = args.global_batch_tokens, serve.LARGEST["tokens"]
+    tokens, most = args.global_batch_tokens, LARGEST["tokens"]
     if not 1 <= tokens <= most:
         fail(f"--global_batch_tokens {tokens:,.15g}: must be from 1 to {most:,}")
     if tokens / args.seq_len > MOST / 2:
@@ -116,22 +110,16 @@ def cluster_of(args):
 
 def main():
     args = parse_args()
-    if args.predict:
-        return nanotron.predict_file(args.predict, args.out or fail(f"--predict {args.predict}: needs --out FILE to write to"))
-    cluster = cluster_of(args)
-    if args.fit:
-        path = args.constants or fail(f"--fit {args.fit}: needs --constants FILE to write to")
-        constants, runs = measured.fit_own(args.fit, cluster)
-        measured.write_text("--constants", path, json.dumps(constants, indent=1))
-        return print(f"fitted to {runs} runs: {path}")
-    c, known = models.load(args.model), measured.load_constants(args.constants)
-    constants = constants_of(known, args.trainer, args.compile, args.fp8, args.gpu)
-    question = serve.Question(args.model, c, args.gpu, cluster, args.seq_len,
-                              args.global_batch_tokens / args.seq_len, constants, (args.tokens, args.price))
-    if args.serve:
-        return serve.run(question, args.config, args.port)
+    cluster, c = cluster_of(args), models.load(args.model)
+    constants = constants_of(load_constants(args.constants), args.trainer, args.compile, args.fp8, args.gpu)
+    question = Question(args.model, c, args.gpu, cluster, args.seq_len, args.global_batch_tokens / args.seq_len, constants,
+                        (args.tokens, args.price))
     if args.html:
-        return serve.write(question, args.config, args.html)
+        try:
+            open(args.html, "a").close()                  # the search takes seconds
+            return page.write(question, args.config, args.html)
+        except OSError as error:
+            fail(f"--html {args.html}: {error.strerror}")
     if args.config:
         one = question.evaluate(args.config)
         if args.json:
@@ -160,7 +148,7 @@ def main():
     if len(best) > 1:
         print(explain.why_not("The second", best[0], best[1]))
     if args.details:
-        print("\n".join([*explain.among_others(question, search, best), *explain.one_in_detail(question, best[0]), ""]))
+        print("\n".join([*explain.one_in_detail(question, best[0]), ""]))
     print("\n".join(commands))
 
 

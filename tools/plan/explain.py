@@ -1,4 +1,4 @@
-"""Explain a layout in words: what each knob does, why the second is not first, where the playbook disagrees."""
+"""Explain a layout in words: what each knob does, why the second is not first, how to run it."""
 import math
 import shlex
 
@@ -196,66 +196,6 @@ def knobs(c, best, cluster, constants):
             yield f"{name:<26}{memory}{speed}{'' if turn['fits'] else '  does not fit'}"
 
 
-# ---------------------------------------------------------------------- the playbook
-BOTTLENECK = 0.1                                          # share of the step: if the wait for dp is longer, dp is a bottleneck
-
-
-def playbook(c, search, cluster):
-    """Yield (rule, the best layout that follows it, or None)."""
-    rule = "its recipe (tp to the node, dp with ZeRO, pp where dp is waited for, then the micro-batch)"
-    yield rule, recipe(search, cluster)
-    billions = costs.model_parameters(c) / 1e9
-    for rule, follows in (by_size(billions, cluster.gpus_per_node), by_gpus(cluster)):
-        yield rule, search.first(follows)
-
-
-def by_size(billions, node):
-    """Return the rule for this size from the playbook's table of sizes. The table's tp 8 is a whole node, so here it is `node`."""
-    alone = lambda l: (l.tp, l.pp, l.zero) == (1, 1, 3)
-    if billions < 10:
-        return (f"by size, under 10B: tp {node} alone, or ZeRO-3 with full recompute",
-                lambda l: (l.tp, l.pp, l.zero) == (node, 1, 0) or alone(l) and l.recompute == "full")
-    if billions < 100:
-        return (f"by size, 10B to 100B: tp {node} with pp or ZeRO-3, or ZeRO-3 alone",
-                lambda l: l.tp == node and (l.pp > 1 or l.zero == 3) or alone(l))
-    return (f"by size, above 100B: tp {node}, pp, and dp with ZeRO-2",
-            lambda l: l.tp == node and l.pp > 1 and l.zero == 2)
-
-
-def by_gpus(cluster):
-    """Return the rule from the playbook's table of GPUs. It has four rows with gaps: a number in a gap takes the row before."""
-    node = cluster.gpus_per_node
-    if cluster.gpus <= node:
-        return (f"by GPUs, one node: tp {node}, or ZeRO-3", lambda l: l.pp == 1 and (l.tp == node) != (l.zero == 3))
-    if cluster.gpus < 128:
-        return (f"by GPUs, 16 to 64: tp {node} with pp or ZeRO-3",
-                lambda l: l.tp == node and (l.pp > 1) != (l.zero == 3))
-    gpus, zero, stages = "1,024 and more", "ZeRO-2", (2,)
-    if cluster.gpus < 1024:
-        gpus, zero, stages = "128 to 512", "ZeRO-1 or 2", (1, 2)
-    return (f"by GPUs, {gpus}: tp {node}, pp, and dp with {zero}",
-            lambda l: l.tp == node and l.pp > 1 and l.zero in stages)
-
-
-def recipe(search, cluster):
-    """Return the layout of the playbook's recipe: tp as large as a node allows; dp with the least recomputation and ZeRO that
-    fit; more pp as long as dp is waited for; and the fastest micro-batch."""
-    tps = {one.layout.tp for one in search.ordered}
-    largest = max((tp for tp in tps if tp <= cluster.gpus_per_node), default=1)
-    of = [one for one in search.ordered if one.layout.tp == largest and one.layout.cp == one.layout.ep == 1
-          and one.layout.schedule == DEFAULT_SCHEDULE]
-    least = lambda one: (RECOMPUTE.index(one.layout.recompute), one.layout.zero, -one.tokens_per_s)
-    found = None
-    for pp in sorted({one.layout.pp for one in of}):
-        of_pp = sorted((one for one in of if one.layout.pp == pp), key=least)
-        one = next((one for one in of_pp if search.fits(one)), None)
-        if found is None or one and one.seconds["dp"] / one.step < found.seconds["dp"] / found.step:
-            found = one
-        if found and found.seconds["dp"] <= BOTTLENECK * found.step:
-            break
-    return found
-
-
 def heading(question, what="all layouts have the same batch", batch=None):
     batch, seq_len = batch or question.batch, question.seq_len
     billions = costs.model_parameters(question.c) / 1e9
@@ -306,19 +246,6 @@ def commands(question, one):
             "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))]
 
 
-def among_others(question, search, best):
-    """Yield lines that say where the playbook differs."""
-    for rule, one in playbook(question.c, search, question.cluster):
-        said = "no layout that follows it both fits and reaches the batch"
-        if one:
-            lost = one.tokens_per_s / best[0].tokens_per_s - 1
-            than_best = "slower" if lost < 0 else "faster by estimate"
-            said = f"{name_of(one.layout)}, {abs(lost):.1%} {than_best}"
-        if one and one.layout == best[0].layout:
-            said = "agrees"
-        yield f"The playbook, {rule}: {said}."
-
-
 # ---------------------------------------------------------------------- to run it
 def train_flags(model, l, steps=1000, lr=3e-4):
     flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", l.batch,
@@ -336,22 +263,10 @@ def command(model, l, cluster):
     if cluster.nodes == 1:
         train = f"step08_5d/train.py {train_flags(model, l)}"
         return f"torchrun --standalone --nproc_per_node {cluster.gpus} {train}"
-    job = shlex.quote("srun " + on_nodes(model, l, cluster))
-    return (f"sbatch --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {cluster.gpus_per_node} "
-            f"--wrap {job}")
-
-
-def on_nodes(model, l, cluster, job="$SLURM_JOB_ID", host=SLURM_HOST):
-    """Return the command to run on each node. The rendezvous is on the job's first node."""
-    each = min(cluster.gpus, cluster.gpus_per_node)
-    return (f"torchrun --nnodes {cluster.nodes} --nproc_per_node {each} --rdzv_backend c10d --rdzv_id {job} "
-            f"--rdzv_endpoint {host} step08_5d/train.py {train_flags(model, l)}")
-
-
-def script(model, l, cluster):
-    return (f"#!/bin/bash\n#SBATCH --nodes={cluster.nodes}\n#SBATCH --ntasks-per-node=1\n"
-            f"#SBATCH --gpus-per-node={min(cluster.gpus, cluster.gpus_per_node)}\n"
-            f"srun {on_nodes(model, l, cluster)}\n")
+    each = cluster.gpus_per_node                          # the rendezvous is on the job's first node
+    job = (f"srun torchrun --nnodes {cluster.nodes} --nproc_per_node {each} --rdzv_backend c10d --rdzv_id $SLURM_JOB_ID "
+           f"--rdzv_endpoint {SLURM_HOST} step08_5d/train.py {train_flags(model, l)}")
+    return f"sbatch --nodes {cluster.nodes} --ntasks-per-node 1 --gpus-per-node {each} --wrap {shlex.quote(job)}"
 
 
 def hardware(question):

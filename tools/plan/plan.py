@@ -3,19 +3,20 @@ import dataclasses
 import math
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import costs
 import speed
 import trainer
 import trust
 from costs import DEFAULT_SCHEDULE, GIB, Layout
+from models import Model
 from trainer import SCHEDULES, Refused, fail
 
 RECOMPUTE = ("none", "selective", "full")
 NAMES = dict(mbs="micro_batch", acc="accumulation", v="virtual")   # short names in --config and in tables
 # Peak memory is computed, not measured: in most layouts, costs.py's is below a dry run's by at most this share
 MEMORY_ERROR = 0.03
-progress = dict(share=0.0)                                # of the current search: the page asks for it
 
 
 # ---------------------------------------------------------------------- all layouts
@@ -220,9 +221,7 @@ def evaluate(c, l, cluster, constants):
 def timed(c, cluster, seq_len, batch, constants):
     """Yield every layout of the cluster that meets the batch, with its time."""
     k, known = constants["time"], {}                      # known: times of layers, the same for every dp
-    every = list(meshes(c, cluster, seq_len, **constants.get("layout", {})))
-    for done, mesh in enumerate(every):
-        progress["share"] = done / len(every)
+    for mesh in meshes(c, cluster, seq_len, **constants.get("layout", {})):
         if batch % mesh.dp:
             continue
         stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
@@ -307,3 +306,29 @@ def nearest(c, cluster, seq_len, constants):
              for mesh in meshes(c, cluster, seq_len, **constants.get("layout", {}))]
     held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]
     return min(held, key=lambda one: one[0], default=None)
+
+
+# ---------------------------------------------------------------------- a question
+class Question(NamedTuple):
+    model: str
+    c: Model
+    gpu: str
+    cluster: speed.Cluster
+    seq_len: int
+    sequences: float
+    constants: dict
+    training: tuple = (0, 0)                              # tokens, dollars a GPU-hour
+
+    @property
+    def batch(self):
+        """Return the number of sequences in a step, for every layout but --config's."""
+        return batch_near(self.sequences, self.cluster.gpus)
+
+    def search(self):
+        return Search(self.c, self.cluster, self.seq_len, self.batch, self.constants)
+
+    def timed(self, l):
+        return evaluate(self.c, l, self.cluster, self.constants)
+
+    def evaluate(self, config):
+        return self.timed(parse_config(config, self.c, self.cluster, self.seq_len, self.batch, **self.constants["layout"]))

@@ -13,10 +13,7 @@ from trainer import SCHEDULES, bubble, make, simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from simulate import gpus                                                           # noqa: E402
-from simulate.gpus import GPUS, Gpu, Kernel                                         # noqa: E402
-
-NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU: 400 and 100 Gbit/s
-USABLE = GPUS["h100"].usable
+from simulate.gpus import GPUS, NETWORKS, Gpu, Kernel                               # noqa: E402
 
 
 class Cluster(NamedTuple):
@@ -38,25 +35,19 @@ class Cluster(NamedTuple):
 
 # ---------------------------------------------------------------------- overlays
 USUAL = dict(                     # changes nothing
-    product=1.0, head=1.0,        # seconds of products, relative to the simulator's: a layer's; the head's
+    product=1.0,                  # seconds of a layer's products, relative to the simulator's
     shape=1.0,                    # seconds that products lose to their tiles
     attention=1.0,                # seconds of attention
     memory=1.0, loss=1.0,         # bytes of all other kernels: a layer's; the loss's
     optimizer=1.0,                # bytes of the update
-    launch=0.0,                   # host seconds for a layer with tp, and half of it without; 0: the simulator's
-    fill_launch=1.0,              # share of it that is left while a pipeline fills and empties
-    nvlink=1.0, pair=1.0,         # speed of NVLink; and that of a ring of two, relative to it
-    network=1.0, congestion=0.0,  # speed of a network card; how much longer a ring takes per doubling of nodes
-    hop=0.0,                      # s, latency of each step of a tp ring over nodes, beyond the simulator's
-    gather_hop=0.0,               # s, the same for ZeRO, per rank
+    nvlink=1.0, network=1.0,      # speed of NVLink, and of a network card
     tp_shown=1.0,                 # share of tp's collectives that is waited for
     pp_shown=1.0,                 # share of the messages between stages that is waited for
     overlap=1.0,                  # share of the last micro-batch that gradient sums can hide behind
     taken=gpus.TAKEN,             # share of the kernels' speed that a hidden collective takes on NVLink
     gathers_again=1.0,            # 1: tp gathers again for W what it did not keep; 0: it keeps it
     gradient_bytes=4.0,           # of each gradient that is reduced
-    ep_by_tp=0.0,                 # 1: each rank of tp sends its part of the rows to experts; 0: each sends all
-    step=0.0)                     # s per step, for whatever reason
+    ep_by_tp=0.0)                 # 1: each rank of tp sends its part of the rows to experts; 0: each sends all
 NOTHING = (0.0, 0.0, 0.0)
 
 # The kinds of time in a step. The first six are work, by what bounds it; the others are mostly waits.
@@ -70,7 +61,7 @@ KINDS = dict(
     bubble="idle while the pipeline fills and empties", tp="the collectives of tp that nothing hides",
     cp="transfers in the ring that attention does not hide", ep="tokens sent to their experts and back",
     pp="messages between stages", dp="traffic of dp and ZeRO that nothing hides, and how it slows the work beside it",
-    optimizer="the update", other="a fixed cost of every step")
+    optimizer="the update")
 
 
 # ---------------------------------------------------------------------- a training step
@@ -93,9 +84,6 @@ class Times:
         self.F, self.I, self.W = map(sum, zip(*self.layer.values()))
         forward, backward = raw.count
         self.launches = gpus.ISSUE * (forward + backward + forward * (l.recompute != "none"))
-        if k["launch"]:
-            repeated = {"none": 0, "selective": 1 / 6, "full": 1 / 3}[l.recompute]   # forward is a third of the launches
-            self.launches = k["launch"] * (1 if l.tp > 1 else 0.5) * (1 + repeated)
 
 
 def of_micro_batches(c, l, cluster, stages, k, times):
@@ -128,10 +116,9 @@ def pipeline_seconds(c, l, stages, k, times, host):
     seconds["imbalance"] = m * (max(busy) - mean)
     if l.pp == 1:
         return seconds, busy[0], busy[0]
-    filling = [soft_max(works, python * k["fill_launch"]) for works, python in zip(gpu, host)]
-    seconds["bubble"] = idle_share(l, times.F, times.I, times.W) * (sum(filling) - max(filling))
+    seconds["bubble"] = idle_share(l, times.F, times.I, times.W) * (sum(busy) - max(busy))
     v = 1 if SCHEDULES[l.schedule].v_shaped else l.stages_per_rank
-    return seconds, filling[0], filling[0] * (1 + min(m, l.pp) * (v - 1)) / v
+    return seconds, busy[0], busy[0] * (1 + min(m, l.pp) * (v - 1)) / v
 
 
 def idle_share(l, F, I, W):
@@ -237,7 +224,7 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
 
 def layer_times(c, l, cluster, k, raw, again):
     """Return {kind: (F, I, W)}, the seconds of a layer for a micro-batch."""
-    times = split_products(raw.products, raw.ideal, cluster, k, "product")
+    times = split_products(raw.products, raw.ideal, cluster, k["product"], k["shape"])
     times["attention"] = tuple(k["attention"] * s for s in raw.attention)
     times["memory"] = moved(raw.bytes, cluster, k["memory"])
     times["recompute"] = 0.0, forward_again(c, l, times, again), 0.0
@@ -247,12 +234,12 @@ def layer_times(c, l, cluster, k, raw, again):
     return times
 
 
-def split_products(taken, ideal, cluster, k, which):
+def split_products(taken, ideal, cluster, longer, shape):
     """Split the products' seconds: those at the peak, what a large product loses to it, what these lose to a large one."""
-    large = k[which] / cluster.gpu.product
+    large = longer / cluster.gpu.product
     kernels = tuple(best * (large - 1) for best in ideal)
     over_large = [max(0.0, s - best / cluster.gpu.product) for s, best in zip(taken, ideal)]
-    return dict(products=ideal, kernels=kernels, shape=tuple(k[which] * k["shape"] * s for s in over_large))
+    return dict(products=ideal, kernels=kernels, shape=tuple(longer * shape * s for s in over_large))
 
 
 def moved(bytes, cluster, share):
@@ -266,7 +253,7 @@ def head_times(c, l, cluster, k):
     chunks = math.ceil(t / costs.chunk(c, l))
     softmax = (28 if l.tp == 1 else 52) * t * words
     kernels = 0.0, softmax, (28 + 10 * chunks) * words * h
-    products = split_products(*multiplied(cluster.hardware(), [(1, t, h, words)]), cluster, k, "head")
+    products = split_products(*multiplied(cluster.hardware(), [(1, t, h, words)]), cluster, 1, k["shape"])
     return products | dict(memory=moved(kernels, cluster, k["loss"]))
 
 
@@ -284,8 +271,7 @@ def forward_again(c, l, times, again):
 def send(cluster, k, wire, ranks, stride, what="send"):
     """Return (latency, seconds) of a collective or message among ranks that are `stride` apart."""
     neighbours, nodes = span(cluster, ranks, stride)
-    once, seconds, _ = cluster.hardware(k).travel(what, wire, ranks, math.ceil(nodes), neighbours)
-    return once, seconds / (k["pair"] if ranks == 2 and nodes == 1 else 1)
+    return cluster.hardware(k).travel(what, wire, ranks, math.ceil(nodes), neighbours)[:2]
 
 
 def span(cluster, ranks, stride):
@@ -316,7 +302,7 @@ def tp_times(c, l, cluster, k, raw):
     """
     wire = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp
     once, seconds = send(cluster, k, wire, l.tp, 1, "all_gather")
-    half = once + seconds + (l.tp - 1) * k["hop"] * (span(cluster, l.tp, 1)[1] > 1)
+    half = once + seconds
     again = 3 * half * (l.recompute != "none")
     half, again = k["tp_shown"] * half, k["tp_shown"] * again
     if not k["gathers_again"]:
@@ -361,7 +347,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     others = costs.parameters(c, l, stage) - experts
     parts = [(others, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]   # number of ranks that hold them, stride between those
     updated = sum(held / (copies if l.zero else 1) for held, copies, _ in parts)
-    seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0], other=k["step"])
+    seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0])
     if ranks == 1:
         return seconds
     taken, reduced = share_taken(cluster, k, ranks, l.tp), k["gradient_bytes"]
@@ -370,7 +356,7 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     layer = max(0.0, byte - end * (1 + stage.head)) / max(1, stage.layers)
     last_units = end + layer * (l.zero > 0)               # their gradients come last, so nothing hides them
     units = stage.layers + stage.embedding + stage.head
-    latency = units * (ring_seconds(cluster, k, 0, ranks, l.tp) + k["gather_hop"] * ranks)
+    latency = units * ring_seconds(cluster, k, 0, ranks, l.tp)
     window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
     slices = m * (4 + 12 / ranks)                         # bytes: zeroed, and accumulated
     sums = (0, 4, slices, slices)[l.zero]
@@ -390,13 +376,9 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
 
 
 def ring_seconds(cluster, k, held, ranks, stride):
-    """Return the seconds to send one byte per parameter once round the ranks that hold it; if none, the latency alone.
-
-    A ring over more nodes meets more switches: it was seen to slow with the logarithm of the nodes that it spans.
-    """
+    """Return the seconds to send one byte per parameter once round the ranks that hold it; if none, the latency alone."""
     once, seconds = send(cluster, k, held * (ranks - 1) / ranks, ranks, stride, "all_gather")
-    slower = 1 + k["congestion"] * max(0, math.log2(span(cluster, ranks, stride)[1] / 2))
-    return seconds * slower if held else once
+    return seconds if held else once
 
 
 def soft_max(a, b):

@@ -2,6 +2,10 @@
 simulator or a paper, or are our judgement, as the comments say. None was fitted to a run that docs/predictions.md counts as not
 fitted.
 """
+import json
+import math
+from pathlib import Path
+
 from speed import GPUS, USUAL
 from trainer import fail
 
@@ -31,12 +35,24 @@ def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", b
     return found
 
 
+def load_constants(path):
+    """Return the constants that dev/bench/fit_own.py has fitted to a cluster, or the usual ones."""
+    if path is None:
+        return dict(time=USUAL, slack=1.0)
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        known = dict(time={**USUAL, **raw["time"]}, slack=float(raw["slack"]))
+        wrong = [name for name, value in dict(known["time"], slack=known["slack"]).items()
+                 if name not in {*USUAL, "slack"} or not 0 <= float(value) < math.inf]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"--constants {path}: dev/bench/fit_own.py did not write this file ({type(error).__name__}: {error})")
+    return known if not wrong else fail(f"--constants {path}: {wrong[0]} is unknown, or not a number of at least 0")
+
+
 def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
     """Return the constants that answer a question. known are those of --constants, or the usual ones."""
     if float8 and not GPUS[gpu].float8:
         fail(f"--gpu {gpu}: cannot multiply in 8 bits; leave out --fp8")
-    base = dict(time=known["time"], slack=known["slack"])
-    time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, base["time"])
-    return dict(base, time=time, base=base, trainer=trainer, compiled=compiled, float8=float8,
-                splits_backward=trainer != "megatron",
+    time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, known["time"])
+    return dict(time=time, slack=known["slack"], trainer=trainer, float8=float8, splits_backward=trainer != "megatron",
                 layout=dict(wide=2 if trainer == "megatron" else 3 if compiled else 4, whole_logits=trainer == "torchtitan"))

@@ -18,7 +18,7 @@ from refuse import refuse
 MOST_RANKS = 10**6
 
 
-def parse_args(gpus):
+def parse_args(gpus, network):
     """Return the tool's own arguments, and all other flags, for the trainer."""
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
                                      allow_abbrev=False)
@@ -28,7 +28,7 @@ def parse_args(gpus):
     add("ranks", metavar="RANKS", type=int, help="the number of processes that torchrun would start")
     add("--gpu", choices=list(gpus), default="h100", help="the GPU to simulate (h100)")
     add("--gpus_per_node", type=int, help="how many GPUs NVLink connects (8; gb200: 64)")
-    add("--network", type=float, default=50, metavar="GB/s", help="speed of the network card that each GPU has (50)")
+    add("--network", type=float, default=network, metavar="GB/s", help=f"speed of the network card that each GPU has ({network:g})")
     add("--rank", type=int, default=0, help="the rank whose memory, FLOPs and bytes to show (0)")
     add("--details", action="store_true", help="also print FLOPs, what the rank sends, and the longest waits")
     add("--trace", metavar="FILE", help="write a trace to open in https://ui.perfetto.dev")
@@ -55,8 +55,8 @@ def parse_args(gpus):
 
 
 def main():
-    from simulate.gpus import GPUS, Cluster
-    args, flags = parse_args(GPUS)
+    from simulate.gpus import GPUS, NETWORKS, Cluster
+    args, flags = parse_args(GPUS, NETWORKS["infiniband"] / 1e9)
     from steps import step_dir
     sys.path.insert(0, str(step_dir(args.step) if args.step.isdecimal() else Path(args.step).resolve()))
     from simulate.draw import plot, trace
