@@ -879,9 +879,9 @@ def incomplete_job(argv):
     state[key].cpu() for key in self.local_keys}, path); return path.name, digest(path). finish: on rank 0 (folder /
     "index.json").write_text(json.dumps(dict(steps=int(folder.stem[5:]), digests=digests, run=self.run,
     planned_steps=self.args.steps))); folder.rename(folder.with_suffix("")); for outdated in
-    list_checkpoints(self.args)[:-self.args.keep]: shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp"))). restore: if fill(self.state(), [folder / name for name in
-    index["digests"]]): fail("..."); for param, master in zip(self.optimizer.params, self.optimizer.masters):
-    adamw.state[master]["step"].fill_(int(folder.name[5:])); param.data.copy_(master).""")
+    list_checkpoints(self.args)[:-self.args.keep]: shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp"))). restore: if
+    fill(self.state(), [folder / name for name in index["digests"]]): fail("..."); for param, master in zip(self.optimizer.params,
+    self.optimizer.masters): adamw.state[master]["step"].fill_(int(folder.name[5:])); param.data.copy_(master).""")
 def test_resumes_under_another_layout(pool, tmp_path):
     """Write `Checkpoints.write(folder, state)`, which all ranks call. folder, a Path, is step_00000200.tmp; the first rank creates
     it. If an element of the state is not finite, call fail(message, 3); the decorator makes all ranks exit. Write the boxes that
@@ -889,11 +889,11 @@ def test_resumes_under_another_layout(pool, tmp_path):
     its digest). Write `Checkpoints.finish(folder, digests)`, which all ranks call when all have written, with {file name: digest}
     of all ranks, and which acts only on rank 0: it writes index.json, {"steps": 200, "digests": digests, "run": self.run,
     "planned_steps": self.args.steps}, renames the folder to step_00000200, and deletes all checkpoints but the newest
-    self.args.keep; first rename each of these to its name + ".tmp", so that a half-deleted one never looks complete. (Write inside `with fail_on_io_error(folder, self.args):`, which fails
-    with one line if the disk is full.) Write `Checkpoints.restore(folder, index)`, which fills self.state() from the files of
-    index["digests"], fails if a box is not filled, sets Adam's "step" to the number of steps that are done, and copies the masters
-    to the parameters. A run of two ranks with --ep 2 and ZeRO-2, resumed after two steps by two ranks with --tp 2, must have the
-    losses, norms and weights of one process."""
+    self.args.keep; first rename each of these to its name + ".tmp", so that a half-deleted one never looks complete. (Write inside
+    `with fail_on_io_error(folder, self.args):`, which fails with one line if the disk is full.) Write `Checkpoints.restore(folder,
+    index)`, which fills self.state() from the files of index["digests"], fails if a box is not filled, sets Adam's "step" to the
+    number of steps that are done, and copies the masters to the parameters. A run of two ranks with --ep 2 and ZeRO-2, resumed
+    after two steps by two ranks with --tp 2, must have the losses, norms and weights of one process."""
     from safetensors.torch import load_file
     case, folder = cases.make(tmp_path / "case", **cases.shape("top2-2")) + " --dtype float64", tmp_path / "run"
     one = pool.train(STEP, f"{case} --micro_batch_size 12")
