@@ -70,7 +70,7 @@ def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
     assert float(good["tok_s_gpu"]) == 110 and float(good["mem_gib"]) == 1
     assert "the eighth layer is missing" in crash["reason"]
     assert "out of memory" in oom["reason"] and "stopped after 12" in hang["reason"]
-    assert "4 runs; failed: 1 crash, 1 hang, 1 oom" in output and (tmp_path / "results.png").stat().st_size > 1000
+    assert "4 runs; failed: 1 crash, 1 hang, 1 oom" in output
     assert gone(tmp_path)
     status, output = bench(tmp_path, *flags, "1", "2", "4", "8")
     assert status == 0 and "4 layouts, of which 4 are already done" in output and len(rows_of(tmp_path)) == 4
@@ -107,8 +107,8 @@ def test_the_real_trainer_and_the_planner(tmp_path):
     found = [(row["status"], row["dp"], row["tp"], row["grad_acc"]) for row in rows]
     assert found == [("ok", "2", "1", "2"), ("ok", "1", "2", "4")], rows
     assert all(float(row["tok_s_gpu"]) > 0 and float(row["mem_gib"]) > 0.1 for row in rows)
-    planner = [sys.executable, ROOT / "tools/plan", "--model", "tiny", "--gpus", "8"]
-    status, output = run([*planner, "--fit", "results.csv", "--constants", "mine.json"], tmp_path, 120)
+    fit = [sys.executable, ROOT / "dev/bench/fit_own.py", "results.csv", "mine.json"]
+    status, output = run(fit, tmp_path, 120)
     assert status == 0 and (tmp_path / "mine.json").exists(), output
 
 
