@@ -67,7 +67,7 @@ def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
     assert float(good["tok_s_gpu"]) == 110 and float(good["mem_gib"]) == 1
     assert "the eighth layer is missing" in crash["reason"]
     assert "out of memory" in oom["reason"] and "stopped after 12" in hang["reason"]
-    assert "4 runs; failed: 1 crash, 1 hang, 1 oom" in output and (tmp_path / "results.png").stat().st_size > 1000
+    assert "4 runs; failed: 1 crash, 1 hang, 1 oom" in output
     assert gone(tmp_path)
     status, output = bench(tmp_path, *flags, "1", "2", "4", "8")
     assert status == 0 and "4 layouts, of which 4 are already done" in output and len(rows_of(tmp_path)) == 4

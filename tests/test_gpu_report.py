@@ -1,7 +1,5 @@
-"""make gpu: its report, on the CPU and of made-up results; and the files in tools/cloud that run it elsewhere."""
-import ast
+"""make gpu: its report, on the CPU and of made-up results."""
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,10 +8,7 @@ from types import SimpleNamespace
 import gpu
 import pytest
 import torch
-import yaml
 from steps import NAMES, ROOT, clean_environment, run
-
-CLOUD = ROOT / "tools/cloud"
 
 
 def report(folder, *flags, timeout=1500):
@@ -129,68 +124,3 @@ def test_a_model_of_fewer_layers_is_one_that_the_steps_take(tmp_path, model, lay
     status, output = run([sys.executable, ROOT / "tools/simulate", "7", "2", "--model", folder, "--ep" if model == "experts" else
                           "--tp", "2", "--global_batch_size", "2", "--micro_batch_size", "1"], ROOT, 300)
     assert status == 0 and "tokens/s/GPU" in output, output
-
-
-# ------------------------------------------------------------------------------------------------ tools/cloud
-STUB = """#!/bin/bash
-printf '%q ' "${0##*/}" "$@" >> "$RECORD"; echo "in ${PWD##*/}" >> "$RECORD"
-[ "$2" != venv ] || { mkdir -p "${@: -1}/bin"; touch "${@: -1}/bin/activate"; }
-[ "$1" != venv ] || { mkdir -p "${@: -1}/bin"; touch "${@: -1}/bin/activate"; }
-[ "$1" != clone ] || mkdir -p "${@: -1}/out/gpu"
-[[ "$*" != *gpu ]] || touch "${@: -2:1}/out/gpu/report.md" out/gpu/report.md 2>/dev/null || true
-"""
-
-
-def calls(tmp_path, command, **environment):
-    """Run a command with stand-ins for the programs that it calls. Return how it called them."""
-    for name in ("git", "python", "pip", "make", "torchrun", "uv"):
-        (tmp_path / name).write_text(STUB)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "here").mkdir()
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "called"), "HOME": str(tmp_path / "here"),
-           "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path / "here", env=env | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return (tmp_path / "called").read_text().splitlines()
-
-
-def test_kaggle(tmp_path):
-    found = json.loads((CLOUD / "kaggle/kernel-metadata.json").read_text())
-    assert found["code_file"] == "report.py" and found["kernel_type"] == "script" and found["language"] == "python"
-    assert found["machine_shape"] == "NvidiaTeslaT4" and found["enable_gpu"] is found["enable_internet"] is True
-    assert re.fullmatch(r"[A-Z_]+/" + found["title"], found["id"]), "Kaggle wants the title to be the name in the id"
-    said = calls(tmp_path, [sys.executable, CLOUD / "kaggle/report.py"])
-    programs = [line.split()[0] for line in said]
-    assert programs == ["git", "python", "pip", "uv", "pip", "make"] and "make -C steps gpu " in said[-1], said
-    assert (tmp_path / "here/report.md").exists(), "Kaggle keeps what lies in the folder in which the script starts"
-
-
-TWO_NODES = "--nnodes 2 --node_rank 1 --master_port 29500 --master_addr 10.0.0.1 --nproc_per_node 8 step02_dp/train.py"
-
-
-@pytest.mark.parametrize("nodes, wanted", [("1", "make gpu in steps"), ("2", TWO_NODES)])
-def test_skypilot(tmp_path, nodes, wanted):
-    found = yaml.safe_load((CLOUD / "skypilot.yaml").read_text())
-    assert set(found) == {"name", "num_nodes", "envs", "resources", "setup", "run"} and found["num_nodes"] == 1
-    assert all(choice.endswith(":8") for choice in found["resources"]["accelerators"])          # YAML reads a set
-    node = dict(NUM_NODES=nodes, NODE_RANK="1", NODE_IPS="10.0.0.1\n10.0.0.2", NUM_GPUS_PER_NODE="8")
-    said = calls(tmp_path, ["bash", "-c", f"({found['setup']}) && ({found['run']})"], **found["envs"],
-                 **{f"SKYPILOT_{name}": value for name, value in node.items()})
-    assert said[0].startswith("git clone ") and wanted in said[-1], said
-
-
-def test_modal():
-    """Check what can be checked without the package."""
-    text = (CLOUD / "modal_run.py").read_text()
-    tree = ast.parse(text)
-    kinds = ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef, ast.Expr
-    assert all(isinstance(node, kinds) for node in tree.body) and "make gpu" in text and '"requirements.txt"' in text
-    assert not (CLOUD / "modal.py").exists(), "modal run would import it in the place of the package"
-
-
-def test_no_address_and_no_secret_is_in_them():
-    for path in filter(os.path.isfile, CLOUD.rglob("*.*")):
-        text = path.read_text()
-        assert not re.search(r"(token|secret|password|api_?key)\s*[:=]", text, re.I), path
-        assert set(re.findall(r"github\.com/\S+?(?=[\"'\s])", text)) <= {"github.com/OWNER/NAME"}, path
-        assert "check the price" in text or "check it" in text or path.suffix == ".json", path

@@ -287,7 +287,8 @@ def by_collective(payload):
 @pytest.mark.parametrize("kind, count, seed", [
     ("moe", 22, 22), *(pytest.param(*case, marks=pytest.mark.sweep) for case in [("dense", 28, 28), ("qk_norm", 12, 28)])])
 def test_what_a_dry_run_sees(pool, tmp_path, kind, count, seed):
-    """Compare the planner with dry runs, and both with the formulas of traffic.py. QK-norm is tested in layouts that the dense model has as well: only the norms differ."""
+    """Compare the planner with dry runs, and both with the formulas of traffic.py. QK-norm is tested in layouts that the dense
+    model has as well: only the norms differ."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[kind]))
     c = models.load(str(tmp_path))
     layouts, errors, missed = drawn(c, count, random.Random(seed)), [], {}

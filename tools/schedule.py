@@ -91,32 +91,24 @@ def main():
     parser.add_argument("--picture", default="schedule.png", help="the picture to draw (schedule.png)")
     args = parser.parse_args()
     if not (ROOT / args.step / "schedules.py").is_file():
-        those = sorted(path.parent.name for path in ROOT.glob("step0*/schedules.py"))
-        refuse(f"--step {args.step}: has no schedules.py; choose from {', '.join(those)}")
+        refuse(f"--step {args.step}: has no schedules.py; choose step06_pp, step07_ep or step08_5d")
     sys.path.insert(0, str(ROOT / args.step))
     import schedules
     if args.schedule not in schedules.SCHEDULES:
         refuse(f"--schedule {args.schedule}: unknown schedule; choose from {', '.join(schedules.SCHEDULES)}")
     row = schedules.SCHEDULES[args.schedule]
-    own = row.stages_per_rank
-    stages = own if args.stages_per_rank is None else args.stages_per_rank
-    if stages < own or stages > own and not row.or_more:
-        refuse(f"--stages_per_rank {stages}: must be {own}{' or more' * row.or_more} with --schedule {args.schedule}")
-    least = row.min_micro_batches(max(1, args.pp))
+    stages, least = args.stages_per_rank or row.stages_per_rank, row.min_micro_batches(max(1, args.pp))
+    if stages < row.stages_per_rank or stages > row.stages_per_rank and not row.or_more:
+        refuse(f"--stages_per_rank {stages}: must be {row.stages_per_rank}{' or more' * row.or_more} "
+               f"with --schedule {args.schedule}")
     if args.pp < 1 or args.micro_batches < least:
         refuse(f"--pp {args.pp}, --micro_batches {args.micro_batches}: must be at least 1, and at least {least}")
-    if args.pp * stages * args.micro_batches > 5000:
-        refuse(f"--pp {args.pp}, --stages_per_rank {stages}, --micro_batches {args.micro_batches}: too many to draw; "
-               "their product can be 5,000 at most")
     schedule = schedules.make(args.schedule, args.pp, args.micro_batches, stages)
     events = schedules.simulate(schedule)
     print(text(events))
     print(f"idle, of {max(event.end for event in events)} units: {schedules.bubble(events)}")
     print(f"kept at most, micro-batches of a stage: {[schedules.max_in_flight(actions) for actions in schedule]}")
-    try:
-        draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
-    except (OSError, ValueError) as error:                # the path cannot be written, or its suffix is not an image format
-        refuse(f"--picture {args.picture}: {error}")
+    draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
     print(f"the picture is in {args.picture}")
 
 

@@ -1,6 +1,6 @@
 """Fit the planner's constants to a cluster, from runs that tools/sweep.py has measured there.
 
-    python tools/sweep.py --out out/results.csv --gpus 8 --tp 1 2 4 --zero 0 1 --micro_batch_size 1 2 -- --model llama-1b --seq_len 4096
+    python tools/sweep.py --out out/results.csv --gpus 8 --tp 1 2 4 --zero 0 1 -- --model llama-1b --seq_len 4096
     python dev/bench/fit_own.py out/results.csv out/mine.json --gpu h100
     python tools/plan --model llama-8b --gpus 64 --constants out/mine.json
 
@@ -63,7 +63,7 @@ def main():
     parser.add_argument("results", help="the CSV file that tools/sweep.py has written")
     parser.add_argument("constants", help="the file to write")
     parser.add_argument("--gpu", choices=speed.GPUS, default="h100")
-    parser.add_argument("--network", type=float, default=speed.NETWORKS["infiniband"], help="bytes per second per GPU (%(default)s)")
+    parser.add_argument("--network", type=float, default=speed.NETWORKS["infiniband"], help="bytes per second per GPU")
     parser.add_argument("--gpus_per_node", type=int, default=8)
     args = parser.parse_args()
     runs = read(args.results) or parser.error(f"{args.results}: no row has status ok, so there is nothing to fit to")

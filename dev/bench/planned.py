@@ -31,8 +31,8 @@ SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediat
 
 
 def predict(row):
-    """Return a row's prediction, its interval, and the assumptions made. If a source leaves out the micro-batch, assume the fastest:
-    a team that publishes has looked for it."""
+    """Return a row's prediction, its interval, and the assumptions made. If a source leaves out the micro-batch, assume the
+    fastest: a team that publishes has looked for it."""
     if row.get("micro_batch"):
         return predict_one(row, [])
     each, pp = int(row["sequences_per_step"]) // int(row["dp"] or 1), int(row["pp"] or 1)
