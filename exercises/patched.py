@@ -23,7 +23,7 @@ NO_LESSON = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationEr
 
 @cache
 def planted_mistakes():
-    """Return all planted mistakes, {name: its table}, in the order of mistakes.toml. Its texts of several lines become one line."""
+    """Return all planted mistakes, {name: its table}, in the order of mistakes.toml. A text of several lines becomes one line."""
     mistakes = tomllib.loads(MISTAKES.read_text())
     for mistake in mistakes.values():
         mistake.update({key: " ".join(mistake[key].split()) for key in ("what", "loss", "wild") if key in mistake})
@@ -66,7 +66,7 @@ class Verdict:
     """A pytest plugin that counts the tests that passed and keeps the first failure."""
 
     def __init__(self):
-        self.passed, self.why, self.failed, self.text = 0, "", "", ""
+        self.passed, self.why, self.failed, self.text, self.lesson = 0, "", "", "", False
 
     def pytest_runtest_logreport(self, report):
         self.passed += report.passed and report.when == "call"

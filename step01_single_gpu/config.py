@@ -1,5 +1,6 @@
 """The command line and the model's shape. Invalid settings fail here, before any work is done."""
 import importlib.util
+import math
 import os
 import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
@@ -23,7 +24,7 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter):
         return action.help if hidden else super()._get_help_string(action)
 
 
-def parse_args(argv=None):
+def parse_args(argv, techniques):
     parser = ArgumentParser(allow_abbrev=False, formatter_class=HelpFormatter)
     parser.error = fail
     add = parser.add_argument
@@ -53,6 +54,9 @@ def parse_args(argv=None):
         help="recompute in backward: nothing, all but matrix products and attention, or the whole layer")
     add("--compile", action="store_true", help="torch.compile every layer, and the loss")
 
+    for technique in techniques:
+        technique.flags(add)
+
     add("--log_file", help="file for one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
     add("--profile", help="directory for a trace of one step and, on CUDA, a memory snapshot")
@@ -64,6 +68,9 @@ def parse_args(argv=None):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     default_dtype = "bfloat16" if args.device == "cuda" and gpu_has_bfloat16() else "float32"
     args.dtype = getattr(torch, args.dtype or default_dtype)
+    for technique in techniques:
+        if hasattr(technique, "defaults"):
+            technique.defaults(args)
     args.first_step = 0                                   # step08_5d, which can resume, changes it
     return args
 
@@ -195,15 +202,14 @@ def to_hugging_face(config, dtype):
         architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
-def check(args, config):
+def check(args, config, techniques):
     """Reject invalid settings; show the arithmetic and suggest valid values."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size != 1:
         fail(f"world size {world_size}: step 1 trains on one device; start one process")
-    batch, micro = args.global_batch_size, args.micro_batch_size
-    if batch % micro:
-        fail(f"--micro_batch_size {micro}: must divide global_batch_size {batch}; "
-             f"choose from {divisors(batch)}")
+    for technique in techniques:
+        technique.check(args, config)
+    must_divide("micro_batch_size", args.micro_batch_size, "global_batch_size", args.global_batch_size)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         fail(f"--model {args.model}: num_attention_heads {heads} must be a multiple of num_key_value_heads "
@@ -238,14 +244,27 @@ def check_outputs(args):
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
     for flag, folder in (("save", args.save), ("profile", args.profile)):
-        try:
-            if folder:
-                os.makedirs(folder, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            fail(f"--{flag} {folder}: cannot be written to ({error})")
+        if folder:
+            check_writable(flag, folder)
     if args.save and os.listdir(args.save):
         fail(f"--save {args.save}: must be empty; choose a new or an empty directory")
+
+
+def check_writable(flag, folder):
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fail(f"--{flag} {folder}: cannot be written to ({error})")
+
+
+def must_divide(flag, n, what, whole, also=0):
+    """Fail unless n divides whole: "--tp 3: must divide num_attention_heads 8; choose from 1, 2, 4, 8".
+
+    What is to choose from divides `also`, too.
+    """
+    if whole % n:
+        fail(f"--{flag} {n}: must divide {what} {whole}; choose from {divisors(math.gcd(whole, also))}")
 
 
 def divisors(n):

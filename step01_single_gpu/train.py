@@ -10,16 +10,18 @@ from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from messages import clean_exit
 from metrics import Metrics
-from model import Llama
+from model import Llama, use_flash_attention
 from optimizer import Optimizer, add_main_grads, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
 
+TECHNIQUES = ()                                           # of parallelism; step02_dp has the first
+
 
 def prepare(argv):
-    args = parse_args(argv)
+    args = parse_args(argv, TECHNIQUES)
     config = load_config(args)
-    check(args, config)
+    check(args, config, TECHNIQUES)
     set_num_threads(args, config)
     return args, config, load_tokens(args, config.vocab_size)
 
@@ -29,9 +31,7 @@ def build_model(config, args):
         model = Llama(config)
     materialize(model, config, args)
     if args.attention == "flash":
-        from flash_attn import flash_attn_func
-        for layer in model.model.layers.values():
-            layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+        use_flash_attention(model)
     recompute_and_compile(model, args)
     return model
 
@@ -46,6 +46,14 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
+def train_step(model, optimizer, micro_batches, lr, args):
+    """Train on a global batch. Return its mean loss, and the norm of the gradients before clipping."""
+    loss = forward_backward(model, micro_batches, args)
+    grad_norm = optimizer.clip_grad_norm()
+    optimizer.step(lr)
+    return loss, grad_norm
+
+
 @clean_exit()
 def main(argv=None):
     args, config, tokens = prepare(argv)
@@ -57,9 +65,7 @@ def main(argv=None):
     for step, micro_batches in batches(tokens, config, args):
         lr = learning_rate(step, args)
         with profiler.step(step):
-            loss = forward_backward(model, micro_batches, args)
-            grad_norm = optimizer.clip_grad_norm()
-            optimizer.step(lr)
+            loss, grad_norm = train_step(model, optimizer, micro_batches, lr, args)
         metrics.log(step, loss, grad_norm, lr)
     if args.save:
         save_checkpoint(model, config, args)

@@ -1,5 +1,6 @@
 """The command line and the model's shape. Invalid settings fail here, before any work is done."""
 import importlib.util
+import math
 import os
 import tempfile
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
@@ -23,7 +24,7 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter):
         return action.help if hidden else super()._get_help_string(action)
 
 
-def parse_args(argv=None):
+def parse_args(argv, techniques):
     parser = ArgumentParser(allow_abbrev=False, formatter_class=HelpFormatter)
     parser.error = fail
     add = parser.add_argument
@@ -53,10 +54,8 @@ def parse_args(argv=None):
         help="recompute in backward: nothing, all but matrix products and attention, or the whole layer")
     add("--compile", action="store_true", help="torch.compile every layer, and the loss")
 
-    add("--dp", type=at_least(1), help="data-parallel ranks (default: the world size)")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket",
-        help="without ZeRO: all-reduce gradients after backward, during it, or during it in buckets")
-    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
+    for technique in techniques:
+        technique.flags(add)
 
     add("--ledger", action="store_true",
         help="print the bytes that rank 0 sends in one training step, beside those expected")
@@ -72,7 +71,9 @@ def parse_args(argv=None):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     default_dtype = "bfloat16" if args.device == "cuda" and gpu_has_bfloat16() else "float32"
     args.dtype = getattr(torch, args.dtype or default_dtype)
-    args.dp = args.dp or int(os.environ.get("WORLD_SIZE", 1))
+    for technique in techniques:
+        if hasattr(technique, "defaults"):
+            technique.defaults(args)
     args.first_step = 0                                   # step08_5d, which can resume, changes it
     return args
 
@@ -204,18 +205,11 @@ def to_hugging_face(config, dtype):
         architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
-def check(args, config):
+def check(args, config, techniques):
     """Reject invalid settings; show the arithmetic and suggest valid values."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if args.dp != world_size:
-        fail(f"--dp {args.dp}: must equal the world size, {world_size}; leave it out")
-    batch, micro = args.global_batch_size, args.micro_batch_size
-    if batch % args.dp:
-        fail(f"--global_batch_size {batch}: must be a multiple of dp {args.dp}; "
-             f"choose {multiples(args.dp, batch)}")
-    if batch // args.dp % micro:
-        fail(f"--micro_batch_size {micro}: must divide global_batch_size {batch} / dp {args.dp} = "
-             f"{batch // args.dp}; choose from {divisors(batch // args.dp)}")
+    for technique in techniques:
+        technique.check(args, config)
+    must_divide("micro_batch_size", args.micro_batch_size, "global_batch_size", args.global_batch_size)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         fail(f"--model {args.model}: num_attention_heads {heads} must be a multiple of num_key_value_heads "
@@ -251,19 +245,36 @@ def check_outputs(args):
         fail("--profile: requires --steps of at least 1")
     save = args.save if RANK == 0 else None               # rank 0 alone writes there
     for flag, folder in (("save", save), ("profile", args.profile)):
-        try:
-            if folder:
-                os.makedirs(folder, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            fail(f"--{flag} {folder}: cannot be written to ({error})")
+        if folder:
+            check_writable(flag, folder)
     if save and os.listdir(save):
         fail(f"--save {save}: must be empty; choose a new or an empty directory")
+
+
+def check_writable(flag, folder):
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fail(f"--{flag} {folder}: cannot be written to ({error})")
+
+
+def must_divide(flag, n, what, whole, also=0):
+    """Fail unless n divides whole: "--tp 3: must divide num_attention_heads 8; choose from 1, 2, 4, 8".
+
+    What is to choose from divides `also`, too.
+    """
+    if whole % n:
+        fail(f"--{flag} {n}: must divide {what} {whole}; choose from {divisors(math.gcd(whole, also))}")
 
 
 def divisors(n):
     return ", ".join(str(d) for d in range(1, min(n, 10000) + 1) if n % d == 0)
 
 
-def multiples(n, near):
-    return " or ".join(str(m) for m in (near // n * n, near // n * n + n) if m)
+def must_be_multiple(flag, n, divisor, what, otherwise=""):
+    """Fail unless divisor divides n: "--seq_len 10: must be a multiple of tp 4; choose 8 or 12"."""
+    if n % divisor:
+        below = n // divisor * divisor
+        near = " or ".join(str(m) for m in (below, below + divisor) if m)
+        fail(f"--{flag} {n}: must be a multiple of {what}; choose {near}{otherwise}")

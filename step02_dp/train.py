@@ -6,25 +6,28 @@
 import torch
 import torch.distributed as dist
 
+import data_parallel
 from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
-from data_parallel import make_reducer
 from ledger import ledger
 from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distributed
 from messages import RANK
 from metrics import Metrics
-from model import Llama
+from model import Llama, use_flash_attention
 from optimizer import Optimizer, add_main_grads, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
 
+# config.py calls their flags, defaults (if any) and check, in this order; ledger.py calls their traffic
+TECHNIQUES = (data_parallel,)
+
 
 @fail_together()
 def prepare(argv):
-    args = parse_args(argv)
+    args = parse_args(argv, TECHNIQUES)
     config = load_config(args)
-    check(args, config)
+    check(args, config, TECHNIQUES)
     set_num_threads(args, config)
     return args, config, load_tokens(args, config.vocab_size)
 
@@ -35,9 +38,7 @@ def build_model(config, args):
         model = Llama(config)
     materialize(model, config, args)
     if args.attention == "flash":
-        from flash_attn import flash_attn_func
-        for layer in model.model.layers.values():
-            layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+        use_flash_attention(model)
     recompute_and_compile(model, args)
     return model
 
@@ -52,6 +53,16 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
+def train_step(model, reducer, optimizer, micro_batches, lr, args):
+    """Train on a global batch. Return its mean loss, and the norm of the gradients before clipping."""
+    loss = forward_backward(model, micro_batches, args)
+    reducer.finish()
+    dist.all_reduce(loss)
+    grad_norm = optimizer.clip_grad_norm()
+    optimizer.step(lr)
+    return loss, grad_norm
+
+
 @init_distributed()
 def main(argv=None):
     args, config, tokens = prepare(argv)
@@ -59,18 +70,14 @@ def main(argv=None):
     mesh = build_mesh(args)
     model = build_model(config, args)
     add_main_grads(model.parameters())
-    reducer = make_reducer(model.parameters(), mesh.get_group("dp"), args)
+    reducer = data_parallel.make_reducer(model.parameters(), mesh.get_group("dp"), args)
     optimizer = Optimizer(model.parameters(), args)
     profiler = Profiler(args)
     metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
-        with profiler.step(step), ledger(step, model, mesh, args):
-            loss = forward_backward(model, micro_batches, args)
-            reducer.finish()
-            dist.all_reduce(loss)
-            grad_norm = optimizer.clip_grad_norm()
-            optimizer.step(lr)
+        with profiler.step(step), ledger(step, model, mesh, args, TECHNIQUES):
+            loss, grad_norm = train_step(model, reducer, optimizer, micro_batches, lr, args)
         metrics.log(step, loss, grad_norm, lr)
     if args.save and RANK == 0:                           # every rank has the whole model
         save_checkpoint(model, config, args)

@@ -30,7 +30,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from config import at_least, divisors, must_be_multiple, must_divide
 from loss import LMHead
+from mesh import data_mesh
+from messages import fail
 from model import MLP, Attention
 from shards import Shard
 
@@ -191,7 +194,7 @@ PARALLEL = {                                              # {name: (class, dimen
     "embed_tokens": (VocabParallelEmbedding, 0), "lm_head": (VocabParallelHead, 0)}
 
 
-def tensor_parallel(model, config, mesh: DeviceMesh, args):
+def apply(model, config, mesh: DeviceMesh, args):
     """Shard a model that is on the meta device; record on each parameter which shard this rank holds."""
     if args.tp == 1:
         return
@@ -266,3 +269,51 @@ class ColumnParallelLinears(torch.autograd.Function):
         x = gathered().flatten(0, 1)                                               # [batch * seq, hidden]
         grad_weights = [grad.flatten(0, 1).T @ x for grad in grads]
         return reduced(), None, None, None, *grad_weights
+
+
+# ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
+def flags(add):
+    add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks; each holds a part of every matrix")
+    add("--sp", choices=["on", "off"], default="on",
+        help="sequence parallelism: outside attention and MLP, each tp rank holds a part of the sequence")
+
+
+def check(args, config):
+    tp, kv_heads = args.tp, config.num_key_value_heads
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        must_divide("tp", tp, name, getattr(config, name), also=config.num_attention_heads)
+    if kv_heads % tp and tp % kv_heads:
+        fail(f"--tp {tp}: must divide num_key_value_heads {kv_heads}, or be a multiple of it; "
+             f"choose from {divisors(kv_heads)}")
+    if args.sp == "on":
+        must_be_multiple("seq_len", args.seq_len, tp, f"tp {tp}", otherwise=", or --sp off")
+
+
+def traffic(model, mesh, args):
+    if args.tp == 1:
+        return []
+    group, decoder = mesh.get_group("tp"), model.model
+    tokens = args.global_batch_size * args.seq_len // data_mesh(mesh).size()       # of this rank
+    activation_bytes = tokens * decoder.config.hidden_size * args.dtype.itemsize   # [batch, seq, hidden]
+    layers, recomputes = len(decoder.layers), args.recompute != "none"
+    # A layer has two regions; embedding and head are half a region each. Forward reduces on leaving a region,
+    # backward where forward entered it. Recomputing repeats one of forward's two reductions in a layer: it
+    # stops before the last operation.
+    ends = (decoder.embed_tokens is not None) + (model.lm_head is not None)
+    reductions = (4 + recomputes) * layers + ends
+    traffic = []
+    if args.sp == "off":
+        traffic.append((group, "all_reduce", reductions * activation_bytes))
+    else:                                                # ColumnParallelLinears gathers again in backward
+        gathered_again = sum(isinstance(module, (Attention, MLP)) for module in decoder.modules())
+        gathers = (4 + 2 * recomputes) * layers + ends + gathered_again
+        traffic.append((group, "reduce_scatter", reductions * activation_bytes))
+        traffic.append((group, "all_gather", gathers * activation_bytes))
+    if model.lm_head is not None:                         # the cross-entropy's three numbers per token
+        dtype = torch.promote_types(args.dtype, torch.float32)
+        traffic.append((group, "all_reduce", 3 * tokens * dtype.itemsize))
+    params = [param for unit in model.zero_units for param in unit.sharded_params()]
+    for param in params or model.parameters():
+        if param.placement.grad_reduce_group:
+            traffic.append((param.placement.grad_reduce_group, "all_reduce", param.main_grad.nbytes))
+    return traffic

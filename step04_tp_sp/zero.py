@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from config import at_least, must_divide
 from data_parallel import make_reducer
-from mesh import data_mesh
+from mesh import data_mesh, degrees
+from messages import fail
 from optimizer import add_main_grads
 
 
@@ -43,7 +45,7 @@ class Zero1Unit:
         self.replicate_group, self.shard_group = mesh.get_all_groups()
         self.backwards_per_reduce = args.global_batch_size // (args.micro_batch_size * args.dp)
         self.grad_dtype = torch.promote_types(args.dtype, torch.float32)
-        self.num_grads, self.gather_handle, self.outdated = 0, None, False
+        self.num_grads, self.gather_handle, self.is_whole = 0, None, True
 
     def accumulate_grad(self, param):
         self.grad_views[param].add_(param.grad)
@@ -69,10 +71,14 @@ class Zero1Unit:
             self.gather_handle = None
 
     def unshard(self):
-        """Start gathering the weights, unless they were gathered since the optimizer last updated them."""
-        if self.outdated:
-            self.outdated = False
+        """Start gathering the weights, unless they are whole or on their way."""
+        if not self.is_whole:
+            self.is_whole = True                          # once gather_handle has been waited for
             self.start_all_gather()
+
+    def reshard(self):
+        """Mark the whole weights as stale: the optimizer has updated only the shard."""
+        self.is_whole = False
 
     def pre_forward(self, module, inputs):
         self.unshard_and_prefetch(self.next_in_forward)
@@ -122,8 +128,9 @@ class Zero1Unit:
         for param in self.params:
             start = max(offset, self.shard_slice.start)
             stop = min(offset + param.numel(), self.shard_slice.stop)
-            if start < stop:
-                local = slice(start - self.shard_slice.start, stop - self.shard_slice.start)
+            # The optimizer needs a parameter. So a unit whose shard is all padding gives it an empty one.
+            if start < stop or param is self.params[-1] and not sharded_params:
+                local = slice(start - self.shard_slice.start, max(start, stop) - self.shard_slice.start)
                 sharded_param = nn.Parameter(self.param_shard[local], requires_grad=False)
                 sharded_param.main_grad = self.grad_shard[local]
                 num_replicas = param.placement.num_replicas // self.shard_group.size()
@@ -155,10 +162,10 @@ class Zero:
 
     def start_all_gather(self):
         """Let forward gather the weights that the last step updated; start with the first unit's."""
-        if self.stage in (1, 2):                          # stage 3 keeps the shards, and gathers them anyway
-            for unit in self.units:
-                unit.outdated = True
-            self.units[0].unshard()
+        for unit in self.units:
+            unit.reshard()
+        for unit in self.units[:1]:
+            unit.unshard()
 
     def post_accumulate_grad(self, param):
         """Take a gradient that backward has computed. After a unit's last one, start its reduce-scatter."""
@@ -189,12 +196,9 @@ class Zero:
                 dist.all_reduce(unit.grad_shard, group=unit.replicate_group)
 
     def wait_for_all_gather(self):
-        """Wait until the weights are whole again after the last update: --save reads them.
-
-        Besides, no process may exit while others still gather from it.
-        """
+        """Wait until the weights are whole again after the last update: --save reads them."""
         for unit in self.units:
-            if self.stage in (1, 2):
+            if self.stage < 3:                            # saving gathers those of stage 3 one by one
                 unit.unshard()
             unit.wait_for_all_gather()
 
@@ -234,14 +238,14 @@ class Zero3Unit(Zero2Unit):
 
     def reshard(self):
         """Free the whole weights. Autograd's saved tensors stay views of the storage that unshard refills."""
+        super().reshard()
         self.flat_param.untyped_storage().resize_(0)
 
     def unshard(self):
         """Start gathering the whole weights, unless they are there, into the storage that reshard emptied."""
-        storage = self.flat_param.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.flat_param.nbytes)
-            self.start_all_gather()
+        if not self.is_whole:
+            self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
+        super().unshard()
 
     def post_forward(self, module, inputs, output):
         """Set a hook on the output: its gradient comes just before backward needs the weights."""
@@ -310,3 +314,43 @@ def unsharded_param(param):
     value = param.detach().clone()
     unit.reshard()
     return value
+
+
+# ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
+def data_ranks(args):
+    """Return how many ranks hold the same weights: dp, and from step 5 on dp x cp."""
+    return args.dp * degrees(args).get("cp", 1)
+
+
+def flags(add):
+    add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
+        help="ZeRO stage; 1: shard optimizer states, 2: also gradients, 3: also weights (FSDP)")
+    add("--zero_shard", type=at_least(1),
+        help="data-parallel ranks that share one set of shards; the others hold replicas (default: all)")
+
+
+def defaults(args):
+    if args.zero == 0 and args.zero_shard:
+        fail("--zero_shard: requires --zero 1, 2 or 3")
+    args.zero_shard = args.zero_shard or data_ranks(args)
+
+
+def check(args, config):
+    what = f"dp {args.dp} x cp {args.cp} =" if "cp" in degrees(args) else "dp"
+    must_divide("zero_shard", args.zero_shard, what, data_ranks(args))
+
+
+def traffic(model, mesh, args):
+    grad_norm = dist.group.WORLD, "all_reduce", torch.promote_types(args.dtype, torch.float32).itemsize
+    num_micro_batches, traffic = args.global_batch_size // (args.micro_batch_size * args.dp), [grad_norm]
+    for unit in model.zero_units:
+        gathers = 1
+        reduces = num_micro_batches if args.zero >= 2 else 1
+        if args.zero == 3:                                # in forward, and some units again in backward
+            gathers = num_micro_batches * (1 + (unit.weights_in_backward and unit.reshard_after_forward))
+        traffic.append((unit.shard_group, "all_gather", gathers * unit.flat_param.nbytes))
+        grad_bytes = unit.grad_shard.nbytes * unit.shard_group.size()
+        traffic.append((unit.shard_group, "reduce_scatter", reduces * grad_bytes))
+        if unit.replicate_group.size() > 1:
+            traffic.append((unit.replicate_group, "all_reduce", unit.grad_shard.nbytes))
+    return traffic

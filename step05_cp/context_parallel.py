@@ -26,6 +26,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from config import at_least, must_be_multiple, must_divide
+from messages import fail
+
 aten = torch.ops.aten
 
 
@@ -38,7 +41,7 @@ def local_positions(mesh: DeviceMesh, args):
     return torch.cat((chunks[rank], chunks[-1 - rank]))   # one from each end of the sequence
 
 
-def context_parallel(model, mesh: DeviceMesh, args):
+def apply(model, mesh: DeviceMesh, args):
     """Replace the inner attention, which makes the output from q, k and v, in all layers."""
     if args.cp == 1:
         return
@@ -311,3 +314,55 @@ def ulysses(inner_attention, group: ProcessGroup):
         out = inner_attention(q, k, v)                                   # [batch, seq, heads/cp, head_dim]
         return UlyssesAllToAll.apply(out, 1, 2, group)
     return ulysses_attention
+
+
+# ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
+def flags(add):
+    add("--cp", type=at_least(1), default=1,
+        help="context-parallel ranks; each gets a part of every sequence")
+    add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
+        help="how attention reaches the keys and values of the other parts")
+
+
+def defaults(args):
+    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"             # ring needs only one chunk per rank
+
+
+def check(args, config):
+    cp, heads = args.cp, config.num_attention_heads // args.tp
+    chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one
+    needed = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
+    why = f"cp {cp} with --cp_mode {args.cp_mode}" + f" and tp {args.tp} with --sp on" * (needed > chunks)
+    must_be_multiple("seq_len", args.seq_len, needed, f"{needed}, because of {why}")
+    if args.cp_mode == "ulysses":
+        must_divide("cp", cp, "the heads that --cp_mode ulysses splits, "
+                f"num_attention_heads {config.num_attention_heads} / tp {args.tp} =", heads)
+    elif cp > 1 and args.attention == "flash":
+        fail(f"--attention flash: --cp_mode {args.cp_mode} has its own kernels; use --attention sdpa or "
+             "--cp_mode ulysses")
+
+
+def traffic(model, mesh, args):
+    if args.cp == 1:
+        return []
+    group, layers = mesh.get_group("cp"), model.model.layers
+    attention = next(iter(layers.values())).self_attn
+    # each token of this rank goes through the attention of every layer
+    tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * len(layers)
+    # number of elements in all queries, and in all keys; outputs and values have as many
+    q, kv = (tokens * len(proj.weight) for proj in (attention.q_proj, attention.k_proj))
+    itemsize = args.dtype.itemsize
+    acc_itemsize = torch.promote_types(args.dtype, torch.float32).itemsize     # gradients are summed in this
+    num_passes = 2 if args.recompute == "none" else 3     # forward, backward; recomputing runs forward again
+    if args.cp_mode == "ulysses":
+        # each pass exchanges q, k, v and the output, or their gradients
+        kv_heads = len(attention.k_proj.weight) // attention.head_dim
+        repeats = args.cp // math.gcd(kv_heads, args.cp)  # each kv head is sent this many times
+        return [(group, "all_to_all", num_passes * itemsize * (2 * q + 2 * kv * repeats))]
+    if args.cp_mode == "allgather":
+        # each pass gathers keys and values; backward also reduce-scatters their gradients
+        gathered = num_passes * args.cp * 2 * kv * itemsize
+        return [(group, "all_gather", gathered), (group, "reduce_scatter", args.cp * 2 * kv * acc_itemsize)]
+    # ring, zigzag: each pass sends keys and values cp - 1 times, and backward sends their gradients cp times
+    sent, grads_sent = num_passes * (args.cp - 1) * 2 * kv * itemsize, args.cp * 2 * kv * acc_itemsize
+    return [(group, "send", sent + grads_sent)]

@@ -6,27 +6,31 @@
 import torch
 import torch.distributed as dist
 
+import context_parallel
+import data_parallel
+import tensor_parallel
+import zero
 from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
-from context_parallel import context_parallel
 from data import batches, load_tokens
 from ledger import ledger
 from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distributed
 from metrics import Metrics
-from model import Llama
+from model import Llama, use_flash_attention
 from optimizer import Optimizer, learning_rate
 from placement import init_placements
 from profiling import Profiler
 from recompute import recompute_and_compile
-from tensor_parallel import all_reduce_partial_grads, tensor_parallel
-from zero import Zero, make_units
+
+# config.py calls their flags, defaults (if any) and check, in this order; ledger.py calls their traffic
+TECHNIQUES = (data_parallel, zero, tensor_parallel, context_parallel)
 
 
 @fail_together()
 def prepare(argv):
-    args = parse_args(argv)
+    args = parse_args(argv, TECHNIQUES)
     config = load_config(args)
-    check(args, config)
+    check(args, config, TECHNIQUES)
     set_num_threads(args, config)
     return args, config, load_tokens(args, config.vocab_size)
 
@@ -35,16 +39,14 @@ def prepare(argv):
 def build_model(config, mesh, args):
     with torch.device("meta"):                            # shapes without memory
         model = Llama(config)
-    init_placements(model)
-    tensor_parallel(model, config, mesh, args)
-    model.zero_units = make_units(model, mesh, args)
+    init_placements(model, mesh)
+    tensor_parallel.apply(model, config, mesh, args)
+    model.zero_units = zero.make_units(model, mesh, args)
     materialize(model, config, args)
     if args.attention == "flash":
-        from flash_attn import flash_attn_func
-        for layer in model.model.layers.values():
-            layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    context_parallel(model, mesh, args)
-    recompute_and_compile(model, args, has_graph_breaks=args.tp * args.cp > 1)
+        use_flash_attention(model)
+    context_parallel.apply(model, mesh, args)
+    recompute_and_compile(model, args)
     return model
 
 
@@ -58,30 +60,36 @@ def forward_backward(model, micro_batches, args):
     return total / args.tp                                # all tp ranks have the same loss
 
 
+def train_step(model, sharding, optimizer, micro_batches, lr, args):
+    """Train on a global batch. Return its mean loss, and the norm of the gradients before clipping."""
+    sharding.start_all_gather()
+    loss = forward_backward(model, micro_batches, args)
+    sharding.finish_grad_reduction()
+    tensor_parallel.all_reduce_partial_grads(sharding.params)
+    dist.all_reduce(loss)
+    grad_norm = optimizer.clip_grad_norm()
+    optimizer.step(lr)
+    return loss, grad_norm
+
+
 @init_distributed()
 def main(argv=None):
     args, config, tokens = prepare(argv)
     check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
     model = build_model(config, mesh, args)
-    zero = Zero(model, mesh, args)
-    optimizer = Optimizer(zero.params, args)
+    sharding = zero.Zero(model, mesh, args)
+    optimizer = Optimizer(sharding.params, args)
     profiler = Profiler(args)
     metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
-        with profiler.step(step), ledger(step, model, mesh, args):
-            zero.start_all_gather()
-            loss = forward_backward(model, micro_batches, args)
-            zero.finish_grad_reduction()
-            all_reduce_partial_grads(zero.params)
-            dist.all_reduce(loss)
-            grad_norm = optimizer.clip_grad_norm()
-            optimizer.step(lr)
+        with profiler.step(step), ledger(step, model, mesh, args, TECHNIQUES):
+            loss, grad_norm = train_step(model, sharding, optimizer, micro_batches, lr, args)
         metrics.log(step, loss, grad_norm, lr)
-    zero.start_all_gather()
-    zero.wait_for_all_gather()
     if args.save:
+        sharding.start_all_gather()
+        sharding.wait_for_all_gather()
         save_checkpoint(model, config, args)
 
 

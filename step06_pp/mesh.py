@@ -98,8 +98,13 @@ def build_mesh(args) -> DeviceMesh:
         # of two groups in opposite orders, and wait for each other forever.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    sizes = (args.pp, args.dp, args.cp, args.tp)
-    return init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    sizes = degrees(args)
+    return init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def degrees(args):
+    """Return {mesh dimension: its size}, outermost first, for the dimensions that this step has."""
+    return {name: getattr(args, name) for name in ("pp", "dp", "cp", "tp") if hasattr(args, name)}
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

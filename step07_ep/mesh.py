@@ -98,26 +98,18 @@ def build_mesh(args) -> DeviceMesh:
         # of two groups in opposite orders, and wait for each other forever.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    sizes = (args.pp, args.dp, args.cp, args.tp)
-    return init_device_mesh(args.device, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    sizes = degrees(args)
+    return init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def degrees(args):
+    """Return {mesh dimension: its size}, outermost first, for the dimensions that this step has."""
+    return {name: getattr(args, name) for name in ("pp", "dp", "cp", "tp") if hasattr(args, name)}
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the ranks that hold the same weights and compute on different tokens."""
     return mesh["dp", "cp"]._flatten("dp_cp")
-
-
-def mesh_of(param, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the ranks that hold a parameter and see different tokens: fewer for an expert."""
-    return param.placement.expert_mesh or data_mesh(mesh)
-
-
-def group_by_mesh(params, mesh: DeviceMesh):
-    """Return a list of (mesh, the parameters that its ranks share)."""
-    params_of = {}
-    for param in params:
-        params_of.setdefault(mesh_of(param, mesh), []).append(param)
-    return list(params_of.items())
 
 
 def mesh_dim_of_group(mesh: DeviceMesh):

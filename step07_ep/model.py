@@ -122,3 +122,10 @@ class Llama(nn.Module):
 
     def forward(self, x, positions, targets=None):                                 # [batch, seq]
         return self.lm_head(self.model(x, positions), targets)                # the summed loss, or the logits
+
+
+def use_flash_attention(model):
+    """Make every layer compute its inner attention with the package flash-attn."""
+    from flash_attn import flash_attn_func
+    for layer in model.model.layers.values():
+        layer.self_attn.inner_attention = lambda q, k, v: flash_attn_func(q, k, v, causal=True)

@@ -4,17 +4,27 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh import data_mesh
+
 
 @dataclass
 class Placement:
     num_replicas: int                                     # how many ranks hold the same elements
     decays: bool                                          # whether --weight_decay applies: not to norms
+    data_mesh: DeviceMesh                                 # ranks with the same elements, and different tokens
     shards: list = field(default_factory=list)            # how it is sharded: one Shard (shards.py) per group
     grad_reduce_group: dist.ProcessGroup = None         # ranks whose gradients are partial and must be summed
-    expert_mesh: DeviceMesh = None                        # for an expert: the dp x cp ranks that hold a copy
 
 
-def init_placements(model):
+def init_placements(model, mesh: DeviceMesh):
     """Attach a Placement to every parameter, before any of them is sharded."""
     for param in model.parameters():
-        param.placement = Placement(dist.get_world_size(), decays=param.dim() >= 2)
+        param.placement = Placement(dist.get_world_size(), param.dim() >= 2, data_mesh(mesh))
+
+
+def group_by_mesh(params):
+    """Return a list of (mesh, the parameters that its ranks share). The experts' mesh is smaller."""
+    params_of = {}
+    for param in params:
+        params_of.setdefault(param.placement.data_mesh, []).append(param)
+    return list(params_of.items())

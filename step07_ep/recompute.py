@@ -4,6 +4,8 @@ import functools
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from schedules import SCHEDULES
+
 
 def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
     """Tell --recompute selective which results to save: those of matrix products and of attention.
@@ -31,15 +33,22 @@ def recompute(layer, mode):
         layer.forward = functools.partial(checkpoint_fn, layer.forward, context_fn=contexts)
 
 
-def recompute_and_compile(model, args, has_graph_breaks):
+def has_graph_breaks(model, args):
+    """Tell whether a layer calls functions that torch.compile skips."""
+    return (args.tp * args.cp > 1 or SCHEDULES[args.schedule].split_backward
+            or model.model.config.num_local_experts > 0)   # routing is not compiled
+
+
+def recompute_and_compile(model, args):
+    breaks = has_graph_breaks(model, args)
     for layer in model.model.layers.values():
-        if has_graph_breaks:                         # compile what lies between two breaks
+        if breaks:                                   # compile what lies between two breaks
             attention = layer.self_attn
             # not compiled, so that --recompute selective sees the attention operation
             attention.inner_attention = torch.compiler.disable(attention.inner_attention)
             layer.forward = torch.compile(layer.forward) if args.compile else layer.forward
         recompute(layer, args.recompute)
-        if args.compile and not has_graph_breaks:    # the whole layer, recomputation included
+        if args.compile and not breaks:              # the whole layer, recomputation included
             layer.forward = torch.compile(layer.forward)
     if args.compile and model.lm_head:
         model.lm_head.cross_entropy = torch.compile(model.lm_head.cross_entropy)

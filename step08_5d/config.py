@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from messages import RANK, fail
-from schedules import SCHEDULES
 
 TOO_LARGE = 10**8                                         # numbers on the command line are smaller
 # these may differ between a checkpoint and --model
@@ -25,7 +24,7 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter):
         return action.help if hidden else super()._get_help_string(action)
 
 
-def parse_args(argv=None):
+def parse_args(argv, techniques):
     parser = ArgumentParser(allow_abbrev=False, formatter_class=HelpFormatter)
     parser.error = fail
     add = parser.add_argument
@@ -55,44 +54,11 @@ def parse_args(argv=None):
         help="recompute in backward: nothing, all but matrix products and attention, or the whole layer")
     add("--compile", action="store_true", help="torch.compile every layer, and the loss")
 
-    add("--dp", type=at_least(1), help="data-parallel ranks (default: world size / (pp x cp x tp))")
-    add("--dp_mode", choices=["naive", "overlap", "bucket"], default="bucket",
-        help="without ZeRO: all-reduce gradients after backward, during it, or during it in buckets")
-    add("--bucket_mb", type=at_least(0.001, float), default=25, help="size of a gradient bucket in MiB")
-
-    add("--zero", type=int, choices=[0, 1, 2, 3], default=0,
-        help="ZeRO stage; 1: shard optimizer states, 2: also gradients, 3: also weights (FSDP)")
-    add("--zero_shard", type=at_least(1),
-        help="ranks that share one set of shards; the others hold replicas of it (default: dp x cp)")
-
-    add("--tp", type=at_least(1), default=1, help="tensor-parallel ranks; each holds a part of every matrix")
-    add("--sp", choices=["on", "off"], default="on",
-        help="sequence parallelism: outside attention and MLP, each tp rank holds a part of the sequence")
-
-    add("--cp", type=at_least(1), default=1,
-        help="context-parallel ranks; each gets a part of every sequence")
-    add("--cp_mode", choices=["zigzag", "ring", "allgather", "ulysses"], default="zigzag",
-        help="how attention reaches the keys and values of the other parts")
-
-    add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks; each holds some of the layers")
-    add("--schedule", choices=list(SCHEDULES), default="1f1b",
-        help="pipeline schedule; afab is GPipe, zerobubble is ZB-H1, dualpipe is DualPipeV")
-    add("--stages_per_rank", type=at_least(1),
-        help="stages of the model on each pp rank (default: the fewest that --schedule allows)")
-
-    add("--ep", type=at_least(1), default=1,
-        help="expert-parallel ranks, taken from dp x cp; each holds some of the experts")
-    add("--balance", choices=["none", "bias", "aux"],
-        help="how to balance the experts' load (default: bias, or none with --init_from)")
+    for technique in techniques:
+        technique.flags(add)
 
     add("--ledger", action="store_true",
         help="print the bytes that rank 0 sends in one training step, beside those expected")
-
-    add("--checkpoint", metavar="DIR", help="directory for checkpoints to resume from")
-    add("--save_every", type=at_least(1), default=100, help="training steps between two checkpoints")
-    add("--keep", type=at_least(1), default=2, help="how many of the newest checkpoints to keep")
-    add("--resume", nargs="?", const="newest", metavar="NAME",
-        help="continue from the checkpoint NAME in --checkpoint; without NAME, from the newest, if any")
 
     add("--log_file", help="file for one JSON line per step")
     add("--save", help="directory for a Hugging Face checkpoint after the last step")
@@ -105,14 +71,9 @@ def parse_args(argv=None):
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     default_dtype = "bfloat16" if args.device == "cuda" and gpu_has_bfloat16() else "float32"
     args.dtype = getattr(torch, args.dtype or default_dtype)
-    args.dp = args.dp or int(os.environ.get("WORLD_SIZE", 1)) // (args.tp * args.cp * args.pp)
-    args.schedule = args.schedule if args.pp > 1 else "1f1b"               # 1f1b also runs without a pipeline
-    args.stages_per_rank = args.stages_per_rank or SCHEDULES[args.schedule].stages_per_rank
-    if args.zero == 0 and args.zero_shard:
-        fail("--zero_shard: requires --zero 1, 2 or 3")
-    args.zero_shard = args.zero_shard or args.dp * args.cp
-    args.cp_mode = args.cp_mode if args.cp > 1 else "ring"             # ring needs only one chunk per rank
-    args.balance = args.balance or ("none" if args.init_from else "bias")
+    for technique in techniques:
+        if hasattr(technique, "defaults"):
+            technique.defaults(args)
     args.first_step = 0                                   # step08_5d, which can resume, changes it
     return args
 
@@ -261,97 +222,17 @@ def to_hugging_face(config, dtype):
         architectures=[family.config_class.replace("Config", "ForCausalLM")])
 
 
-def check(args, config):
+def check(args, config, techniques):
     """Reject invalid settings; show the arithmetic and suggest valid values."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    check_tensor_parallel(args, config)
-    check_context_parallel(args, config)
-    if args.pp * args.dp * args.cp * args.tp != world_size:
-        fail(f"pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}: must equal the world size, "
-             f"{world_size}; leave --dp out and choose pp x cp x tp from {divisors(world_size)}")
-    if args.dp * args.cp % args.zero_shard:
-        fail(f"--zero_shard {args.zero_shard}: must divide dp {args.dp} x cp {args.cp} = "
-             f"{args.dp * args.cp}; choose from {divisors(args.dp * args.cp)}")
-    batch, micro = args.global_batch_size, args.micro_batch_size
-    if batch % args.dp:
-        fail(f"--global_batch_size {batch}: must be a multiple of dp {args.dp}; "
-             f"choose {multiples(args.dp, batch)}")
-    if batch // args.dp % micro:
-        fail(f"--micro_batch_size {micro}: must divide global_batch_size {batch} / dp {args.dp} = "
-             f"{batch // args.dp}; choose from {divisors(batch // args.dp)}")
-    check_pipeline(args, config, batch // args.dp // micro)
-    check_experts(args, config)
+    for technique in techniques:
+        technique.check(args, config)
+    must_divide("micro_batch_size", args.micro_batch_size, "global_batch_size", args.global_batch_size)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         fail(f"--model {args.model}: num_attention_heads {heads} must be a multiple of num_key_value_heads "
              f"{kv_heads}")
     check_device(args)
     check_outputs(args)
-
-
-def check_tensor_parallel(args, config):
-    tp, kv_heads = args.tp, config.num_key_value_heads
-    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        size = getattr(config, name)
-        if size % tp:
-            fail(f"--tp {tp}: must divide {name} {size}; "
-                 f"choose from {divisors(math.gcd(config.num_attention_heads, size))}")
-    if kv_heads % tp and tp % kv_heads:
-        fail(f"--tp {tp}: must divide num_key_value_heads {kv_heads}, or be a multiple of it; "
-             f"choose from {divisors(kv_heads)}")
-    if args.sp == "on" and args.seq_len % tp:
-        fail(f"--seq_len {args.seq_len}: must be a multiple of tp {tp}; "
-             f"choose {multiples(tp, args.seq_len)}, or --sp off")
-
-
-def check_context_parallel(args, config):
-    cp, heads = args.cp, config.num_attention_heads // args.tp
-    chunks = cp * (2 if args.cp_mode in ("zigzag", "allgather") else 1)            # an early and a late one
-    divisor = math.lcm(chunks, cp * args.tp if args.sp == "on" else 1)
-    if args.seq_len % divisor:
-        fail(f"--seq_len {args.seq_len}: must be a multiple of {divisor}, because of cp {cp} with --cp_mode "
-             f"{args.cp_mode}{f' and tp {args.tp} with --sp on' * (divisor > chunks)}; "
-             f"choose {multiples(divisor, args.seq_len)}")
-    if args.cp_mode == "ulysses":
-        if heads % cp:
-            fail(f"--cp {cp}: with --cp_mode ulysses, must divide num_attention_heads "
-                 f"{config.num_attention_heads} / tp {args.tp} = {heads}; choose from {divisors(heads)}")
-    elif cp > 1 and args.attention == "flash":
-        fail(f"--attention flash: --cp_mode {args.cp_mode} has its own kernels; use --attention sdpa or "
-             "--cp_mode ulysses")
-
-
-def check_pipeline(args, config, num_micro_batches):
-    schedule, per_rank = SCHEDULES[args.schedule], args.stages_per_rank
-    if per_rank < schedule.stages_per_rank or per_rank > schedule.stages_per_rank and not schedule.or_more:
-        needs = f"--schedule {args.schedule} requires" if args.pp > 1 else "with --pp 1, use"
-        fail(f"--stages_per_rank {per_rank}: {needs} {schedule.stages_per_rank}"
-             + " or more" * schedule.or_more)
-    layers, stages = config.num_hidden_layers, args.pp * per_rank
-    if layers < stages:
-        fail(f"--pp {args.pp}: with stages_per_rank {per_rank} there are {stages} stages, but only {layers} "
-             f"layers (num_hidden_layers); pp x stages_per_rank can be {layers} at most")
-    needed = schedule.min_micro_batches(args.pp)
-    if num_micro_batches < needed:
-        fail(f"--schedule {args.schedule}: requires {needed} micro-batches or more with pp {args.pp}, but "
-             f"global_batch_size {args.global_batch_size} / dp {args.dp} / micro_batch_size "
-             f"{args.micro_batch_size} = {num_micro_batches}; use --global_batch_size "
-             f"{needed * args.dp * args.micro_batch_size}")
-
-
-def check_experts(args, config):
-    ranks, experts = args.dp * args.cp, config.num_local_experts
-    if ranks % args.ep:
-        fail(f"--ep {args.ep}: must divide dp {args.dp} x cp {args.cp} = {ranks}; "
-             f"choose from {divisors(ranks)}")
-    if args.ep > 1 and not experts:
-        fail(f"--ep {args.ep}: --model {args.model} has no experts; use --model tiny-moe")
-    if config.num_experts_per_tok > experts:
-        fail(f"--model {args.model}: num_experts_per_tok {config.num_experts_per_tok} must be at most "
-             f"num_local_experts {experts}")
-    if experts % args.ep:
-        fail(f"--ep {args.ep}: must divide num_local_experts {experts}; "
-             f"choose from {divisors(math.gcd(ranks, experts))}")
 
 
 def check_device(args):
@@ -377,27 +258,43 @@ def set_num_threads(args, config):
 
 def check_outputs(args):
     """Fail before training rather than after it if the results cannot be written."""
-    if args.resume and not args.checkpoint:
-        fail("--resume: requires --checkpoint DIR, the directory to resume from")
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
     save = args.save if RANK == 0 else None               # rank 0 alone writes there
     parent = save and os.path.dirname(os.path.realpath(save))          # --save writes there, then renames
-    for flag, folder in (("save", save), ("save", parent), ("profile", args.profile),
-                         ("checkpoint", args.checkpoint)):
-        try:
-            if folder:
-                os.makedirs(folder, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            fail(f"--{flag} {folder}: cannot be written to ({error})")
+    for flag, folder in (("save", save), ("save", parent), ("profile", args.profile)):
+        if folder:
+            check_writable(flag, folder)
+    if save and os.path.ismount(save):                    # at the end, DIR.unfinished is renamed to DIR
+        fail(f"--save {save}: is a mount point, which no directory can replace; choose a directory inside it")
     if save and os.listdir(save):
         fail(f"--save {save}: must be empty; choose a new or an empty directory")
+
+
+def check_writable(flag, folder):
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fail(f"--{flag} {folder}: cannot be written to ({error})")
+
+
+def must_divide(flag, n, what, whole, also=0):
+    """Fail unless n divides whole: "--tp 3: must divide num_attention_heads 8; choose from 1, 2, 4, 8".
+
+    What is to choose from divides `also`, too.
+    """
+    if whole % n:
+        fail(f"--{flag} {n}: must divide {what} {whole}; choose from {divisors(math.gcd(whole, also))}")
 
 
 def divisors(n):
     return ", ".join(str(d) for d in range(1, min(n, 10000) + 1) if n % d == 0)
 
 
-def multiples(n, near):
-    return " or ".join(str(m) for m in (near // n * n, near // n * n + n) if m)
+def must_be_multiple(flag, n, divisor, what, otherwise=""):
+    """Fail unless divisor divides n: "--seq_len 10: must be a multiple of tp 4; choose 8 or 12"."""
+    if n % divisor:
+        below = n // divisor * divisor
+        near = " or ".join(str(m) for m in (below, below + divisor) if m)
+        fail(f"--{flag} {n}: must be a multiple of {what}; choose {near}{otherwise}")

@@ -5,6 +5,9 @@ are. A rank sorts its tokens by expert, tells every other rank how many to expec
 with uneven splits), runs its experts on the tokens that it has received, and sends the results back. The idea
 comes from GShard (https://arxiv.org/abs/2006.16668), which gives each expert a fixed capacity instead.
 
+The tokens of all ep ranks come to an expert, so its gradient lacks only what the ranks of other ep groups
+compute: those of expert_dp, over which it is summed.
+
 Left to itself, a router soon sends most tokens to a few experts. --balance chooses what to do about it:
 
     bias    add a bias to each expert's score, but use it only to select. After each step, lower the bias of
@@ -20,8 +23,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from config import at_least, must_divide
 from mesh import data_mesh
-from messages import print0
+from messages import fail, print0
 from moe import MoE
 from shards import Shard
 from tensor_parallel import enter_region, leave_region, make_comm
@@ -29,19 +33,24 @@ from tensor_parallel import enter_region, leave_region, make_comm
 BIAS_STEP, AUX_WEIGHT = 0.005, 0.01                       # the paper's bias step is 0.001, for longer runs
 
 
-def expert_parallel(model, config, mesh: DeviceMesh, args):
-    """Drop other ranks' experts, while the model is on the meta device, and dispatch tokens by expert."""
-    sizes = (args.dp * args.cp // args.ep, args.ep)
-    ep_mesh = data_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
-    group, expert_mesh = ep_mesh.get_group("ep"), ep_mesh["expert_dp"]
+def apply(model, config, mesh: DeviceMesh, args):
+    """Shard each expert over tp, drop the experts of other ep ranks, and dispatch tokens by expert.
+
+    The model is still on the meta device.
+    """
     for moe in moe_layers(model):
         if args.tp > 1:
             shard_over_tp(moe, mesh, args)
+    if args.ep == 1:
+        return
+    sizes = (args.dp * args.cp // args.ep, args.ep)
+    ep_mesh = data_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
+    group = ep_mesh.get_group("ep")
+    for moe in moe_layers(model):
         for linear in moe.experts.children():
             shard_weight(linear, Shard(group, 0, args.ep, group.rank()))
-            linear.weight.placement.expert_mesh = expert_mesh
-        if args.ep > 1:
-            moe.dispatch = TokenDispatcher(group)
+            linear.weight.placement.data_mesh = ep_mesh["expert_dp"]
+        moe.dispatch = TokenDispatcher(group)
 
 
 def moe_layers(model):
@@ -175,3 +184,48 @@ class AddAuxiliaryLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
+
+
+# ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
+def flags(add):
+    add("--ep", type=at_least(1), default=1,
+        help="expert-parallel ranks, taken from dp x cp; each holds some of the experts")
+    add("--balance", choices=["none", "bias", "aux"],
+        help="how to balance the experts' load (default: bias, or none with --init_from)")
+
+
+def defaults(args):
+    args.balance = args.balance or ("none" if args.init_from else "bias")
+
+
+def check(args, config):
+    experts = config.num_local_experts
+    must_divide("ep", args.ep, f"dp {args.dp} x cp {args.cp} =", args.dp * args.cp)
+    if args.ep > 1 and not experts:
+        fail(f"--ep {args.ep}: --model {args.model} has no experts; use --model tiny-moe")
+    if config.num_experts_per_tok > experts:
+        fail(f"--model {args.model}: num_experts_per_tok {config.num_experts_per_tok} must be at most "
+             f"num_local_experts {experts}")
+    must_divide("ep", args.ep, "num_local_experts", experts, also=args.dp * args.cp)
+
+
+def traffic(model, mesh, args):
+    """Return the expected traffic if all experts get equally many tokens: each row goes there and back."""
+    layers, config = moe_layers(model), model.model.config
+    if not layers:
+        return []
+    sequences = args.global_batch_size // args.dp
+    tokens = sequences * args.seq_len // args.cp
+    forwards = 1 if args.recompute == "none" else 2
+    count_bytes = len(layers) * config.num_local_experts * torch.int64.itemsize    # a number per expert
+    traffic = [(data_mesh(mesh).get_group(), "all_reduce", count_bytes),
+               (dist.group.WORLD, "all_reduce", torch.float64.itemsize)]           # `balance`, for the log
+    if args.ep > 1:
+        group = layers[0].dispatch.group
+        rows = len(layers) * tokens * config.num_experts_per_tok
+        row_bytes = rows * config.hidden_size * args.dtype.itemsize
+        traffic.append((group, "all_to_all", 2 * (forwards + 1) * row_bytes))      # there and back
+        traffic.append((group, "all_to_all", forwards * sequences // args.micro_batch_size * count_bytes))
+    if args.balance == "aux":
+        traffic.append((mesh.get_group("cp"), "all_reduce", forwards * sequences * count_bytes))
+    return traffic

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import schedules
+from config import at_least
+from messages import fail
 from model import Decoder
 from shards import full_tensor
 from zero_bubble import split_backward
@@ -206,3 +208,48 @@ def gather_from_pipeline(model, name, shape, mesh: DeviceMesh, args):
         value = full_tensor(param).contiguous()
     dist.all_reduce(value, group=mesh.get_group("pp"))    # the other stages add zeros
     return value
+
+
+# ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
+def flags(add):
+    add("--pp", type=at_least(1), default=1, help="pipeline-parallel ranks; each holds some of the layers")
+    add("--schedule", choices=list(schedules.SCHEDULES), default="1f1b",
+        help="pipeline schedule; afab is GPipe, zerobubble is ZB-H1, dualpipe is DualPipeV")
+    add("--stages_per_rank", type=at_least(1),
+        help="stages of the model on each pp rank (default: the fewest that --schedule allows)")
+
+
+def defaults(args):
+    args.schedule = args.schedule if args.pp > 1 else "1f1b"               # 1f1b also runs without a pipeline
+    args.stages_per_rank = args.stages_per_rank or schedules.SCHEDULES[args.schedule].stages_per_rank
+
+
+def check(args, config):
+    schedule, per_rank = schedules.SCHEDULES[args.schedule], args.stages_per_rank
+    if per_rank < schedule.stages_per_rank or per_rank > schedule.stages_per_rank and not schedule.or_more:
+        needs = f"--schedule {args.schedule} requires" if args.pp > 1 else "with --pp 1, use"
+        fail(f"--stages_per_rank {per_rank}: {needs} {schedule.stages_per_rank}"
+             + " or more" * schedule.or_more)
+    layers, stages = config.num_hidden_layers, args.pp * per_rank
+    if layers < stages:
+        fail(f"--pp {args.pp}: with stages_per_rank {per_rank} there are {stages} stages, but only {layers} "
+             f"layers (num_hidden_layers); pp x stages_per_rank can be {layers} at most")
+    needed = schedule.min_micro_batches(args.pp)
+    micro_batches = args.global_batch_size // args.dp // args.micro_batch_size
+    if micro_batches < needed:
+        fail(f"--schedule {args.schedule}: requires {needed} micro-batches or more with pp {args.pp}, but "
+             f"global_batch_size {args.global_batch_size} / dp {args.dp} / micro_batch_size "
+             f"{args.micro_batch_size} = {micro_batches}; use --global_batch_size "
+             f"{needed * args.dp * args.micro_batch_size}")
+
+
+def traffic(model, mesh, args):
+    stages, num_stages = local_stages(mesh, args), args.pp * args.stages_per_rank
+    neighbors = [neighbor for stage in stages for neighbor in (stage - 1, stage + 1)]
+    # activations go to the stage after, gradients to the stage before, if another rank holds it
+    messages = sum(0 <= neighbor < num_stages and neighbor not in stages for neighbor in neighbors)
+    tokens = args.global_batch_size // args.dp * args.seq_len // args.cp
+    if args.sp == "on":
+        tokens //= args.tp
+    message_bytes = tokens * model.model.config.hidden_size * args.dtype.itemsize
+    return [(mesh.get_group("pp"), "send", messages * message_bytes)] if messages else []

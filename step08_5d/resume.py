@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from boxes import assign_writers, boxes, fill
-from config import NOT_ARCHITECTURE, ModelConfig
+from config import NOT_ARCHITECTURE, ModelConfig, at_least, check_writable
 from mesh import all_gather_object, dataset_digest, fail_together
 from messages import fail, print0
 
@@ -166,7 +166,7 @@ class Checkpoints:
 
     @fail_together()
     def check(self, folder, index):
-        """Fail unless the checkpoint is intact and belongs to this run. Say so if the learning rate jumps."""
+        """Fail unless the checkpoint is intact and belongs to this run. Warn if the learning rate jumps."""
         problem = find_corruption(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
             fail(f"--resume {folder.name}: corrupt ({problem}); {suggest_intact(folder, self.args)}")
@@ -316,3 +316,23 @@ def log_size_to_keep(name, args):
                      "another name")
             size += len(line)
     return size
+
+
+# ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
+def flags(add):
+    add("--checkpoint", metavar="DIR", help="directory for checkpoints to resume from")
+    add("--save_every", type=at_least(1), default=100, help="training steps between two checkpoints")
+    add("--keep", type=at_least(1), default=2, help="how many of the newest checkpoints to keep")
+    add("--resume", nargs="?", const="newest", metavar="NAME",
+        help="continue from the checkpoint NAME in --checkpoint; without NAME, from the newest, if any")
+
+
+def check(args, config):
+    if args.resume and not args.checkpoint:
+        fail("--resume: requires --checkpoint DIR, the directory to resume from")
+    if args.checkpoint:
+        check_writable("checkpoint", args.checkpoint)
+
+
+def traffic(model, mesh, args):
+    return []                                             # saving sends nothing within a training step

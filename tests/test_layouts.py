@@ -103,12 +103,13 @@ def flags(run, micro_batch):
 def taken_job(runs):
     """Return the runs that the trainer does not refuse."""
     import config
+    import train
     taken = []
     for world, words in runs:
         os.environ["WORLD_SIZE"] = str(world)
         try:
-            args = config.parse_args(words.split())
-            config.check(args, config.load_config(args))
+            args = config.parse_args(words.split(), train.TECHNIQUES)
+            config.check(args, config.load_config(args), train.TECHNIQUES)
             taken.append((world, words))
         except SystemExit:
             pass

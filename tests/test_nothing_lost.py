@@ -496,16 +496,16 @@ def test_told_to_end_in_the_last_step_it_ends_as_any_run(pool, tmp_path):
 
 def told_job(argv, number):
     import train
-    own, calls, before = train.Pipeline.forward_backward, itertools.count(), signal.getsignal(number)
+    own, calls, before = train.pipeline_parallel.Pipeline.forward_backward, itertools.count(), signal.getsignal(number)
 
     def run(self, micro_batches):
         if next(calls) == 1 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), number)
         return own(self, micro_batches)
-    train.Pipeline.forward_backward = run
+    train.pipeline_parallel.Pipeline.forward_backward = run
     signal.signal(number, signal.SIG_DFL)                 # under nohup it may be ignored here, and a trainer respects that
     try:
         train.main(argv)
     finally:
-        train.Pipeline.forward_backward = own
+        train.pipeline_parallel.Pipeline.forward_backward = own
         signal.signal(number, before)

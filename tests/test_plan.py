@@ -117,12 +117,6 @@ def test_the_memory_that_can_be_used():
     assert held[-2] < speed.GPUS["h100"].usable < held[-1] and held[-2] == 69.8
 
 
-def test_the_tables_in_the_readme_of_step_8():
-    readme, rows = (STEP / "README.md").read_text(), nanotron_runs.load()
-    for name, table in ("best runs", nanotron_runs.best_runs(rows)), ("changes", nanotron_runs.changes(rows)):
-        assert f"<!-- measured: {name} -->\n" + "\n".join(table) + "\n<!-- end -->" in readme
-
-
 @pytest.mark.parametrize("model, wide, peak", [("llama-1b", 4, 50.36), ("llama-1b", 3, 45.87), ("qwen3-0.6b", 4, 36.60),
                                                ("qwen3-0.6b", 3, 33.54)])
 def test_memory_is_that_of_an_h200(model, wide, peak):
@@ -255,14 +249,14 @@ def drawn(c, count, draw):
 
 def dry_runs_job(model, layouts):
     """Record this worker's share of the layouts. Return what one rank of each layout sees."""
-    from ledger import Ledger
+    import ledger
+    import train
     from simulate.record import record
-    from traffic import expected_traffic
     found = {}
 
     def note(seen, model, optimizer, mesh):
-        names, seen.formula = Ledger(mesh), Counter()     # what the trainer's own formulas say
-        for group, collective, size in expected_traffic(model, mesh, seen.args):
+        names, seen.formula = ledger.Ledger(mesh), Counter()     # what the trainer's own formulas say
+        for group, collective, size in ledger.expected_traffic(model, mesh, seen.args, train.TECHNIQUES):
             seen.formula[names.name(group), collective] += size
         seen.tensors = sum(len(group["params"]) for group in optimizer.adamw.param_groups)
     for i in range(int(os.environ["RANK"]), len(layouts), int(os.environ["WORLD_SIZE"])):
@@ -287,7 +281,7 @@ def by_collective(payload):
 @pytest.mark.parametrize("kind, count, seed", [
     ("moe", 22, 22), *(pytest.param(*case, marks=pytest.mark.sweep) for case in [("dense", 28, 28), ("qk_norm", 12, 28)])])
 def test_what_a_dry_run_sees(pool, tmp_path, kind, count, seed):
-    """Compare the planner with dry runs, and both with the formulas of traffic.py. QK-norm is tested in layouts that the dense
+    """Compare the planner with dry runs, and both with the techniques' own formulas. QK-norm is tested in layouts that the dense
     model has as well: only the norms differ."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[kind]))
     c = models.load(str(tmp_path))
@@ -380,14 +374,15 @@ def test_a_ring_that_does_not_fill_nodes_leaves_them(ranks, stride, gpus, nodes,
 
 # ------------------------------------------------------------------------------------------- the answer
 def test_no_layout_is_refused_by_the_trainer(monkeypatch):
+    import train
     c, cluster = models.PRESETS["tiny-moe"], speed.Cluster(16)
     seen = [one.layout for one in plan.timed(c, cluster, 4096, 64, CONSTANTS)]
     assert len(seen) > 500
     monkeypatch.setenv("WORLD_SIZE", "16")
     for l in seen[::37]:
         words = shlex.split(shlex.split(explain.command("tiny-moe", l, cluster))[-1])
-        args = config.parse_args([*words[words.index("step08_5d/train.py") + 1:], "--device", "cpu"])
-        config.check(args, config.PRESETS["tiny-moe"])
+        args = config.parse_args([*words[words.index("step08_5d/train.py") + 1:], "--device", "cpu"], train.TECHNIQUES)
+        config.check(args, config.PRESETS["tiny-moe"], train.TECHNIQUES)
         assert args.dp * args.tp * args.cp * args.pp == 16 and args.ep == l.ep and args.zero == l.zero
         assert args.stages_per_rank == l.stages_per_rank and (args.steps, args.lr) == (1000, 3e-4)
 

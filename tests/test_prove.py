@@ -275,14 +275,17 @@ def toy(tmp_path_factory):
     return {result["flags"]["how"]: result for result in said[1:]}
 
 
+@pytest.mark.slow
 def test_causes_are_named(toy):
     assert {how: toy[how].get("cause", toy[how]) for how in CAUSE} == CAUSE
 
 
+@pytest.mark.slow
 def test_a_layout_that_cannot_run_says_why_and_keeps_no_other_from_running(toy):
     assert {how: toy[how].get("cannot") for how in SAID if SAID[how] not in toy[how].get("cannot", "")} == {}
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_show_where_they_stand(toy):
     text = toy["hang"]["cannot"]
     assert re.search(r"rank 0: toy\.py:\d+ step", text) and re.search(r"rank 1: toy\.py:\d+ step", text)

@@ -84,11 +84,12 @@ for step, world, flags in json.load(sys.stdin):
             del sys.modules[name]
     sys.path[0] = f"{root}/{step}"
     import config
+    import train
     config.check_outputs = lambda args: None
     os.environ["WORLD_SIZE"] = str(world)
     try:
-        args = config.parse_args(flags)
-        config.check(args, config.load_config(args))
+        args = config.parse_args(flags, train.TECHNIQUES)
+        config.check(args, config.load_config(args), train.TECHNIQUES)
     except SystemExit as end:
         refused.append(f"{step} on {world}: {' '.join(flags)}: {end.message}")
 print(json.dumps(refused))

@@ -548,3 +548,8 @@ def test_what_a_readme_says_a_step_gains(command, cells, tmp_path):
     text = " ".join(next(ROOT.glob(f"step0{command[0]}_*/README.md")).read_text().split())
     for said in cells.format(**values).split(";"):
         assert said in text
+
+
+def test_a_rank_may_hold_nothing_but_padding():
+    """On so many ranks, the last rank's shards have no element of any parameter, and the optimizer has an empty one."""
+    printed("8 460 --rank 459 --model tiny --pp 2 --zero 1 --global_batch_size 230 --micro_batch_size 1")

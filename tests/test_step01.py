@@ -75,8 +75,8 @@ def test_default_run_learns_and_transformers_generates_from_it(tmp_path):
 THREADS = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import config, torch
-args = config.parse_args(sys.argv[2:])
+import config, torch, train
+args = config.parse_args(sys.argv[2:], train.TECHNIQUES)
 before = torch.get_num_threads()
 config.set_num_threads(args, config.load_config(args))
 print(before, torch.get_num_threads())
@@ -132,7 +132,7 @@ def test_logits_and_first_gradients_of_every_kind_of_config(pool, tokens, tmp_pa
 def logits_job(model, init, inputs):
     import config
     import train
-    args = config.parse_args(["--model", model, "--init_from", init, "--dtype", "float64"])
+    args = config.parse_args(["--model", model, "--init_from", init, "--dtype", "float64"], train.TECHNIQUES)
     with torch.no_grad():
         return train.build_model(config.load_config(args), args)(inputs, torch.arange(inputs.shape[1]))
 
@@ -314,7 +314,7 @@ def activation_bytes_job(dtype, mode, seq_len, batch):
     from watch import Storages
     alive = []
     for layers in (2, 4):
-        args = config.parse_args(["--dtype", dtype, "--recompute", mode])
+        args = config.parse_args(["--dtype", dtype, "--recompute", mode], train.TECHNIQUES)
         model = train.build_model(replace(config.PRESETS["tiny"], num_hidden_layers=layers, hidden_size=128, head_dim=16), args)
         live = Storages()
         for param in model.parameters():
@@ -359,7 +359,8 @@ def test_memory_of_all_kinds(pool):
 def batches_job(argv, steps, vocab=1 << 16):
     import config
     import data
-    args, shape = config.parse_args(argv), replace(config.PRESETS["tiny"], vocab_size=vocab)
+    import train
+    args, shape = config.parse_args(argv, train.TECHNIQUES), replace(config.PRESETS["tiny"], vocab_size=vocab)
     tokens = data.load_tokens(args, vocab)
     return [[tuple(t.clone() for t in micro) for micro in data.micro_batches(tokens, shape, args, step)] for step in range(steps)]
 
@@ -413,6 +414,7 @@ def tokenize_twice_job(argv, cache):
     import config
     import data
     import datasets
+    import train
     from transformers import PreTrainedTokenizerBase
     own, calls = PreTrainedTokenizerBase.__call__, []
     def counted(self, *arguments, **named):
@@ -420,7 +422,7 @@ def tokenize_twice_job(argv, cache):
         return own(self, *arguments, **named)
     with (patch.object(datasets.config, "HF_DATASETS_CACHE", Path(cache)),
           patch.object(PreTrainedTokenizerBase, "__call__", counted)):
-        first, second = (data.load_tokens(config.parse_args(argv), 100)[:].tolist() for _ in range(2))
+        first, second = (data.load_tokens(config.parse_args(argv, train.TECHNIQUES), 100)[:].tolist() for _ in range(2))
     return first, second, len(calls)
 
 

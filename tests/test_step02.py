@@ -105,8 +105,8 @@ def test_sends_are_hidden_behind_backward(pool, flags, mode):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--dp 4", "--dp 4: must equal the world size, 2"),
-    (1, "--dp 2", "--dp 2: must equal the world size, 1"),
+    (2, "--dp 4", "error: dp 4: must equal the world size, 2; leave --dp out"),
+    (1, "--dp 2", "dp 2: must equal the world size, 1"),
     (3, "--global_batch_size 16", "--global_batch_size 16: must be a multiple of dp 3; choose 15 or 18"),
     (2, "--global_batch_size 12 --micro_batch_size 4",
      "--micro_batch_size 4: must divide global_batch_size 12 / dp 2 = 6; choose from 1, 2, 3, 6"),
@@ -117,7 +117,7 @@ def test_bad_layouts_are_refused(pool, world, more, message):
 
 
 @pytest.mark.parametrize("more, message", [
-    ("--dp 4", "--dp 4: must equal the world size, 2"), ("--dataset nowhere.npy", "No such file")])
+    ("--dp 4", "dp 4: must equal the world size, 2"), ("--dataset nowhere.npy", "No such file")])
 def test_rank_0_alone_says_so_and_all_end(pool, more, message):
     assert_refused(pool, STEP, 2, more, message, job=main_job)
 

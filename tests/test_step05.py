@@ -168,14 +168,14 @@ def test_a_long_sequence(pool):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--cp 3",
+    (3, "--cp 3",
      "--seq_len 16: must be a multiple of 6, because of cp 3 with --cp_mode zigzag; choose 12 or 18"),
     (2, "--cp 0", "--cp: must be at least 1 and below 100000000, but is 0"),
     (3, "--cp 2", "dp 1 x cp 2 x tp 1: must equal the world size, 3; leave --dp out and choose cp x tp from 1, 3"),
-    (8, "--cp 8 --tp 8 --cp_mode ring", "--seq_len 16: must be a multiple of 64"),
+    (64, "--cp 8 --tp 8 --cp_mode ring", "--seq_len 16: must be a multiple of 64"),
     (4, "--cp 4 --zero 3 --zero_shard 3", "--zero_shard 3: must divide dp 1 x cp 4 = 4; choose from 1, 2, 4"),
     (16, "--cp 16 --cp_mode ulysses",
-     "--cp 16: with --cp_mode ulysses, must divide num_attention_heads 8 / tp 1 = 8; choose from 1, 2, 4, 8"),
+     "--cp 16: must divide the heads that --cp_mode ulysses splits, num_attention_heads 8 / tp 1 = 8; choose from 1, 2, 4, 8"),
     (2, "--cp 2 --cp_mode helix", "invalid choice: 'helix'")])
 def test_bad_layouts_are_refused(pool, flags, world, more, message):
     assert_refused(pool, STEP, world, f"{flags} {more}", message)

@@ -334,7 +334,7 @@ def watched_job(argv):
             param.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
         return Pipeline(model, *rest)
     with patch.multiple(Pipeline, forward_backward=watched, compute=noted, input_gradient=I_alone), \
-            patch.object(train, "Pipeline", made):
+            patch.object(train.pipeline_parallel, "Pipeline", made):
         train.main(argv)
     return ran, seen["listed"], fired, seen["flops"], seen["left"], peak[0], in_I
 
@@ -391,7 +391,7 @@ def most_alive_job(argv):
     import train
     from watch import Storages
 
-    class Watched(train.Pipeline):
+    class Watched(train.pipeline_parallel.Pipeline):
         def forward_backward(self, micro_batches):
             with Storages() as live:
                 live.note_all([*self.model.parameters()], "parameters")
@@ -399,12 +399,12 @@ def most_alive_job(argv):
                 loss = super().forward_backward(micro_batches)
             most.append(max(sum(row[1:]) for row in live.timeline()))
             return loss
-    most, kept = [], train.Pipeline
-    train.Pipeline = Watched
+    most, kept = [], train.pipeline_parallel.Pipeline
+    train.pipeline_parallel.Pipeline = Watched
     try:
         train.main(argv)
     finally:
-        train.Pipeline = kept
+        train.pipeline_parallel.Pipeline = kept
     return most[0]
 
 
@@ -428,7 +428,7 @@ def test_zero_3_gathers_once_a_step(pool, flags):
 
 # ------------------------------------------------------------------------------------- what can go wrong
 @pytest.mark.parametrize("world, more, message", [
-    (2, "--pp 3", "pp 3 x dp 0 x cp 1 x tp 1: must equal the world size, 2; leave --dp out and choose pp x cp x tp from 1, 2"),
+    (2, "--pp 3", "pp 3 x dp 1 x cp 1 x tp 1: must equal the world size, 2; leave --dp out and choose pp x cp x tp from 1, 2"),
     (8, "--pp 8",
      "--pp 8: with stages_per_rank 1 there are 8 stages, but only 5 layers (num_hidden_layers); pp x stages_per_rank can be 5 at "
      "most"),

@@ -54,6 +54,19 @@ def flags(tmp_path_factory):
             for top_k, layers in [(2, 2), (2, 4)]}
 
 
+def units_job(argv):
+    """Return the number of ZeRO's units, and the names of the mesh dimensions over which they are sharded."""
+    model, _ = trained_parts(argv)
+    return len(model.zero_units), sorted({unit.shard_group.group_desc for unit in model.zero_units})
+
+
+@pytest.mark.parametrize("ep, units, groups", [(1, 4, 1), (2, 6, 2)])
+def test_experts_are_a_unit_of_their_own_only_with_ep(pool, flags, ep, units, groups):
+    argv = f"{flags[2, 2]} --micro_batch_size 6 --steps 1 --zero 1 --ep {ep}".split()
+    for found, names in pool.call(units_job, STEP, world=2, argv=argv):
+        assert found == units and len(names) == groups, names
+
+
 def load(trained):
     return [line["balance"] for line in trained.lines]
 
@@ -79,11 +92,11 @@ def routed_job(argv, bias, folder):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.bias += torch.tensor(bias)
-    train.LoadBalancer = Forced
+    expert_parallel.LoadBalancer = Forced
     try:
         train.main([*argv, "--save", folder, "--log_file", f"{folder}/log"])
     finally:
-        train.LoadBalancer = expert_parallel.LoadBalancer
+        expert_parallel.LoadBalancer = Forced.__base__
 
 
 @slow
@@ -120,11 +133,11 @@ def hooks_job(argv, bias):
             for name, param in model.named_parameters():
                 came[name] = 0
                 param.register_post_accumulate_grad_hook(lambda _, name=name: came.__setitem__(name, came[name] + 1))
-    came, train.LoadBalancer = {}, Forced
+    came, expert_parallel.LoadBalancer = {}, Forced
     try:
         train.main(argv)
     finally:
-        train.LoadBalancer = expert_parallel.LoadBalancer
+        expert_parallel.LoadBalancer = Forced.__base__
     return came
 
 
@@ -348,9 +361,9 @@ def auxiliary_job(argv):
     from mesh import build_mesh
 
     def gradients(extra, written_out):
-        args = config.parse_args([*argv, "--balance", extra])
+        args = config.parse_args([*argv, "--balance", extra], train.TECHNIQUES)
         shape = config.load_config(args)
-        config.check(args, shape)
+        config.check(args, shape, train.TECHNIQUES)
         mesh = build_mesh(args) if not torch.distributed.is_initialized() else gradients.mesh
         gradients.mesh, logits = mesh, []
         model = train.build_model(shape, mesh, args)
@@ -384,9 +397,9 @@ def biased_layer_job(argv, bias):
     import expert_parallel
     import train
     from mesh import build_mesh
-    args = config.parse_args(argv)
+    args = config.parse_args(argv, train.TECHNIQUES)
     shape = config.load_config(args)
-    config.check(args, shape)
+    config.check(args, shape, train.TECHNIQUES)
     mesh = build_mesh(args)
     model = train.build_model(shape, mesh, args)
     balance = expert_parallel.LoadBalancer(model, shape, mesh, args)
@@ -441,11 +454,11 @@ def logits_job(argv):
             for layer in self.layers:
                 layer.gate.register_forward_hook(lambda module, inputs, logits: seen.append(
                     hashlib.sha256(logits.detach().view(torch.uint8).numpy()).hexdigest()))
-    seen, train.LoadBalancer = [], Listening
+    seen, expert_parallel.LoadBalancer = [], Listening
     try:
         train.main(argv)
     finally:
-        train.LoadBalancer = expert_parallel.LoadBalancer
+        expert_parallel.LoadBalancer = Listening.__base__
     return seen
 
 

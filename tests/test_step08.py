@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from unittest.mock import patch
 
 import cases
 import layouts
@@ -237,12 +238,12 @@ def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp
 def saving_job(argv):
     """Train. Return for each save the most memory that it takes in new storages, and the bytes of what this rank saves."""
     import train
-    from live_storages import LiveStorages
     from resume import Checkpoints
+    from watch import Storages
     peaks, save = [], Checkpoints.save
 
     def watched(self, steps):
-        seen, state = LiveStorages(), self.state()
+        seen, state = Storages(), self.state()
         for box in state.values():                        # these exist already
             seen.note(box, "optimizer states")
         before = len(seen.events)
@@ -273,17 +274,17 @@ def test_saving_takes_no_memory(pool, flags, tmp_path, more):
 # ------------------------------------------------------------------------------------- faults
 def nan_job(argv, at):
     import train
-    own, calls = train.Pipeline.forward_backward, itertools.count()
+    own, calls = train.pipeline_parallel.Pipeline.forward_backward, itertools.count()
 
     def forward_backward(self, micro_batches):
         return own(self, micro_batches) * (float("nan") if next(calls) == at else 1)
-    train.Pipeline.forward_backward = forward_backward
+    train.pipeline_parallel.Pipeline.forward_backward = forward_backward
     try:
         train.main(argv)
     except SystemExit as stopped:
         return stopped.code
     finally:
-        train.Pipeline.forward_backward = own
+        train.pipeline_parallel.Pipeline.forward_backward = own
 
 
 def test_a_loss_of_nan_stops_the_run_and_saves_nothing(pool, flags, tmp_path, capfd):
@@ -297,17 +298,17 @@ def test_a_loss_of_nan_stops_the_run_and_saves_nothing(pool, flags, tmp_path, ca
 def told_to_end_job(argv, rank, at):
     """Train, but send one rank SIGTERM in the middle of a step."""
     import train
-    own, calls = train.Pipeline.forward_backward, itertools.count()
+    own, calls = train.pipeline_parallel.Pipeline.forward_backward, itertools.count()
 
     def run(self, micro_batches):
         if next(calls) == at and int(os.environ["RANK"]) == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return own(self, micro_batches)
-    before, train.Pipeline.forward_backward = signal.getsignal(signal.SIGTERM), run
+    before, train.pipeline_parallel.Pipeline.forward_backward = signal.getsignal(signal.SIGTERM), run
     try:
         train.main(argv)
     finally:
-        train.Pipeline.forward_backward = own
+        train.pipeline_parallel.Pipeline.forward_backward = own
         signal.signal(signal.SIGTERM, before)
 
 
@@ -359,14 +360,14 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import train
-own, calls = train.Pipeline.forward_backward, []
+own, calls = train.pipeline_parallel.Pipeline.forward_backward, []
 
 def forward_backward(self, micro_batches):
     calls.append(micro_batches)
     if len(calls) == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return own(self, micro_batches)
-train.Pipeline.forward_backward = forward_backward
+train.pipeline_parallel.Pipeline.forward_backward = forward_backward
 train.main(sys.argv[2:])
 """
 
@@ -441,6 +442,34 @@ def test_torchrun_passes_the_signal_on(pool, flags, tmp_path):
     ("--checkpoint /proc/nowhere", "--checkpoint /proc/nowhere: cannot be written to")])
 def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
     assert_refused(pool, STEP, 2, f"{flags['dense']} {more.format(here=tmp_path)}", message)
+
+
+def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_path):
+    """Remove newer fields from a checkpoint and resume. A dense Llama has their defaults, so it is still the same run."""
+    newer = {"qk_norm", "num_local_experts", "num_experts_per_tok", "rope_scaling"}
+    base = f"{flags['dense']} --checkpoint {tmp_path}"
+    pool.train(STEP, f"{base} --steps 1", weights=False)
+    for folder in tmp_path.glob("step_*"):
+        index = json.loads((folder / "index.json").read_text())
+        assert newer < index["run"].keys()
+        older = {name: value for name, value in index["run"].items() if name not in newer}
+        (folder / "index.json").write_text(json.dumps(index | dict(run=older)))
+    trained = pool.train(STEP, f"{base} --resume", weights=False)
+    assert len(trained.lines) == 3
+
+
+def mounted_job(argv):
+    """Check the flags as if every directory were a mount point."""
+    import config
+    import messages
+    import train
+    with patch("os.path.ismount", lambda path: True), messages.clean_exit():
+        args = config.parse_args(argv, train.TECHNIQUES)
+        config.check(args, config.load_config(args), train.TECHNIQUES)
+
+
+def test_a_mount_point_cannot_be_saved_to(pool, flags, tmp_path):
+    assert_refused(pool, STEP, 1, f"{flags['dense']} --save {tmp_path / 'model'}", "is a mount point", job=mounted_job)
 
 
 def test_another_cosine_is_announced(pool, flags, tmp_path):

@@ -23,8 +23,8 @@ def small_repository(tmp_path):
     folder = tmp_path / "repository"
     for name in ("tests", "tools", "dev", "exercises/ladder"):
         (folder / name).mkdir(parents=True)
-    for name in ("Makefile", "tools/steps.py", "tools/diff.py", "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py",
-                 "pyproject.toml"):
+    for name in ("Makefile", "pyproject.toml", "tools/steps.py", "tools/diff.py", "tools/ranks.py", "tools/refuse.py",
+                 "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py"):
         shutil.copy(ROOT / name, folder / name)
     for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
         (folder / step).mkdir()

@@ -5,7 +5,7 @@
         answers = ranks.collect(4, seconds=60, grace=1)   # {rank: what it sent through its pipe, or ("died", exit status)}
         texts = {rank: ranks.stack(rank) for rank in range(4) if rank not in answers}
 
-Copied with tools/prove alone, it works: it needs nothing but torch.
+This needs nothing but torch, because tools/prove must also work when tools/ is copied alone.
 """
 import faulthandler
 import multiprocessing
@@ -24,7 +24,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def torchrun(world, *words):
-    """Return the command that runs a program on `world` ranks, for programs that a reader would start so."""
+    """Return the command that runs a program on `world` ranks, as a reader would start it."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), *map(str, words)]
 
 
@@ -99,8 +99,8 @@ class Processes:
         self.processes, self.pipes = [], []
 
     def collect(self, world, seconds, grace):
-        """Return {rank: what it sent} of the first `world` ranks, in the order in which it came. What a rank sends is a tuple. If
-        this begins with "error", or the rank dies, the others may be waiting for it for ever, and get `grace` seconds."""
+        """Return {rank: what it sent} for the first `world` ranks, in the order in which it came. A rank sends a tuple. If this
+        begins with "error", or the rank dies, the others may be waiting for it for ever, and get only `grace` seconds more."""
         answers, deadline = {}, time.monotonic() + seconds
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:world])}
         while waiting and (ready := multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))):
@@ -116,7 +116,7 @@ class Processes:
         return answers
 
     def read(self, rank, name):
-        """Return what a rank has written to a file of this name so far: "out" is what it printed, "stack" where it died."""
+        """Return what a rank has written to a file of this name so far: "out" is what it printed, "stack" its stacks."""
         path = Path(self.folder.name, f"{rank}.{name}")
         return path.read_text(errors="replace") if path.exists() else ""
 

@@ -1,4 +1,4 @@
-"""The way in which every tool refuses what it is asked for."""
+"""Refuse a request that a tool cannot fulfil."""
 import sys
 
 

@@ -24,19 +24,19 @@ LESSON = {
     "step02_dp": ["train.py", "data_parallel.py", "data.py"],
     "step03_zero": ["train.py", "zero.py", "placement.py", "optimizer.py"],
     "step04_tp_sp": ["train.py", "tensor_parallel.py", "placement.py", "shards.py", "recompute.py"],
-    "step05_cp": ["train.py", "context_parallel.py", "data.py"],
+    "step05_cp": ["train.py", "context_parallel.py", "data.py", "mesh.py"],
     "step06_pp": ["train.py", "pipeline_parallel.py", "schedules.py", "zero_bubble.py", "zero.py"],
-    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "zero.py", "zero_bubble.py"],
+    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "placement.py", "zero.py"],
     "step08_5d": ["train.py", "boxes.py", "resume.py"],
 }
 SUPPORT = {
     "step01_single_gpu": ["checkpoint.py", "data.py", "config.py", "metrics.py", "profiling.py", "messages.py"],
-    "step02_dp": ["mesh.py", "ledger.py", "traffic.py", "config.py", "metrics.py"],
-    "step03_zero": ["checkpoint.py", "config.py", "traffic.py"],
-    "step04_tp_sp": ["checkpoint.py", "config.py", "mesh.py", "traffic.py"],
-    "step05_cp": ["config.py", "mesh.py", "traffic.py"],
-    "step06_pp": ["checkpoint.py", "config.py", "mesh.py", "recompute.py", "traffic.py"],
-    "step07_ep": ["placement.py", "mesh.py", "pipeline_parallel.py", "checkpoint.py", "config.py", "metrics.py", "traffic.py"],
+    "step02_dp": ["mesh.py", "ledger.py", "config.py", "metrics.py"],
+    "step03_zero": ["data_parallel.py", "checkpoint.py"],
+    "step04_tp_sp": ["checkpoint.py"],
+    "step05_cp": ["recompute.py"],
+    "step06_pp": ["checkpoint.py", "recompute.py"],
+    "step07_ep": ["zero_bubble.py", "pipeline_parallel.py", "recompute.py", "checkpoint.py", "config.py", "metrics.py"],
     "step08_5d": ["zero.py", "checkpoint.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
 }
 CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}

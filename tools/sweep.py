@@ -29,6 +29,7 @@ from steps import step_dir
 
 sys.path.insert(0, str(step_dir("step08_5d")))
 import config
+import train
 
 SWEPT = dict(gpus=[1], tp=[1], cp=[1], pp=[1], ep=[1], zero=[0], schedule=["1f1b"], micro_batch_size=[1], recompute=["none"])
 COLUMNS = ("model", "gpus", "dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "grad_acc", "seq_len", "recompute", "status",
@@ -46,8 +47,8 @@ def combinations(args):
         flags += ["--steps", str(args.steps)]
         world = patch.dict(os.environ, WORLD_SIZE=str(gpus))
         with world, contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-            l = config.parse_args(flags)
-            config.check(l, config.load_config(l))
+            l = config.parse_args(flags, train.TECHNIQUES)
+            config.check(l, config.load_config(l), train.TECHNIQUES)
             size = l.micro_batch_size
             yield dict(zip(COLUMNS, map(str, (l.model, gpus, l.dp, l.tp, l.cp, l.pp, l.ep, l.zero, l.schedule, size,
                                               l.global_batch_size // l.dp // size, l.seq_len, l.recompute)))), flags

@@ -1,10 +1,10 @@
-"""Watch what a rank does: its operations, what it sends by them, and the storages that it has, by kind.
+"""Watch what a rank does: its operations, what they send, and the storages that it holds, by kind.
 
-    with Watch(after=function):                           # calls it for every operation, of forward, backward or the optimizer
+    with Watch(after=function):                           # calls it after every operation, of forward, backward or the optimizer
     collective_of(op, args)                               # what one of them sends: name, group, payload
     with Storages() as live:                              # then live.timeline() is the bytes alive, event by event
 
-For anything that runs in this process. A step's ledger.py does the second of these for its own table.
+They see whatever runs in this process. A step's ledger.py does the second of these itself, for its table.
 """
 import contextlib
 import time

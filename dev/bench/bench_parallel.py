@@ -77,8 +77,8 @@ def no_parts():
 def forward_and_backward(model, shape, mesh, args):
     """Return the function that a step begins with: train.py's loop over the micro-batches, or the pipeline's."""
     import train
-    if hasattr(train, "Pipeline"):
-        return train.Pipeline(model, shape, mesh, args).forward_backward
+    if hasattr(train, "pipeline_parallel"):
+        return train.pipeline_parallel.Pipeline(model, shape, mesh, args).forward_backward
     return lambda micro_batches: train.forward_backward(model, micro_batches, args)
 
 
@@ -103,9 +103,11 @@ def ours(args, shape, mesh):
     import train
     model = build_model(args, shape, mesh)
     forward_backward = forward_and_backward(model, shape, mesh, args)
-    zero = train.Zero(model, mesh, args)
+    zero = train.zero.Zero(model, mesh, args)
     adamw = optimizer.Optimizer(zero.params, args)
-    all_reduce_partial_grads = getattr(train, "all_reduce_partial_grads", lambda params: None)    # from step 4 on
+    all_reduce_partial_grads = lambda params: None
+    if hasattr(train, "tensor_parallel"):
+        all_reduce_partial_grads = train.tensor_parallel.all_reduce_partial_grads
 
     def turn(batches):
         for rows in batches:
@@ -128,7 +130,7 @@ def fused_adamw(model, args):
 
 def theirs(parallel, loss_of, args, shape, mesh):
     model, before_micro_batch = parallel(whole_model(), mesh)
-    adamw = fused_adamw(model, args)
+    adamw, tp = fused_adamw(model, args), getattr(args, "tp", 1)                   # steps 2 and 3 have no tp
 
     def turn(batches):
         for rows in batches:
@@ -136,11 +138,11 @@ def theirs(parallel, loss_of, args, shape, mesh):
             for i, micro_batch in enumerate(parts, start=1):
                 with before_micro_batch(i == len(parts)):
                     loss = loss_of(model, *micro_batch) / (args.global_batch_size * args.seq_len)
-                    (loss * (RANKS // args.tp)).backward()                         # torch's wrappers divide the sum by the ranks
+                    (loss * (RANKS // tp)).backward()     # torch's wrappers divide the sum by the ranks
                 total += loss.detach()
             adamw.step()
             adamw.zero_grad()
-        return total / args.tp                                                     # all ranks of tp have the same loss
+        return total / tp                                 # all ranks of tp have the same loss
     return turn
 
 
@@ -365,12 +367,11 @@ def make(name, mesh):
 
 def parse(flags):
     import config
+    import train
     args = config.parse_args(f"--device cpu --dtype float32 --seq_len {SEQ_LEN} --micro_batch_size {MICRO_BATCH} "
-                             f"--global_batch_size {MICRO_BATCH * MICRO_BATCHES} {flags}".split())
+                             f"--global_batch_size {MICRO_BATCH * MICRO_BATCHES} {flags}".split(), train.TECHNIQUES)
     shape = config.ModelConfig(**SHAPE)
-    config.check(args, shape)
-    for name in ("tp", "cp"):
-        vars(args).setdefault(name, 1)                    # for steps that do not have it yet
+    config.check(args, shape, train.TECHNIQUES)
     return args, shape
 
 
@@ -386,7 +387,7 @@ def micro_batches(rows, positions):
 def mine(rows, mesh, args):
     """Return this rank's part of a step's micro-batches."""
     positions = torch.arange(SEQ_LEN)
-    if args.cp > 1:
+    if getattr(args, "cp", 1) > 1:
         from context_parallel import local_positions
         positions = local_positions(mesh, args)
     return micro_batches(rows[mesh.get_local_rank("dp")::args.dp], positions)

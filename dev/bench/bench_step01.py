@@ -31,7 +31,7 @@ def ours(step, folder, recompute):
     import optimizer
     import train
     args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --global_batch_size {MICRO_BATCH * ACCUMULATION} "
-                             f"--micro_batch_size {MICRO_BATCH} --recompute {recompute} --save {folder}".split())
+                             f"--micro_batch_size {MICRO_BATCH} --recompute {recompute} --save {folder}".split(), train.TECHNIQUES)
     shape = config.load_config(args)
     model = train.build_model(shape, args)
     train.save_checkpoint(model, shape, args)

@@ -71,7 +71,7 @@ def kept_by_a_layer(dtype, mode, seq_len=128, batch=2):
     """Return the bytes per token that one more layer keeps from forward to backward."""
     shape, kept = replace(config.PRESETS["tiny"], hidden_size=128, head_dim=16), []
     for layers in (2, 4):
-        args = config.parse_args(["--dtype", dtype, "--recompute", mode])
+        args = config.parse_args(["--dtype", dtype, "--recompute", mode], train.TECHNIQUES)
         model = train.build_model(replace(shape, num_hidden_layers=layers), args)
         live = Storages(given=True)
         live.note_all([*model.parameters()], "parameters")

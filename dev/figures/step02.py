@@ -69,7 +69,7 @@ def save(figure, name):
 
 def shares_of(ranks):
     """Return each rank's part of the loss in the first step of the default run, and one number of its gradient."""
-    args = config.parse_args([])
+    args = config.parse_args([], train.TECHNIQUES)
     args.dp = ranks
     shape = config.load_config(args)
     tokens, shares = train.load_tokens(args, shape.vocab_size), []
@@ -259,7 +259,7 @@ def buckets_worker(rank, port, folder, results):
                       MASTER_PORT=str(port))
     torch.set_num_threads(1)
     args = config.parse_args(f"--model {folder} --seq_len {SEQ_LEN} --micro_batch_size 4 "
-                             "--global_batch_size 8 --bucket_mb 4".split())
+                             "--global_batch_size 8 --bucket_mb 4".split(), train.TECHNIQUES)
     args.dp = 2
     dist.init_process_group("gloo")
     the_mesh = mesh.build_mesh(args)
@@ -397,7 +397,7 @@ def overlap_picture(folder):
 # ------------------------------------------------------------------------------------------- the other tables
 def bfloat16_table():
     """Add real gradients of single sequences one after another, as a ring does; make a table of the errors."""
-    args = config.parse_args("--global_batch_size 64 --micro_batch_size 1".split())
+    args = config.parse_args("--global_batch_size 64 --micro_batch_size 1".split(), train.TECHNIQUES)
     args.dp = 1
     shape = config.load_config(args)
     grads = []

@@ -67,9 +67,9 @@ def do_all(out, jobs):
 def set_up(flags, layers=TINY.num_hidden_layers):
     """Do what train.main does before its loop, on this process group. Return its objects, and the first micro-batches."""
     shape = dataclasses.replace(TINY, num_hidden_layers=layers)
-    args = config.parse_args(f"{flags} {BATCH} --dtype float32 --device cpu".split())
+    args = config.parse_args(f"{flags} {BATCH} --dtype float32 --device cpu".split(), train.TECHNIQUES)
     args.global_batch_size = MICRO_BATCH * (dist.get_world_size() // args.tp)
-    config.check(args, shape)
+    config.check(args, shape, train.TECHNIQUES)
     mesh = init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     model = train.build_model(shape, mesh, args)
     zero = Zero(model, mesh, args)

@@ -27,7 +27,6 @@ import pipeline_parallel
 import schedule as shown
 import schedules
 import train
-import zero
 from watch import Storages, replaced_profiler
 
 PP, M = 4, 8
@@ -48,22 +47,20 @@ SEEN = {}                                                 # by (kind of run, fla
 def one_run(kind, argv):
     """Run the trainer; return a list with what each rank saw."""
     seen, ranks = {}, []
-    kept = {name: getattr(train, name) for name in ("Pipeline", "Zero")}
+    batches, pipeline = train.batches, pipeline_parallel.Pipeline
 
-    class Finishing(zero.Zero):
-        def wait_for_all_gather(self):                    # the last call before the processes part
-            super().wait_for_all_gather()
-            ranks.extend([None] * dist.get_world_size())
-            dist.all_gather_object(ranks, seen)
-    train.Zero = Finishing
+    def then_gathered(*arguments):
+        yield from batches(*arguments)
+        ranks.extend([None] * dist.get_world_size())
+        dist.all_gather_object(ranks, seen)               # before the processes part
+    train.batches = then_gathered
     if kind == "watch":
         with replaced_profiler(watch(seen)):
             train.main(argv.split())
     else:
-        train.Pipeline = sleeping(seen)
+        pipeline_parallel.Pipeline = sleeping(seen)
         train.main(f"{argv} --steps 8".split())
-    for name, value in kept.items():
-        setattr(train, name, value)
+    train.batches, pipeline_parallel.Pipeline = batches, pipeline
     return ranks
 
 
@@ -93,7 +90,7 @@ def watch(seen):
             alive.append(alive[-1] + size)
         between = [alive[mark] - alive[marks[0]] for mark in marks[1:]]
         seen.update(kept=max(between), of_one=between[0])
-    train.Pipeline = Watched
+    pipeline_parallel.Pipeline = Watched
     return noted_step
 
 

@@ -59,21 +59,9 @@ SEEN = {}                                                 # by (kind of run, fla
 # ---------------------------------------------------------------------------------------------- inside a rank
 def one_run(kind, argv):
     """Run the trainer; return a list with what each rank saw."""
-    seen, ranks, balances, batches = {}, [], [], []
-    kept = dict(batches=train.batches, ledger=train.ledger, Zero=train.Zero, Metrics=train.Metrics, LoadBalancer=train.LoadBalancer)
+    seen, ranks, models, balances, batches = {}, [], [], [], []
+    kept = dict(batches=train.batches, ledger=train.ledger, Metrics=train.Metrics)
     compute = moe.Experts.forward
-
-    class Finishing(train.Zero):
-        def __init__(self, of, mesh, args):
-            super().__init__(of, mesh, args)
-            self.of = of
-
-        def wait_for_all_gather(self):                    # the last call before the processes part
-            super().wait_for_all_gather()
-            if kind == "balance":
-                seen["without_bias"] = without_bias(self.of, balances[0], batches[-10:])
-            ranks.extend([None] * dist.get_world_size())
-            dist.all_gather_object(ranks, seen)
 
     class Quiet(metrics.Metrics):
         def log(self, step, loss, grad_norm, lr, balance):
@@ -82,8 +70,9 @@ def one_run(kind, argv):
             seen.setdefault("balance", []).append(float(balance))
 
     class Noting(expert_parallel.LoadBalancer):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
+        def __init__(self, model, *arguments):
+            super().__init__(model, *arguments)
+            models.append(model)
             balances.append(self)
 
         def update(self):
@@ -97,11 +86,16 @@ def one_run(kind, argv):
         for step, micro_batches in kept["batches"](*arguments):
             batches.append(micro_batches)
             yield step, micro_batches
-    train.Zero, train.Metrics, train.LoadBalancer, train.batches = Finishing, Quiet, Noting, noted_batches
+        if kind == "balance":
+            seen["without_bias"] = without_bias(models[0], balances[0], batches[-10:])
+        ranks.extend([None] * dist.get_world_size())
+        dist.all_gather_object(ranks, seen)               # before the processes part
+    train.Metrics, expert_parallel.LoadBalancer, train.batches = Quiet, Noting, noted_batches
     noted = replaced_profiler(watch(seen)) if kind == "watch" else contextlib.nullcontext()
     with noted:
         train.main(argv.split())
     moe.Experts.forward = compute
+    expert_parallel.LoadBalancer = Noting.__base__
     for name, value in kept.items():
         setattr(train, name, value)
     return ranks
@@ -196,14 +190,14 @@ def watch(seen):
         seen["peak"] = peak
 
     @contextlib.contextmanager
-    def noted_ledger(step, of, mesh, args):
+    def noted_ledger(step, of, mesh, args, techniques):
         if step < args.steps - 1:
             yield
             return
         with Ledger(mesh) as sent:
             yield
         expected = {}
-        for group, collective, size in ledger.expected_traffic(of, mesh, args):
+        for group, collective, size in ledger.expected_traffic(of, mesh, args, techniques):
             key = f"{sent.name(group)} {collective}"
             expected[key] = expected.get(key, 0) + size
         names = lambda counter: {" ".join(key): n for key, n in counter.items()}

@@ -182,7 +182,7 @@ def killed_job(argv, rank, moment, number, after, noted):
     import async_save
     import train
     calls, write = itertools.count(1), async_save.Snapshot.write
-    owner, name = {"train": (train.Pipeline, "forward_backward"), "copy": (async_save.Snapshot, "copy"),
+    owner, name = {"train": (train.pipeline_parallel.Pipeline, "forward_backward"), "copy": (async_save.Snapshot, "copy"),
                    "write": (async_save, "save_file"),
                    "flush": (os, "fsync"), "meet": (torch.distributed, "all_gather_object"), "rename": (os, "rename"),
                    "delete": (shutil, "rmtree"), "make": (os, "mkdir")}[moment]

@@ -136,7 +136,7 @@ def every_step_job(argv):
     steps = []
 
     @contextlib.contextmanager
-    def seen(step, model, mesh, args):
+    def seen(step, model, mesh, args, techniques):
         with ledger.Ledger(mesh) as seen:
             yield
         steps.append({what: size for what, size in seen.payload.items() if size})

@@ -187,7 +187,7 @@ def test_learns_as_bfloat16_does(pool, scaling):
 
 def test_a_block_that_a_cut_crosses_is_refused(pool, base):
     assert_refused(pool, STEP, 4, f"{base} --micro_batch_size 1 --tp 4 --fp8 block --fp8_block 16",
-                   "--fp8_block 16: must divide 8, the length of a sum on one rank; choose from 1, 2, 4, 8")
+                   "--fp8_block 16: must divide the length of a sum on one rank, 8; choose from 1, 2, 4, 8")
 
 
 # ------------------------------------------------------------------------------------- simulated

@@ -146,7 +146,7 @@ def clock_job(argv):
     import metrics
     import train
     clock, evaluated = [0.0], []
-    make, log = train.make_evaluate, metrics.Metrics.log
+    make, log = train.evaluation.make_evaluate, metrics.Metrics.log
 
     def slow(*arguments):
         evaluate = make(*arguments)
@@ -163,7 +163,7 @@ def clock_job(argv):
         clock[0] += 1
         return log(self, *arguments)
 
-    with (patch.object(metrics.time, "perf_counter", lambda: clock[0]), patch.object(train, "make_evaluate", slow),
+    with (patch.object(metrics.time, "perf_counter", lambda: clock[0]), patch.object(train.evaluation, "make_evaluate", slow),
           patch.object(metrics.Metrics, "log", logged)):
         train.main(argv)
     return evaluated

@@ -126,7 +126,7 @@ def evaluations_job(argv, optimizer):
             seen.append((dict(sent.payload), before, whole(), held[-1], max(held)))
             return loss
         return watch
-    with patch.object(train, "make_evaluate", watched):
+    with patch.object(train.evaluation, "make_evaluate", watched):
         train.main(argv)
     return seen
 

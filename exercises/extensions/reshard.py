@@ -262,7 +262,7 @@ def one_of(argv, rank, every):
                       for layer, (outgoing, _) in layers})
         sys.exit()
     with (one_rank(RANKS, rank), patch.object(engines, "all_gather_object", all_gather_object),
-          patch.object(train, "WeightSync", planned)):
+          patch.object(train.engines, "WeightSync", planned)):
         try:
             train.main(argv)
         except SystemExit:

@@ -258,7 +258,7 @@ def lose_the_window():
     def causal(model, config, mesh, args):
         for layer in model.model.layers.values():
             layer.self_attn.inner_attention = context_parallel.blockwise_attention("ring", mesh.get_group("cp"))
-    return patch.object(train, "window_attention", causal)
+    return patch.object(train.sliding_window, "window_attention", causal)
 
 
 def without_window_job(argv, optimizer):

@@ -313,17 +313,17 @@ def test_a_bucket_is_sent_when_it_is_full(pool):
 
 
 def traffic_job():
-    """Return what data_parallel_traffic says for gradients of 180 bytes on four ranks."""
-    import traffic
+    """Return what traffic says for gradients of 180 bytes on four ranks."""
+    import data_parallel
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = torch.nn.ParameterList([torch.zeros(size, dtype=torch.bfloat16) for size in (5, 40)])
     for param in model:
         param.main_grad = torch.zeros(param.shape)
     args = SimpleNamespace(dp_mode="naive", **ARGS | dict(dp=4), dtype=torch.bfloat16)
-    entries = traffic.data_parallel_traffic(model, mesh, args)
+    entries = data_parallel.traffic(model, mesh, args)
     assert isinstance(entries, list), (
-        f"data_parallel_traffic returned a {type(entries).__name__}, not a list of (group, collective, bytes)")
+        f"traffic returned a {type(entries).__name__}, not a list of (group, collective, bytes)")
     for entry in entries:
         assert isinstance(entry, tuple) and len(entry) == 3, f"{entry} in its list is not a (group, collective, bytes)"
     group, sent = mesh.get_group("dp"), Counter()
@@ -336,7 +336,7 @@ def assert_traffic(pool):
     found = pool.call(traffic_job, STEP, world=4)[0]
     expected = {("dp", "all_reduce"): 180}
     assert found == expected, (
-        f"for main_grads of 180 bytes in all, on four ranks, data_parallel_traffic says {found}, not {expected}: count the payload "
+        f"for main_grads of 180 bytes in all, on four ranks, traffic says {found}, not {expected}: count the payload "
         "that the all-reduce is given, not the bytes that a ring moves for it")
 
 
@@ -344,8 +344,8 @@ WRITTEN = {"naive": "NaiveReducer", "overlap": "OverlapReducer", "bucket": "Buck
 
 
 @pytest.mark.slow
-@rung({"traffic.py": ["data_parallel_traffic"]}, hints="""
-    The ledger compares the bytes that were sent with those that traffic.py expects. How many bytes of gradients does a rank
+@rung({"data_parallel.py": ["traffic"]}, hints="""
+    The ledger compares the bytes that were sent with those that `traffic` expects. How many bytes of gradients does a rank
     all-reduce in a step?
 
     Return a list of (group, collective, bytes). `data_mesh(mesh).get_group()` is the group of the data-parallel ranks.
@@ -353,7 +353,7 @@ WRITTEN = {"naive": "NaiveReducer", "overlap": "OverlapReducer", "bucket": "Buck
     One entry per parameter: `(group, "all_reduce", param.main_grad.nbytes)`. Buckets have the same bytes in total.""")
 @pytest.mark.parametrize("mode", ["naive", "overlap", "bucket"])
 def test_a_training_run(pool, mode):
-    """Write `data_parallel_traffic`. It returns what summing the gradients should send in a training step, as a list of (group,
+    """Write `traffic`. It returns what summing the gradients should send in a training step, as a list of (group,
     collective, payload bytes). Together with the bytes of the loss, this must equal the ledger's bytes. Four steps on two ranks
     must give the losses, gradient norms and weights of one process."""
     assert_traffic(pool)
@@ -365,4 +365,4 @@ def test_a_training_run(pool, mode):
         if isinstance(error, JobFailed) or "its formula says" in first:
             raise
         raise AssertionError(f"{first}. The fault may be in {WRITTEN[mode]} (dp_mode is {mode}), not in "
-                             "data_parallel_traffic: losses[0] is before any update, losses[1] after the first sum") from None
+                             "traffic: losses[0] is before any update, losses[1] after the first sum") from None

@@ -81,7 +81,7 @@ def numbered_unit(kind, group, *shapes, dtype=torch.float32):
     params = numbered(*shapes, dtype=dtype)
     unit, _ = new_unit(kind, [], params, group)
     for i, param in enumerate(params):
-        param.placement = Placement(num_replicas=2 * group.size(), decays=i == 0)
+        param.placement = Placement(num_replicas=2 * group.size(), decays=i == 0, data_mesh=None)
     shard(unit, params)
     return unit
 
@@ -328,11 +328,14 @@ def test_sharded_parameters_for_the_optimizer(pool):
     """Write `sharded_params`. It returns this rank's shard, split where parameters begin and end: a list of nn.Parameters that are
     views of self.param_shard. None of them contains padding. Each has a main_grad, the view of the same elements of
     self.grad_shard, and a copy of its parameter's placement with `num_replicas` divided by the number of ranks that the unit is
-    sharded over. A rank may have only padding, and so an empty list. In stages 2 and 3 the two shards are separate tensors; do not
-    rely on self.flat_grad, or on the contents of self.flat_param."""
+    sharded over. A rank may have only padding, and so an empty list. (Ours then has one parameter without elements, because an
+    optimizer needs one.) In stages 2 and 3 the two shards are separate tensors; do not rely on self.flat_grad, or on the contents
+    of self.flat_param."""
     for rank, expected in enumerate([[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9]], [[10], [11]], []]):
         here = f"parameters of 4, 2, 4 and 1 elements, 1 ... 11, have on rank {rank} of 5"
         (found, changed, gradients, placements), = pool.call(sharded_params_job, STEP, rank=rank)
+        if not expected and found == [[]]:                # as ours
+            continue
         assert found == expected, (
             f"{here} the sharded parameters {found}, not {expected} (self.flat_param is all NaN: do not use it)")
         expected_changed = [[n + 10 for n in numbers] for numbers in expected]
@@ -482,7 +485,7 @@ def small_model(stage, micro_batches, group, events, *units):
         params = [param for module in of_unit for param in module.weights]
         unit, args = new_unit(f"Zero{stage}Unit", of_unit, params, group, stage, micro_batches)
         for param in params:
-            param.placement = Placement(num_replicas=group.size(), decays=True)
+            param.placement = Placement(num_replicas=group.size(), decays=True, data_mesh=None)
         shard(unit, params)
         model.zero_units.append(unit)
     return model, zero.Zero(model, None, args)
@@ -686,12 +689,12 @@ STAGE_3 = ["Zero3Unit." + name for name in ("flatten_and_shard", "reshard", "uns
 
     `storage = self.flat_param.untyped_storage()` has `storage.nbytes()` and `storage.resize_(number of bytes)`.
     `self.flat_param.nbytes` says how many bytes the tensor needs, even when its storage is empty. All the rest is there already:
-    `super().flatten_and_shard()`, `self.start_all_gather()`, `super().start_reduce_scatter()`.
+    `super().flatten_and_shard()`, `super().reshard()`, `super().unshard()`, `super().start_reduce_scatter()`, and `self.is_whole`,
+    which says whether the weights are there or on their way.
 
     flatten_and_shard: `super().flatten_and_shard()`; `self.param_shard = self.param_shard.clone()`; `self.reshard()`. reshard:
-    `self.flat_param.untyped_storage().resize_(0)`. unshard: if storage.nbytes() is 0, call
-    `storage.resize_(self.flat_param.nbytes)` and `self.start_all_gather()`. start_reduce_scatter: `self.reshard()`, and return what
-    `super().start_reduce_scatter()` returns.""")
+    `super().reshard()`; `storage.resize_(0)`. unshard: if not self.is_whole, `storage.resize_(self.flat_param.nbytes)`; then
+    `super().unshard()`. start_reduce_scatter: `self.reshard()`, and return what `super().start_reduce_scatter()` returns.""")
 def test_weights_are_freed_and_come_back(pool):
     """Write the methods of stage 3. `flatten_and_shard` does what it does in stage 1, then keeps only the shard: self.param_shard
     is a separate tensor, and the whole weights are freed. `reshard` empties the storage of self.flat_param. `unshard` does nothing
@@ -824,7 +827,7 @@ def test_weights_come_when_they_are_needed(pool):
 
 
 @pytest.mark.slow
-@rung({"traffic.py": ["zero_traffic"]}, hints="""
+@rung({"zero.py": ["traffic"]}, hints="""
     For each unit there are two questions: how often is it gathered in a training step, and how often is it reduced? The README's
     section "What it costs" answers them for each stage. The norm of the gradients is one number, summed over all ranks.
 
@@ -843,11 +846,11 @@ def test_weights_come_when_they_are_needed(pool):
     (3, "float64 --zero 1"), (3, "float64 --zero 2"), (3, "float64 --zero 3"), (4, "float64 --zero 1 --zero_shard 2"),
     (4, "float64 --zero 3 --zero_shard 2"), (3, "bfloat16 --zero 3"), (2, "float64 --zero 0")])
 def test_a_training_run(pool, world, flags):
-    """Write `zero_traffic`. It returns what ZeRO and the gradient norm should send in one training step, as a list of (group,
-    collective, payload). The payload is the bytes of the whole tensor gathered or scattered, an int; with what traffic.py has
-    already it must equal the ledger's. Four steps on three ranks must give the losses, gradient norms and weights of one process,
-    in each stage. So must four ranks with --zero_shard 2. With --zero 0, list only the gradient norm, because
-    data_parallel_traffic has the rest. With --zero_shard, the ranks that have the same shard, unit.replicate_group, all-reduce its
+    """Write `traffic`. It returns what ZeRO and the gradient norm should send in one training step, as a list of (group,
+    collective, payload). The payload is the bytes of the whole tensor gathered or scattered, an int; with what
+    data_parallel.traffic has it must equal the ledger's. Four steps on three ranks must give the losses, gradient norms and weights
+    of one process, in each stage. So must four ranks with --zero_shard 2. With --zero 0, list only the gradient norm, because
+    data_parallel.traffic has the rest. With --zero_shard, the ranks that have the same shard, unit.replicate_group, all-reduce its
     gradients once per step. Count padding too, because it is sent."""
     micro_batch_size = {2: 6, 3: 4, 4: 2}[world]          # 2, 2 and 3 micro-batches
     flags = f"--recompute none --micro_batch_size {micro_batch_size} --dtype {flags}"

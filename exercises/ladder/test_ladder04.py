@@ -460,7 +460,7 @@ def partial_gradients_job():
 
 
 @pytest.mark.slow
-@rung({"tensor_parallel.py": ["all_reduce_partial_grads"], "traffic.py": ["tensor_parallel_traffic"]}, hints="""
+@rung({"tensor_parallel.py": ["all_reduce_partial_grads", "traffic"]}, hints="""
     Some parameters are replicated over tp, but each rank computes only a partial gradient of them. Their
     `placement.grad_reduce_group` is the group over which to sum these gradients, once per step. For the traffic, count how often a
     region is entered or left: each time, the payload is the whole [batch, seq, hidden], for all sequences of the step.
@@ -471,11 +471,11 @@ def partial_gradients_job():
     layer. The cross-entropy sends three numbers for each token.
 
     all_reduce_partial_grads: for each param with a placement.grad_reduce_group, `dist.all_reduce(param.main_grad,
-    group=param.placement.grad_reduce_group)`. tensor_parallel_traffic: `tokens = args.global_batch_size // args.dp *
-    args.seq_len`; `activation_bytes = tokens * model.model.config.hidden_size * args.dtype.itemsize`; `layers =
-    len(model.model.layers)`; `reductions = 4 * layers + 2`. --sp off: (group, "all_reduce", reductions * activation_bytes). --sp
-    on: (group, "reduce_scatter", reductions * activation_bytes) and (group, "all_gather", (reductions + 2 * layers) *
-    activation_bytes). Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype, torch.float32).itemsize), and
+    group=param.placement.grad_reduce_group)`. traffic: `tokens = args.global_batch_size // args.dp * args.seq_len`;
+    `activation_bytes = tokens * model.model.config.hidden_size * args.dtype.itemsize`; `layers = len(model.model.layers)`;
+    `reductions = 4 * layers + 2`. --sp off: (group, "all_reduce", reductions * activation_bytes). --sp on: (group,
+    "reduce_scatter", reductions * activation_bytes) and (group, "all_gather", (reductions + 2 * layers) * activation_bytes).
+    Always: (group, "all_reduce", 3 * tokens * torch.promote_types(args.dtype, torch.float32).itemsize), and
     (placement.grad_reduce_group, "all_reduce", main_grad.nbytes) of each parameter that has a grad_reduce_group. The group is
     `mesh.get_group("tp")`. If args.tp is 1 the list is empty. (This counts neither --recompute nor --zero; ours does.)""")
 @pytest.mark.parametrize("flags", [
@@ -483,7 +483,7 @@ def partial_gradients_job():
     "bfloat16 --tp 2 --sp on"])
 def test_a_training_run(pool, flags):
     """Write `all_reduce_partial_grads(params)`: for each parameter with a placement.grad_reduce_group, sum its main_grad over that
-    group. Write `tensor_parallel_traffic`: return what tensor parallelism should send in one training step, as a list of (group,
+    group. Write `traffic`: return what tensor parallelism should send in one training step, as a list of (group,
     collective, payload bytes). Four steps on four ranks, with tp 2, 4 or 1, must give the losses, gradient norms and weights of one
     process, and the ledger's bytes must be the expected ones, here for --recompute none and --zero 0. (`make test` also asks for
     the others. Recomputation enters and leaves a layer's regions again, except that it does not leave the last one. And with

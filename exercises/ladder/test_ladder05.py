@@ -612,10 +612,10 @@ def test_from_tokens_to_heads(pool):
 
 
 def traffic_job(cases):
-    """Return what `context_parallel_traffic` says for a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers,
+    """Return what `traffic` says for a model of 3 layers with 12 heads, 6 for keys and values, of 2 numbers,
     sharded over tp."""
     import torch
-    import traffic
+    import context_parallel
 
     def proj(rows):
         return SimpleNamespace(weight=torch.zeros(rows, 5))
@@ -627,9 +627,9 @@ def traffic_job(cases):
         args = SimpleNamespace(dp=dp, cp=cp, tp=tp, cp_mode=mode, sp="on", recompute=recompute, zero=0, dtype=getattr(torch, dtype),
                                seq_len=16, global_batch_size=24, micro_batch_size=3)
         model = SimpleNamespace(model=SimpleNamespace(config=config, layers=layers))
-        came = traffic.context_parallel_traffic(model, mesh, args)
+        came = context_parallel.traffic(model, mesh, args)
         assert isinstance(came, list | tuple) and all(len(sent) == 3 and isinstance(sent[2], int) for sent in came), (
-            f"context_parallel_traffic must return a list of (group, name, bytes), and bytes must be an int; it returned {came}")
+            f"traffic must return a list of (group, name, bytes), and bytes must be an int; it returned {came}")
         found.append(came)
     return found
 
@@ -648,8 +648,8 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
 
 
 @pytest.mark.slow
-@rung({"traffic.py": ["context_parallel_traffic"]}, hints="""
-    The ledger compares the bytes sent in a training step with those that traffic.py expects. How many tokens of a rank go
+@rung({"context_parallel.py": ["traffic"]}, hints="""
+    The ledger compares the bytes sent in a training step with those that `traffic` expects. How many tokens of a rank go
     through attention in a step, over all its micro-batches and layers? How often does each of the tensors travel?
 
     `tokens = args.global_batch_size // args.dp * args.seq_len // args.cp * layers`; a token's keys have len(k_proj.weight)
@@ -663,7 +663,7 @@ def by_hand(mode, cp, dp, tp, recompute, dtype):
     (mesh.get_group("cp"), name, bytes); with cp 1 the list is empty.""")
 @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather", "ulysses"])
 def test_a_training_run(pool, mode):
-    """Write `context_parallel_traffic(model, mesh, args)`. It lists what context parallelism should send in a step, as
+    """Write `traffic(model, mesh, args)`. It lists what context parallelism should send in a step, as
     (mesh.get_group("cp"), collective, bytes), which must equal the ledger's bytes: also with dp, with tp (then a rank has a part of
     the heads, and so of the rows of q_proj and k_proj), with either --recompute (full and selective repeat the same
     transfers), and in any dtype. Four steps on two ranks must give the losses, gradient norms and weights of one process."""
@@ -678,7 +678,7 @@ def test_a_training_run(pool, mode):
         right = by_hand(*case)
         assert dict(sums) == right, (
             "--cp_mode {}, cp {}, dp {}, tp {}, --recompute {}, {}; 24 sequences of 16 tokens, 3 layers of 12 heads of 2 numbers, "
-            "6 for keys and values: context_parallel_traffic says {}, not {}").format(*case, dict(sums), right)
+            "6 for keys and values: traffic says {}, not {}").format(*case, dict(sums), right)
     recompute = "full" if mode == "zigzag" else "none"
     flags = f"--dtype float64 --recompute {recompute} --micro_batch_size 12 --cp 2 --cp_mode {mode}"
     check(pool, layouts.Layout(STEP, 2, "dense-2", "adamw", flags))

@@ -571,16 +571,16 @@ def test_weights_can_wait(pool):
 
 
 def traffic_job(layouts):
-    """Return {(pp, dp, cp, tp, sp): the bytes of pipeline_traffic on each rank of pp}, for 24 sequences of 16 tokens, hidden 5,
+    """Return {(pp, dp, cp, tp, sp): the bytes of traffic on each rank of pp}, for 24 sequences of 16 tokens, hidden 5,
     float32."""
     import torch
-    import traffic
+    import pipeline_parallel
     model, found = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(hidden_size=5))), {}
     for pp, dp, cp, tp, sp in layouts:
         args = SimpleNamespace(pp=pp, dp=dp, cp=cp, tp=tp, sp=sp, schedule="1f1b", stages_per_rank=1, dtype=torch.float32,
                                seq_len=16, global_batch_size=24, micro_batch_size=3)
         meshes = [SimpleNamespace(get_local_rank=lambda name, rank=rank: rank, get_group=str) for rank in range(pp)]
-        sent = [traffic.pipeline_traffic(model, mesh, args) for mesh in meshes]
+        sent = [pipeline_parallel.traffic(model, mesh, args) for mesh in meshes]
         groups = {group for of_rank in sent for group, *_ in of_rank} - {"pp"}
         assert not groups, f'the group of an entry is {groups.pop()}, not mesh.get_group("pp")'
         found[pp, dp, cp, tp, sp] = [[size for *_, size in of_rank] for of_rank in sent]
@@ -588,7 +588,7 @@ def traffic_job(layouts):
 
 
 @pytest.mark.slow
-@rung({"traffic.py": ["pipeline_traffic"]}, hints="""
+@rung({"pipeline_parallel.py": ["traffic"]}, hints="""
     The ledger compares the bytes sent with what `expected_traffic` returns. A stage sends activations to the stage after it, and
     gradients to the stage before. Which neighbors of this rank's stages are on another rank? Each rank counts only what it sends.
 
@@ -603,7 +603,7 @@ def traffic_job(layouts):
 @pytest.mark.parametrize("shape, schedule", [
     ("dense-3", "1f1b"), ("dense-5", "interleaved"), ("dense-3", "zerobubble"), ("dense-5", "dualpipe")])
 def test_a_training_run(pool, shape, schedule):
-    """Write `pipeline_traffic(model, mesh, args)`. It returns a list of what this rank sends in a step: one entry,
+    """Write `traffic(model, mesh, args)`. It returns a list of what this rank sends in a step: one entry,
     (mesh.get_group("pp"), "send", bytes), or none if it sends nothing. This must equal the ledger's bytes, with dp, cp and tp, too.
     Four steps on two ranks must give the losses, gradient norms and weights of one process."""
     one = 24 * 16 * 5 * 4                                 # to one neighbor
@@ -612,7 +612,7 @@ def test_a_training_run(pool, shape, schedule):
              (2, 1, 1, 2, "on"): [[one // 2]] * 2, (2, 1, 1, 2, "off"): [[one]] * 2}
     for case, found in pool.call(traffic_job, STEP, layouts=list(right))[0].items():
         where = "24 sequences of 16 tokens, hidden 5, float32, pp {}, dp {}, cp {}, tp {}, --sp {}".format(*case)
-        assert found == right[case], f"{where}: the bytes of pipeline_traffic on each rank of pp are {right[case]}, not {found}"
+        assert found == right[case], f"{where}: the bytes of traffic on each rank of pp are {right[case]}, not {found}"
     flags = f"--dtype float64 --recompute none --micro_batch_size 6 --pp 2 --schedule {schedule}"
     check(pool, layouts.Layout(STEP, 2, shape, "adamw", flags))
 

@@ -322,7 +322,7 @@ def small_model(config, device):
         layers = {"0": SimpleNamespace(mlp=nn.Linear(1, 1)), **{name: SimpleNamespace(mlp=moe.MoE(config)) for name in "12"}}
     for layer in layers.values():
         for param in layer.mlp.parameters():
-            param.placement = Placement(dist.get_world_size(), decays=True)
+            param.placement = Placement(dist.get_world_size(), True, None)
     return SimpleNamespace(model=SimpleNamespace(layers=layers)), layers
 
 
@@ -330,7 +330,7 @@ def shard_job(pp, dp, cp, tp, ep):
     import expert_parallel
     import torch.distributed as dist
     import torch
-    from mesh import build_mesh
+    from mesh import build_mesh, data_mesh
     from shards import Shard, local_slices
     from placement import Placement
     from torch import nn
@@ -342,7 +342,7 @@ def shard_job(pp, dp, cp, tp, ep):
     dense, gate = layers["0"].mlp, layers["1"].mlp.gate
     whole = nn.Linear(1, 1)
     whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = Placement(6, decays=True, shards=[before := Shard(None, 2, 2, 0)])
+    whole.weight.placement = Placement(6, True, None, shards=[before := Shard(None, 2, 2, 0)])
     expert_parallel.shard_weight(whole, shard := Shard(None, 1, 3, 2))
     came = list(whole.weight.shape), whole.weight.placement.shards, whole.weight.placement.num_replicas
     assert came == ([4, 2, 2], [before, shard], 2), (
@@ -350,17 +350,17 @@ def shard_job(pp, dp, cp, tp, ep):
         f"listed after an earlier one; got shape, shards, num_replicas {came}")
     by_tp = []                                            # what rung 6 shards
     with patch.object(expert_parallel, "shard_over_tp", lambda moe, *_: by_tp.append(moe)):
-        expert_parallel.expert_parallel(model, config, mesh, args)
+        expert_parallel.apply(model, config, mesh, args)
     expected = [layers[i].mlp for i in "12"] if tp > 1 else []
     assert by_tp == expected, (f"with tp {tp}, shard_over_tp must be called for {len(expected)} layers (two have experts; without "
                                f"tp, for none), but was called for {len(by_tp)}")
     dist.barrier()                                        # no rank may end while others still connect
 
     def group_of(weight):
-        expert_mesh = weight.placement.expert_mesh
-        assert isinstance(expert_mesh, DeviceMesh) and expert_mesh.ndim == 1, \
-            f"placement.expert_mesh of w1, w2 and w3 must be a 1D mesh, of the ranks with the same experts, not {expert_mesh}"
-        return expert_mesh.get_group()
+        found = weight.placement.data_mesh if ep > 1 else data_mesh(mesh)
+        assert isinstance(found, DeviceMesh) and found.ndim == 1, \
+            f"placement.data_mesh of w1, w2 and w3 must be a 1D mesh, of the ranks with the same experts, not {found}"
+        return found.get_group()
     assert group_of(layers["1"].mlp.experts.w1.weight) is group_of(layers["2"].mlp.experts.w1.weight), \
         "make the groups once, not for each layer: each has its own connections, and gradients are summed group by group"
     ranks = lambda group: sorted(dist.get_process_group_ranks(group))
@@ -374,10 +374,10 @@ def shard_job(pp, dp, cp, tp, ep):
     dispatch = layers["1"].mlp.dispatch
     group = ranks(dispatch.group) if isinstance(dispatch, expert_parallel.TokenDispatcher) else "none"
     same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.shards
-    return found, group, same and gate.weight.placement.expert_mesh is None
+    return found, group, same and gate.weight.placement.data_mesh is None
 
 
-@rung({"expert_parallel.py": ["expert_parallel", "shard_weight"]}, hints="""
+@rung({"expert_parallel.py": ["apply", "shard_weight"]}, hints="""
     All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of the
     experts. Rank 0 of every group has the same experts, so an expert's gradient is summed over these ranks, and no others. Draw
     the ranks as a table, with a row for each group of ep and a column for each rank in it. Which ranks have the same experts?
@@ -388,17 +388,17 @@ def shard_job(pp, dp, cp, tp, ep):
     does not matter which chunk you take). The new one takes over the old placement, to which you add the shard.
 
     shard_weight: linear.weight.placement = full.placement; .placement.shards.append(shard); .placement.num_replicas //=
-    shard.num_shards. expert_parallel: group and expert_mesh are row and column; for moe in moe_layers(model): if args.tp > 1:
-    shard_over_tp(moe, mesh, args); for linear in moe.experts.children(): shard_weight(linear, Shard(group, 0, args.ep,
-    group.rank())) and linear.weight.placement.expert_mesh = expert_mesh; if args.ep > 1: moe.dispatch = TokenDispatcher(group).""")
+    shard.num_shards. apply: for moe in moe_layers(model): if args.tp > 1: shard_over_tp(moe, mesh, args). Return if args.ep is 1.
+    Else make the table; then for moe in moe_layers(model): for linear in moe.experts.children(): shard_weight(linear, Shard(row's
+    group, 0, args.ep, its rank())) and linear.weight.placement.data_mesh = column; moe.dispatch = TokenDispatcher(row's group).""")
 def test_who_has_which_experts(pool):
     """Write `shard_weight(linear, shard)`. It replaces linear.weight by a parameter that is one of `shard.num_shards` shards along
     `shard.dim`. The new parameter takes over the old placement, with `shard` added to its shards and num_replicas divided by
-    shard.num_shards. Write `expert_parallel(model, config, mesh, args)`. It does this to w1, w2 and w3 of each MoE layer
-    (`moe_layers(model)` lists them): rank i of a group of ep ranks gets the i-th shard of the experts, and placement.expert_mesh
-    becomes the 1D mesh of the ranks that have the same experts but different tokens. The ranks of an ep group are neighbors in
-    data_mesh(mesh), the ranks of dp x cp. Create the groups once, for all layers. If ep > 1, the layer's dispatch becomes
-    `TokenDispatcher(group)`. If tp > 1, call `shard_over_tp(layer, mesh, args)` first (see rung 6). Change nothing else."""
+    shard.num_shards. Write `apply(model, config, mesh, args)`. If tp > 1, it first calls `shard_over_tp(layer, mesh, args)` for
+    each MoE layer (`moe_layers(model)` lists them; see rung 6). If ep > 1, it shards w1, w2 and w3 of each: rank i of a group of ep
+    ranks gets the i-th shard of the experts, and placement.data_mesh becomes the 1D mesh of the ranks that have the same experts
+    but different tokens. The ranks of an ep group are neighbors in data_mesh(mesh), the ranks of dp x cp. Create the groups once,
+    for all layers. The layer's dispatch becomes `TokenDispatcher(group)`. Change nothing else."""
     #         pp, dp, cp, tp, ep: for each rank its experts, the ranks with the same ones, and its ep group
     cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
                                ([2, 3], [1, 3], [2, 3])],
@@ -609,7 +609,7 @@ def tensor_parallel_job(dp, sp):
     out.backward(up)
     reference = [rounded(tensor[:, here]) for tensor in (out, x.grad)], rounded(whole.gate.weight.grad)
     whole.zero_grad()
-    expert_parallel.expert_parallel(model, config, mesh, args)
+    expert_parallel.apply(model, config, mesh, args)
     dist.barrier()                                        # no rank may end while others still connect
     layer, group = layers["1"].mlp, mesh.get_group("tp")
     shards = {name: [shard[1:] for shard in getattr(layer.experts, name).weight.placement.shards if shard[0] is group]
@@ -648,7 +648,7 @@ def test_every_expert_is_sharded(pool):
     """Write `shard_over_tp(moe, mesh, args)`, which makes an MoE layer a region of tp. This rank keeps its shard of each expert's
     w1, w2 and w3 (use `shard_weight`), as step 4 shards the MLP. The router's weight stays whole, but each rank computes only a
     partial gradient of it, so its `placement.grad_reduce_group` must name the group over which to sum it. Replace `moe.forward` by
-    a function of x that enters the region, does what moe.forward did before, and leaves the region. `expert_parallel` calls this
+    a function of x that enters the region, does what moe.forward did before, and leaves the region. `apply` calls this
     for each MoE layer if tp > 1."""
     for dp, sp in ((2, "off"), (2, "on"), (1, "off")):
         answers = pool.call(tensor_parallel_job, STEP, world=2 * dp, dp=dp, sp=sp)
@@ -887,13 +887,12 @@ class NamedMesh:
 
 
 def traffic_job(cases):
-    """Return what expert_parallel_traffic says for layers with six experts, three per token, hidden 5, for 24 sequences of 16
+    """Return what traffic says for layers with six experts, three per token, hidden 5, for 24 sequences of 16
     tokens, float32."""
     import expert_parallel
     import moe
     import torch
     import torch.distributed as dist
-    import traffic
     dist.init_process_group("gloo")
     config = layer_config(hidden_size=5, num_experts_per_tok=3, num_local_experts=6, num_hidden_layers=4)
     found = []
@@ -906,8 +905,8 @@ def traffic_job(cases):
             if args.ep > 1:
                 model.model.layers[str(i)].mlp.dispatch = expert_parallel.TokenDispatcher("ep")
         sent = {}
-        entries = traffic.expert_parallel_traffic(model, NamedMesh(), args)
-        assert entries is not None, "expert_parallel_traffic returned None, not a list"
+        entries = expert_parallel.traffic(model, NamedMesh(), args)
+        assert entries is not None, "traffic returned None, not a list"
         for group, collective, size in entries:
             what = "world" if group is dist.group.WORLD else group, collective
             sent[what] = sent.get(what, 0) + size
@@ -916,7 +915,7 @@ def traffic_job(cases):
 
 
 @pytest.mark.slow
-@rung({"traffic.py": ["expert_parallel_traffic"]}, hints="""
+@rung({"expert_parallel.py": ["traffic"]}, hints="""
     The ledger compares the bytes sent with what `expected_traffic` returns. Three things are sent: rows, there and back; before
     them counts; and once per step what update sums. How many rows does a rank have in a step, in all its layers, and how often is
     each row sent?
@@ -937,7 +936,7 @@ def traffic_job(cases):
     (4, "top4-2", "--ep 2 --micro_batch_size 6 --cp 2 --recompute selective --balance aux"),
     (4, "top1-3", "--ep 2 --micro_batch_size 6 --pp 2 --schedule zerobubble --recompute none --balance bias")])
 def test_a_training_run(pool, ranks, shape, flags):
-    """Write `expert_parallel_traffic(model, mesh, args)`. It returns what a rank sends in one training step, as a list of (group,
+    """Write `traffic(model, mesh, args)`. It returns what a rank sends in one training step, as a list of (group,
     collective, payload bytes), for the layers of its own stage; this must equal the ledger's bytes. A rank cannot know how many
     rows its experts will get, so count as many as it sends. With --recompute selective or full, forward runs twice. Four steps, on
     two ranks with ep 2, and on four ranks with ep 2 and tp, cp or pp 2, must give the losses, gradient norms and weights of one
@@ -954,5 +953,5 @@ def test_a_training_run(pool, ranks, shape, flags):
     for (layers, flags_here, right), came in zip(cases, pool.call(traffic_job, STEP, cases=[case[:2] for case in cases])[0]):
         assert came == right, (f"{layers} layers with 6 experts on this stage of two, top_k 3, hidden 5, 24 sequences of 16 "
                                f"tokens, 3 in a micro-batch, float32, no recomputation, changed by {flags_here}: the bytes of "
-                               f"expert_parallel_traffic are {right}, not {came}")
+                               f"traffic are {right}, not {came}")
     check(pool, layouts.Layout(STEP, ranks, shape, "adamw", f"--dtype float64 {flags}"))

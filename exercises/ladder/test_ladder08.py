@@ -268,7 +268,7 @@ def boxes_job():
     found = []
     for name, shape, start, count, shards in SHARDED:
         param = torch.nn.Parameter(torch.zeros(shape))
-        param.placement = Placement(1, True, [Shard(None, *shard) for shard in shards])
+        param.placement = Placement(1, True, None, [Shard(None, *shard) for shard in shards])
         param.untyped_storage().resize_(0)                # as ZeRO stage 3 does
         memory = torch.arange(100.0)
         elements = memory[10:10 + count]

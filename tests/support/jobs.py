@@ -20,9 +20,10 @@ def check_job(argv, world_size):
 
     import config
     import messages
+    import train
     with patch.dict(os.environ, WORLD_SIZE=str(world_size), RANK="0"), messages.clean_exit():
-        args = config.parse_args(argv)
-        config.check(args, config.load_config(args))
+        args = config.parse_args(argv, train.TECHNIQUES)
+        config.check(args, config.load_config(args), train.TECHNIQUES)
 
 
 def assert_refused(pool, step, world, flags, message, job=check_job, **more):

@@ -1,15 +1,15 @@
 """The layouts that the tests train.
 
     python tests/support/layouts.py step05_cp                      # print the layouts of a step
-    python tests/support/layouts.py step05_cp FILE                 # compare with one process those of a file, one on each line
+    python tests/support/layouts.py step05_cp FILE                 # compare the layouts of a file, one a line, with one process
     python tests/support/layouts.py step05_cp "4 dense-2 sgd --dtype float64 --cp 4 --cp_mode ring --micro_batch_size 6" ...
     python tests/support/layouts.py --write                        # after a change of FACTORS: write tests/data/layouts.txt anew
 
 A layout chooses a value for every factor below. All combinations would be millions of runs. But almost every fault shows as soon
 as the wrong two values meet, whatever the others are. So step 8 trains every pair of values in some layout (a covering array), and
-every triple of ZeRO x tp x pp. Steps 2 to 7 have most of their files from a neighbour, byte for byte. They train every value, and
-every value that can meet their own technique (their dimension at 2, or ZeRO-2) together with it. A value or pair without dtype
-counts only in a layout in float64, because only float64 is compared to 1e-9.
+every triple of ZeRO x tp x pp. Steps 2 to 7 share most of their files, byte for byte, with a neighbour. So they train only every
+value and, where the two can meet, every value together with their own technique (their dimension at 2, or ZeRO-2). A value or pair
+without dtype counts only in a layout in float64, because only float64 is compared to 1e-9.
 
 Some layouts have names, below. The others are in tests/data/layouts.txt, and test_layouts.py checks that nothing is missing.
 `make sweep` draws layouts at random.
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         return int(self.flag(name, 0 if name == "zero" else 1))
 
 
-TABLE = ROOT / "tests/data/layouts.txt"                   # of each layout its step and str(layout)
+TABLE = ROOT / "tests/data/layouts.txt"                   # a line for each layout: its step and str(layout)
 
 
 def parse(step, line):
@@ -170,7 +170,7 @@ def covered(row):
 
 
 def every(step):
-    """Return all values of a step's factors, alone and where the step's own dimension is 2; of step 8 all pairs and triples."""
+    """Return all values of a step's factors, alone and where the step's own dimension is 2; for step 8, all pairs and triples."""
     groups = [*itertools.combinations(factors(step), 2), TRIPLE] if step == 8 else itertools.combinations(factors(step), 1)
     found = {frozenset(zip(names, values)) for names in groups
              for values in itertools.product(*(FACTORS[name][1] for name in names))}
@@ -208,7 +208,7 @@ def array(step, draw):
 
 
 def write():
-    """Write the table: of each step the cheapest of eight arrays."""
+    """Write the table: for each step, the cheapest of eight arrays."""
     lines = []
     for step in NAMED:
         draw = random.Random(step)
@@ -242,7 +242,7 @@ QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
          8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
              "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full", qk_norm="on")}}
-# Others that planted mistakes name, and layouts that no factor can express.
+# Others, some of which planted mistakes name. With sgd, the weights at the end show the sums of all gradients.
 NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients": dict(dp=3, dp_mode="bucket", optimizer="sgd")},
          3: {"gradients": dict(dp=4, zero=3, optimizer="sgd", micro_batches="one")},
@@ -294,7 +294,7 @@ def every_layout(step):
 
 # ------------------------------------------------------------------------------------------- for the sweeps
 def all_of_a_world(world):
-    """Return every valid (dp, tp, cp, pp, ep) of a world, as (dense or moe, flags). A fixed seed draws the other flags."""
+    """Return every valid (dp, tp, cp, pp, ep) of a world, as ("dense" or "moe", flags). A fixed seed draws the other flags."""
     found, draw = [], random.Random(world)
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     for dp, tp, cp, pp in itertools.product(sizes, repeat=4):

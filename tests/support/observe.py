@@ -24,7 +24,6 @@ def observed_job(argv, optimizer):
     """Train. Return this rank's operations in the second step, and what it sends there:
     {(dimension, collective): (bytes seen, bytes by the trainer's formula)}."""
     import ledger
-    import traffic
     import train
     sent, recorder = {}, Recorder()
 
@@ -34,14 +33,14 @@ def observed_job(argv, optimizer):
             return super().__torch_dispatch__(op, types, args, kwargs)
 
     @contextlib.contextmanager
-    def on_every_rank(step, model, mesh, args):
+    def on_every_rank(step, model, mesh, args, techniques):
         if step != min(1, args.steps - 1):
             yield
             return
         with patch("torch.distributed.batch_isend_irecv", recorder.batch_isend_irecv), Both(mesh) as seen:
             yield
         expected = ledger.Counter()
-        for group, collective, size in traffic.expected_traffic(model, mesh, args):
+        for group, collective, size in ledger.expected_traffic(model, mesh, args, techniques):
             expected[seen.name(group), collective] += size
         sent.update({what: (seen.payload[what], expected[what]) for what in seen.payload.keys() | expected.keys()})
 

@@ -38,10 +38,8 @@ def impossible(c, l, constants=None):
         micro_batch_size=l.micro_batch, sp="on", cp_mode="zigzag" if l.cp > 1 else "ring", device="cuda",
         dtype="bfloat16", attention="sdpa")
     try:
-        trainer.check_tensor_parallel(args, c)
-        trainer.check_context_parallel(args, c)
-        trainer.check_pipeline(args, c, l.accumulation)
-        trainer.check_experts(args, c)
+        for check in trainer.CHECKS:
+            check(args, c)
     except Refused as refused:
         return str(refused)
     if SCHEDULES[l.schedule].split_backward and l.accumulation < l.pp:

@@ -216,7 +216,7 @@ def launch(adapter, world, flags, jobs, seconds=120, unforgiving=contextlib.null
 
 
 def why(ranks, world, answers, seconds):
-    """Say what went wrong first: a death, as what the others say follows from it; an error; or else that time was over."""
+    """Say what went wrong first: a death, as what the others say follows from it; an error; or else that time ran out."""
     for rank, (kind, status, *_) in sorted(answers.items()):
         if kind == "died":
             return f"rank {rank} died with exit status {status}. {ranks.read(rank, 'out').strip()[-500:]}"

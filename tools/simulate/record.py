@@ -139,7 +139,7 @@ class Recorder(Watch):
             replaced.enter_context(patch("torch.profiler.record_function", self.action))
             replaced.enter_context(self.memory.resizes())
             replaced.enter_context(named_layers(self.model, self))
-            if not hasattr(train, "Pipeline"):
+            if not hasattr(train, "pipeline_parallel"):
                 replaced.enter_context(named_passes(self.model.model, self))
             fused_kernels[:] = [self.compute]
             with self:

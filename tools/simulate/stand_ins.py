@@ -30,10 +30,10 @@ def one_rank(ranks, rank):
     from messages import fail
     parse_args, init_process_group = train.parse_args, dist.init_process_group
 
-    def parse(argv):
+    def parse(argv, techniques):
         # as if there were a GPU; every one of gpus.py has bfloat16
         with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.get_device_capability", lambda: (8, 0)):
-            args = parse_args(argv)
+            args = parse_args(argv, techniques)
         for name in LEFT_OUT:
             getattr(args, name, None) and fail(f"--{name}: a dry run reads, writes and compiles nothing; leave out --{name}")
         if args.attention != "sdpa":
