@@ -494,7 +494,10 @@ def sent(c, l, rank=0, part=0):
         out["tp", "all_gather"] += ((gathers + 2 * again) * layers + ends) * stream
         out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
         out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32
-        for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
+        block = block_tensors(c, l)
+        if c.num_local_experts and l.ep == 1:             # the experts are in the same unit
+            block.append((expert_layer(c, l), ""))
+        for tensors, count in ((block, layers), (head, stage.head)):
             for group, size in summed(tensors, l, part).items():
                 out[group, "all_reduce"] += FLOAT32 * count * size
     if l.cp > 1:                            # zigzag: keys and values go round twice; their float32 gradients once, a hop further
