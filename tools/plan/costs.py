@@ -148,10 +148,15 @@ def units(c, l, stage):
     """Return ZeRO's units, as (parameters, shards, number of such units)."""
     ends, ranks = c.vocab_size * c.hidden_size // l.tp, l.dp * l.cp
     first = [(ends, ranks, 1)] * stage.embedding
-    blocks = [(dense_layer(c, l), ranks, stage.layers)]
+    blocks = [(block_unit(c, l), ranks, stage.layers)]
     last = [(ends + c.hidden_size, ranks, 1)] * stage.head
-    experts = [(expert_layer(c, l), ranks // math.gcd(ranks, l.ep), stage.layers)] * bool(c.num_local_experts)
+    experts = [(expert_layer(c, l), ranks // math.gcd(ranks, l.ep), stage.layers)] * (l.ep > 1)
     return [*first, *blocks, *last, *experts]
+
+
+def block_unit(c, l):
+    """Return the parameters of the unit that a block's norms are in. Its experts are in it, unless ep divides them."""
+    return dense_layer(c, l) + (expert_layer(c, l) if c.num_local_experts and l.ep == 1 else 0)
 
 
 def parameters(c, l, stage):
@@ -244,8 +249,8 @@ def moments(c, l, rank, stage, number, fused_norm):
 
     Those are when backward is in the head, in the first block, in the next one, and in the embedding.
     """
-    h, ends, dense = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, dense_layer(c, l)
-    block = dense + bool(c.num_local_experts) * expert_layer(c, l)
+    h, ends, unit = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, block_unit(c, l)
+    block = unit + (expert_layer(c, l) if l.ep > 1 else 0)
     row, cut = SCHEDULES[l.schedule], FLOAT32 * (l.zero >= 2)
     split = row.split_backward
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
@@ -257,15 +262,15 @@ def moments(c, l, rank, stage, number, fused_norm):
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
     # ZeRO-3 has whole weights, in a pipeline those of all units. From ZeRO-2 on, the unit in backward has whole
-    # gradients, and so has the one before it, whose reduce-scatter is under way (a block's experts are one unit,
-    # all else another). Where W is delayed, norms get their gradients before it, so all units with norms have some.
+    # gradients, and so has the one before it, whose reduce-scatter is under way (with ep, a block's experts are
+    # one unit, all else another). Where W is delayed, norms get their gradients before it, so all units with norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:
         whole_units = block + ends, 2 * block, block
         at_head, in_block, at_start = [all_weights or number * size for size in whole_units]
-    grads, others = cut * block, cut * dense * (stage.layers - 1) * split
-    last = ends if stage.embedding or stage.head and split else dense         # the last unit of the micro-batch before
+    grads, others = cut * block, cut * unit * (stage.layers - 1) * split
+    last = ends if stage.embedding or stage.head and split else unit         # the last unit of the micro-batch before
     last_micro_batch = cut * (l.accumulation > 1) * last
     for layers, stages, delayed, at_end in in_backward(l, rank, stage):
         alive = layers * layer + stages * output + delayed * noted(c, l, number) + before_norm
@@ -276,13 +281,13 @@ def moments(c, l, rank, stage, number, fused_norm):
         buffers = in_block + inside + grads + others + cut * stage.head * ends
         yield dict(activations=alive + again, loss=0, buffers=buffers)
         if layers and stage.layers > 1:
-            buffers = in_block + inside + grads + max(others, cut * dense)
+            buffers = in_block + inside + grads + max(others, cut * unit)
             yield dict(activations=alive + again - layer, loss=0, buffers=buffers)
-        buffers = at_start + number * ends + cut * (ends + dense) + (grads + others) * split
+        buffers = at_start + number * ends + cut * (ends + unit) + (grads + others) * split
         if stage.embedding and stages:
             yield dict(activations=alive - layers / stages * layer - output, loss=0, buffers=buffers)
         if stage.embedding and delayed and not row.v_shaped:
-            # an I whose W is still to come also ends like this; `dense` is its unit
+            # an I whose W is still to come also ends like this; `unit` is its ZeRO unit
             yield dict(activations=alive, loss=0, buffers=buffers - grads)
 
 
