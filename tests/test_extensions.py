@@ -10,7 +10,7 @@ from steps import ROOT, copy_repository, full_name, run
 NAMES = list(patches())
 EXTENDED = [pytest.param(patch, id=name) for name, patch in patches().items()]
 # a push runs the tests of these, make sweep those of the others
-ASKED_FOR = {"async_checkpoint", "diloco", "documents", "fp8", "held_out", "muon", "ring_tp"}
+ASKED_FOR = {"async_checkpoint", "diloco", "documents", "held_out", "muon", "ring_tp"}
 
 
 @pytest.mark.parametrize("patch", EXTENDED)

@@ -23,14 +23,15 @@ def report(folder, parts, *flags, timeout):
 # ------------------------------------------------------------------------------------------------ on the CPU
 @pytest.mark.slow
 def test_one_step_is_reported(tmp_path):
-    status, output, found, text = report(tmp_path, ["machine", "steps"], "--only", "step02", timeout=1500)
+    status, output, found, text = report(tmp_path, list(gpu.PARTS), "--only", "step02", timeout=1500)
     rows = found["steps"]["rows"]
     assert status == 0 and [row["step"] for row in rows] == [NAMES[1]], output
     assert all(row["status"] == "ok" and row["tokens_per_s"] > 0 and row["simulated_gib"] > 0 for row in rows)
+    assert [found[part]["status"] for part in gpu.PARTS] == ["ok"] * len(gpu.PARTS), output + text
     assert "not a report on a GPU" in text and f"{rows[0]['tokens_per_s']:,.0f}" in text and torch.__version__ in text
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_all_parts_on_the_cpu(tmp_path):
     """Check that everything runs, so that on GPUs only what GPUs do can go wrong."""
     status, output, found, text = report(tmp_path, list(gpu.PARTS), timeout=6000)

@@ -136,7 +136,7 @@ def test_every_planted_mistake_of_steps_2_to_7_is_tried_or_changes_no_number():
     assert {*STEPS} | {*not_in("prove")} == names and not {*STEPS} & {*not_in("prove")}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_table_of_planted_mistakes_is_what_comes_out(tmp_path):
     found = verdicts([], tmp_path)
     assert [row for row in table_of(found) if row not in README] == []
