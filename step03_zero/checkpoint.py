@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import shutil
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -54,7 +55,7 @@ def open_checkpoint(name):
         fail(f"--init_from {name}: not found or corrupt ({error})")
     saved = {key: file for file in files for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
-        print0(f"{name} ties the head to the embedding; here they start equal and are trained separately")
+        print0(f"--init_from {name}: has no lm_head.weight; the head starts as a copy of the embedding")
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     return saved
 
@@ -87,6 +88,8 @@ def save_checkpoint(model, config, args):
     if RANK > 0:
         return
     to_hugging_face(config, args.dtype).save_pretrained(args.save)
+    for file in split.filename_to_tensors:                # save_file lets only its owner read the file
+        shutil.copymode(os.path.join(args.save, "config.json"), os.path.join(args.save, file))
     if split.is_sharded:
         with open(os.path.join(args.save, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, file)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from messages import RANK, fail
+from messages import RANK, fail, print0
 
-TOO_LARGE = 10**8                                         # numbers on the command line are smaller
+TOO_LARGE = 10**8                                         # numbers on the command line, and sizes, are smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 
@@ -166,7 +166,10 @@ def read_config(flag, name):
     """Read a config.json through transformers, which also understands older formats."""
     from transformers import AutoConfig
     try:
-        return from_hugging_face(AutoConfig.from_pretrained(name, trust_remote_code=False))
+        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if flag == "--model" and hf_config.tie_word_embeddings:
+            print0(f"{flag} {name}: ties the head to the embedding; here they are trained separately")
+        return from_hugging_face(hf_config)
     except Exception as error:                            # the file may contain anything
         reason = " ".join(str(error).split())
         fail(f"{flag} {name}: not found or unsupported ({reason}); the presets are {', '.join(PRESETS)}")
@@ -189,8 +192,10 @@ def from_hugging_face(hf_config):
     values["rope_theta"] = rope["rope_theta"]
     for ours, value in {**values, **(scaling or {})}.items():
         kind = ModelConfig.__annotations__.get(ours, float)
-        if not (isinstance(value, (int, kind)) and 0 < value < float("inf")):
-            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__}")
+        limit = TOO_LARGE if kind is int else float("inf")
+        if not (isinstance(value, (int, kind)) and 0 < value < limit):
+            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__} "
+                             f"below {limit}")
     return ModelConfig(**values, rope_scaling=scaling, family=hf_config.model_type)
 
 

@@ -22,16 +22,13 @@ warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_sc
 def init_distributed():
     """Join the processes that torchrun started, or form a world of one, for as long as main runs."""
     with clean_exit():
-        store, rank, world_size = dist.HashStore(), 0, 1
-        if "RANK" in os.environ:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-            # after a restart torchrun's store still holds the old addresses: give each attempt its own prefix
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        else:                                             # keep gloo off the network
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.distributed_c10d.default_pg_timeout = TIMEOUT         # the mesh's groups take torch's default
-        dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
+        try:
+            store, rank, world_size = meeting_place()
+            dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
+        except (ValueError, RuntimeError) as error:
+            raise OSError(f"the ranks cannot meet; start them with torchrun ({error})") from None
         failure = None
         try:
             yield
@@ -41,6 +38,23 @@ def init_distributed():
         gc.collect()                                      # gloo's threads must not outlive the interpreter
         if failure:
             raise failure
+
+
+def meeting_place():
+    """Return the store through which the ranks find each other, this process's rank, and how many there are."""
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":      # keep gloo off the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun lends the ranks its own store, which still holds the old addresses after a restart. So give
+        # each attempt its own prefix, its number. But the torchruns of several nodes count differently.
+        nodes, restarts = (os.environ.get(name) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+        if nodes not in (None, "1") and restarts not in (None, "0"):
+            fail("--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun, "
+                 "and use --rdzv_backend c10d; otherwise a restart may hang")
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return store, rank, world_size
 
 
 @contextlib.contextmanager

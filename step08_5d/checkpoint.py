@@ -61,7 +61,7 @@ def open_checkpoint(name):
         fail(f"--init_from {name}: not found or corrupt ({error})")
     saved = {key: file for file in files for key in file.keys()}
     if "lm_head.weight" not in saved and "model.embed_tokens.weight" in saved:
-        print0(f"{name} ties the head to the embedding; here they start equal and are trained separately")
+        print0(f"--init_from {name}: has no lm_head.weight; the head starts as a copy of the embedding")
         saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
     return saved
 
@@ -116,6 +116,8 @@ def save_checkpoint(model, config, mesh, args):
     if RANK > 0:
         return
     to_hugging_face(config, args.dtype).save_pretrained(unfinished)
+    for file in split.filename_to_tensors:                # save_file lets only its owner read the file
+        shutil.copymode(os.path.join(unfinished, "config.json"), os.path.join(unfinished, file))
     if split.is_sharded:
         with open(os.path.join(unfinished, "model.safetensors.index.json"), "w") as file:
             weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()
