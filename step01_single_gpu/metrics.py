@@ -63,6 +63,8 @@ def open_log(name):
         file.seek(0)
         if not b'{"step": '.startswith(file.read(9)):
             fail(f"--log_file {name}: already exists and is not a training log; choose another name")
+        if file.read(1):
+            print0(f"--log_file {name}: replaces the log of an earlier run")
         file.truncate(0)
     except OSError as error:
         fail(f"--log_file {name}: cannot be written ({error})")

@@ -11,7 +11,7 @@ import torch
 
 from messages import RANK, fail, print0
 
-TOO_LARGE = 10**8                                         # numbers on the command line, and sizes, are smaller
+TOO_LARGE = 10**8                                         # every number that a user gives is smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 

@@ -41,7 +41,7 @@ def init_distributed():
 
 
 def meeting_place():
-    """Return the store through which the ranks find each other, this process's rank, and how many there are."""
+    """Return the store through which the ranks find each other, this process's rank, and the world size."""
     if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":      # keep gloo off the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         return dist.HashStore(), 0, 1
@@ -51,8 +51,8 @@ def meeting_place():
         # each attempt its own prefix, its number. But the torchruns of several nodes count differently.
         nodes, restarts = (os.environ.get(name) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
         if nodes not in (None, "1") and restarts not in (None, "0"):
-            fail("--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun, "
-                 "and use --rdzv_backend c10d; otherwise a restart may hang")
+            fail("--max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each "
+                 "torchrun and use --rdzv_backend c10d; otherwise a restart may hang")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return store, rank, world_size
 

@@ -123,4 +123,6 @@ def save_checkpoint(model, config, mesh, args):
             weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()
                           for hf_name, _ in to_hf_tensors(name, params[name], config)}
             json.dump({"metadata": split.metadata, "weight_map": weight_map}, file)
+    os.sync()                                             # all of it is on the disk before it gets its name
     os.rename(unfinished, os.path.realpath(args.save))    # replaces the empty directory, all at once
+    os.sync()

@@ -11,7 +11,7 @@ import torch
 
 from messages import RANK, fail, print0
 
-TOO_LARGE = 10**8                                         # numbers on the command line, and sizes, are smaller
+TOO_LARGE = 10**8                                         # every number that a user gives is smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 
@@ -266,13 +266,10 @@ def check_outputs(args):
     if args.profile and args.steps == 0:
         fail("--profile: requires --steps of at least 1")
     save = args.save if RANK == 0 else None               # rank 0 alone writes there
-    parent = save and os.path.dirname(os.path.realpath(save))          # --save writes there, then renames
-    for flag, folder in (("save", save), ("save", parent), ("profile", args.profile)):
+    for flag, folder in (("save", save), ("profile", args.profile)):
         if folder:
             check_writable(flag, folder)
-    if save and os.path.ismount(save):                    # at the end, DIR.unfinished is renamed to DIR
-        fail(f"--save {save}: is a mount point, which no directory can replace; choose a directory inside it")
-    if save and os.listdir(save):
+    if save and os.listdir(save) and not args.resume:     # resume.py sees whether the model is in it already
         fail(f"--save {save}: must be empty; choose a new or an empty directory")
 
 

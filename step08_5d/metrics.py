@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mesh import fail_together
 from messages import RANK, fail, print0
 from model import Llama
-from resume import lock, log_size_to_keep
+from disk import lock, log_size_to_keep
 
 # dense bfloat16, by a part of the name that torch.cuda.get_device_name() returns
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12,
@@ -80,6 +80,8 @@ def open_log(name, args):
         file.seek(0)
         if not b'{"step": '.startswith(file.read(9)):
             fail(f"--log_file {name}: already exists and is not a training log; choose another name")
+        if file.read(1) and args.first_step == 0:
+            print0(f"--log_file {name}: replaces the log of an earlier run")
         file.truncate(log_size_to_keep(name, args))
     except OSError as error:
         fail(f"--log_file {name}: cannot be written ({error})")

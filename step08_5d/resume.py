@@ -12,25 +12,25 @@ rank 0 renames it when all files are complete. Renaming is atomic, so a folder w
 matter when the run was killed.
 """
 import contextlib
-import fcntl
-import hashlib
 import json
 import os
 import shutil
 import signal
 import time
+import weakref
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from boxes import assign_writers, boxes, fill
 from config import NOT_ARCHITECTURE, ModelConfig, at_least, check_writable
+from disk import (check_save, digest, fail_on_io_error, find_corruption, find_unexpected, index_of,
+                  join_names, list_checkpoints, lock, lock_folder, steps_of, suggest_intact)
 from mesh import all_gather_object, dataset_digest, fail_together
-from messages import fail, print0
+from messages import RANK, fail, print0
 
 # the values of settings that did not exist yet when an older version of this trainer saved a checkpoint
 DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(qk_norm=False)
@@ -44,6 +44,8 @@ class Checkpoints:
         self.run = fingerprint(balance.config, tokens, args)
         self.signals = install_signal_handlers() if args.checkpoint else []
         self.local_keys = None                            # the keys of the boxes that this rank writes
+        self.mark = Path(args.checkpoint or "", ".gone_back")
+        self.note = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {args.resume}"
 
     def state(self):
         """Return {key: box}: everything this rank has to save or to fill, as views of its memory."""
@@ -99,6 +101,7 @@ class Checkpoints:
         with fail_on_io_error(folder, self.args):
             folder.mkdir(exist_ok=True)
             save_file({key: state[key].cpu() for key in self.local_keys}, path)
+            path.chmod(folder.stat().st_mode & 0o666)              # save_file lets only its owner read it
             return path.name, digest(path)
 
     @fail_together()
@@ -106,6 +109,10 @@ class Checkpoints:
         """Complete the checkpoint on rank 0 when all ranks have written; delete the oldest beyond --keep."""
         if dist.get_rank() > 0:
             return
+        unexpected = find_unexpected(folder, digests)
+        if unexpected:                                    # a rank that wrote elsewhere, or a file left over
+            fail(f"--checkpoint {self.args.checkpoint}: {folder.stem}: {unexpected}; all ranks must write "
+                 "into one directory, which rank 0 sees, and nobody else may")
         with fail_on_io_error(folder, self.args):
             index = dict(steps=steps_of(folder), digests=digests, run=self.run,
                          planned_steps=self.args.steps)
@@ -116,7 +123,8 @@ class Checkpoints:
         for outdated in list_checkpoints(self.args)[:-self.args.keep]:
             # A kill may leave a half-deleted folder: rename it first, so that it does not look complete.
             # And a folder that cannot be deleted is no reason to end the run.
-            shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp")), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp")))
 
     # ------------------------------------------------------------------------------------------- resuming
     def load(self):
@@ -124,19 +132,32 @@ class Checkpoints:
 
         Return the number of steps that are already done. All ranks must call this.
         """
-        if not self.args.checkpoint:
-            return 0
-        choice = [self.choose()]
+        choice = [self.choose() if self.args.checkpoint else None]
         dist.broadcast_object_list(choice, src=0)
+        self.claim_save(steps_of(choice[0][0]) if choice[0] else 0)
         if choice[0] is None:
             return 0
         folder, index = choice[0]
         self.check(folder, index)
+        self.go_back(folder)
         self.restore(folder, index)
-        for path in list_checkpoints(self.args) if dist.get_rank() == 0 else ():
-            if path > folder:                             # --resume would take it for this run's newest
-                path.rename(f"{path}.aside_{time.time_ns()}")
         return steps_of(folder)
+
+    @fail_together()
+    def claim_save(self, steps):
+        """Lock --save on rank 0 until the run ends: if two runs saved there, one model would be lost.
+
+        If it already holds the model of a run that has nothing left to train, end with success. (torchrun, or
+        Slurm, may start a run once more whose last act was to save.)
+        """
+        if RANK > 0 or not self.args.save:
+            return
+        weakref.finalize(self, os.close, lock_folder(self.args.save, f"--save {self.args.save}"))
+        if os.listdir(self.args.save):
+            if steps < self.args.steps:
+                fail(f"--save {self.args.save}: must be empty; choose a new or an empty directory")
+            print0(f"--save {self.args.save}: all {steps} steps are done, and the model is saved")
+            raise SystemExit(0)
 
     @fail_together()
     def choose(self):
@@ -152,9 +173,10 @@ class Checkpoints:
         if checkpoints and not resume:
             fail(f"--checkpoint {directory}: already contains {checkpoints[-1].name}; "
                  "add --resume to continue from it, or choose another directory")
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            # after a restart by torchrun there may be newer checkpoints than the one that --resume names
-            resume = resume and "newest"
+        if resume not in (None, "newest") and self.has_gone_back():
+            print0(f"--resume {resume}: this torchrun's run has gone back to it before, so now the newest "
+                   f"checkpoint counts; to go back again, remove {self.mark}")
+            resume = "newest"
         candidates = [path for path in checkpoints if resume in (path.name, "newest")]
         if resume not in (None, "newest") and not candidates:
             fail(f"--resume {resume}: not found in {directory}; "
@@ -179,6 +201,22 @@ class Checkpoints:
         if self.args.lr_schedule == "cosine" and steps_of(folder) < steps != planned_steps:
             print0(f"--steps {steps}: saved with --steps {planned_steps}, so the learning rate continues on "
                    f"another cosine; use --steps {planned_steps} to stay on the old one")
+
+    # Rank 0 notes which checkpoint the run has gone back to: if torchrun restarts it, with the same --resume
+    # NAME, it must continue from a newer one. (TORCHELASTIC_RUN_ID is the same for all restarts.)
+    def has_gone_back(self):
+        return self.mark.exists() and self.mark.read_text() == self.note
+
+    @fail_together()
+    def go_back(self, folder):
+        """Rename newer checkpoints on rank 0: otherwise --resume would take them for this run's newest."""
+        if RANK > 0 or self.args.resume == "newest":
+            return
+        for path in list_checkpoints(self.args):
+            if path > folder:
+                path.rename(f"{path}.aside_{time.time_ns()}")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self.mark.write_text(self.note)
 
     @torch.no_grad()
     @fail_together()
@@ -226,98 +264,6 @@ def install_signal_handlers():
     return signals
 
 
-# ------------------------------------------------------------------------------------------- on disk
-def list_checkpoints(args, suffix=""):
-    """Return the complete checkpoints, oldest first; with the suffix .tmp, the incomplete ones."""
-    return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + suffix))
-
-
-def steps_of(folder):
-    return int(folder.stem.removeprefix("step_"))
-
-
-def join_names(folders):
-    """Format the names of folders for a message."""
-    return ", ".join(folder.name for folder in folders) or "none"
-
-
-@contextlib.contextmanager
-def fail_on_io_error(folder, args):
-    """Fail with one line if the checkpoint cannot be written: a disk may be full."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        fail(f"--checkpoint {args.checkpoint}: {folder.stem} cannot be written ({error}); "
-             f"available checkpoints: {join_names(list_checkpoints(args))}")
-
-
-def lock(file, flag):
-    """Lock an open file, or fail if another run has locked it. `flag` names it in the message.
-
-    The lock lasts until the file is closed or the process ends, even if it is killed.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"{flag}: another run is using it; choose another name")
-    except OSError as error:
-        print0(f"warning: {flag}: this file system does not support locks ({error}); "
-               "make sure that no other run uses the same name")
-
-
-def digest(path):
-    """Force a file to disk. Return its SHA-256."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())                           # writes out what the system still has in memory
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def index_of(folder):
-    """Return the contents of index.json, or None if it is missing or corrupt."""
-    path = folder / "index.json"
-    with contextlib.suppress(Exception):                  # a corrupt file may raise anything
-        index = json.loads(path.read_text()) if path.is_file() else {}             # a pipe would block
-        types = [type(index[name]) for name in ("steps", "digests", "run")]
-        if types == [int, dict, dict] and index["steps"] == steps_of(folder):
-            return index
-
-
-def find_corruption(folder, index, rank=0, world_size=1):
-    """Return what is wrong with a checkpoint, or None if it is intact. Each rank reads some of the files."""
-    if index is None or index != index_of(folder):
-        return "index.json is missing or corrupt, or differs between ranks"
-    present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
-    for name in sorted(present ^ index["digests"].keys()):
-        return f"{name} is " + ("not listed in index.json" if name in present else "missing")
-    for name in sorted(present)[rank::world_size]:
-        if digest(folder / name) != index["digests"][name]:
-            return f"{name} has changed since it was written"
-
-
-def suggest_intact(folder, args):
-    """Return what to do about a corrupt checkpoint: resume from the newest intact one before it, if any."""
-    for path in reversed(list_checkpoints(args)):
-        if path < folder and not find_corruption(path, index_of(path)):
-            return f"use --resume {path.name}, which is older and intact"
-    return "no older checkpoint is intact, so start a new run in another --checkpoint directory"
-
-
-def log_size_to_keep(name, args):
-    """Return how many bytes of a log a resumed run keeps: the lines of the steps already done."""
-    size = 0
-    with open(name, "rb") as log:
-        for number, line in enumerate(log, 1):
-            try:
-                # a killed run may have left half a line
-                if not line.endswith(b"\n") or json.loads(line)["step"] >= args.first_step:
-                    break
-            except (ValueError, LookupError, TypeError):
-                fail(f"--log_file {name}: line {number} is not from a training log; remove it, or choose "
-                     "another name")
-            size += len(line)
-    return size
-
-
 # ------------------------------------- config.py calls flags, defaults, check; ledger.py calls traffic
 def flags(add):
     add("--checkpoint", metavar="DIR", help="directory for checkpoints to resume from")
@@ -332,6 +278,8 @@ def check(args, config):
         fail("--resume: requires --checkpoint DIR, the directory to resume from")
     if args.checkpoint:
         check_writable("checkpoint", args.checkpoint)
+    if args.save and RANK == 0:
+        check_save(args)
 
 
 def traffic(model, mesh, args):

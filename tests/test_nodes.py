@@ -1,4 +1,4 @@
-"""A run on several nodes: two torchruns on this machine, each with a rank of its own. Whoever dies, the run goes on as if nobody had."""
+"""A run on several nodes: two torchruns on this machine, with one rank each. Whoever dies, the run ends as if nobody had."""
 import json
 import os
 import signal
@@ -21,8 +21,8 @@ class Node:
         self.output = folder / f"node{number}"
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "1",
                    "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1",
-                   "--rdzv_conf", f"is_host={1 - number}", "--max-restarts", str(restarts), str(step_dir(STEP) / "train.py"), *FLAGS.split(),
-                   "--checkpoint", str(folder / "c"), "--log_file", str(folder / "log")]
+                   "--rdzv_conf", f"is_host={1 - number}", "--max-restarts", str(restarts), str(step_dir(STEP) / "train.py"),
+                   *FLAGS.split(), "--checkpoint", str(folder / "c"), "--log_file", str(folder / "log")]
         with open(self.output, "a") as file:
             self.agent = subprocess.Popen(command, cwd=folder, env=clean_environment() | env, stdout=file, stderr=file,
                                           start_new_session=True)
@@ -93,3 +93,18 @@ def test_torchruns_that_share_their_store_with_the_ranks_are_refused(nodes):
     said = two[0].output.read_text()
     assert "error: --max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun" in said
     assert "train.py" in said and "Traceback" not in said.split("torch/distributed/elastic")[0], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env, message", [
+    (dict(RANK="abc", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"), "invalid literal for int"),
+    (dict(WORLD_SIZE="2"), "RANK expected"),
+    (dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="in use"), "address already in use")])
+def test_ranks_that_cannot_meet_say_so_in_one_line(tmp_path, env, message):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if env.get("MASTER_PORT") == "in use":
+            env = env | dict(MASTER_PORT=str(taken.getsockname()[1]))
+        done = subprocess.run([sys.executable, str(step_dir(STEP) / "train.py")], cwd=tmp_path, env=clean_environment() | env,
+                              capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
+    assert "error: rank 0, mesh.py:" in done.stderr and "the ranks cannot meet; start them with torchrun (" in done.stderr

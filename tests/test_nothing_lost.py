@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from harness import JobFailed, Refused, assert_same_run, assert_same_tensors
-from jobs import assert_refused, main_job
+from jobs import assert_refused, check_job, main_job
 from safetensors.torch import load_file, save_file
 from steps import STEPS, clean_environment, step_dir
 from test_step01 import write_config
@@ -312,13 +312,27 @@ def test_a_log_is_cut_at_the_half_line_of_a_killed_run_and_at_no_foreign_one(poo
     assert log.read_text().startswith(first) and [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
 
 
+@pytest.mark.parametrize("change, named", [
+    (lambda lines: lines, False), (lambda lines: lines[:1], True), (lambda lines: [lines[0], *lines], True),
+    (lambda lines: [], True), (lambda lines: [lines[0], lines[1].replace('"tokens": 128', '"tokens": 256')], True)])
+def test_a_log_that_is_not_that_of_the_steps_done_is_named(pool, tmp_path, change, named):
+    log, argv = tmp_path / "log", f"{TINY} --checkpoint {tmp_path / 'run'} --log_file {tmp_path / 'log'}"
+    pool.call(main_job, LAST, argv=f"{argv} --steps 2".split())
+    lines = change(log.read_text().splitlines(True))
+    log.write_text("".join(lines))
+    pool.call(main_job, LAST, argv=f"{argv} --steps 3 --resume".split())
+    assert ("is not the log of the 2 steps that this run has done" in pool.output) == named
+    assert log.read_text().startswith("".join(lines)) and json.loads(log.read_text().splitlines()[-1])["step"] == 2
+
+
 @pytest.mark.parametrize("step", [ONE, LAST])
 def test_a_log_file_of_others_is_not_overwritten(pool, tmp_path, step):
     (tmp_path / "precious").write_text("my notes\n")
     assert "is not a training log" in refused(pool, step, f"{TINY} --log_file {tmp_path / 'precious'}")
     assert (tmp_path / "precious").read_text() == "my notes\n"
-    for _ in range(2):                                    # a log of its own is started over
+    for again in (False, True):                           # a log of its own is started over, and it says so
         pool.call(main_job, step, argv=f"{TINY} --steps 2 --log_file {tmp_path / 'log'}".split())
+        assert ("replaces the log of an earlier run" in pool.output) == again
         assert [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [0, 1]
 
 
@@ -363,9 +377,9 @@ def test_ranks_that_see_other_checkpoints_do_not_go_on(pool, copy, tmp_path):
 
 def elsewhere_job(argv, rank, folder):
     """Train, but let rank `rank` see other files in the checkpoint folder."""
-    import resume
-    index_of, at_home = resume.index_of, int(os.environ["RANK"]) != rank
-    with patch.object(resume, "index_of", lambda path: index_of(path if at_home else Path(folder, path.name))):
+    import disk
+    index_of, at_home = disk.index_of, int(os.environ["RANK"]) != rank
+    with patch.object(disk, "index_of", lambda path: index_of(path if at_home else Path(folder, path.name))):
         main_job(argv)
 
 
@@ -388,6 +402,132 @@ def test_two_runs_do_not_share_a_directory(pool, tmp_path):
     pool.call(main_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split())        # its owner is dead
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000004"]
     assert (tmp_path / ".lock").read_text() == "somebody's notes"
+
+
+def test_two_runs_do_not_save_to_one_directory(pool, tmp_path):
+    model = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(model, fcntl.LOCK_EX)
+    assert "another run is using it" in refused(pool, LAST, f"{TINY} --save {tmp_path}", world=2)
+    os.close(model)
+    pool.call(main_job, LAST, world=2, argv=f"{TINY} --save {tmp_path}".split())
+    assert read_model(tmp_path)
+
+
+def status_job(argv):
+    try:
+        main_job(argv)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def test_a_run_that_is_done_is_a_success_however_often_it_is_started(pool, tmp_path):
+    model = tmp_path / "model"
+    argv = f"{TINY} --checkpoint {tmp_path / 'run'} --save {model} --resume --steps"
+    for _ in range(3):
+        assert pool.call(status_job, LAST, world=2, argv=f"{argv} 2".split()) == [0, 0]
+    assert pool.output.endswith(f"--save {model}: all 2 steps are done, and the model is saved\n")
+    assert f"--save {model}: must be empty" in refused(pool, LAST, f"{argv} 3", world=2)
+
+
+def test_what_would_keep_the_model_from_its_place_is_found_before_training(pool, tmp_path):
+    save, mine = tmp_path / "m", tmp_path / "mine.unfinished"
+    mine.mkdir()
+    (mine / "precious").touch()
+    (tmp_path / "file.unfinished").touch()
+    (tmp_path / "link.unfinished").symlink_to(mine)
+    for flags, message in {f"--save {save} --checkpoint {save}": "--checkpoint",
+                           f"--save {save} --log_file {save}/log": "--log_file",
+                           f"--save {save} --profile {save}/trace": "--profile",
+                           f"--save {save} --log_file {save}.unfinished/log": "--log_file",
+                           f"--save {tmp_path / 'mine'}": "mine.unfinished is in the way",
+                           f"--save {tmp_path / 'file'}": "file.unfinished is in the way",
+                           f"--save {tmp_path / 'link'}": "link.unfinished is in the way"}.items():
+        assert message in refused(pool, LAST, f"{TINY} {flags}", check_job, world_size=1), flags
+    assert (mine / "precious").exists()
+
+
+def other_directory_job(argv, other):
+    """Train, but let rank 1 write its part of the checkpoints to another directory, as a node that does not see rank 0's."""
+    import resume
+    load = resume.Checkpoints.load
+
+    def and_leave(self):
+        steps = load(self)
+        self.args.checkpoint = other if os.environ["RANK"] == "1" else self.args.checkpoint
+        return steps
+    with patch.object(resume.Checkpoints, "load", and_leave):
+        main_job(argv)
+
+
+def test_a_checkpoint_that_rank_0_does_not_see_whole_is_not_complete(pool, tmp_path):
+    argv = f"{TINY} --checkpoint {tmp_path / 'run'} --save_every 1"
+    (tmp_path / "other").mkdir()
+    line = refused(pool, LAST, argv, other_directory_job, world=2, other=str(tmp_path / "other"))
+    assert "step_00000001: rank_00001.safetensors is missing; all ranks must write into one directory" in line, line
+    assert os.listdir(tmp_path / "run") == [".lock", "step_00000001.tmp"]
+
+
+def left_over_job(argv):
+    """Train, but find a file in the folder of a checkpoint that cannot be removed."""
+    with patch("shutil.rmtree"):
+        main_job(argv)
+
+
+def test_a_file_of_another_run_is_not_saved_as_ours(pool, tmp_path):
+    (tmp_path / "step_00000001.tmp").mkdir()
+    (tmp_path / "step_00000001.tmp" / "rank_00007.safetensors").touch()
+    line = refused(pool, LAST, f"{TINY} --checkpoint {tmp_path} --save_every 1", left_over_job, world=2)
+    assert "step_00000001: rank_00007.safetensors is not a file of this checkpoint" in line, line
+
+
+def not_renamed_job(argv):
+    """Train, but let nobody rename an outdated checkpoint, as in another user's directory."""
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.suffix != ".tmp":
+            raise PermissionError(13, "not permitted", str(self))
+        return rename(self, target)
+    with patch.object(Path, "rename", refuse):
+        main_job(argv)
+
+
+def test_an_outdated_checkpoint_that_cannot_be_renamed_ends_nothing(pool, tmp_path):
+    pool.call(not_renamed_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path} --save_every 1 --keep 1".split())
+    assert sorted(os.listdir(tmp_path)) == [".lock", *(f"step_0000000{step}" for step in (1, 2, 3, 4))]
+
+
+def umask_job(argv, umask):
+    before = os.umask(umask)
+    try:
+        main_job(argv)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("step", [ONE, LAST])
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_all_that_may_read_the_folder_may_read_its_files(pool, tmp_path, step, umask):
+    more = f"--checkpoint {tmp_path / 'run'}" * (step == LAST)
+    pool.call(umask_job, step, argv=f"{TINY} --steps 1 --save {tmp_path / 'model'} {more}".split(), umask=umask)
+    files = [path for path in tmp_path.rglob("*.*s*") if path.is_file() and path.name != ".lock"]
+    assert len(files) >= 2 and {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}, files
+
+
+def synced_job(argv):
+    """Save a model. Return the order in which files go to the disk and the folder gets its name."""
+    order = []
+    rename, sync = os.rename, os.sync
+    with (patch("os.sync", lambda: order.append("sync") or sync()),
+          patch("os.rename", lambda *paths: order.append("rename") or rename(*paths))):
+        main_job(argv)
+    return order
+
+
+def test_a_saved_model_survives_a_power_loss(pool, tmp_path):
+    argv = f"{TINY} --steps 0 --save {tmp_path / 'model'}".split()
+    assert pool.call(synced_job, LAST, argv=argv)[0] == ["sync", "rename", "sync"]
 
 
 OTHER = {"--seq_len 32": "seq_len 16, but this run has 32", "--global_batch_size 8": "global_batch_size 4, but this run has 8",
@@ -442,7 +582,7 @@ def damages(folder):
             "index of another step": (lambda: changed(lambda text: text.update(steps=6)), "index.json is missing or corrupt"),
             "file gone": (data.unlink, "rank_00001.safetensors is missing"),
             "one too many": (lambda: shutil.copy(data, folder / "rank_00002.safetensors"),
-                             "rank_00002.safetensors is not listed in index.json"),
+                             "rank_00002.safetensors is not a file of this checkpoint"),
             "zeroed": (zeroed, "rank_00001.safetensors has changed since it was written"),
             "unfilled": (unfilled, "elements of model.")}
 
@@ -464,26 +604,42 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one(pool, copy, what, world
 
 
 def restarted_job(argv):
-    with patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
+    with patch.dict(os.environ, TORCHELASTIC_RUN_ID="7"):
         main_job(argv)
 
 
 def test_an_older_one_twice_and_after_a_restart(pool, copy):
-    """Check that newer checkpoints are set aside each time, except after torchrun has restarted the run: then it goes on from the
-    newest."""
+    """Check that newer checkpoints are set aside each time, except after torchrun has restarted a run that has gone back already:
+    then it goes on from the newest."""
     def train(more):
         return [line["step"] for line in pool.train(LAST, goes_on(copy, more)).lines]
     assert train("step_00000002") == train("step_00000002") == [2, 3, 4, 5]
     names = sorted(name.partition("_1")[0] for name in os.listdir(copy))
     assert names == [".lock", "step_00000002", "step_00000004.aside", "step_00000006", "step_00000006.aside"]
-    pool.call(restarted_job, LAST, argv=goes_on(copy, "step_00000002").split())
-    assert f"resuming from {copy}/step_00000006" in pool.output
+    for name in ("step_00000002", "step_00000006"):
+        pool.call(restarted_job, LAST, argv=goes_on(copy, "step_00000002").split())
+        assert f"resuming from {copy}/{name}\n" in pool.output
+
+
+def killed_while_resuming_job(argv):
+    import resume
+    with patch.object(resume, "fill", side_effect=Killed), contextlib.suppress(Killed):
+        restarted_job(argv)
+
+
+def test_a_restart_knows_which_one_to_go_back_to_whenever_the_run_was_killed(pool, copy):
+    argv = goes_on(copy, "step_00000002").split()
+    pool.call(killed_while_resuming_job, LAST, argv=argv)
+    pool.call(restarted_job, LAST, argv=argv)
+    assert f"resuming from {copy}/step_00000002\n" in pool.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_a_closed_terminal_save_too(pool, tmp_path, number):
-    pool.call(told_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split(), number=number)
-    assert f"stopped by {number.name} after step 2" in pool.output
+    with pytest.raises(JobFailed) as stopped:
+        pool.call(told_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path}".split(), number=number)
+    said = str(stopped.value)
+    assert f"stopped by {number.name} after step 2" in said and "--- rank 0: 143" in said and "--- rank 1: 143" in said
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000002"]
 
 

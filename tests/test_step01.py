@@ -490,6 +490,8 @@ def wrong_inputs(folder, tokenizer):
     write_config(folder / "bias", attention_bias=True)
     write_config(folder / "heads", num_attention_heads=8, num_key_value_heads=3)
     write_config(folder / "theta", rope_theta=0)
+    write_config(folder / "vast", vocab_size=10**12)
+    os.mkfifo(folder / "pipe.npy")
     return {
         "--no_such_flag": "unrecognized arguments: --no_such_flag",
         "--dtype float16": "invalid choice: 'float16'",
@@ -503,6 +505,8 @@ def wrong_inputs(folder, tokenizer):
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
         f"--model {folder}/theta": "rope_theta is 0, not a positive float",
+        f"--model {folder}/vast": "vocab_size is 1000000000000, not a positive int below 100000000",
+        f"--dataset {folder}/pipe.npy": "not a token file (no regular file)",
         f"--init_from {folder}/nowhere": "not found or corrupt (",
         "--dataset nowhere.npy": "No such file",
         f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not a text",

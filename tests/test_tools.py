@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import JobFailed
 from operations import assert_none_waits_for_ever
+from ranks import new_store
 from readme import real_diff
 from steps import CHANGES, NAMES, ROOT, clean_environment, pairs, run
 from unforgiving import unforgiving
@@ -279,6 +281,15 @@ ALL_REDUCE, PAIR, OTHERS = ("allreduce_", ((4,),), None, None), ("pair", (0, 1))
 
 def message(what, peer, batch=None):
     return (*PAIR, what, ((4,),), peer, batch)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux lists its open ports there")
+def test_nobody_else_reaches_the_store_of_the_ranks():
+    """Check it because ranks unpickle what they find there."""
+    store = new_store()
+    listening = [line.split()[1] for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]
+                 if line.split()[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]
 
 
 @pytest.mark.parametrize("ranks, meets", [

@@ -13,6 +13,7 @@ import multiprocessing.connection
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -59,9 +60,15 @@ def environment(rank, world, port):
 
 # ------------------------------------------------------------------------------------------- in the process that starts them
 def new_store():
-    """Return a store through which ranks find each other. In a used one they would find the addresses of an earlier run."""
+    """Return a store through which ranks find each other. In a used one they would find the addresses of an earlier run.
+
+    It listens on this machine only, because who can reach it can make the ranks unpickle anything; TCPStore alone would listen on
+    all interfaces.
+    """
     from torch.distributed import TCPStore
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class Processes:

@@ -37,7 +37,7 @@ SUPPORT = {
     "step05_cp": ["recompute.py"],
     "step06_pp": ["checkpoint.py", "recompute.py"],
     "step07_ep": ["zero_bubble.py", "pipeline_parallel.py", "recompute.py", "checkpoint.py", "config.py", "metrics.py"],
-    "step08_5d": ["zero.py", "checkpoint.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
+    "step08_5d": ["disk.py", "zero.py", "checkpoint.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
 }
 CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}
 

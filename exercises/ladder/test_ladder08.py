@@ -36,12 +36,12 @@ def names(paths):
 
 # ------------------------------------------------------------------------------------------------ names
 def list_job(folder):
-    from resume import list_checkpoints
+    from disk import list_checkpoints
     return [names(outcome(list_checkpoints, SimpleNamespace(checkpoint=where), *more))
             for where, *more in ((folder,), (folder, ".tmp"), (folder, ".aside"), (f"{folder}/nowhere",))]
 
 
-@rung({"resume.py": ["list_checkpoints"]}, hints="""
+@rung({"disk.py": ["list_checkpoints"]}, hints="""
     People keep other things in a checkpoint directory: notes, a log, a copy of a checkpoint. The trainer deletes old
     checkpoints, so it must be sure which names are its own. What do the trainer's names look like?
 
@@ -377,7 +377,7 @@ def exchange(a, b):
 
 
 def corruption_job(folder):
-    import resume
+    import disk
     folder = Path(folder, "step_00000004")
     folder.mkdir()
     files = [folder / f"rank_{i:05d}.safetensors" for i in range(3)]
@@ -385,12 +385,12 @@ def corruption_job(folder):
         file.write_bytes(b"some\nweights" + bytes([i]) * 70_000)
     flushed, fsync = [], os.fsync
     with patch.object(os, "fsync", lambda number: flushed.append(os.fstat(number).st_ino) or fsync(number)):
-        digests = {file.name: resume.digest(file) for file in files}
+        digests = {file.name: disk.digest(file) for file in files}
     flushed = flushed == [file.stat().st_ino for file in files]
     digests[files[0].name] = digests.pop(files[0].name)   # so that they are in no order
     index = dict(steps=4, digests=digests, run={})
     (folder / "index.json").write_text(json.dumps(index))
-    read, digest = [], resume.digest
+    read, digest = [], disk.digest
 
     def noted(path):
         read.append(Path(path).name)
@@ -400,15 +400,15 @@ def corruption_job(folder):
         found = []
         for rank, ranks in ((0, 1), (0, 2), (1, 2)):
             read.clear()
-            with patch.object(resume, "digest", noted):
+            with patch.object(disk, "digest", noted):
                 share = [rank, ranks] if ranks > 1 else []            # by default one rank reads everything
-                found.append((outcome(resume.find_corruption, folder, index, *share), sorted(read)))
+                found.append((outcome(disk.find_corruption, folder, index, *share), sorted(read)))
         return found
     found = {"whole": seen(), "other": seen({**index, "digests": {**digests, files[1].name: "0"}}), "none": seen(None)}
     text = files[1].read_bytes()
     files[1].write_bytes(text[:-1] + b"x")
     found["changed"] = seen()
-    found["alone"] = outcome(resume.find_corruption, folder, index)
+    found["alone"] = outcome(disk.find_corruption, folder, index)
     files[1].unlink()
     found["missing"] = seen()
     files[1].mkdir()
@@ -424,7 +424,7 @@ def corruption_job(folder):
     nearly = digests[files[1].name][:-1] + ("0" if digests[files[1].name][-1] != "0" else "1")
     nearly = {**index, "digests": {**digests, files[1].name: nearly}}
     (folder / "index.json").write_text(json.dumps(nearly))
-    found["nearly"] = outcome(resume.find_corruption, folder, nearly)
+    found["nearly"] = outcome(disk.find_corruption, folder, nearly)
     (folder / "index.json").write_text(json.dumps(index))
     (folder / "other.safetensors").write_bytes(text)
     found["one too many"] = seen()
@@ -433,7 +433,7 @@ def corruption_job(folder):
     return digests, [hashlib.sha256(b"some\nweights" + bytes([i]) * 70_000).hexdigest() for i in range(3)], flushed, found
 
 
-@rung({"resume.py": ["digest", "find_corruption"]}, hints="""
+@rung({"disk.py": ["digest", "find_corruption"]}, hints="""
     A digest of a file is a short number that changes if a single byte of the file does. It is computed when the file is
     written, and compared with that of the file when a run resumes. Reading all files takes long: how do ranks share the
     work?
@@ -443,17 +443,17 @@ def corruption_job(folder):
     the sorted names: a slice with a step.
 
     digest: with open(path, "rb") as file: os.fsync(file.fileno()); return hashlib.file_digest(file, "sha256").hexdigest().
-    find_corruption: if index is None or index != index_of(folder): return "..."; present = {path.name for path in
-    folder.glob("*.safetensors") if path.is_file()}; for name in sorted(present ^ index["digests"].keys()): return f"{name} is
-    missing, or not listed"; for name in sorted(present)[rank::world_size]: if digest(folder / name) != index["digests"][name]:
-    return f"{name} has changed since it was written".""")
+    find_corruption: if index is None or index != index_of(folder): return "..."; unexpected = find_unexpected(folder,
+    index["digests"]); if unexpected: return unexpected; for name in sorted(index["digests"])[rank::world_size]: if digest(folder /
+    name) != index["digests"][name]: return f"{name} has changed since it was written".""")
 def test_as_it_was_written(pool, tmp_path):
     """Write `digest(path)`, which forces a file to disk (os.fsync) and returns its SHA-256, in hexadecimal. Write
     `find_corruption(folder, index, rank=0, world_size=1)`, which returns what is wrong with a checkpoint, as a text, or None. index
     is what rank 0 has read from index.json, and index["digests"] is {file name: digest}. The checkpoint is corrupt if index is
     None, or if this rank reads something else (`index_of(folder)`); if a file *.safetensors is missing, or is there but not in
-    index["digests"]; or if a file's digest differs. In the last two cases the text contains the file's name. Every rank compares
-    the names, but only one rank reads each file (digest): rank r of n reads the sorted names number r, r + n, r + 2 n and so on."""
+    index["digests"] (`find_unexpected` says so); or if a file's digest differs. In the last two cases the text contains the file's
+    name. Every rank compares the names, but only one rank reads each file (digest): rank r of n reads the
+    sorted names number r, r + n, r + 2 n and so on."""
     came, right, flushed, found = pool.call(corruption_job, STEP, folder=str(tmp_path))[0]
     files = [f"rank_{i:05d}.safetensors" for i in range(3)]
     assert came == dict(zip(files, right)), f"the digests should be {right}, but are {came}"
@@ -485,20 +485,22 @@ def test_as_it_was_written(pool, tmp_path):
 def choose_job(folder):
     import fcntl
 
-    import torch.distributed as dist
+    import disk
     import resume
+    import torch.distributed as dist
     dist.init_process_group("gloo")
     rank, found, printed = dist.get_rank(), {}, []
 
     def lock(directory):                                  # as another run would
         file = open(Path(directory, ".lock"), "a")
-        resume.lock(file, f"--checkpoint {directory}")
+        disk.lock(file, f"--checkpoint {directory}")
         return file
 
-    def choose(where, name, restarts="0"):
+    def choose(where, name, back=False):
         checkpoints = object.__new__(resume.Checkpoints)
-        checkpoints.args = SimpleNamespace(checkpoint=where, resume=name)
-        with patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=restarts), patch("resume.print0", printed.append):
+        checkpoints.args, checkpoints.mark = SimpleNamespace(checkpoint=where, resume=name), Path(where, ".gone_back")
+        checkpoints.has_gone_back = lambda: back
+        with patch("resume.print0", printed.append):
             answer = outcome(checkpoints.choose)
         dist.barrier()
         again = None
@@ -529,7 +531,7 @@ def choose_job(folder):
         found["third"] = failed(third)
         third.close() if hasattr(third, "close") else None
         printed.clear()
-        with patch.object(fcntl, "flock", side_effect=OSError("no locks")), patch("resume.print0", printed.append):
+        with patch.object(fcntl, "flock", side_effect=OSError("no locks")), patch("disk.print0", printed.append):
             found["no locks"] = hasattr(outcome(lock, empty), "close") and bool(printed)
         found["text"] = Path(empty, ".lock").read_text()
     return found, left
@@ -538,26 +540,27 @@ def choose_job(folder):
 CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("newest",), "--resume": ("newest",),
          "--resume step_00000004": ("step_00000004",), "no --resume": (None,), "--resume step_00000005": ("step_00000005",),
          "--resume notes": ("notes",), "--resume 00000004": ("00000004",),
-         "a restart, --resume step_00000004": ("step_00000004", "3"),
-         "a restart, no --resume": (None, "2"), "a restart, nothing there": ("step_00000004", "1")}
+         "gone back before, --resume step_00000004": ("step_00000004", True), "gone back before, no --resume": (None, True),
+         "gone back before, nothing there": ("step_00000004", True)}
 
 
-@rung({"resume.py": ["lock", "Checkpoints.choose"]}, hints="""
+@rung({"disk.py": ["lock"], "resume.py": ["Checkpoints.choose"]}, hints="""
     Two runs in one directory would delete each other's checkpoints. A file that says "in use" is not enough: a run that is
     killed cannot remove it. But the system can hold a lock on an open file, and it releases the lock when the file is closed or its
     process ends, however it ends.
 
     `fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)` locks an open file, or raises BlockingIOError if another process has locked
     it. Opening with "a" creates the file if it does not exist, and loses nothing in it. choose: which checkpoints exist, and which
-    one does self.args.resume ask for? A restart turns a name into "newest". Choose the newest of those with this name, or of all.
+    one does self.args.resume ask for? If the run has gone back to it before, a name means "newest". Choose the newest of those with
+    this name, or of all.
 
     lock: try: flock; except BlockingIOError: fail("..."); except OSError: print0("..."). choose: if dist.get_rank() > 0: return
     None; self.lock_file = open(Path(self.args.checkpoint, ".lock"), "a"); lock(self.lock_file, f"--checkpoint ..."); for
     unfinished in list_checkpoints(self.args, ".tmp"): shutil.rmtree(unfinished, ignore_errors=True); checkpoints, resume =
-    list_checkpoints(self.args), self.args.resume; if checkpoints and not resume: fail("..."); if the restart count is not "0" and
-    resume: resume = "newest"; candidates = [path for path in checkpoints if resume in (path.name, "newest")]; if resume not in
-    (None, "newest") and not candidates: fail("..."); if resume and not candidates: print0("..."); return (candidates[-1],
-    index_of(candidates[-1])) if candidates else None.""")
+    list_checkpoints(self.args), self.args.resume; if checkpoints and not resume: fail("..."); if resume not in (None, "newest") and
+    self.has_gone_back(): print0("..."); resume = "newest"; candidates = [path for path in checkpoints if resume in (path.name,
+    "newest")]; if resume not in (None, "newest") and not candidates: fail("..."); if resume and not candidates: print0("...");
+    return (candidates[-1], index_of(candidates[-1])) if candidates else None.""")
 def test_where_to_resume(pool, tmp_path):
     """Write `lock(file, flag)`. It locks an open file with fcntl.flock, without waiting. It calls fail(message) if another run has
     locked the file; if locks are not supported (any other OSError) it says so, with `print0`, and returns. Both messages name
@@ -567,8 +570,8 @@ def test_where_to_resume(pool, tmp_path):
     suffix ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest one if self.args.resume
     is "newest", and otherwise the one of this name; fail if it does not exist. If there are no checkpoints at all, return None for
     "newest", and print that there are none. If self.args.resume is None, return None, too, but fail if there are checkpoints, which
-    a new run would mix with its own. If torchrun has restarted the run (TORCHELASTIC_RESTART_COUNT is in the environment and not
-    "0"), a name means the newest, too."""
+    a new run would mix with its own. If torchrun has restarted a run that has already gone back to the checkpoint with this name
+    (self.has_gone_back() returns True), the name means the newest, too; say so with print0."""
     run, empty, steps = tmp_path / "run", tmp_path / "empty", (2, 4, 10)
     for name in [*(f"step_{step:08d}" for step in steps), "step_00000006.tmp", "step_00000012.tmp", "notes", "notes.tmp"]:
         (run / name).mkdir(parents=True)
