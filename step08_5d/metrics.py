@@ -97,6 +97,10 @@ class Metrics:
         self.file = open_log(args.log_file, args) if args.log_file and RANK == 0 else None
         self.start = time.perf_counter()
 
+    def restart_clock(self):
+        """Leave what the run has done since the last step, such as saving, out of the next step's tokens/s."""
+        self.start = time.perf_counter()
+
     def log(self, step, loss, grad_norm, lr, **extra):
         """Print and write one step's line; stop the run if the loss or the norm is not finite."""
         loss, grad_norm = float(loss), float(grad_norm)                            # waits for the device

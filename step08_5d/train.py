@@ -89,6 +89,7 @@ def main(argv=None):
         metrics.log(step, loss, grad_norm, lr, **load)
         if checkpoints.save_if_due(step):                 # a signal told the run to stop
             raise SystemExit(143)                         # the status of a process that SIGTERM has ended
+        metrics.restart_clock()
     if args.save:
         sharding.start_all_gather()
         sharding.wait_for_all_gather()

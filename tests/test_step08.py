@@ -295,6 +295,33 @@ def test_a_loss_of_nan_stops_the_run_and_saves_nothing(pool, flags, tmp_path, ca
     assert "Traceback" not in pool.output
 
 
+def clocked_job(argv):
+    """Train, and save after each step, with a clock on which a step takes a second and a save a minute."""
+    import metrics
+    import train
+    clock, train_step, save = [0], train.train_step, train.resume.Checkpoints.save
+
+    def step(*arguments):
+        clock[0] += 1
+        return train_step(*arguments)
+
+    def slow_save(*arguments):
+        clock[0] += 60
+        save(*arguments)
+    with (patch.object(metrics.time, "perf_counter", lambda: clock[0]), patch.object(train, "train_step", step),
+          patch.object(train.resume.Checkpoints, "save", slow_save)):
+        train.main(argv)
+
+
+def test_the_time_of_a_save_is_not_that_of_a_step(pool, flags, tmp_path):
+    log = tmp_path / "log"
+    pool.call(clocked_job, STEP, argv=f"{flags['dense']} --micro_batch_size 6 --steps 3 --checkpoint {tmp_path / 'c'} "
+                                      f"--save_every 1 --log_file {log}".split())
+    lines = [json.loads(line) for line in lines_of(log)]
+    assert len(lines) == 3 and len({line["tokens_per_s"] for line in lines}) == 1
+    assert lines[0]["tokens_per_s"] == lines[0]["tokens"]
+
+
 def told_to_end_job(argv, rank, at):
     """Train, but send one rank SIGTERM in the middle of a step. Every rank must end with the status of one that it has killed."""
     import train
