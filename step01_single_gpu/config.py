@@ -11,7 +11,7 @@ import torch
 
 from messages import fail, print0
 
-TOO_LARGE = 10**8                                         # every number that a user gives is smaller
+TOO_LARGE = 10**8                                         # integers and numeric flags must be smaller
 # these may differ between a checkpoint and --model
 NOT_ARCHITECTURE = ("initializer_range", "max_position_embeddings")
 
@@ -165,7 +165,7 @@ def read_config(flag, name):
     try:
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if flag == "--model" and hf_config.tie_word_embeddings:
-            print0(f"{flag} {name}: ties the head to the embedding; here they are trained separately")
+            print0(f"{flag} {name}: ties the head to the embedding; this trainer trains them separately")
         return from_hugging_face(hf_config)
     except Exception as error:                            # the file may contain anything
         reason = " ".join(str(error).split())
@@ -191,8 +191,8 @@ def from_hugging_face(hf_config):
         kind = ModelConfig.__annotations__.get(ours, float)
         limit = TOO_LARGE if kind is int else float("inf")
         if not (isinstance(value, (int, kind)) and 0 < value < limit):
-            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__} "
-                             f"below {limit}")
+            raise ValueError(f"{family.fields.get(ours, ours)} is {value!r}, not a positive {kind.__name__}"
+                             + f" below {limit}" * (kind is int))
     return ModelConfig(**values, rope_scaling=scaling, family=hf_config.model_type)
 
 

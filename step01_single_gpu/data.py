@@ -41,7 +41,7 @@ def check_vocabulary(tokens, vocab_size):
 
 def open_token_file(path):
     if os.path.exists(path) and not os.path.isfile(path):          # opening a pipe could wait forever
-        fail(f"--dataset {path}: not a token file (no regular file)")
+        fail(f"--dataset {path}: is not a regular file; give a .npy or .bin file")
     try:
         tokens = open_memmap(path, "r") if path.endswith(".npy") else np.memmap(path, np.uint16, "r")
     except (ValueError, OSError) as error:

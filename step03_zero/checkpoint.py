@@ -1,4 +1,5 @@
 """Create the initial weights, from the seed or a Hugging Face checkpoint, and save such a checkpoint."""
+import contextlib
 import hashlib
 import json
 import os
@@ -89,7 +90,8 @@ def save_checkpoint(model, config, args):
         return
     to_hugging_face(config, args.dtype).save_pretrained(args.save)
     for file in split.filename_to_tensors:                # save_file lets only its owner read the file
-        shutil.copymode(os.path.join(args.save, "config.json"), os.path.join(args.save, file))
+        with contextlib.suppress(OSError):
+            shutil.copymode(os.path.join(args.save, "config.json"), os.path.join(args.save, file))
     if split.is_sharded:
         with open(os.path.join(args.save, "model.safetensors.index.json"), "w") as file:
             json.dump({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, file)

@@ -28,7 +28,7 @@ def init_distributed():
             store, rank, world_size = meeting_place()
             dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
         except (ValueError, RuntimeError) as error:
-            raise OSError(f"the ranks cannot meet; start them with torchrun ({error})") from None
+            raise OSError(f"the ranks cannot meet ({error}); start them with torchrun") from None
         failure = None
         try:
             yield

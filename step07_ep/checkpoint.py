@@ -1,4 +1,5 @@
 """Create the initial weights, from the seed or a Hugging Face checkpoint, and save such a checkpoint."""
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -113,7 +114,8 @@ def save_checkpoint(model, config, mesh, args):
         return
     to_hugging_face(config, args.dtype).save_pretrained(args.save)
     for file in split.filename_to_tensors:                # save_file lets only its owner read the file
-        shutil.copymode(os.path.join(args.save, "config.json"), os.path.join(args.save, file))
+        with contextlib.suppress(OSError):
+            shutil.copymode(os.path.join(args.save, "config.json"), os.path.join(args.save, file))
     if split.is_sharded:
         with open(os.path.join(args.save, "model.safetensors.index.json"), "w") as file:
             weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()

@@ -1,4 +1,5 @@
 """Create the initial weights, from the seed or a Hugging Face checkpoint, and save such a checkpoint."""
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -117,12 +118,15 @@ def save_checkpoint(model, config, mesh, args):
         return
     to_hugging_face(config, args.dtype).save_pretrained(unfinished)
     for file in split.filename_to_tensors:                # save_file lets only its owner read the file
-        shutil.copymode(os.path.join(unfinished, "config.json"), os.path.join(unfinished, file))
+        with contextlib.suppress(OSError):
+            shutil.copymode(os.path.join(unfinished, "config.json"), os.path.join(unfinished, file))
     if split.is_sharded:
         with open(os.path.join(unfinished, "model.safetensors.index.json"), "w") as file:
             weight_map = {hf_name: file for name, file in split.tensor_to_filename.items()
                           for hf_name, _ in to_hf_tensors(name, params[name], config)}
             json.dump({"metadata": split.metadata, "weight_map": weight_map}, file)
-    os.sync()                                             # all of it is on the disk before it gets its name
+    os.sync()                                             # force all files to disk before the rename
     os.rename(unfinished, os.path.realpath(args.save))    # replaces the empty directory, all at once
     os.sync()
+    with contextlib.suppress(OSError):
+        os.remove(os.path.realpath(args.save) + ".lock")  # resume.py has locked it

@@ -69,25 +69,18 @@ def check_save(args):
     for flag in ("checkpoint", "log_file", "profile"):
         path = vars(args)[flag] and os.path.realpath(vars(args)[flag]) + os.sep
         if path and path.startswith((save + os.sep, unfinished + os.sep)):
-            fail(f"--{flag} {vars(args)[flag]}: the folders {args.save} and {args.save}.unfinished are for "
-                 "--save alone; choose a path outside them")
-    if os.path.lexists(unfinished) and not only_model_files(unfinished):
-        fail(f"--save {args.save}: {unfinished} is in the way, and not from a killed run; move it, or choose "
-             "another directory")
+            fail(f"--{flag} {vars(args)[flag]}: the folders {save} and {unfinished} are for --save alone; "
+                 "choose a path outside them")
+    if save.endswith(".unfinished") or os.path.lexists(unfinished) and not only_model_files(unfinished):
+        fail(f"--save {args.save}: names in .unfinished are for models that are not complete, and no killed "
+             f"run left {unfinished}; choose another directory")
 
 
 def only_model_files(folder):
-    """Return whether this is a folder with nothing in it but what --save writes."""
+    """Return whether a folder holds only files that --save writes. (safetensors writes .tmp files first.)"""
+    ours = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(generation_)?config\.json|\.tmp\w+")
     return os.path.isdir(folder) and not os.path.islink(folder) and all(
-        re.fullmatch(r"model.*|(generation_)?config\.json", name) for name in os.listdir(folder))
-
-
-def lock_folder(folder, flag):
-    """Lock a folder. Return its file descriptor; closing it would unlock it."""
-    os.makedirs(folder, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    lock(descriptor, flag)
-    return descriptor
+        entry.is_file() and ours.fullmatch(entry.name) for entry in os.scandir(folder))
 
 
 def index_of(folder):
@@ -100,7 +93,7 @@ def index_of(folder):
             return index
 
 
-def find_unexpected(folder, digests):
+def find_wrong_file(folder, digests):
     """Return which file is missing from a checkpoint, or does not belong in it; None if all is well."""
     present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for name in sorted(present ^ digests.keys()):
@@ -111,9 +104,9 @@ def find_corruption(folder, index, rank=0, world_size=1):
     """Return what is wrong with a checkpoint, or None if it is intact. Each rank reads some of the files."""
     if index is None or index != index_of(folder):
         return "index.json is missing or corrupt, or differs between ranks"
-    unexpected = find_unexpected(folder, index["digests"])
-    if unexpected:
-        return unexpected
+    problem = find_wrong_file(folder, index["digests"])
+    if problem:
+        return problem
     for name in sorted(index["digests"])[rank::world_size]:
         if digest(folder / name) != index["digests"][name]:
             return f"{name} has changed since it was written"
@@ -148,5 +141,5 @@ def log_size_to_keep(name, args):
     tokens = args.global_batch_size * args.seq_len
     if kept != [(step, (step + 1) * tokens) for step in range(args.first_step)]:
         print0(f"warning: --log_file {name}: is not the log of the {args.first_step} steps that this run has "
-               "done (lines are missing, double, or of another run); new lines follow it")
+               "done (lines are missing, duplicated, or from another run); the run appends to it")
     return size

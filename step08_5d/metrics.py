@@ -98,7 +98,7 @@ class Metrics:
         self.start = time.perf_counter()
 
     def restart_clock(self):
-        """Leave what the run has done since the last step, such as saving, out of the next step's tokens/s."""
+        """Leave what the run has done since the last step, such as a save, out of the next tokens/s."""
         self.start = time.perf_counter()
 
     def log(self, step, loss, grad_norm, lr, **extra):

@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import time
-import weakref
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from safetensors.torch import save_file
 
 from boxes import assign_writers, boxes, fill
 from config import NOT_ARCHITECTURE, ModelConfig, at_least, check_writable
-from disk import (check_save, digest, fail_on_io_error, find_corruption, find_unexpected, index_of,
-                  join_names, list_checkpoints, lock, lock_folder, steps_of, suggest_intact)
+from disk import (check_save, digest, fail_on_io_error, find_corruption, find_wrong_file, index_of,
+                  join_names, list_checkpoints, lock, only_model_files, steps_of, suggest_intact)
 from mesh import all_gather_object, dataset_digest, fail_together
 from messages import RANK, fail, print0
 
@@ -44,8 +43,8 @@ class Checkpoints:
         self.run = fingerprint(balance.config, tokens, args)
         self.signals = install_signal_handlers() if args.checkpoint else []
         self.local_keys = None                            # the keys of the boxes that this rank writes
-        self.mark = Path(args.checkpoint or "", ".gone_back")
-        self.note = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {args.resume}"
+        self.gone_back = Path(args.checkpoint or "", ".gone_back")
+        self.gone_back_to = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {args.resume}"
 
     def state(self):
         """Return {key: box}: everything this rank has to save or to fill, as views of its memory."""
@@ -101,7 +100,8 @@ class Checkpoints:
         with fail_on_io_error(folder, self.args):
             folder.mkdir(exist_ok=True)
             save_file({key: state[key].cpu() for key in self.local_keys}, path)
-            path.chmod(folder.stat().st_mode & 0o666)              # save_file lets only its owner read it
+            with contextlib.suppress(OSError):            # save_file lets only its owner read the file
+                path.chmod(folder.stat().st_mode & 0o666)
             return path.name, digest(path)
 
     @fail_together()
@@ -109,10 +109,14 @@ class Checkpoints:
         """Complete the checkpoint on rank 0 when all ranks have written; delete the oldest beyond --keep."""
         if dist.get_rank() > 0:
             return
-        unexpected = find_unexpected(folder, digests)
-        if unexpected:                                    # a rank that wrote elsewhere, or a file left over
-            fail(f"--checkpoint {self.args.checkpoint}: {folder.stem}: {unexpected}; all ranks must write "
-                 "into one directory, which rank 0 sees, and nobody else may")
+        for _ in range(60):                               # a network file system may show new files late
+            problem = find_wrong_file(folder, digests)
+            if not problem:
+                break
+            time.sleep(1)
+        if problem:                                       # a rank wrote elsewhere, or a file was left over
+            fail(f"--checkpoint {self.args.checkpoint}: {folder.stem}: {problem}; all ranks must write to "
+                 "the same directory, and no other program may write there")
         with fail_on_io_error(folder, self.args):
             index = dict(steps=steps_of(folder), digests=digests, run=self.run,
                          planned_steps=self.args.steps)
@@ -123,8 +127,10 @@ class Checkpoints:
         for outdated in list_checkpoints(self.args)[:-self.args.keep]:
             # A kill may leave a half-deleted folder: rename it first, so that it does not look complete.
             # And a folder that cannot be deleted is no reason to end the run.
-            with contextlib.suppress(OSError):
-                shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp")))
+            try:
+                shutil.rmtree(outdated.rename(outdated.with_suffix(".tmp")), ignore_errors=True)
+            except OSError as error:
+                print0(f"warning: --keep {self.args.keep}: {outdated} cannot be deleted ({error})")
 
     # ------------------------------------------------------------------------------------------- resuming
     def load(self):
@@ -132,32 +138,38 @@ class Checkpoints:
 
         Return the number of steps that are already done. All ranks must call this.
         """
-        choice = [self.choose() if self.args.checkpoint else None]
-        dist.broadcast_object_list(choice, src=0)
-        self.claim_save(steps_of(choice[0][0]) if choice[0] else 0)
+        choice = [None]
+        if self.args.checkpoint:
+            choice = [self.choose()]
+            dist.broadcast_object_list(choice, src=0)
         if choice[0] is None:
+            self.claim_save(0)
             return 0
         folder, index = choice[0]
         self.check(folder, index)
-        self.go_back(folder)
+        self.claim_save(steps_of(folder))
         self.restore(folder, index)
+        self.go_back(folder)
         return steps_of(folder)
 
     @fail_together()
     def claim_save(self, steps):
-        """Lock --save on rank 0 until the run ends: if two runs saved there, one model would be lost.
+        """Lock --save on rank 0 until the run ends, so that no other run overwrites its model.
 
-        If it already holds the model of a run that has nothing left to train, end with success. (torchrun, or
-        Slurm, may start a run once more whose last act was to save.)
+        If nothing is left to train and --save holds the model, exit with status 0. (torchrun or Slurm may
+        restart a run that has just saved its model.)
         """
-        if RANK > 0 or not self.args.save:
+        save = self.args.save
+        if RANK > 0 or not save:
             return
-        weakref.finalize(self, os.close, lock_folder(self.args.save, f"--save {self.args.save}"))
-        if os.listdir(self.args.save):
-            if steps < self.args.steps:
-                fail(f"--save {self.args.save}: must be empty; choose a new or an empty directory")
-            print0(f"--save {self.args.save}: all {steps} steps are done, and the model is saved")
+        self.save_lock = open(os.path.realpath(save) + ".lock", "a")
+        lock(self.save_lock, f"--save {save}")
+        if steps >= self.args.steps and "config.json" in os.listdir(save) and only_model_files(save):
+            print0(f"--save {save}: all {steps} steps are done, and the model is saved")
+            os.remove(self.save_lock.name)
             raise SystemExit(0)
+        if os.listdir(save):
+            fail(f"--save {save}: must be empty; choose a new or an empty directory")
 
     @fail_together()
     def choose(self):
@@ -174,8 +186,8 @@ class Checkpoints:
             fail(f"--checkpoint {directory}: already contains {checkpoints[-1].name}; "
                  "add --resume to continue from it, or choose another directory")
         if resume not in (None, "newest") and self.has_gone_back():
-            print0(f"--resume {resume}: this torchrun's run has gone back to it before, so now the newest "
-                   f"checkpoint counts; to go back again, remove {self.mark}")
+            print0(f"--resume {resume}: this run has already gone back to it, so it continues from the "
+                   f"newest checkpoint; to go back again, remove {self.gone_back}")
             resume = "newest"
         candidates = [path for path in checkpoints if resume in (path.name, "newest")]
         if resume not in (None, "newest") and not candidates:
@@ -202,22 +214,6 @@ class Checkpoints:
             print0(f"--steps {steps}: saved with --steps {planned_steps}, so the learning rate continues on "
                    f"another cosine; use --steps {planned_steps} to stay on the old one")
 
-    # Rank 0 notes which checkpoint the run has gone back to: if torchrun restarts it, with the same --resume
-    # NAME, it must continue from a newer one. (TORCHELASTIC_RUN_ID is the same for all restarts.)
-    def has_gone_back(self):
-        return self.mark.exists() and self.mark.read_text() == self.note
-
-    @fail_together()
-    def go_back(self, folder):
-        """Rename newer checkpoints on rank 0: otherwise --resume would take them for this run's newest."""
-        if RANK > 0 or self.args.resume == "newest":
-            return
-        for path in list_checkpoints(self.args):
-            if path > folder:
-                path.rename(f"{path}.aside_{time.time_ns()}")
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            self.mark.write_text(self.note)
-
     @torch.no_grad()
     @fail_together()
     def restore(self, folder, index):
@@ -232,6 +228,28 @@ class Checkpoints:
             param.data.copy_(master)                      # rounds; in float32 they are the same memory
         if steps >= self.args.steps:
             print0(f"--steps {self.args.steps}: {steps} steps are already done; nothing is left to train")
+
+    # Rank 0 notes which checkpoint the run has gone back to: if torchrun restarts it, with the same --resume
+    # NAME, it must continue from a newer one. TORCHELASTIC_RUN_ID is --rdzv_id, which all restarts share, or
+    # "none"; then only the number of restarts tells them from a run that the user has started.
+    def has_gone_back(self):
+        env = os.environ
+        restarted = env.get("TORCHELASTIC_RUN_ID") != "none" or env.get("TORCHELASTIC_RESTART_COUNT") != "0"
+        return restarted and self.gone_back.exists() and self.gone_back.read_text() == self.gone_back_to
+
+    @fail_together()
+    def go_back(self, folder):
+        """Set newer checkpoints aside on rank 0, or --resume would take them for this run's newest.
+
+        And note which checkpoint the run has gone back to.
+        """
+        if RANK > 0 or self.args.resume == "newest":
+            return
+        for path in list_checkpoints(self.args):
+            if path > folder:
+                path.rename(f"{path}.aside_{time.time_ns()}")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self.gone_back.write_text(self.gone_back_to)
 
 
 def fingerprint(config, tokens, args):

@@ -31,7 +31,7 @@ FLAGS=(--model llama-8b --tp 2 --dp 4 --pp 4 --zero 1 --seq_len 8192 --global_ba
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)                    # all torchruns meet on the first node
 PORT=$((20000 + SLURM_JOB_ID % 10000))                                              # another job may have the same first node
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1            # after a restart the ranks meet in a new store: a replaced node is taken in
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1            # after a restart the ranks meet in a new store, so a replacement node can join
 export OMP_NUM_THREADS=8                   # CPU threads per trainer: torchrun would set 1
 export NCCL_DEBUG=WARN                     # use INFO once to see which network NCCL uses: it falls back to slow sockets without a warning
 # export NCCL_SOCKET_IFNAME=eth0           # the interface over which ranks find each other: set it if NCCL picks the wrong one

@@ -88,7 +88,7 @@ def main(argv=None):
             loss, grad_norm, load = train_step(pipeline, sharding, optimizer, balance, micro_batches, lr)
         metrics.log(step, loss, grad_norm, lr, **load)
         if checkpoints.save_if_due(step):                 # a signal told the run to stop
-            raise SystemExit(143)                         # the status of a process that SIGTERM has ended
+            raise SystemExit(143)                         # 128 + SIGTERM, whichever signal it was
         metrics.restart_clock()
     if args.save:
         sharding.start_all_gather()

@@ -76,7 +76,7 @@ def test_a_killed_rank_of_either_node_comes_back(pool, nodes, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_replaced_node_is_taken_in(pool, nodes, tmp_path):
+def test_a_replacement_node_can_join(pool, nodes, tmp_path):
     log, two = tmp_path / "log", [nodes(number, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for number in (0, 1)]
     wait_for(8, log, two)
     os.kill(two[1].rank(), signal.SIGKILL)
@@ -107,4 +107,4 @@ def test_ranks_that_cannot_meet_say_so_in_one_line(tmp_path, env, message):
         done = subprocess.run([sys.executable, str(step_dir(STEP) / "train.py")], cwd=tmp_path, env=clean_environment() | env,
                               capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
-    assert "error: rank 0, mesh.py:" in done.stderr and "the ranks cannot meet; start them with torchrun (" in done.stderr
+    assert "error: rank 0, mesh.py:" in done.stderr and "the ranks cannot meet (" in done.stderr

@@ -405,12 +405,13 @@ def test_two_runs_do_not_share_a_directory(pool, tmp_path):
 
 
 def test_two_runs_do_not_save_to_one_directory(pool, tmp_path):
-    model = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(model, fcntl.LOCK_EX)
-    assert "another run is using it" in refused(pool, LAST, f"{TINY} --save {tmp_path}", world=2)
-    os.close(model)
-    pool.call(main_job, LAST, world=2, argv=f"{TINY} --save {tmp_path}".split())
-    assert read_model(tmp_path)
+    with open(tmp_path / "m.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another run is using it" in refused(pool, LAST, f"{TINY} --save {tmp_path / 'm'}", world=2)
+    (tmp_path / "m.unfinished").mkdir()
+    (tmp_path / "m.unfinished" / ".tmpiTYBNJ").touch()    # safetensors leaves such a file when it is killed
+    pool.call(main_job, LAST, world=2, argv=f"{TINY} --save {tmp_path / 'm'}".split())
+    assert read_model(tmp_path / "m") and os.listdir(tmp_path) == ["m"]
 
 
 def status_job(argv):
@@ -428,6 +429,9 @@ def test_a_run_that_is_done_is_a_success_however_often_it_is_started(pool, tmp_p
         assert pool.call(status_job, LAST, world=2, argv=f"{argv} 2".split()) == [0, 0]
     assert pool.output.endswith(f"--save {model}: all 2 steps are done, and the model is saved\n")
     assert f"--save {model}: must be empty" in refused(pool, LAST, f"{argv} 3", world=2)
+    assert "saved with seq_len 16" in refused(pool, LAST, f"{argv} 2 --seq_len 32", world=2)
+    (model / "config.json").rename(model / "notes.txt")
+    assert f"--save {model}: must be empty" in refused(pool, LAST, f"{argv} 2", world=2)
 
 
 def test_what_would_keep_the_model_from_its_place_is_found_before_training(pool, tmp_path):
@@ -440,15 +444,16 @@ def test_what_would_keep_the_model_from_its_place_is_found_before_training(pool,
                            f"--save {save} --log_file {save}/log": "--log_file",
                            f"--save {save} --profile {save}/trace": "--profile",
                            f"--save {save} --log_file {save}.unfinished/log": "--log_file",
-                           f"--save {tmp_path / 'mine'}": "mine.unfinished is in the way",
-                           f"--save {tmp_path / 'file'}": "file.unfinished is in the way",
-                           f"--save {tmp_path / 'link'}": "link.unfinished is in the way"}.items():
+                           f"--save {tmp_path / 'mine'}": "no killed run left",
+                           f"--save {tmp_path / 'file'}": "no killed run left",
+                           f"--save {tmp_path / 'link'}": "no killed run left",
+                           f"--save {tmp_path / 'mine.unfinished'}": "names in .unfinished"}.items():
         assert message in refused(pool, LAST, f"{TINY} {flags}", check_job, world_size=1), flags
     assert (mine / "precious").exists()
 
 
 def other_directory_job(argv, other):
-    """Train, but let rank 1 write its part of the checkpoints to another directory, as a node that does not see rank 0's."""
+    """Train, but let rank 1 write its part of the checkpoints to another directory, as on a node that does not see rank 0's."""
     import resume
     load = resume.Checkpoints.load
 
@@ -456,7 +461,7 @@ def other_directory_job(argv, other):
         steps = load(self)
         self.args.checkpoint = other if os.environ["RANK"] == "1" else self.args.checkpoint
         return steps
-    with patch.object(resume.Checkpoints, "load", and_leave):
+    with patch.object(resume.Checkpoints, "load", and_leave), patch.object(resume.time, "sleep"):
         main_job(argv)
 
 
@@ -464,13 +469,13 @@ def test_a_checkpoint_that_rank_0_does_not_see_whole_is_not_complete(pool, tmp_p
     argv = f"{TINY} --checkpoint {tmp_path / 'run'} --save_every 1"
     (tmp_path / "other").mkdir()
     line = refused(pool, LAST, argv, other_directory_job, world=2, other=str(tmp_path / "other"))
-    assert "step_00000001: rank_00001.safetensors is missing; all ranks must write into one directory" in line, line
+    assert "step_00000001: rank_00001.safetensors is missing; all ranks must write to the same directory" in line, line
     assert os.listdir(tmp_path / "run") == [".lock", "step_00000001.tmp"]
 
 
 def left_over_job(argv):
-    """Train, but find a file in the folder of a checkpoint that cannot be removed."""
-    with patch("shutil.rmtree"):
+    """Train, but let nothing delete files that are left over."""
+    with patch("shutil.rmtree"), patch("time.sleep"):
         main_job(argv)
 
 
@@ -495,6 +500,7 @@ def not_renamed_job(argv):
 
 def test_an_outdated_checkpoint_that_cannot_be_renamed_ends_nothing(pool, tmp_path):
     pool.call(not_renamed_job, LAST, world=2, argv=f"{TINY} --checkpoint {tmp_path} --save_every 1 --keep 1".split())
+    assert f"{tmp_path}/step_00000001 cannot be deleted (" in pool.output
     assert sorted(os.listdir(tmp_path)) == [".lock", *(f"step_0000000{step}" for step in (1, 2, 3, 4))]
 
 
@@ -508,7 +514,7 @@ def umask_job(argv, umask):
 
 @pytest.mark.parametrize("step", [ONE, LAST])
 @pytest.mark.parametrize("umask", [0o022, 0o007])
-def test_all_that_may_read_the_folder_may_read_its_files(pool, tmp_path, step, umask):
+def test_everyone_who_may_read_the_folder_may_read_its_files(pool, tmp_path, step, umask):
     more = f"--checkpoint {tmp_path / 'run'}" * (step == LAST)
     pool.call(umask_job, step, argv=f"{TINY} --steps 1 --save {tmp_path / 'model'} {more}".split(), umask=umask)
     files = [path for path in tmp_path.rglob("*.*s*") if path.is_file() and path.name != ".lock"]

@@ -506,7 +506,7 @@ def wrong_inputs(folder, tokenizer):
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
         f"--model {folder}/theta": "rope_theta is 0, not a positive float",
         f"--model {folder}/vast": "vocab_size is 1000000000000, not a positive int below 100000000",
-        f"--dataset {folder}/pipe.npy": "not a token file (no regular file)",
+        f"--dataset {folder}/pipe.npy": "pipe.npy: is not a regular file; give a .npy or .bin file",
         f"--init_from {folder}/nowhere": "not found or corrupt (",
         "--dataset nowhere.npy": "No such file",
         f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not a text",

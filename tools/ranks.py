@@ -62,8 +62,8 @@ def environment(rank, world, port):
 def new_store():
     """Return a store through which ranks find each other. In a used one they would find the addresses of an earlier run.
 
-    It listens on this machine only, because who can reach it can make the ranks unpickle anything; TCPStore alone would listen on
-    all interfaces.
+    It listens on this machine only, because anyone who can reach it can make the ranks unpickle anything; TCPStore alone would
+    listen on all interfaces.
     """
     from torch.distributed import TCPStore
     listener = socket.create_server(("127.0.0.1", 0))

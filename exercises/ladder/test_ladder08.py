@@ -443,15 +443,15 @@ def corruption_job(folder):
     the sorted names: a slice with a step.
 
     digest: with open(path, "rb") as file: os.fsync(file.fileno()); return hashlib.file_digest(file, "sha256").hexdigest().
-    find_corruption: if index is None or index != index_of(folder): return "..."; unexpected = find_unexpected(folder,
-    index["digests"]); if unexpected: return unexpected; for name in sorted(index["digests"])[rank::world_size]: if digest(folder /
+    find_corruption: if index is None or index != index_of(folder): return "..."; problem = find_wrong_file(folder,
+    index["digests"]); if problem: return problem; for name in sorted(index["digests"])[rank::world_size]: if digest(folder /
     name) != index["digests"][name]: return f"{name} has changed since it was written".""")
 def test_as_it_was_written(pool, tmp_path):
     """Write `digest(path)`, which forces a file to disk (os.fsync) and returns its SHA-256, in hexadecimal. Write
     `find_corruption(folder, index, rank=0, world_size=1)`, which returns what is wrong with a checkpoint, as a text, or None. index
     is what rank 0 has read from index.json, and index["digests"] is {file name: digest}. The checkpoint is corrupt if index is
     None, or if this rank reads something else (`index_of(folder)`); if a file *.safetensors is missing, or is there but not in
-    index["digests"] (`find_unexpected` says so); or if a file's digest differs. In the last two cases the text contains the file's
+    index["digests"] (use `find_wrong_file`); or if a file's digest differs. In the last two cases the text contains the file's
     name. Every rank compares the names, but only one rank reads each file (digest): rank r of n reads the
     sorted names number r, r + n, r + 2 n and so on."""
     came, right, flushed, found = pool.call(corruption_job, STEP, folder=str(tmp_path))[0]
@@ -498,7 +498,7 @@ def choose_job(folder):
 
     def choose(where, name, back=False):
         checkpoints = object.__new__(resume.Checkpoints)
-        checkpoints.args, checkpoints.mark = SimpleNamespace(checkpoint=where, resume=name), Path(where, ".gone_back")
+        checkpoints.args, checkpoints.gone_back = SimpleNamespace(checkpoint=where, resume=name), Path(where, ".gone_back")
         checkpoints.has_gone_back = lambda: back
         with patch("resume.print0", printed.append):
             answer = outcome(checkpoints.choose)

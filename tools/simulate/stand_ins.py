@@ -49,13 +49,14 @@ def one_rank(ranks, rank):
         "metrics.Metrics.log": lambda *_, **__: None,
         "messages.RANK": 0,                               # this rank prints for all
         "torch.distributed.Work.is_completed": lambda work: True,                  # never true with the fake group
+        "torch.distributed.rendezvous": lambda *_, **__: iter([(FakeStore(), rank, ranks)]),
         "torch.distributed.init_process_group":
             lambda *_, **__: init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())}
     if hasattr(train, "fail_together"):                   # every step but the first
         stand_ins["mesh.all_gather_object"] = lambda value: [value] * ranks
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, WORLD_SIZE=str(ranks)))
-        os.environ.pop("RANK", None)                      # there is no rendezvous with other processes (patch.dict restores it)
+        os.environ.pop("RANK", None)                      # that of the process that simulates (patch.dict restores it)
         replaced.enter_context(patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
         for name, instead in stand_ins.items():
             replaced.enter_context(patch(name, instead))
