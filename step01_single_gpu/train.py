@@ -5,7 +5,6 @@
 """
 import torch
 
-from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from messages import clean_exit
@@ -14,6 +13,7 @@ from model import Llama, use_flash_attention
 from optimizer import Optimizer, add_main_grads, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
+from weights import materialize, save_model
 
 TECHNIQUES = ()                                           # of parallelism; step02_dp has the first
 
@@ -68,7 +68,7 @@ def main(argv=None):
             loss, grad_norm = train_step(model, optimizer, micro_batches, lr, args)
         metrics.log(step, loss, grad_norm, lr)
     if args.save:
-        save_checkpoint(model, config, args)
+        save_model(model, config, args)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import data_parallel
-from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from ledger import ledger
@@ -18,6 +17,7 @@ from model import Llama, use_flash_attention
 from optimizer import Optimizer, add_main_grads, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
+from weights import materialize, save_model
 
 # config.py calls their flags, defaults (if any) and check, in this order; ledger.py calls their traffic
 TECHNIQUES = (data_parallel,)
@@ -80,7 +80,7 @@ def main(argv=None):
             loss, grad_norm = train_step(model, reducer, optimizer, micro_batches, lr, args)
         metrics.log(step, loss, grad_norm, lr)
     if args.save and RANK == 0:                           # every rank has the whole model
-        save_checkpoint(model, config, args)
+        save_model(model, config, args)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import context_parallel
 import data_parallel
 import tensor_parallel
 import zero
-from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from ledger import ledger
@@ -21,6 +20,7 @@ from optimizer import Optimizer, learning_rate
 from placement import init_placements
 from profiling import Profiler
 from recompute import recompute_and_compile
+from weights import materialize, save_model
 
 # config.py calls their flags, defaults (if any) and check, in this order; ledger.py calls their traffic
 TECHNIQUES = (data_parallel, zero, tensor_parallel, context_parallel)
@@ -90,7 +90,7 @@ def main(argv=None):
     if args.save:
         sharding.start_all_gather()
         sharding.wait_for_all_gather()
-        save_checkpoint(model, config, args)
+        save_model(model, config, args)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import expert_parallel
 import pipeline_parallel
 import tensor_parallel
 import zero
-from checkpoint import materialize, save_checkpoint
 from config import check, load_config, parse_args, set_num_threads
 from data import batches, load_tokens
 from ledger import ledger
@@ -23,6 +22,7 @@ from optimizer import Optimizer, learning_rate
 from placement import init_placements
 from profiling import Profiler
 from recompute import recompute_and_compile
+from weights import materialize, save_model
 
 # config.py calls their flags, defaults (if any) and check, in this order; ledger.py calls their traffic
 TECHNIQUES = (data_parallel, zero, tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
@@ -86,7 +86,7 @@ def main(argv=None):
     if args.save:
         sharding.start_all_gather()
         sharding.wait_for_all_gather()
-        save_checkpoint(model, config, mesh, args)
+        save_model(model, config, mesh, args)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def killed_while_saving_job(argv, at, shard_bytes):
     """Save a model, but die before change number `at` on the disk. Return whether the save ended before that."""
     import functools
 
-    import checkpoint
+    import weights
     import train
     calls = itertools.count()
 
@@ -213,9 +213,9 @@ def killed_while_saving_job(argv, at, shard_bytes):
                 raise Killed
             return function(*arguments, **named)
         return call
-    split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
+    split = functools.partial(weights.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
     with (patch("os.rename", counted(os.rename)), patch("os.mkdir", counted(os.mkdir)),
-          patch.multiple(checkpoint, save_file=counted(checkpoint.save_file), split_torch_state_dict_into_shards=split)):
+          patch.multiple(weights, save_file=counted(weights.save_file), split_torch_state_dict_into_shards=split)):
         try:
             train.main(argv)
         except Killed:
@@ -291,7 +291,7 @@ def test_a_full_disk_ends_a_save_in_a_line(pool, tmp_path):
     with pytest.raises(JobFailed) as full:
         pool.call(disk_full_job, LAST, world=2, argv=f"{TINY} --steps 1 --save {tmp_path / 'model'}".split(), bytes=100_000)
     said = re.findall("error: rank.*", str(full.value))
-    assert len(said) == 1 and "rank 0, checkpoint.py:" in said[0] and "File too large" in said[0], said
+    assert len(said) == 1 and "rank 0, weights.py:" in said[0] and "File too large" in said[0], said
     assert os.listdir(tmp_path / "model") == []
 
 

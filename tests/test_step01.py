@@ -444,10 +444,10 @@ def save_job(folder, shard_bytes):
     """Save in files of at most `shard_bytes` instead of 5 GB."""
     import functools
 
-    import checkpoint
+    import weights
     import train
-    split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
-    with patch.object(checkpoint, "split_torch_state_dict_into_shards", split):
+    split = functools.partial(weights.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
+    with patch.object(weights, "split_torch_state_dict_into_shards", split):
         train.main(["--steps", "0", "--save", folder])
 
 

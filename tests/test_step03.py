@@ -166,15 +166,15 @@ def nothing_whole_job(argv):
     """Build the model. Return the most bytes of whole weights that exist at any time meanwhile."""
     from unittest.mock import patch
 
-    import checkpoint
+    import weights
     import train
-    most, alive, add_to_unit = [0], {}, checkpoint.add_to_unit
+    most, alive, add_to_unit = [0], {}, weights.add_to_unit
 
     def watched(param, unit):
         alive[id(param)] = param
         add_to_unit(param, unit)
         most[0] = max(most[0], storage_bytes(alive.values()))
-    with patch.object(checkpoint, "add_to_unit", watched):
+    with patch.object(weights, "add_to_unit", watched):
         train.main(argv)
     return most[0]
 

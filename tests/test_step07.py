@@ -214,10 +214,10 @@ def save_in_pieces_job(argv):
     import functools
     from unittest.mock import patch
 
-    import checkpoint
+    import weights
     import train
-    split = functools.partial(checkpoint.split_torch_state_dict_into_shards, max_shard_size=200_000)
-    with patch.object(checkpoint, "split_torch_state_dict_into_shards", split):
+    split = functools.partial(weights.split_torch_state_dict_into_shards, max_shard_size=200_000)
+    with patch.object(weights, "split_torch_state_dict_into_shards", split):
         train.main(argv)
 
 

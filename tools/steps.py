@@ -30,14 +30,14 @@ LESSON = {
     "step08_5d": ["train.py", "boxes.py", "resume.py"],
 }
 SUPPORT = {
-    "step01_single_gpu": ["checkpoint.py", "data.py", "config.py", "metrics.py", "profiling.py", "messages.py"],
+    "step01_single_gpu": ["weights.py", "data.py", "config.py", "metrics.py", "profiling.py", "messages.py"],
     "step02_dp": ["mesh.py", "ledger.py", "config.py", "metrics.py"],
-    "step03_zero": ["data_parallel.py", "checkpoint.py"],
-    "step04_tp_sp": ["checkpoint.py"],
+    "step03_zero": ["data_parallel.py", "weights.py"],
+    "step04_tp_sp": ["weights.py"],
     "step05_cp": ["recompute.py"],
-    "step06_pp": ["checkpoint.py", "recompute.py"],
-    "step07_ep": ["zero_bubble.py", "pipeline_parallel.py", "recompute.py", "checkpoint.py", "config.py", "metrics.py"],
-    "step08_5d": ["disk.py", "zero.py", "checkpoint.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
+    "step06_pp": ["weights.py", "recompute.py"],
+    "step07_ep": ["zero_bubble.py", "pipeline_parallel.py", "recompute.py", "weights.py", "config.py", "metrics.py"],
+    "step08_5d": ["disk.py", "zero.py", "weights.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
 }
 CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}
 

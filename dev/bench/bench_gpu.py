@@ -38,7 +38,7 @@ def theirs(argv):
     """Run step 1's train.py with transformers' model."""
     sys.path.insert(0, str(step_dir("step01_single_gpu")))
     import train
-    from checkpoint import initial_weight
+    from weights import initial_weight
     from config import to_hugging_face
     from transformers import LlamaForCausalLM
 

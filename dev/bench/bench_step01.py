@@ -34,7 +34,7 @@ def ours(step, folder, recompute):
                              f"--micro_batch_size {MICRO_BATCH} --recompute {recompute} --save {folder}".split(), train.TECHNIQUES)
     shape = config.load_config(args)
     model = train.build_model(shape, args)
-    train.save_checkpoint(model, shape, args)
+    train.save_model(model, shape, args)
     optimizer.add_main_grads(model.parameters())
     adamw = optimizer.Optimizer(model.parameters(), args)
 

@@ -58,11 +58,11 @@ def flags(pool, family, window=None):
 # ------------------------------------------------------------------------------------- what it is compared with
 def plain_job(argv, optimizer):
     """Train step 1 with a softmax under a mask. A sink is one more column of the scores."""
-    import checkpoint
+    import weights
     import model
     window, sinks = (int(argv.pop(argv.index(flag) + 1)) for flag in ("--window", "--sinks"))
     argv = [flag for flag in argv if flag not in ("--window", "--sinks")]
-    init, initial_weight = model.Attention.__init__, checkpoint.initial_weight
+    init, initial_weight = model.Attention.__init__, weights.initial_weight
 
     def masked(attention, config):
         def inner_attention(q, k, v):                                              # [batch, seq, heads, head_dim]
@@ -79,7 +79,7 @@ def plain_job(argv, optimizer):
 
     def drawn(name, meta, *rest):
         return initial_weight(name, meta.unsqueeze(-1), *rest).squeeze(-1) if "sinks" in name else initial_weight(name, meta, *rest)
-    with patch.object(model.Attention, "__init__", masked), patch.object(checkpoint, "initial_weight", drawn):
+    with patch.object(model.Attention, "__init__", masked), patch.object(weights, "initial_weight", drawn):
         train_job(argv, optimizer)
 
 

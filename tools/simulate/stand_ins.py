@@ -67,7 +67,7 @@ def of_data_and_device(args):
     """Return {name: stand-in} for functions that cannot take meta tensors, or treat them unlike those on a device."""
     stand_ins = {
         "data.open_token_file": lambda path: np.broadcast_to(np.uint16(0), args.seq_len * args.global_batch_size + 1),
-        "checkpoint.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
+        "weights.initial_weight": lambda name, meta, *_: torch.empty(meta.shape, device="meta"),
         "metrics.print_header": lambda *_: None,
         "model.sdpa": flash_attention,
         "torch.optim.adam._device_dtype_check_for_fused": lambda *_: None}         # fused AdamW refuses meta

@@ -22,7 +22,7 @@ from zero import add_to_unit
 
 def materialize(model, config, args):
     """Replace the meta-device parameters with real ones, one at a time."""
-    saved = open_checkpoint(args.init_from) if args.init_from else None
+    saved = open_weights(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weights = [read_weight(*tensor, saved, args) if saved else initial_weight(*tensor, config, args)
                    for tensor in to_hf_tensors(name, meta, config)]
@@ -49,7 +49,7 @@ def initial_weight(name, meta, config, args):
     return whole[local_slices(meta)] * config.initializer_range
 
 
-def open_checkpoint(name):
+def open_weights(name):
     """Return {tensor name: the open file that holds it}."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=["model*.safe*"])
@@ -84,7 +84,7 @@ def to_hf_tensors(name, param, config):
         name = name.replace(part, hf_part)
     if ".experts." not in name:
         return [(name, param)]
-    placement = getattr(param, "placement", None)         # save_checkpoint passes whole tensors without one
+    placement = getattr(param, "placement", None)         # save_model passes whole tensors without one
     shards = placement.shards if placement else []
     first = sum(shard.index * len(param) for shard in shards if shard.dim == 0)
     tensors = []
@@ -96,7 +96,7 @@ def to_hf_tensors(name, param, config):
     return tensors
 
 
-def save_checkpoint(model, config, mesh, args):
+def save_model(model, config, mesh, args):
     """Write a Hugging Face checkpoint in files of at most 5 GB, holding one of them in memory at a time."""
     with torch.device("meta"):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}

@@ -14,12 +14,13 @@ from torch import nn
 from config import to_hugging_face
 from messages import RANK, fail, print0
 from model import Llama
-from zero import add_to_unit, unsharded_param
+from shards import full_tensor, global_shape, local_slices
+from zero import add_to_unit
 
 
 def materialize(model, config, args):
     """Replace the meta-device parameters with real ones, one at a time."""
-    saved = open_checkpoint(args.init_from) if args.init_from else None
+    saved = open_weights(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weight = read_weight(name, meta, saved, args) if saved else initial_weight(name, meta, config, args)
         # copy: memory of its own, not a part of a larger tensor or of a mapped file
@@ -40,10 +41,11 @@ def initial_weight(name, meta, config, args):
         return torch.ones(meta.shape)                     # the norms
     seed = int.from_bytes(hashlib.sha256(f"{args.seed} {name}".encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator(args.device).manual_seed(seed)
-    return torch.randn(meta.shape, generator=generator, device=args.device) * config.initializer_range
+    whole = torch.randn(global_shape(meta), generator=generator, device=args.device)
+    return whole[local_slices(meta)] * config.initializer_range
 
 
-def open_checkpoint(name):
+def open_weights(name):
     """Return {tensor name: the open file that holds it}."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=["model*.safe*"])
@@ -66,13 +68,13 @@ def read_weight(name, meta, saved, args):
         fail(f"--init_from {args.init_from}: no tensor {name}; is this a checkpoint of --model {args.model}?")
     stored = name if name in saved[name].keys() else "model.embed_tokens.weight"   # a tied head
     weight = saved[name].get_slice(stored)                # reads nothing yet
-    if weight.get_shape() != list(meta.shape) or weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
+    if weight.get_shape() != global_shape(meta) or weight.get_dtype() not in ("F64", "F32", "BF16", "F16"):
         fail(f"--init_from {args.init_from}: {name} is {weight.get_dtype()} {weight.get_shape()}; "
-             f"--model {args.model} needs floating-point numbers of shape {list(meta.shape)}")
-    return weight[:]
+             f"--model {args.model} needs floating-point numbers of shape {global_shape(meta)}")
+    return weight[local_slices(meta)]
 
 
-def save_checkpoint(model, config, args):
+def save_model(model, config, args):
     """Write a Hugging Face checkpoint in files of at most 5 GB, holding one of them in memory at a time."""
     with torch.device("meta"):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
@@ -80,7 +82,7 @@ def save_checkpoint(model, config, args):
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
-            weight = unsharded_param(model.get_parameter(name))        # all ranks take part in gathering
+            weight = full_tensor(model.get_parameter(name))
             if RANK == 0:
                 weights[name] = weight.cpu()
         if RANK > 0:

@@ -14,14 +14,13 @@ from torch import nn
 from config import to_hugging_face
 from messages import RANK, fail, print0
 from model import Llama
-from pipeline_parallel import gather_from_pipeline
-from shards import global_shape, local_slices
+from shards import full_tensor, global_shape, local_slices
 from zero import add_to_unit
 
 
 def materialize(model, config, args):
     """Replace the meta-device parameters with real ones, one at a time."""
-    saved = open_checkpoint(args.init_from) if args.init_from else None
+    saved = open_weights(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
         weight = read_weight(name, meta, saved, args) if saved else initial_weight(name, meta, config, args)
         # copy: memory of its own, not a part of a larger tensor or of a mapped file
@@ -46,7 +45,7 @@ def initial_weight(name, meta, config, args):
     return whole[local_slices(meta)] * config.initializer_range
 
 
-def open_checkpoint(name):
+def open_weights(name):
     """Return {tensor name: the open file that holds it}."""
     try:
         folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=["model*.safe*"])
@@ -75,7 +74,7 @@ def read_weight(name, meta, saved, args):
     return weight[local_slices(meta)]
 
 
-def save_checkpoint(model, config, mesh, args):
+def save_model(model, config, args):
     """Write a Hugging Face checkpoint in files of at most 5 GB, holding one of them in memory at a time."""
     with torch.device("meta"):
         params = {name: param.to(args.dtype) for name, param in Llama(config).named_parameters()}
@@ -83,7 +82,7 @@ def save_checkpoint(model, config, mesh, args):
     for file, names in split.filename_to_tensors.items():
         weights = {}
         for name in names:
-            weight = gather_from_pipeline(model, name, params[name].shape, mesh, args)
+            weight = full_tensor(model.get_parameter(name))
             if RANK == 0:
                 weights[name] = weight.cpu()
         if RANK > 0:
