@@ -167,12 +167,13 @@ def read_config(flag, name):
     from transformers import AutoConfig
     try:
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if flag == "--model" and hf_config.tie_word_embeddings:
-            print0(f"{flag} {name}: ties the head to the embedding; this trainer trains them separately")
-        return from_hugging_face(hf_config)
+        config = from_hugging_face(hf_config)
     except Exception as error:                            # the file may contain anything
         reason = " ".join(str(error).split())
         fail(f"{flag} {name}: not found or unsupported ({reason}); the presets are {', '.join(PRESETS)}")
+    if flag == "--model" and hf_config.tie_word_embeddings:
+        print0(f"--model {name}: ties the head to the embedding; this trainer trains them separately")
+    return config
 
 
 def from_hugging_face(hf_config):

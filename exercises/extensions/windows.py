@@ -45,7 +45,8 @@ from operations import assert_all_meet
 
 STEP, BASELINE = "step05_cp", "step01_single_gpu"
 FAMILIES = {"llama": {}, "mistral": dict(model_type="mistral"), "granite": dict(
-    model_type="granite_swa", attention_multiplier=cases.HEAD_DIM**-0.5, layer_types=2 * ["sliding_attention"])}
+    model_type="granite_swa", tie_word_embeddings=False, attention_multiplier=cases.HEAD_DIM**-0.5,
+    layer_types=2 * ["sliding_attention"])}
 EXACT = "--dtype float64"
 
 
