@@ -47,7 +47,8 @@ def test_right_layouts_of_step_8_are_equal(tmp_path):
     layouts = "4 tp=2 pp=2 micro_batch_size=2\n4 zero=3 cp=2   # FSDP and rings\n"
     status, output, said = prove(ADAPTERS / "step08.py", tmp_path, layouts=layouts)
     assert status == 0 and len(said) == 2 and all(map(equal, said)), output
-    assert output.count("\nEQUAL to ") == 2
+    assert output.count("\nEQUAL to ") == 2 and "warning" not in output
+    assert "a rank holds 25% of the numbers, reads 0% to 100% of the tokens, and issues " in output
 
 
 RIGHT = {"torch_dp": "2 mode=ddp acc=2\n2 mode=fsdp acc=2\n4 mode=fsdp\n", "torch_tp": "2 tp=2\n2 tp=2 sp=1\n",
@@ -210,13 +211,13 @@ def step(run, inputs, targets):
     if run.how == "raise" and last:
         raise ValueError("what a rank says")
     run.adamw.zero_grad()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = (0, 1) if run.how == "idle" else (dist.get_rank(), dist.get_world_size())
     mine = slice(0 if run.how == "same data" else rank, None, world)
     logits = run.model(inputs[mine]).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, targets[mine].flatten()) * (2 if run.how == "doubled" else 1)
     loss.backward()
     for param in run.model.parameters():
-        if run.how != "alone":
+        if run.how not in ("alone", "idle"):
             dist.all_reduce(param.grad)
             param.grad /= 1 if run.how == "summed" else world
         if run.how == "bfloat16":
@@ -227,7 +228,7 @@ def step(run, inputs, targets):
         run.model[0].weight.grad.zero_()
     loss = loss.detach()
     norm = torch.nn.utils.get_total_norm([param.grad for param in run.model.parameters()])
-    if run.how != "own log":
+    if run.how not in ("own log", "idle"):
         dist.all_reduce(loss)
         loss /= world
     for group in run.adamw.param_groups:
@@ -297,6 +298,14 @@ def test_one_process_that_cannot_be_compared_with_is_refused(tmp_path, how, said
     (tmp_path / "toy.py").write_text(TOY)
     status, output, _ = prove(tmp_path / "toy.py", tmp_path, "--both", f"how={how}", "--world", 2)
     assert status == 2 and said in output and "EQUAL" not in output and "Traceback" not in output, output
+
+
+def test_ranks_that_do_nothing_in_parallel_are_equal_with_a_warning(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY)
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--flags", "how=idle")
+    assert status == 0 and said[0]["activity"] == dict(holds=[1, 1], reads=[1, 1], issues=[0, 0])
+    assert "a rank holds 100% of the numbers, reads 100% of the tokens, and issues 0 collectives" in output
+    assert "warning: every rank holds all of the numbers and issues no collective: nothing ran in parallel" in output
 
 
 def refused(capsys, *argv):
@@ -397,3 +406,5 @@ def test_the_adapter_on_the_page_and_tools_are_all_of_it(tmp_path):
     (tmp_path / "mine.py").write_text(MY_MODEL + shown)
     status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2, tool=tmp_path / "copy/tools/prove")
     assert status == 0 and equal(said[0]), output
+    assert "a rank holds 100% of the numbers, reads 50% of the tokens, and issues " in output
+    assert "warning: every rank holds all of the numbers, as in DDP" in output

@@ -177,7 +177,7 @@ class Trial:
 
     def prove(self):
         """Return what there is to say, as a dict."""
-        from prove.compare import worst
+        from prove.compare import activity, worst
         from prove.diagnose import Diagnosis, drawn_copies
         began = time.monotonic()
         apart = self.compare()
@@ -185,6 +185,7 @@ class Trial:
         said = dict(world=self.world, flags=self.flags, dtype=self.dtype, status=int(any(map(any, apart))), note="",
                     steps=[worst(row)._asdict() for row in self.far], limits=[worst(row)._asdict() for row in self.limits])
         said["largest"] = max(max(step.values()) for step in said["steps"])
+        said["activity"] = activity(self.run, self.one, self.inputs[0].numel())
         if different:
             said["note"] = ("left alone, the layout starts from other weights than one process: "
                             f"{len(different)} of {len(self.own)} parameters")
@@ -203,6 +204,19 @@ class Trial:
         return said
 
 
+def in_parallel(holds, reads, issues):
+    """Yield what the ranks did, and a warning if it looks as if they did nothing in parallel."""
+    def of_ranks(values, style):
+        return " to ".join(dict.fromkeys(format(value, style) for value in (min(values), max(values))))
+    read = f"reads {of_ranks(reads, '.0%')} of the tokens, " * any(reads)
+    yield (f"a rank holds {of_ranks(holds, '.0%')} of the numbers, {read}"
+           f"and issues {of_ranks(issues, ',')} collectives in {STEPS} steps")
+    if len(holds) > 1 and min(holds) >= 1:
+        yield "warning: every rank holds all of the numbers" + (
+            ", as in DDP; if the flags should shard them, they had no effect" if any(issues) else
+            " and issues no collective: nothing ran in parallel, so EQUAL says nothing of this layout")
+
+
 def report(adapter, said):
     flags = " ".join(f"{key}={value}" for key, value in said["flags"].items())
     print(f"{adapter}: {flags} on {said['world']} ranks, beside one process, {STEPS} steps in {said['dtype']}")
@@ -215,6 +229,7 @@ def report(adapter, said):
     if said["note"]:
         print(f"note: {said['note']}")
     if not said["status"]:
+        print("\n".join(in_parallel(**said["activity"])))
         if said["dtype"] != "float64":
             return print(f"EQUAL, as far as {said['dtype']} can tell: differences of up to {said['largest']:.0e} could be rounding")
         return print(f"EQUAL to {said['largest']:.0e}" + "; something on the way computes in float32" * (not said["exact"]))

@@ -57,6 +57,14 @@ class Run:
         return found
 
 
+def activity(run, one, tokens):
+    """Return what every rank did: its share of the numbers, its share of the tokens in step 1, and its collectives in all steps."""
+    numbers = sum(tensor.numel() for tensor in one.whole(0, "weights").values())
+    return dict(holds=[sum(tensor.numel() for _, _, tensor in seen["own"]) / numbers for seen in run.ranks],
+                reads=[seen["steps"][0]["read"] / tokens for seen in run.ranks],
+                issues=[sum(step["issued"] for step in seen["steps"]) for seen in run.ranks])
+
+
 def relative(a, b):
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     distance = float((a - b).norm() / b.norm().clamp(min=1e-30))

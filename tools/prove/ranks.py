@@ -3,6 +3,7 @@
 The ranks are forked from this process, which has imported torch and the adapter, so they start at once. Each launch has its own
 ranks, because a trainer may keep global state.
 """
+import collections
 import contextlib
 import os
 import pickle
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch._dynamo  # noqa: F401, an optimizer's first step would import it on every rank
+import torch.distributed as dist
 from ranks import Processes, environment, frames, new_store
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -147,6 +149,30 @@ def watch(adapter, run, wanted):
         handle.remove()
 
 
+@contextlib.contextmanager
+def tokens_read():
+    """Yield {embedding: number of tokens it was given}, which fills during forward."""
+    read = collections.Counter()
+
+    def note(module, args):
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or getattr(module, "weight", None) is None:
+            return
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.int32, torch.int64):
+            read[module] += local(args[0]).numel()
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    yield read
+    handle.remove()
+
+
+def issued():
+    """Return how many collectives this rank has issued so far, in all its groups. Gloo counts sends and receives, too."""
+    number = 0
+    for group in dist.distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):           # not every backend counts
+            number += group._get_sequence_number_for_group()
+    return number
+
+
 def number(value, what):
     if value is None:
         return None
@@ -172,14 +198,17 @@ def train(adapter, flags, jobs):
     for job in jobs:
         if job.weights:
             load(adapter, run, job.weights)
-        with watch(adapter, run, job.watched) as activations:
+        before = issued()
+        with watch(adapter, run, job.watched) as activations, tokens_read() as read:
             result = adapter.step(run, job.inputs.clone(), job.targets.clone())
+        issued_by_step = issued() - before
         if not isinstance(result, tuple) or len(result) != 2:
             raise CannotRun(f"step: returns {type(result).__name__}; it must return (loss, gradient norm), None for what this rank "
                             "does not know")
         loss, norm = number(result[0], "loss"), number(result[1], "norm")
         seen["steps"].append(dict(loss=loss, norm=norm, gradients=copies(adapter, run, "gradients"),
-                                  weights=copies(adapter, run, "weights"), activations=activations))
+                                  weights=copies(adapter, run, "weights"), activations=activations,
+                                  read=max(read.values(), default=0), issued=issued_by_step))
     return seen
 
 
