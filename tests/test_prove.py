@@ -308,6 +308,27 @@ def test_ranks_that_do_nothing_in_parallel_are_equal_with_a_warning(tmp_path):
     assert "warning: every rank holds all of the numbers and issues no collective: nothing ran in parallel" in output
 
 
+def test_pieces_of_sequences_without_a_target_do_not_disturb(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY.replace("BATCH, SEQ, VOCAB = 4, 4, 8", "BATCH, SEQ, VOCAB = 8, 16, 64"))
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--mask", layouts="2 acc=1\n2 acc=4\n")
+    assert status == 1 and [one["cause"] for one in said] == ["mean of means"] * 2, output
+    assert all("a mean of 2 means" in one["seen"] for one in said)
+
+
+def test_a_crash_of_the_tool_is_no_difference_and_keeps_no_other_layout_from_running(capsys, monkeypatch, tmp_path):
+    def prove(trial):
+        if trial.world == 2:
+            raise IndexError("planted")
+        return dict(world=trial.world, flags={}, dtype="float64", status=2, cannot="nothing to run")
+    monkeypatch.setattr("prove.__main__.Baseline", lambda *_: None)
+    monkeypatch.setattr("prove.__main__.Trial.prove", prove)
+    (tmp_path / "layouts").write_text("2\n3\n")
+    assert main([str(ADAPTERS / "template.py"), "--layouts", str(tmp_path / "layouts"), "--json", str(tmp_path / "said")]) == 3
+    assert [one["status"] for one in json.loads((tmp_path / "said").read_text())] == [3, 2]
+    output = capsys.readouterr().out
+    assert "CANNOT RUN: a mistake in this tool" in output and "IndexError: planted" in output
+
+
 def refused(capsys, *argv):
     with pytest.raises(SystemExit) as end:
         main([*map(str, argv)])

@@ -3,7 +3,7 @@
     python tools/prove ADAPTER.py --world 4 --flags "tp=2 pp=2"
 
 An adapter is a file with three functions; tools/prove/adapters/template.py explains them. Exit status 0: all is equal, 1: it is
-not, 2: it cannot run.
+not, 2: it cannot run, 3: this tool has a mistake of its own.
 """
 import argparse
 import contextlib
@@ -258,6 +258,9 @@ def main(argv=None):
             results.append(Trial(baseline, world, flags).prove())
         except CannotRun as error:
             results.append(dict(world=world, flags=flags, dtype=args.dtype, status=2, cannot=str(error)))
+        except Exception:                                 # the other layouts still run
+            cannot = f"a mistake in this tool, not in the trainer\n{traceback.format_exc()}"
+            results.append(dict(world=world, flags=flags, dtype=args.dtype, status=3, cannot=cannot))
         report(args.adapter, results[-1])
         sys.stdout.flush()
     if args.json:
@@ -270,3 +273,6 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(3)                                       # Python would say 1, which means that something differs

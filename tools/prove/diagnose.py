@@ -160,20 +160,26 @@ class Diagnosis:
 
     def shares_of_sequences(self, step):
         """Return [(label, {name: gradient})] of every sequence alone, in this step and in the one before it."""
-        if (step, "basis") not in self.trial.known:
-            self.trial.known[step, "basis"] = basis = []
+        known, key = self.trial.known, (step, self.pieces())
+        if key not in known:
+            known[key] = basis = []
             for at in (step, step - 1)[:1 + bool(step)]:
                 labels, jobs = zip(*self.alone(at))
                 with contextlib.suppress(CannotRun):      # not every trainer takes such targets
                     alone = self.trial.launch_one(jobs)
                     basis += [((at, *label), alone.whole(k, "gradients")) for k, label in enumerate(labels)]
-        return self.trial.known[step, "basis"], step
+        return known[key], step
+
+    def pieces(self):
+        """Return into how many pieces a sequence is cut: with masked targets, ranks or micro-batches may count these apart."""
+        seq = self.trial.inputs.shape[-1]
+        return max([n for n in self.words.sizes.values() if seq % n == 0 and n <= 8], default=1) if self.trial.mask else 1
 
     def alone(self, step):
         """Yield the jobs that give the gradient of one sequence each; with masked targets, of a part of one."""
         inputs, targets, weights = self.trial.inputs[step], self.trial.targets[step], self.weights_before(step)
         batch, seq = inputs.shape
-        pieces = max([n for n in self.words.sizes.values() if seq % n == 0 and n <= 8], default=1) if self.trial.mask else 1
+        pieces = self.pieces()
         for i, piece in itertools.product(range(batch), range(pieces)):
             columns = torch.arange(seq).chunk(pieces)[piece]
             kept = torch.full_like(targets[i], -100)
@@ -208,8 +214,7 @@ class Diagnosis:
     def describe_shares(self, ratios, step):
         """Describe how much each sequence counts: {(step, sequence, piece): how many times what it should}."""
         targets = self.trial.targets[step]
-        pieces = max(piece for _, _, piece in ratios) + 1
-        counts = {label: int((targets[label[1]].chunk(pieces)[label[2]] >= 0).sum()) for label in ratios}
+        counts = {label: int((targets[label[1]].chunk(self.pieces())[label[2]] >= 0).sum()) for label in ratios}
         groups = collections.defaultdict(list)
         for label, ratio in ratios.items():
             groups[round(ratio, 3)].append(label)
