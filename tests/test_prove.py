@@ -329,6 +329,50 @@ def test_a_crash_of_the_tool_is_no_difference_and_keeps_no_other_layout_from_run
     assert "CANNOT RUN: a mistake in this tool" in output and "IndexError: planted" in output
 
 
+STRIDED = '''
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+BATCH, SEQ, VOCAB = 4, 4, 8
+
+def build(flags):
+    """A gate and an up projection in one matrix, of which each rank holds a half of both."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    embed, both, down = torch.randn(VOCAB, 4).double(), torch.randn(4, 8).double(), torch.randn(4, VOCAB).double()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    both = distribute_tensor(both, mesh, [_StridedShard(1, split_factor=2)])
+    return SimpleNamespace(embed=embed.requires_grad_(), both=both.requires_grad_(), down=down.requires_grad_())
+
+def step(run, inputs, targets):
+    rank, world, weights = dist.get_rank(), dist.get_world_size(), (run.embed, run.both, run.down)
+    for weight in weights:
+        weight.grad = None
+    gate, up = (run.embed[inputs] @ run.both.to_local()).chunk(2, -1)
+    partial = gate.sigmoid() * up @ run.down.chunk(world)[rank]
+    dist.all_reduce(whole := partial.detach().clone())
+    loss = torch.nn.functional.cross_entropy((partial + whole - partial.detach()).flatten(0, 1), targets.flatten())
+    loss.backward()
+    for grad in (run.embed.grad, run.down.grad):
+        dist.all_reduce(grad)
+    for weight in weights:
+        weight.data -= 0.1 * weight.grad
+    return loss.detach(), None
+
+def parts(run):
+    return ((name, getattr(run, name), getattr(run, name).grad, None) for name in ("embed", "both", "down"))
+'''
+
+
+def test_a_strided_shard_of_a_dtensor_is_more_than_one_block(tmp_path):
+    (tmp_path / "strided.py").write_text(STRIDED)
+    status, output, said = prove(tmp_path / "strided.py", tmp_path)
+    assert status == 0 and equal(said[0]), output
+
+
 def refused(capsys, *argv):
     with pytest.raises(SystemExit) as end:
         main([*map(str, argv)])

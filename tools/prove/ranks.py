@@ -5,6 +5,8 @@ ranks, because a trainer may keep global state.
 """
 import collections
 import contextlib
+import itertools
+import math
 import os
 import pickle
 import traceback
@@ -17,7 +19,9 @@ import torch
 import torch._dynamo  # noqa: F401, an optimizer's first step would import it on every rank
 import torch.distributed as dist
 from ranks import Processes, environment, frames, new_store
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 GRACE = 0.5                                               # seconds that the other ranks get after one has failed
 # torch's store has a thread; the ranks do not need it
@@ -40,6 +44,22 @@ class Job(NamedTuple):
 def local(tensor):
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def blocks_of(weight, where, memory):
+    """Yield (offsets, slices) of every block of a rank's part: where it begins in the whole tensor, and where it lies in memory."""
+    if not any(isinstance(placement, _StridedShard) for placement in getattr(weight, "placements", ())):
+        yield offsets_of(weight, where, memory), ...
+    elif memory.numel():
+        numbers = torch.arange(weight.numel(), device=memory.device).view(weight.shape)
+        numbers = distribute_tensor(numbers, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+        blocks = []                                       # in each dimension, those of consecutive indices
+        for dim, size in enumerate(weight.shape):
+            index = numbers.movedim(dim, 0).reshape(memory.shape[dim], -1)[:, 0] // math.prod(weight.shape[dim + 1:]) % size
+            ends = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist(), len(index)]
+            blocks.append([(int(index[begin]), slice(begin, end)) for begin, end in itertools.pairwise(ends)])
+        for block in itertools.product(*blocks):
+            yield tuple(zip(*block))
 
 
 def offsets_of(weight, where, memory):
@@ -69,12 +89,13 @@ def read_parts(adapter, run, kind):
         memory = local(weight)
         if isinstance(where, list) and len(where) != memory.dim():
             raise CannotRun(f"parts: {name} has offsets {where}, but {memory.dim()} dimensions")
-        offsets = offsets_of(weight, where, memory)
-        if not all(isinstance(offset, Integral) and offset >= 0 for offset in offsets):
-            raise CannotRun(f"parts: {name} has where {where}; its numbers must be whole, and 0 or more")
-        if (name, offsets) in taken:
-            raise CannotRun(f"parts: yields {name}{list(offsets)} twice; every part must have a name or offsets of its own")
-        taken.add((name, offsets))
+        blocks = [*blocks_of(weight, where, memory)]
+        for offsets, _ in blocks:
+            if not all(isinstance(offset, Integral) and offset >= 0 for offset in offsets):
+                raise CannotRun(f"parts: {name} has where {where}; its numbers must be whole, and 0 or more")
+            if (name, offsets) in taken:
+                raise CannotRun(f"parts: yields {name}{list(offsets)} twice; every part must have a name or offsets of its own")
+            taken.add((name, offsets))
         if kind == "gradients":
             if hasattr(gradient, "redistribute"):         # it may still be a partial sum
                 gradient = gradient.redistribute(weight.device_mesh, weight.placements)
@@ -82,7 +103,7 @@ def read_parts(adapter, run, kind):
             memory = torch.zeros_like(memory) if gradient is None else local(gradient).to_dense()
             if memory.shape != local(weight).shape:
                 raise CannotRun(f"parts: {name} has shape {list(local(weight).shape)}, but its gradient has {list(memory.shape)}")
-        found.append((name, offsets, memory))
+        found += [(name, offsets, memory[slices]) for offsets, slices in blocks]
     if not found and kind == "weights" and int(os.environ["WORLD_SIZE"]) == 1:
         raise CannotRun("parts: yields nothing; it must yield (name, weight, gradient, where) of every parameter")
     if kind == "gradients" and not some and int(os.environ["WORLD_SIZE"]) == 1:
