@@ -1,11 +1,13 @@
 """tools/prove has no false alarm, names what is planted in step08_5d and elsewhere, and says what is wrong with an adapter."""
 import importlib.util
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from plants import STEPS, judged, table_of
 from prove.__main__ import main
 from prove.causes import CAUSES
 from prove.compare import Run
+from prove.diagnose import Diagnosis
 from prove.trace import Seen
 from prove.words import Words, ranges
 from steps import ROOT, clean_environment
@@ -184,9 +187,10 @@ BATCH, SEQ, VOCAB = 4, 4, 8
 
 def build(flags):
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    torch.manual_seed(flags.get("how") == "masters")
     model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 4), torch.nn.Linear(4, VOCAB)).to(getattr(torch, flags["dtype"]))
     run = SimpleNamespace(model=model, adamw=torch.optim.AdamW(model.parameters(), lr=0.01), how=flags.get("how"))
+    run.masters = [param.detach().clone() for param in model.parameters()]
     return None if run.how == "nothing" else run
 
 def parts(run):
@@ -228,14 +232,21 @@ def step(run, inputs, targets):
         run.model[0].weight.grad.zero_()
     loss = loss.detach()
     norm = torch.nn.utils.get_total_norm([param.grad for param in run.model.parameters()])
+    if run.how == "clipped at 1":
+        for param in run.model.parameters():
+            param.grad /= norm
     if run.how not in ("own log", "idle"):
         dist.all_reduce(loss)
         loss /= world
     for group in run.adamw.param_groups:
         group["lr"] = 0.02 if run.how == "learning rate" else 0.01
         group["weight_decay"] = 0.2 if run.how == "decay" else 0.01
+    before = [param.detach().clone() for param in run.model.parameters()]
     if run.how != "frozen":
         run.adamw.step()
+    if run.how == "masters":
+        for param, master, old in zip(run.model.parameters(), run.masters, before):
+            param.data.copy_(master.add_(param.data - old))
     if run.how == "drift" and last:
         run.model[1].weight.data.mul_(1.001)
     if run.how == "infinite":
@@ -255,7 +266,7 @@ CAUSE = {"summed": "all gradients times a factor", "alone": "not reduced", "same
          "doubled": "loss times a factor",
          "bfloat16": "low precision", "clipped": "scaled apart", "zeroed": "zero gradients", "own log": "log of one rank",
          "log": "log times a factor", "norm": "norm counts", "learning rate": "update times a factor", "decay": "decay",
-         "frozen": "not updated", "drift": "weights drift"}
+         "masters": "own weights", "clipped at 1": "clipped or not", "frozen": "not updated", "drift": "weights drift"}
 SAID = {"hang": "did not finish", "die": "rank 1 died with exit status 7", "leave": "rank 1 died with exit status 1",
         "raise": "ValueError: what a rank says",
         "nothing": "build: returns None", "three": "yields a tuple of 3; it must yield (name, weight, gradient, where)",
@@ -289,7 +300,8 @@ def test_a_layout_that_cannot_run_says_why_and_keeps_no_other_from_running(toy):
 @pytest.mark.slow
 def test_ranks_that_hang_show_where_they_stand(toy):
     text = toy["hang"]["cannot"]
-    assert re.search(r"rank 0: toy\.py:\d+ step", text) and re.search(r"rank 1: toy\.py:\d+ step", text)
+    assert re.search(r"rank 0: distributed_c10d\.py:\d+ all_reduce < toy\.py:\d+ step", text)
+    assert re.search(r"rank 1: toy\.py:\d+ step", text)
 
 
 @pytest.mark.parametrize("how, said", [("infinite", "its gradient of 0.weight is NaN or infinite"),
@@ -371,6 +383,7 @@ def test_a_strided_shard_of_a_dtensor_is_more_than_one_block(tmp_path):
     (tmp_path / "strided.py").write_text(STRIDED)
     status, output, said = prove(tmp_path / "strided.py", tmp_path)
     assert status == 0 and equal(said[0]), output
+    assert re.search(r"^step 1    \S+ +1e-09 +-  ", output, re.M) and said[0]["steps"][0]["norm"] is None, "it returns no norm"
 
 
 def refused(capsys, *argv):
@@ -420,12 +433,23 @@ def test_factors_ranks_and_names_have_words():
     assert of.times(4) == "4 times the right ones (acc or ranks)"
     assert of.times(0.5) == "1/2 times the right ones (1/tp or pp or batch/acc)" and of.times(1) == "right"
     assert of.times(2**0.5) == "1.4142 times the right ones (root of tp or pp or batch/acc)"
-    assert of.times(3.3) == "33/10 times the right ones"
+    assert of.times(3.3) == "33/10 times the right ones" and of.times(49 / 36) == "1.3611 times the right ones"
     assert of.along([[0, 2], [1, 3]]) == "tp" and of.ranks({2, 3}) == "pp 1" and of.ranks({0, 3}) == "ranks 0, 3"
+    assert of.ranks({1}) == "rank 1"
     assert of.which(["layers.0.a.weight", "layers.1.a.weight"]) == "layers.*.a"
     assert of.which(["layers.1.b.weight"]) == "layers.*.b of layer 1"
     assert of.which([f"layers.{i}.{name}.weight" for i in (0, 1) for name in "ab"]) == "all parameters but embed"
     assert ranges([0, 1, 2, 3, 6, 8, 9]) == "0 to 3, 6, 8, 9"
+
+
+def test_a_norm_of_what_one_stage_holds_is_named():
+    def ranks(norms, of):
+        return Run([dict(place=dict(pp=pp, tp=tp), steps=[dict(norm=norm, weights=of[pp], gradients=of[pp])])
+                    for norm, (pp, tp) in zip(norms, itertools.product(range(2), repeat=2))])
+    first, second = [("a", (0,), torch.tensor([3.0]))], [("b", (0,), torch.tensor([4.0]))]
+    trial = SimpleNamespace(start=dict(a=0, b=0), dtype="float64", both={}, flags={}, world=4, inputs=torch.zeros(1, 2, 4))
+    found = Diagnosis(trial, ranks([3.0] * 4, [first, second]), ranks([5.0], [first + second]), None, None).norm(0)
+    assert found.cause == "norm of a part" and found.seen == "the gradient norm: it is that of what pp 0 holds"
 
 
 def test_rows_of_activations_are_found_whatever_their_order_and_columns():

@@ -183,8 +183,9 @@ class Trial:
         apart = self.compare()
         different, copied = drawn_copies(self.run, self.own)
         said = dict(world=self.world, flags=self.flags, dtype=self.dtype, status=int(any(map(any, apart))), note="",
-                    steps=[worst(row)._asdict() for row in self.far], limits=[worst(row)._asdict() for row in self.limits])
-        said["largest"] = max(max(step.values()) for step in said["steps"])
+                    limits=[worst(row)._asdict() for row in self.limits],
+                    steps=[{what: None if far != far else far for what, far in worst(row)._asdict().items()} for row in self.far])
+        said["largest"] = max(far for step in said["steps"] for far in step.values() if far is not None)
         said["activity"] = activity(self.run, self.one, self.inputs[0].numel())
         if different:
             said["note"] = ("left alone, the layout starts from other weights than one process: "
@@ -208,8 +209,8 @@ def in_parallel(holds, reads, issues):
     """Yield what the ranks did, and a warning if it looks as if they did nothing in parallel."""
     def of_ranks(values, style):
         return " to ".join(dict.fromkeys(format(value, style) for value in (min(values), max(values))))
-    read = f"reads {of_ranks(reads, '.0%')} of the tokens, " * any(reads)
-    yield (f"a rank holds {of_ranks(holds, '.0%')} of the numbers, {read}"
+    read = f", reads {of_ranks(reads, '.0%')} of the tokens," * any(reads)
+    yield (f"a rank holds {of_ranks(holds, '.0%')} of the numbers{read} "
            f"and issues {of_ranks(issues, ',')} collectives in {STEPS} steps")
     if len(holds) > 1 and min(holds) >= 1:
         yield "warning: every rank holds all of the numbers" + (
@@ -225,7 +226,8 @@ def report(adapter, said):
     print("largest relative difference, and what could still be rounding\n" + " " * 10
           + "".join(f"{what:20}" for what in said["steps"][0]).rstrip())
     for k, (far, most) in enumerate(zip(said["steps"], said["limits"]), 1):
-        print(f"step {k}    " + "".join(f"{far[what]:<8.0e} {most[what]:<10.0e} " for what in far).rstrip())
+        print(f"step {k}    " + "".join(f"{'-':<20}" if far[what] is None else f"{far[what]:<8.0e} {most[what]:<10.0e} "
+                                        for what in far).rstrip())
     if said["note"]:
         print(f"note: {said['note']}")
     if not said["status"]:

@@ -59,6 +59,9 @@ CAUSES = {
     "all gradients times a factor": Cause(
         "the gradients of all parameters, times a factor",
         "a mean is taken twice, or a sum not divided. AdamW hides it"),
+    "clipped or not": Cause(
+        "the gradients of all parameters, times the gradient norm or divided by it",
+        "one side clips at 1 before the gradients are compared, and the other does not"),
     "some gradients times a factor": Cause(
         "the gradients of some parameters, times a factor",
         "these are reduced twice, not divided, or divided by the size of another group"),
@@ -102,6 +105,9 @@ CAUSES = {
     "norm of one rank": Cause(
         "the gradient norm alone: it is that of what one rank holds",
         "the squares are not summed over the ranks, and each rank clips by a norm of its own"),
+    "norm of a part": Cause(
+        "the gradient norm alone: it is that of what the ranks at one coordinate of the mesh hold",
+        "the squares are not summed over this dimension of the mesh, and the clipping is too weak"),
     "norm": Cause(
         "the gradient norm alone, by no such factor",
         "it is computed too early, or from something other than the gradients"),
@@ -112,6 +118,9 @@ CAUSES = {
     "weights drift": Cause(
         "the weights alone: copies of a weight differ between ranks, though their gradients are alike",
         "some ranks update differently: with another learning rate, other clipping, or optimizer states of their own"),
+    "own weights": Cause(
+        "the weights alone: the update is right, but added to the weights that the layout drew itself",
+        "the optimizer keeps copies of the weights, such as float32 masters; renew them in the adapter's loaded()"),
     "decay": Cause(
         "the weights alone: off by a multiple of themselves",
         "weight decay has another coefficient, or is applied to the wrong parameters"),

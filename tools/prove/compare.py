@@ -76,8 +76,8 @@ def numbers_held(boxes):
 
 
 def distances(run, one, step):
-    """Return a Row of relative differences, each that of the worst rank."""
-    row = [max((relative(a, b) for a in run.numbers(step, kind) for b in one.numbers(step, kind)), default=0.0)
+    """Return a Row of relative differences, each that of the worst rank; NaN, which is beyond no limit, if one side has none."""
+    row = [max((relative(a, b) for a in run.numbers(step, kind) for b in one.numbers(step, kind)), default=math.nan)
            for kind in ("loss", "norm")]
     for kind in ("gradients", "weights"):
         found, whole = run.boxes(step, kind), one.whole(step, kind)

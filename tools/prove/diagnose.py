@@ -305,6 +305,12 @@ class Diagnosis:
         first, kinds, texts = looks[place], {look.kind for look in looks.values()}, {look.text for look in looks.values()}
         which, late = self.words.which([*looks]), "; in step 1 they are right" if step else ""
         all_wrong = len(looks) == len(self.names)
+        if kinds == {"factor"} and len(texts) == 1 and all_wrong:
+            for norm in self.one.numbers(step, "norm"):
+                for factor, text in ((norm, "times the right ones, and that is their norm"),
+                                     (1 / max(norm, 1e-30), "times the right ones, and that is 1 / their norm")):
+                    if abs(first.factor - factor) < self.near * factor:
+                        return Finding("clipped or not", f"the gradients of {which} are {factor:.5g} {text}{late}", looks)
         if kinds == {"factor"} and len(texts) == 1:
             cause = "all gradients times a factor" if all_wrong else "some gradients times a factor"
             return Finding(cause, f"the gradients of {which} are {first.text}{late}", looks, "" if all_wrong else place)
@@ -341,6 +347,14 @@ class Diagnosis:
             own = sum(float(tensor.double().square().sum()) for _, _, tensor in self.run.ranks[rank]["steps"][step]["gradients"])
             if relative(own ** 0.5, norm) < self.near and max(theirs) - min(theirs) > self.near * norm:
                 return Finding("norm of one rank", "the gradient norm: every rank has that of what it holds itself")
+        for dim in self.words.places[0]:
+            squares = collections.Counter()
+            for copies in (copies for of in held.values() for copies in of.values()):
+                for at in {self.words.places[rank][dim] for rank in copies}:
+                    squares[at] += float(next(iter(copies.values())).square().sum())
+            whose = {at for at, square in squares.items() for norm in theirs if relative(square ** 0.5, norm) < self.near}
+            if len(whose) == 1 and max(theirs) - min(theirs) <= self.near * theirs[0]:
+                return Finding("norm of a part", f"the gradient norm: it is that of what {dim} {whose.pop()} holds")
         groups = collections.defaultdict(list)
         for name in self.names:
             groups[max(map(len, held[name].values()))].append(name)
@@ -359,6 +373,13 @@ class Diagnosis:
         theirs, looks = self.run.whole(step, "weights"), self.looks(step, "weights")
         which = self.words.which([*looks])
         looked = [name for name in looks if right[name].numel() > 1]
+
+        def off(name, start):
+            return relative(theirs[name] - start[name], right[name] - before[name])
+        own = self.run.whole(-1, "weights")
+        if step == 0 and all(off(name, own) < 1e-2 < off(name, before) for name in looks):
+            return Finding("own weights", f"the weights of {which} have moved as they should, but from those that the layout drew",
+                           looks)
         if {look.kind for look in looks.values()} == {"not updated"}:
             return Finding("not updated", f"the weights of {which} are {next(iter(looks.values())).text}", looks, [*looks][0])
         if "weights drift" in {look.kind for look in looks.values()}:

@@ -281,8 +281,9 @@ def why(ranks, world, answers, seconds):
 
 
 def stands(ranks, rank):
-    """Return where a rank stands: calls outside the libraries, or else the innermost ones."""
+    """Return where a rank stands: the innermost call, and those outside the libraries."""
     calls = frames(ranks.stack(rank))
     ours = Path(__file__).parent, Path(__file__).parents[1] / "ranks.py"
     own = [call for call in calls if "/lib/python" not in call[0] and not {Path(call[0]), Path(call[0]).parent} & {*ours}]
-    return " < ".join(f"{os.path.basename(file)}:{line} {function}" for file, line, function in (own or calls)[:3]) or "no stack"
+    shown = dict.fromkeys(calls[:1] + (own or calls)[:3])
+    return " < ".join(f"{os.path.basename(file)}:{line} {function}" for file, line, function in shown) or "no stack"

@@ -31,7 +31,8 @@ class Words:
         if abs(c - 1) < self.near:
             return "right"
         big, simple = max(c, 1 / c) if c > 0 else math.nan, fractions.Fraction(c).limit_denominator(64)
-        text = f"{simple}" if abs(simple - c) < self.near * abs(c) else f"{c:.5g}"
+        readable = min(simple.numerator, simple.denominator) <= 16
+        text = f"{simple}" if readable and abs(simple - c) < self.near * abs(c) else f"{c:.5g}"
         for count, root in ((1, 1), (2, 1), (1, 0.5)):
             names = [" x ".join(of) for of in itertools.combinations((n for n in self.sizes if count == 1 or "/" not in n), count)
                      if abs(math.prod(self.sizes[n] for n in of) ** root - big) < self.near * big]
@@ -50,7 +51,7 @@ class Words:
         first = self.places[min(ranks)]
         common = [f"{dim} {at}" for dim, at in first.items()
                   if {r for r, place in enumerate(self.places) if place[dim] == at} == {*ranks}]
-        return " or ".join(common) or f"ranks {ranges(ranks)}"
+        return " or ".join(common) or f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
     def which(self, names):
         """Describe a set of parameters in few words."""
