@@ -185,10 +185,17 @@ import torch
 import torch.distributed as dist
 BATCH, SEQ, VOCAB = 4, 4, 8
 
+class Linear(torch.nn.Linear):
+    inside = torch.float64
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x.to(self.inside), self.weight.to(self.inside), self.bias.to(self.inside)).to(x.dtype)
+
 def build(flags):
     dist.init_process_group("gloo")
+    Linear.inside = getattr(torch, flags.get("inside", flags["dtype"]))
     torch.manual_seed(flags.get("how") == "masters")
-    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 4), torch.nn.Linear(4, VOCAB)).to(getattr(torch, flags["dtype"]))
+    model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 4), Linear(4, VOCAB)).to(getattr(torch, flags["dtype"]))
     run = SimpleNamespace(model=model, adamw=torch.optim.AdamW(model.parameters(), lr=0.01), how=flags.get("how"))
     run.masters = [param.detach().clone() for param in model.parameters()]
     return None if run.how == "nothing" else run
@@ -224,8 +231,8 @@ def step(run, inputs, targets):
         if run.how not in ("alone", "idle"):
             dist.all_reduce(param.grad)
             param.grad /= 1 if run.how == "summed" else world
-        if run.how == "bfloat16":
-            param.grad.copy_(param.grad.bfloat16())
+        if run.how in ("bfloat16", "float32"):
+            param.grad.copy_(param.grad.to(getattr(torch, run.how)))
         if run.how == "clipped":
             param.grad /= param.grad.norm()
     if run.how == "zeroed":
@@ -325,6 +332,21 @@ def test_pieces_of_sequences_without_a_target_do_not_disturb(tmp_path):
     status, output, said = prove(tmp_path / "toy.py", tmp_path, "--mask", layouts="2 acc=1\n2 acc=4\n")
     assert status == 1 and [one["cause"] for one in said] == ["mean of means"] * 2, output
     assert all("a mean of 2 means" in one["seen"] for one in said)
+
+
+@pytest.mark.parametrize("inside, flags, says", [
+    ("bfloat16", "", "EQUAL, as far as bfloat16 can tell"),
+    ("float32", "how=zeroed", "the gradients of 0: zero")])
+def test_one_layer_in_low_precision_neither_is_a_mistake_nor_hides_one(tmp_path, inside, flags, says):
+    (tmp_path / "toy.py").write_text(TOY)
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--both", f"inside={inside}", "--flags", flags)
+    assert says in output and status == bool(flags) and len(said[0].get("looks", {})) <= 1, output
+
+
+def test_gradients_in_low_precision_do_not_hide_a_mistake(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY.replace("BATCH, SEQ, VOCAB = 4, 4, 8", "BATCH, SEQ, VOCAB = 8, 16, 64"))
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--mask", "--flags", "how=float32")
+    assert status == 1 and said[0]["cause"] == "mean of means", output
 
 
 def test_a_crash_of_the_tool_is_no_difference_and_keeps_no_other_layout_from_running(capsys, monkeypatch, tmp_path):
@@ -447,7 +469,7 @@ def test_a_norm_of_what_one_stage_holds_is_named():
         return Run([dict(place=dict(pp=pp, tp=tp), steps=[dict(norm=norm, weights=of[pp], gradients=of[pp])])
                     for norm, (pp, tp) in zip(norms, itertools.product(range(2), repeat=2))])
     first, second = [("a", (0,), torch.tensor([3.0]))], [("b", (0,), torch.tensor([4.0]))]
-    trial = SimpleNamespace(start=dict(a=0, b=0), dtype="float64", both={}, flags={}, world=4, inputs=torch.zeros(1, 2, 4))
+    trial = SimpleNamespace(start=dict(a=0, b=0), inside="float64", both={}, flags={}, world=4, inputs=torch.zeros(1, 2, 4))
     found = Diagnosis(trial, ranks([3.0] * 4, [first, second]), ranks([5.0], [first + second]), None, None).norm(0)
     assert found.cause == "norm of a part" and found.seen == "the gradient norm: it is that of what pp 0 holds"
 

@@ -105,6 +105,11 @@ def load_adapter(path):
     return adapter
 
 
+def in_bfloat16(gradients):
+    """Say whether one process computes in bfloat16 on the way: then all numbers of some gradient fit into it."""
+    return any(len(tensor.unique()) > 8 and tensor.equal(tensor.bfloat16().double()) for tensor in gradients)
+
+
 class Baseline:
     """One process: its weights, its run, the run with nudged weights, and the data. All layouts share it."""
 
@@ -129,6 +134,7 @@ class Baseline:
         self.start = {name: weight + 0.1 * torch.randn(weight.shape, generator=draw) * (weight.flatten().diff() == 0).all()
                       for name, weight in self.own.items()}
         self.one = self.launch_one(self.jobs(self.start))
+        self.in_bfloat16 = in_bfloat16(self.one.whole(0, "gradients").values())
         # one rounding of every weight. In float64 it is float32's, and compare() scales its effect down to that of float64's
         self.eps = torch.finfo(torch.float32 if args.dtype == "float64" else getattr(torch, args.dtype)).eps
         signs = {name: 2 * torch.randint(2, weight.shape, generator=draw) - 1 for name, weight in self.start.items()}
@@ -162,17 +168,24 @@ class Trial:
 
     def compare(self):
         """Run the layout. Set the differences and their limits; return for every step which are beyond the limits."""
+        import torch
+
         from prove.compare import EXACT, beyond, distances, limits
         self.run = self.launch(self.jobs(self.start))
         self.far = [distances(self.run, self.one, step) for step in range(STEPS)]
-        self.exact = self.dtype == "float64"
+        exact, self.inside = self.dtype == "float64", self.dtype
         float64 = 2.0**-29                                # the rounding of float64 as a fraction of that of float32
-        self.limits = [*limits(self.nudged, self.one, EXACT if self.exact else 8 * self.eps, float64 if self.exact else 1.0)]
-        if self.exact and any(beyond(self.far[0], self.limits[0])[:3]):            # something may compute in float32
-            rounded = [*limits(self.nudged, self.one, 8 * self.eps)]
-            if not any(beyond(self.far[0], rounded[0])[:3]):
-                self.limits, self.exact = rounded, False
-        self.exactness = 1e-7 if self.exact else 5e-2 if self.dtype == "bfloat16" else 1e-4
+        self.limits = [*limits(self.nudged, self.one, EXACT if exact else 8 * self.eps, float64 if exact else 1.0)]
+        for lower in ["float32"] * exact + ["bfloat16"] * self.in_bfloat16:        # something may compute in it
+            rounded = [*limits(self.nudged, self.one, 8 * torch.finfo(getattr(torch, lower)).eps)]
+            noise = beyond(self.far[0], self.limits[0])
+            # a gradient that is wrong by no more than rounding says so, even if others are wrong by more
+            some = any(self.limits[0].gradients[name] < far <= rounded[0].gradients[name]
+                       for name, far in self.far[0].gradients.items())
+            if any(noise[:3]) and (some or not any(beyond(self.far[0], rounded[0])[:3])):
+                self.limits, self.inside = rounded, lower
+        self.exact = self.inside == "float64"
+        self.exactness = 1e-7 if self.exact else 5e-2 if self.inside == "bfloat16" else 1e-4
         return [beyond(*rows) for rows in zip(self.far, self.limits)]
 
     def prove(self):
@@ -201,7 +214,7 @@ class Trial:
             for name, look in found.looks.items():
                 groups.setdefault(look.text, []).append(name)
             said |= dict(step=step + 1, cause=found.cause, seen=found.seen, means=found.means, place=found.place, looks=groups)
-        said["exact"], said["seconds"] = self.exact, time.monotonic() - began
+        said["inside"], said["exact"], said["seconds"] = self.inside, self.exact, time.monotonic() - began
         return said
 
 
@@ -232,9 +245,11 @@ def report(adapter, said):
         print(f"note: {said['note']}")
     if not said["status"]:
         print("\n".join(in_parallel(**said["activity"])))
-        if said["dtype"] != "float64":
-            return print(f"EQUAL, as far as {said['dtype']} can tell: differences of up to {said['largest']:.0e} could be rounding")
-        return print(f"EQUAL to {said['largest']:.0e}" + "; something on the way computes in float32" * (not said["exact"]))
+        inside = f"; something on the way computes in {said['inside']}" * (said["inside"] != said["dtype"])
+        if said["dtype"] != "float64" or said["inside"] == "bfloat16":
+            return print(f"EQUAL, as far as {said['inside']} can tell: differences of up to {said['largest']:.0e} could be rounding"
+                         + inside)
+        return print(f"EQUAL to {said['largest']:.0e}{inside}")
     print(f"APART, first in step {said['step']}: {said['seen']}\nusually: {said['means']}")
     if len(said["looks"]) > 1:
         print("weights:" if said["seen"].startswith("the weights") else "gradients:")

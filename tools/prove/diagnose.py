@@ -47,7 +47,7 @@ class Diagnosis:
     def __init__(self, trial, run, one, limits, apart):
         self.trial, self.run, self.one, self.limits, self.apart = trial, run, one, limits, apart
         self.names = [*trial.start]
-        self.near = 1e-2 if trial.dtype in ("bfloat16", "float16") else 1e-4      # two factors are equal
+        self.near = 1e-2 if trial.inside == "bfloat16" else 1e-4      # two factors are equal
         self.words = Words(run, self.names, trial.both | trial.flags, trial.world, len(trial.inputs[0]), self.near)
 
     def find(self):
@@ -121,7 +121,8 @@ class Diagnosis:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             lower = torch.finfo(dtype).bits < torch.finfo(getattr(torch, self.trial.dtype)).bits
             fits = all(torch.equal(tensor, tensor.to(dtype).double()) for tensor in first.values())
-            if lower and fits and not torch.equal(right, right.to(dtype).double()):
+            near = all(relative(tensor, cut(right, *box)) < 16 * torch.finfo(dtype).eps for box, tensor in first.items())
+            if lower and fits and near and not torch.equal(right, right.to(dtype).double()):
                 return Look("low precision", f"numbers of {str(dtype).removeprefix('torch.')}, and the right ones are not")
         return None
 
