@@ -16,7 +16,7 @@ from patched import not_in, planted_mistakes
 from plants import STEPS, judged, table_of
 from prove.__main__ import main
 from prove.causes import CAUSES
-from prove.compare import Run
+from prove.compare import Row, Run
 from prove.diagnose import Diagnosis
 from prove.trace import Seen
 from prove.words import Words, ranges
@@ -472,6 +472,23 @@ def test_a_norm_of_what_one_stage_holds_is_named():
     trial = SimpleNamespace(start=dict(a=0, b=0), inside="float64", both={}, flags={}, world=4, inputs=torch.zeros(1, 2, 4))
     found = Diagnosis(trial, ranks([3.0] * 4, [first, second]), ranks([5.0], [first + second]), None, None).norm(0)
     assert found.cause == "norm of a part" and found.seen == "the gradient norm: it is that of what pp 0 holds"
+
+
+def test_small_gradients_are_explained_together():
+    draw = torch.Generator().manual_seed(0)
+    alone = [{name: torch.randn(6, generator=draw, dtype=torch.float64) for name in "abcd"} for _ in range(8)]
+    counts = [4.0] * 4 + [2.0] * 4
+
+    def one_rank(counts):
+        gradients = [(name, (0,), sum(count * of[name] for count, of in zip(counts, alone))) for name in "abcd"]
+        return Run([dict(place={}, steps=[dict(weights=gradients, gradients=gradients)])])
+    trial = SimpleNamespace(start=dict.fromkeys("abcd"), dtype="float64", inside="float64", both={}, flags={}, world=1, mask=False,
+                            inputs=torch.zeros(1, 8, 4), targets=torch.zeros(1, 8, 4),
+                            known={(0, 1): [((0, i, 0), of) for i, of in enumerate(alone)]})
+    limits = [Row(1e-9, 1e-9, dict.fromkeys("abcd", 1e-9), dict.fromkeys("abcd", 1e-9))]
+    looks = Diagnosis(trial, one_rank(counts), one_rank([1.0] * 8), limits, None).looks(0, "gradients")
+    assert {look.text for look in looks.values()} == {
+        "those of a batch in which sequences 0 to 3 count 4 times, 4 to 7 count 2 times"} and [*looks] == [*"abcd"]
 
 
 def test_rows_of_activations_are_found_whatever_their_order_and_columns():

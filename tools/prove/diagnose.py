@@ -70,7 +70,14 @@ class Diagnosis:
         limits = getattr(self.limits[step], kind)
         found = {name: self.look(name, right[name], held[name], limits[name], basis, before and before[name])
                  for name in self.names}
-        return {name: look for name, look in found.items() if look}
+        found = {name: look for name, look in found.items() if look}
+        if basis:                                         # what has too few numbers to be explained alone may have enough together
+            small = [name for name, look in found.items() if look.kind in ("gradients", "gradients in part")
+                     and right[name].numel() < 2 * len(basis[0])]
+            first = {name: {box: next(iter(copies.values())) for box, copies in held[name].items()} for name in small}
+            if small and (together := self.fit(first, right, max(limits[name] for name in small), *basis)):
+                found |= dict.fromkeys(small, together)
+        return found
 
     def look(self, name, right, held, limit, basis, before):
         wrong = {box: {rank for rank, tensor in copies.items() if relative(tensor, cut(right, *box)) > limit}
@@ -87,7 +94,7 @@ class Diagnosis:
                 return found
         first = {box: next(iter(copies.values())) for box, copies in held.items()}
         return (self.times_a_factor(right, held, first, wrong, limit) or self.sum_of_parts(right, held, first, wrong, limit)
-                or self.low_precision(right, first) or basis and self.fit(name, first, right, limit, *basis)
+                or self.low_precision(right, first) or basis and self.fit({name: first}, {name: right}, limit, *basis)
                 or self.only_in_part(right, held, first, wrong, limit))
 
     def not_updated(self, held, wrong, limit, before):
@@ -188,12 +195,15 @@ class Diagnosis:
             if (kept >= 0).any():
                 yield (i, piece), Job(weights, inputs[i].expand(batch, seq), kept.expand(batch, seq))
 
-    def fit(self, name, first, right, limit, basis, step):
-        """Look for a sum of the sequences' gradients that gives this one."""
+    def fit(self, first, right, limit, basis, step):
+        """Look for a sum of the sequences' gradients that gives these ones."""
+        size = {name: right[name].norm().clamp(min=1e-30) for name in first}       # none may hide a smaller one
+
         def flat(of):
-            return torch.cat([cut(of, *box).flatten() for box in first])
-        columns = [(label, flat(gradients[name])) for label, gradients in basis]
-        theirs, ours = torch.cat([tensor.flatten() for tensor in first.values()]), flat(right)
+            return torch.cat([cut(of[name], *box).flatten() / size[name] for name, boxes in first.items() for box in boxes])
+        columns = [(label, flat(gradients)) for label, gradients in basis]
+        theirs = torch.cat([tensor.flatten() / size[name] for name, boxes in first.items() for tensor in boxes.values()])
+        ours = flat(right)
         if len(columns) * 2 > len(theirs) or not columns:
             return None
         now = [i for i, (label, _) in enumerate(columns) if label[0] == step]
@@ -353,7 +363,8 @@ class Diagnosis:
             for copies in (copies for of in held.values() for copies in of.values()):
                 for at in {self.words.places[rank][dim] for rank in copies}:
                     squares[at] += float(next(iter(copies.values())).square().sum())
-            whose = {at for at, square in squares.items() for norm in theirs if relative(square ** 0.5, norm) < self.near}
+            whose = {at for at, square in squares.items() for norm in theirs
+                     if relative(square ** 0.5, norm) < self.near < relative(square ** 0.5, right[0])}
             if len(whose) == 1 and max(theirs) - min(theirs) <= self.near * theirs[0]:
                 return Finding("norm of a part", f"the gradient norm: it is that of what {dim} {whose.pop()} holds")
         groups = collections.defaultdict(list)
