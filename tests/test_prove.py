@@ -329,9 +329,9 @@ def test_ranks_that_do_nothing_in_parallel_are_equal_with_a_warning(tmp_path):
 
 def test_pieces_of_sequences_without_a_target_do_not_disturb(tmp_path):
     (tmp_path / "toy.py").write_text(TOY.replace("BATCH, SEQ, VOCAB = 4, 4, 8", "BATCH, SEQ, VOCAB = 8, 16, 64"))
-    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--mask", layouts="2 acc=1\n2 acc=4\n")
-    assert status == 1 and [one["cause"] for one in said] == ["mean of means"] * 2, output
-    assert all("a mean of 2 means" in one["seen"] for one in said)
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--mask", layouts="2 cp=8\n2 cp=2\n4 acc=1\n8\n")
+    assert status == 1 and [one["cause"] for one in said] == ["mean of means"] * 4, output
+    assert [f"a mean of {n} means" in one["seen"] for n, one in zip((2, 2, 4, 8), said)] == [True] * 4, output
 
 
 @pytest.mark.parametrize("inside, flags, says", [
@@ -466,11 +466,15 @@ def test_factors_ranks_and_names_have_words():
 
 def test_a_norm_of_what_one_stage_holds_is_named():
     def ranks(norms, of):
-        return Run([dict(place=dict(pp=pp, tp=tp), steps=[dict(norm=norm, weights=of[pp], gradients=of[pp])])
+        return Run([dict(place=dict(pp=pp, tp=tp, cp=0), steps=[dict(norm=norm, weights=of[pp], gradients=of[pp])])
                     for norm, (pp, tp) in zip(norms, itertools.product(range(2), repeat=2))])
     first, second = [("a", (0,), torch.tensor([3.0]))], [("b", (0,), torch.tensor([4.0]))]
     trial = SimpleNamespace(start=dict(a=0, b=0), inside="float64", both={}, flags={}, world=4, inputs=torch.zeros(1, 2, 4))
-    found = Diagnosis(trial, ranks([3.0] * 4, [first, second]), ranks([5.0], [first + second]), None, None).norm(0)
+
+    def find(norm):
+        return Diagnosis(trial, ranks([norm] * 4, [first, second]), ranks([5.0], [first + second]), None, None).norm(0)
+    found = find(3.0)
+    assert find(5.0003).cause == "norm", "a little more than the whole is not what cp 0 holds"
     assert found.cause == "norm of a part" and found.seen == "the gradient norm: it is that of what pp 0 holds"
 
 

@@ -179,9 +179,10 @@ class Diagnosis:
         return known[key], step
 
     def pieces(self):
-        """Return into how many pieces a sequence is cut: with masked targets, ranks or micro-batches may count these apart."""
+        """Return into how many pieces a sequence is cut: with masked targets, ranks may count these apart."""
         seq = self.trial.inputs.shape[-1]
-        return max([n for n in self.words.sizes.values() if seq % n == 0 and n <= 8], default=1) if self.trial.mask else 1
+        sizes = [n for name, n in self.words.sizes.items() if seq % n == 0 and n <= 8 and not name.startswith("batch/")]
+        return max(sizes, default=1) if self.trial.mask else 1
 
     def alone(self, step):
         """Yield the jobs that give the gradient of one sequence each; with masked targets, of a part of one."""
@@ -228,7 +229,7 @@ class Diagnosis:
         counts = {label: int((targets[label[1]].chunk(self.pieces())[label[2]] >= 0).sum()) for label in ratios}
         groups = collections.defaultdict(list)
         for label, ratio in ratios.items():
-            groups[round(ratio, 3)].append(label)
+            groups[next((other for other in groups if abs(other - ratio) < 1e-3), round(ratio, 3))].append(label)
         total = sum(counts.values())
         held = [ratio * sum(counts[label] for label in labels) / total for ratio, labels in groups.items()]
         if len(groups) == 1:                              # a factor, which float32 has hidden in the single numbers
