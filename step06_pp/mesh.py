@@ -9,6 +9,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn                # imported later, its defaults would hold a process group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from messages import clean_exit, fail, print0
@@ -35,9 +36,17 @@ def init_distributed():
         except SystemExit as error:
             failure = error.with_traceback(None)          # a traceback would keep the process groups alive
         dist.destroy_process_group()
-        gc.collect()                                      # gloo's threads must not outlive the interpreter
+        free_process_groups()
         if failure:
             raise failure
+
+
+def free_process_groups():
+    """Free what holds process groups, with which gloo's threads end: before the interpreter does."""
+    for value in gc.get_objects():
+        if type(value) is torch.nn.Parameter and value._post_accumulate_grad_hooks:
+            value._post_accumulate_grad_hooks.clear()     # they lead to a cycle that the collector cannot see
+    gc.collect()
 
 
 def meeting_place():

@@ -11,6 +11,7 @@ import pytest
 from harness import JobFailed
 from jobs import assert_refused, ledger_rows, main_job
 from observe import check
+from ranks import torchrun
 from steps import step_dir
 
 STEP = "step02_dp"
@@ -171,3 +172,27 @@ def test_a_killed_rank_takes_the_run_down():
         assert "Signal 9 (SIGKILL)" in errors
     finally:
         process.kill()
+
+
+THREADS = """
+import glob
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import train
+train.main()
+names = [open(file).read() for file in glob.glob("/proc/self/task/*/comm")]
+sys.exit(f"{names} are left" if any("gloo" in name for name in names) else 0)
+"""
+
+
+@slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="shows the threads of a process on Linux only")
+@pytest.mark.parametrize("step, more", [(STEP, "--dp_mode overlap"), ("step04_tp_sp", "--tp 2"), ("step05_cp", "--zero 3"),
+                                        ("step08_5d", "--model tiny-moe --ep 2"), ("step08_5d", "--pp 2 --schedule dualpipe")])
+def test_no_thread_of_gloo_outlives_main(tmp_path, step, more):
+    """A thread that drops its last tensor while the interpreter ends would abort the process."""
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS)
+    command = torchrun(2, script, step_dir(step), "--steps", 1, "--seq_len", 16, *more.split())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
