@@ -205,7 +205,7 @@ def apply(model, config, mesh: DeviceMesh, args):
         kv_group, _ = dist.new_subgroups(args.tp // kv_shards, group_desc="kv_heads")
     for path, module in list(model.named_modules()):
         name = path.split(".")[-1]
-        if name in PARALLEL:
+        if name in PARALLEL and isinstance(module, (nn.Linear, nn.Embedding)):
             parallel_class, dim = PARALLEL[name]
             num_shards = kv_shards if name in ("k_proj", "v_proj") else args.tp
             placement = module.weight.placement
@@ -295,18 +295,18 @@ def traffic(model, mesh, args):
     group, decoder = mesh.get_group("tp"), model.model
     tokens = args.global_batch_size * args.seq_len // data_mesh(mesh).size()       # of this rank
     activation_bytes = tokens * decoder.config.hidden_size * args.dtype.itemsize   # [batch, seq, hidden]
-    layers, recomputes = len(decoder.layers), args.recompute != "none"
-    # A layer has two regions; embedding and head are half a region each. Forward reduces on leaving a region,
-    # backward where forward entered it. Recomputing repeats one of forward's two reductions in a layer: it
-    # stops before the last operation.
+    # Attention and MLP are a region each; embedding and head are half a region each. Forward reduces where it
+    # leaves a region, backward where forward entered it. Recomputing repeats one of forward's two reductions
+    # in a layer: it stops before the last operation.
+    regions = sum(isinstance(module, (Attention, MLP)) for module in decoder.modules())
     ends = (decoder.embed_tokens is not None) + (model.lm_head is not None)
-    reductions = (4 + recomputes) * layers + ends
+    recomputes = args.recompute != "none"
+    reductions = 2 * regions + recomputes * len(decoder.layers) + ends
     traffic = []
     if args.sp == "off":
         traffic.append((group, "all_reduce", reductions * activation_bytes))
-    else:                                                # ColumnParallelLinears gathers again in backward
-        gathered_again = sum(isinstance(module, (Attention, MLP)) for module in decoder.modules())
-        gathers = (4 + 2 * recomputes) * layers + ends + gathered_again
+    else:                                                 # ColumnParallelLinears gathers again in backward
+        gathers = (3 + recomputes) * regions + ends
         traffic.append((group, "reduce_scatter", reductions * activation_bytes))
         traffic.append((group, "all_gather", gathers * activation_bytes))
     if model.lm_head is not None:                         # the cross-entropy's three numbers per token

@@ -32,18 +32,22 @@ class MoE(nn.Module):
         return (out * routing_weights.unsqueeze(-1)).sum(-2)
 
 
+def moe_layers(model):
+    return [layer.mlp for layer in model.model.layers.values() if isinstance(layer.mlp, MoE)]
+
+
 class Experts(nn.Module):
     def __init__(self, config):
         super().__init__()
         num_experts, hidden = config.num_local_experts, config.hidden_size
         intermediate = config.intermediate_size
-        self.w1 = GroupedLinear(num_experts, hidden, intermediate)
-        self.w2 = GroupedLinear(num_experts, intermediate, hidden)
-        self.w3 = GroupedLinear(num_experts, hidden, intermediate)
+        self.gate_proj = GroupedLinear(num_experts, hidden, intermediate)
+        self.up_proj = GroupedLinear(num_experts, hidden, intermediate)
+        self.down_proj = GroupedLinear(num_experts, intermediate, hidden)
 
     def forward(self, x, tokens_per_expert):             # rows sorted by expert, and how many each expert has
-        gate, up = self.w1(x, tokens_per_expert), self.w3(x, tokens_per_expert)
-        return self.w2(F.silu(gate) * up, tokens_per_expert)
+        gate, up = self.gate_proj(x, tokens_per_expert), self.up_proj(x, tokens_per_expert)
+        return self.down_proj(F.silu(gate) * up, tokens_per_expert)
 
 
 class GroupedLinear(nn.Module):

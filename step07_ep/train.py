@@ -6,6 +6,7 @@
 import torch
 import torch.distributed as dist
 
+import balance
 import context_parallel
 import data_parallel
 import expert_parallel
@@ -25,7 +26,8 @@ from recompute import recompute_and_compile
 from weights import materialize, save_model
 
 # config.py calls their flags, defaults (if any) and check, in this order; ledger.py calls their traffic
-TECHNIQUES = (data_parallel, zero, tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
+TECHNIQUES = (data_parallel, zero, tensor_parallel, context_parallel, pipeline_parallel,
+              expert_parallel, balance)
 
 
 @fail_together()
@@ -54,7 +56,7 @@ def build_model(config, mesh, args):
     return model
 
 
-def train_step(pipeline, sharding, optimizer, balance, micro_batches, lr):
+def train_step(pipeline, sharding, optimizer, balancer, micro_batches, lr):
     """Train on a global batch. Return its mean loss, the norm of the gradients, and `balance`."""
     sharding.start_all_gather()
     loss = pipeline.forward_backward(micro_batches)
@@ -63,7 +65,7 @@ def train_step(pipeline, sharding, optimizer, balance, micro_batches, lr):
     dist.all_reduce(loss)
     grad_norm = optimizer.clip_grad_norm()
     optimizer.step(lr)
-    return loss, grad_norm, balance.update()
+    return loss, grad_norm, balancer.update()
 
 
 @init_distributed()
@@ -72,7 +74,7 @@ def main(argv=None):
     check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
     model = build_model(config, mesh, args)
-    balance = expert_parallel.LoadBalancer(model, config, mesh, args)
+    balancer = balance.LoadBalancer(model, config, mesh, args)
     pipeline = pipeline_parallel.Pipeline(model, config, mesh, args)
     sharding = zero.Zero(model, mesh, args)
     optimizer = Optimizer(sharding.params, args)
@@ -81,7 +83,7 @@ def main(argv=None):
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args, TECHNIQUES):
-            loss, grad_norm, load = train_step(pipeline, sharding, optimizer, balance, micro_batches, lr)
+            loss, grad_norm, load = train_step(pipeline, sharding, optimizer, balancer, micro_batches, lr)
         metrics.log(step, loss, grad_norm, lr, **load)
     if args.save:
         sharding.start_all_gather()

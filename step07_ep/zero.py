@@ -304,10 +304,11 @@ def make_units(model, mesh: DeviceMesh, args):
     unit_class = {1: Zero1Unit, 2: Zero2Unit, 3: Zero3Unit}[args.zero]
     decoder, units, shard_meshes = model.model, [], {}
     for data, _ in group_by_mesh(model.parameters()):
-        ep = data_mesh(mesh).size() // data.size()        # one in every ep ranks holds these experts
-        # of zero_shard neighbouring ranks, every ep-th holds the same experts
-        num_shards = args.zero_shard // math.gcd(args.zero_shard, ep)
-        names = ("ep_copies", "ep_shard") if ep > 1 else ("replicate", "shard")
+        # every tp-th rank of a stage holds the same elements, or if they are experts', every ep-th
+        stride = args.dp * args.cp * args.tp // data.size()
+        neighbors = args.zero_shard * args.tp             # experts are sharded among these, too
+        num_shards = neighbors // math.gcd(neighbors, stride)
+        names = ("replicate", "shard") if data == data_mesh(mesh) else ("ep_copies", "ep_shard")
         shard_meshes[data] = data._unflatten(0, (data.size() // num_shards, num_shards), names)
     layers = ([layer] for layer in decoder.layers.values())
     for modules in ([decoder.embed_tokens], *layers, [decoder.norm, model.lm_head]):

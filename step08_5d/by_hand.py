@@ -7,16 +7,16 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 PP, DP, CP, TP = 2, 2, 2, 2                               # outermost first: the ranks of tp are neighbors
-EP = 2                                                    # divides dp x cp: ep adds no ranks of its own
+EP = 4                                                    # divides dp x cp x tp: ep adds no ranks of its own
 RANKS = PP * DP * CP * TP
 NODE = 8                                                  # ranks that share the fast links
 GROUPS = {                # {name: (dimensions in which the ranks of a group agree, what they send)}
     "tp":        (("pp", "dp", "cp"), "parts of the activations, several times a layer"),
     "cp":        (("pp", "dp", "tp"), "keys and values, in every attention"),
-    "ep":        (("pp", "expert_dp", "tp"), "tokens, to their experts and back"),
+    "ep":        (("pp", "expert_dp"), "tokens, to their experts and back"),
     "dp":        (("pp", "cp", "tp"), "nothing by itself: see dp_cp"),
     "dp_cp":     (("pp", "tp"), "gradients of all but the experts, once a step"),
-    "expert_dp": (("pp", "ep", "tp"), "gradients of the experts, once a step"),
+    "expert_dp": (("pp", "ep"), "gradients of the experts, once a step"),
     "pp":        (("dp", "cp", "tp"), "activations, from stage to stage")}
 
 
@@ -24,8 +24,9 @@ GROUPS = {                # {name: (dimensions in which the ranks of a group agr
 def place(rank):
     at = {"tp": rank % TP, "cp": rank // TP % CP, "dp": rank // (TP * CP) % DP, "pp": rank // (TP * CP * DP)}
     at["dp_cp"] = at["dp"] * CP + at["cp"]                # ranks with the same weights and different tokens
-    at["ep"] = at["dp_cp"] % EP                           # which experts it has
-    at["expert_dp"] = at["dp_cp"] // EP                   # which of their copies it has
+    in_stage = rank % (DP * CP * TP)                      # its number among the ranks of its pp stage
+    at["ep"] = in_stage % EP                              # which experts it has
+    at["expert_dp"] = in_stage // EP                      # which of their copies it has
     return at
 
 
@@ -34,11 +35,11 @@ def peers(rank, name):                                    # all ranks that agree
     return [r for r in range(RANKS) if all(place(r)[where] == place(rank)[where] for where in same)]
 
 
-# With torch: a mesh of four dimensions. dp x cp becomes dp_cp, which is split into expert_dp x ep.
+# With torch: a mesh of four dimensions. For the experts, dp x cp x tp is split again, into expert_dp x ep.
 def process_groups():
     mesh = init_device_mesh("cpu", (PP, DP, CP, TP), mesh_dim_names=("pp", "dp", "cp", "tp"))
-    data = mesh["dp", "cp"]._flatten("dp_cp")
-    experts = data._unflatten(0, (DP * CP // EP, EP), ("expert_dp", "ep"))
+    data, stage = mesh["dp", "cp"]._flatten("dp_cp"), mesh["dp", "cp", "tp"]._flatten("dp_cp_tp")
+    experts = stage._unflatten(0, (DP * CP * TP // EP, EP), ("expert_dp", "ep"))
     return {name: part.get_group(name) for part in (mesh, data, experts) for name in part.mesh_dim_names}
 
 

@@ -109,11 +109,11 @@ FAMILIES = {
     "llama": Family("LlamaConfig", FIELDS),
     "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
     "mixtral": Family("MixtralConfig", FIELDS | EXPERT_FIELDS, dict(router_jitter_noise=0.0),
-                      renamed={".mlp.": ".block_sparse_moe."}),
+                      renamed={".mlp.": ".block_sparse_moe.", ".experts.gate_proj.": ".experts.w1.",
+                               ".experts.up_proj.": ".experts.w3.", ".experts.down_proj.": ".experts.w2."}),
     "qwen3_moe": Family("Qwen3MoeConfig",
                         FIELDS | EXPERT_FIELDS | {"intermediate_size": "moe_intermediate_size"},
-                        dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True,
-                        renamed={".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
+                        dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True),
 }
 ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
                       quantization_config=None)           # in all families

@@ -23,7 +23,7 @@ def init_placements(model, mesh: DeviceMesh):
 
 
 def group_by_mesh(params):
-    """Return a list of (mesh, the parameters that its ranks share). The experts' mesh is smaller."""
+    """Return a list of (mesh, the parameters that its ranks share). Experts have a mesh of their own."""
     params_of = {}
     for param in params:
         params_of.setdefault(param.placement.data_mesh, []).append(param)

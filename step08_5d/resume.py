@@ -38,9 +38,9 @@ DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(q
 class Checkpoints:
     """Saves a run's checkpoints when they are due, and resumes from one."""
 
-    def __init__(self, model, optimizer, balance, tokens, args):
-        self.model, self.optimizer, self.balance, self.args = model, optimizer, balance, args
-        self.run = fingerprint(balance.config, tokens, args)
+    def __init__(self, model, optimizer, balancer, tokens, args):
+        self.model, self.optimizer, self.balancer, self.args = model, optimizer, balancer, args
+        self.run = fingerprint(balancer.config, tokens, args)
         self.signals = install_signal_handlers() if args.checkpoint else []
         self.local_keys = None                            # the keys of the boxes that this rank writes
         self.gone_back = Path(args.checkpoint or "", ".gone_back")
@@ -59,7 +59,7 @@ class Checkpoints:
             state |= boxes(param_names[param], param, start, master)
             for average in ("exp_avg", "exp_avg_sq"):
                 state |= boxes(f"{param_names[param]}.{average}", param, start, adam_state[average])
-        biases = zip(self.model.model.layers, self.balance.bias)                   # a dense model has none
+        biases = zip(self.model.model.layers, self.balancer.bias)                   # a dense model has none
         return state | {f"balance.bias[{layer}, 0]": bias.unsqueeze(0) for layer, bias in biases}
 
     # ------------------------------------------------------------------------------------------- saving

@@ -85,13 +85,10 @@ def to_hf_tensors(name, param, config):
     if ".experts." not in name:
         return [(name, param)]
     placement = getattr(param, "placement", None)         # save_model passes whole tensors without one
-    shards = placement.shards if placement else []
-    first = sum(shard.index * len(param) for shard in shards if shard.dim == 0)
+    first = sum(shard.index * len(param) for shard in placement.shards) if placement else 0
     tensors = []
     for i, expert in enumerate(param.unbind(), start=first):
-        if placement:
-            inner = [shard._replace(dim=shard.dim - 1) for shard in shards if shard.dim > 0]
-            expert.placement = dataclasses.replace(placement, shards=inner)
+        expert.placement = placement and dataclasses.replace(placement, shards=[])
         tensors.append((name.replace(".experts.", f".experts.{i}."), expert))
     return tensors
 

@@ -1,5 +1,6 @@
 """Step 8: every layout of all dimensions at once trains as one process does; a run that was stopped or killed can resume under any
 layout."""
+import hashlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from harness import Refused, assert_same_run, assert_same_tensors, relative
 from jobs import assert_refused, main_job
 from layouts import SCHEDULES, Layout, all_of_a_world, rest
 from observe import check
+from safetensors.torch import load_file, save_file
 from steps import step_dir
 
 STEP = "step08_5d"
@@ -51,7 +53,7 @@ def of_kind(kind, world, more):
 
 EIGHT = [of_kind(kind, 8, more) for kind, more in all_of_a_world(8)]
 SIXTEEN = [of_kind("moe", 16, f"--dp 2 --tp 2 --cp 2 --pp 2 --ep {ep} " + rest(random.Random(i), 2, 2, 2, 2, stage, schedule))
-           for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4], [0, 1, 2, 3], SCHEDULES))]
+           for i, (ep, stage, schedule) in enumerate(itertools.product([1, 2, 4, 8], [0, 1, 2, 3], SCHEDULES))]
 SIXTEEN = [layout._replace(shape="top2-5") for layout in SIXTEEN]                  # four stages: more layers would show nothing new
 
 
@@ -81,7 +83,7 @@ SAVED = [(1, "--micro_batch_size 6"), (8, "--tp 2 --pp 2 --ep 2 --zero 3 --sched
          (6, "--pp 3 --zero 1 --micro_batch_size 3 --schedule zerobubble"),
          (8, "--cp 2 --ep 8 --zero 3 --zero_shard 4 --micro_batch_size 3")]
 RESUMED = [(2, "--ep 2 --zero 3 --micro_batch_size 6"), (8, "--tp 4 --pp 2 --sp off --schedule interleaved --micro_batch_size 6"),
-           (1, "--micro_batch_size 12"), (8, "--tp 2 --cp 2 --ep 2 --zero 1 --micro_batch_size 6"),
+           (1, "--micro_batch_size 12"), (8, "--tp 2 --cp 2 --ep 8 --zero 1 --micro_batch_size 6"),
            (8, "--pp 8 --micro_batch_size 3"), (6, "--ep 1 --zero 2 --zero_shard 3 --micro_batch_size 4")]
 PAIRS = list(itertools.product(SAVED, RESUMED))
 
@@ -484,6 +486,28 @@ def test_a_checkpoint_from_before_a_field_was_added_is_resumed(pool, flags, tmp_
         (folder / "index.json").write_text(json.dumps(index | dict(run=older)))
     trained = pool.train(STEP, f"{base} --resume", weights=False)
     assert len(trained.lines) == 3
+
+
+def test_a_checkpoint_whose_experts_were_cut_by_tp_is_resumed(pool, flags, one_process, saved, tmp_path):
+    """Rewrite a checkpoint as an older version saved it: with other names for an expert's matrices, each cut along its width."""
+    older = {"gate_proj": ("w1", 1), "up_proj": ("w3", 1), "down_proj": ("w2", 2)}
+    folder = shutil.copytree(saved(*SAVED[0]), tmp_path / "older") / "step_00000002"
+    index = json.loads((folder / "index.json").read_text())
+    for path in folder.glob("*.safetensors"):
+        cut = {}
+        for key, box in load_file(path).items():
+            name, offsets = key.split("[")[0], json.loads(key[key.index("["):])
+            matrix = next((matrix for matrix in older if f".experts.{matrix}." in name), None)
+            parts, (name_before, dim) = [box], older.get(matrix, ("", 0))
+            if matrix:
+                name, parts = name.replace(matrix, name_before), box.tensor_split(2, dim)
+            for part in parts:
+                cut[f"{name}{offsets}"] = part.contiguous()
+                offsets[dim] += part.shape[dim]
+        save_file({key: box for key, box in cut.items() if box.numel()}, path)
+        index["digests"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(index))
+    assert_goes_on(pool, flags, one_process, tmp_path / "older", tmp_path, 4, "--ep 4 --tp 2 --micro_batch_size 3")
 
 
 def mounted_job(argv):

@@ -26,7 +26,7 @@ LESSON = {
     "step04_tp_sp": ["train.py", "tensor_parallel.py", "placement.py", "shards.py", "recompute.py"],
     "step05_cp": ["train.py", "context_parallel.py", "data.py", "mesh.py"],
     "step06_pp": ["train.py", "pipeline_parallel.py", "schedules.py", "zero_bubble.py", "zero.py"],
-    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "model.py", "placement.py", "zero.py"],
+    "step07_ep": ["train.py", "moe.py", "expert_parallel.py", "balance.py", "model.py", "placement.py", "zero.py"],
     "step08_5d": ["train.py", "boxes.py", "resume.py"],
 }
 SUPPORT = {
@@ -36,7 +36,8 @@ SUPPORT = {
     "step04_tp_sp": ["weights.py"],
     "step05_cp": ["recompute.py"],
     "step06_pp": ["weights.py", "recompute.py"],
-    "step07_ep": ["zero_bubble.py", "pipeline_parallel.py", "recompute.py", "weights.py", "config.py", "metrics.py"],
+    "step07_ep": ["zero_bubble.py", "tensor_parallel.py", "pipeline_parallel.py", "recompute.py", "weights.py", "config.py",
+                  "metrics.py"],
     "step08_5d": ["disk.py", "zero.py", "weights.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
 }
 CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}

@@ -100,7 +100,7 @@ def fits(row, mesh):
             and (pp > 1 or chosen("schedule") is None)
             and (dp * cp > 1 or not (chosen("dp_mode") or chosen("zero") or chosen("shard")))
             and (dp * cp == 4 or chosen("shard") != "part")
-            and dp * cp % chosen("ep", 1) == 0
+            and dp * cp * tp % chosen("ep", 1) == 0
             and (chosen("micro_batches") is None or counts(chosen("micro_batches"), dp, pp, chosen("schedule"))))
 
 
@@ -238,7 +238,8 @@ QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
              "zerobubble": dict(pp=2, tp=2, schedule="zerobubble", qk_norm="on"),
              "dualpipe": dict(pp=2, cp=2, schedule="dualpipe", recompute="full")},
          7: {"ep": dict(dp=2, ep=2, experts="top2", zero=1),
-             "ep and tp": dict(dp=2, ep=2, tp=2, experts="top2", balance="aux", qk_norm="on"),
+             "ep and tp": dict(dp=2, ep=4, tp=2, experts="top2", balance="aux", qk_norm="on", zero=2),
+             "ep and tp, sp off": dict(ep=2, tp=2, sp="off", experts="top2", recompute="full"),
              "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
          8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
              "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full", qk_norm="on")}}
@@ -254,6 +255,7 @@ NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
             | {"a V on four ranks": dict(pp=4, schedule="dualpipe", micro_batches="many", optimizer="sgd")},
          7: {"gradients, ep": dict(dp=4, ep=2, experts="top2", zero=2, optimizer="sgd"),
              "gradients, ep and tp": dict(dp=2, tp=2, ep=2, experts="top2", optimizer="sgd"),
+             "gradients, tp alone": dict(tp=2, sp="off", experts="top2", optimizer="sgd"),
              "four of eight": dict(dp=4, ep=4, experts="top4")},
          8: {}}
 NAMED = {step: QUICK[step] | NAMED[step] for step in QUICK}
@@ -300,7 +302,7 @@ def all_of_a_world(world):
     for dp, tp, cp, pp in itertools.product(sizes, repeat=4):
         if dp * tp * cp * pp != world:
             continue
-        for ep in [n for n in (1, 2, 4, 8) if dp * cp % n == 0]:
+        for ep in [n for n in (1, 2, 4, 8) if dp * cp * tp % n == 0]:
             found += [("moe", f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} --ep {ep} {rest(draw, dp, tp, cp, pp)}")]
         found += [("dense", f"--dp {dp} --tp {tp} --cp {cp} --pp {pp} {rest(draw, dp, tp, cp, pp)}")]
     return found
