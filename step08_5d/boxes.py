@@ -19,7 +19,7 @@ from safetensors import safe_open
 from mesh import all_gather_object
 from shards import local_slices
 
-OLDER_NAMES = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}       # of an expert's matrices
+OLDER_NAMES = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}    # of experts' matrices
 
 
 def boxes(name, param, start, elements):

@@ -19,8 +19,8 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
+import balance as balancing
 import config
-import expert_parallel
 import ledger
 import metrics
 import model
@@ -49,10 +49,9 @@ def long_flags(balance):
 #        flags, sequences in the global batch, sequences in a micro-batch
 WIRE = [("--ep 1", 16, 4), ("--ep 2", 16, 4), ("--ep 4", 16, 4), ("--ep 4", 64, 4), ("--zero 3", 64, 4)]
 MEMORY = ["--ep 1", "--ep 4", "--ep 2 --zero 3"]
-OVER_TP = ["--ep 4", "--tp 2 --ep 2", "--tp 4"]
 RUNS = {2: [("balance", long_flags(balance)) for balance in BALANCES],
         RANKS: list(dict.fromkeys([*(("watch", flags(*run)) for run in WIRE),
-                                   *(("watch", flags(more)) for more in MEMORY + OVER_TP)]))}
+                                   *(("watch", flags(more)) for more in MEMORY)]))}
 SEEN = {}                                                 # by (kind of run, flags): what every rank saw
 
 
@@ -61,7 +60,6 @@ def one_run(kind, argv):
     """Run the trainer; return a list with what each rank saw."""
     seen, ranks, models, balances, batches = {}, [], [], [], []
     kept = dict(batches=train.batches, ledger=train.ledger, Metrics=train.Metrics)
-    compute = moe.Experts.forward
 
     class Quiet(metrics.Metrics):
         def log(self, step, loss, grad_norm, lr, balance):
@@ -69,7 +67,7 @@ def one_run(kind, argv):
             seen.setdefault("norms", []).append(float(grad_norm))
             seen.setdefault("balance", []).append(float(balance))
 
-    class Noting(expert_parallel.LoadBalancer):
+    class Noting(balancing.LoadBalancer):
         def __init__(self, model, *arguments):
             super().__init__(model, *arguments)
             models.append(model)
@@ -79,7 +77,7 @@ def one_run(kind, argv):
             if kind != "balance":
                 return super().update()
             counts = self.tokens_per_expert.clone()
-            dist.all_reduce(counts, group=self.data_group)
+            dist.all_reduce(counts, group=self.stage_group)
             seen.setdefault("counts", []).append(counts.tolist())
             return super().update()
     def noted_batches(*arguments):
@@ -90,12 +88,11 @@ def one_run(kind, argv):
             seen["without_bias"] = without_bias(models[0], balances[0], batches[-10:])
         ranks.extend([None] * dist.get_world_size())
         dist.all_gather_object(ranks, seen)               # before the processes part
-    train.Metrics, expert_parallel.LoadBalancer, train.batches = Quiet, Noting, noted_batches
+    train.Metrics, balancing.LoadBalancer, train.batches = Quiet, Noting, noted_batches
     noted = replaced_profiler(watch(seen)) if kind == "watch" else contextlib.nullcontext()
     with noted:
         train.main(argv.split())
-    moe.Experts.forward = compute
-    expert_parallel.LoadBalancer = Noting.__base__
+    balancing.LoadBalancer = Noting.__base__
     for name, value in kept.items():
         setattr(train, name, value)
     return ranks
@@ -164,14 +161,8 @@ class Ledger(ledger.Ledger):
 
 
 def watch(seen):
-    """Note in the last training step the bytes sent, the bytes alive, and the rows that this rank's experts had. Return a context
-    manager for each step."""
-    live, compute, rows = Storages(), moe.Experts.forward, []
-
-    def counted(experts, x, tokens_per_expert):
-        rows.append(len(x))
-        return compute(experts, x, tokens_per_expert)
-    moe.Experts.forward = counted
+    """Note in the last training step the bytes sent and the bytes alive. Return a context manager for each step."""
+    live = Storages()
 
     @contextlib.contextmanager
     def noted_step(step, of, optimizer, args):
@@ -180,10 +171,9 @@ def watch(seen):
             return
         live.tag_state(of, optimizer)
         seen["persistent"], first = persistent(of, optimizer), len(live.events)
-        rows.clear()
         with live:
             yield
-        seen["rows"], alive, peak = list(rows), 0, 0
+        alive = peak = 0
         for i, (_, _, size) in enumerate(live.events):
             alive += size
             peak = max(peak, alive) if i >= first else 0
@@ -280,27 +270,6 @@ def memory_table():
         peak = max(other["peak"] for other in ranks)
         rows.append(f"| `{more}` | 4 x {OF_EXPERTS:,}{divisor} = {by_stage[0]:,} | {weights:,} | {gradients:,} | {states:,} "
                     f"| {seen['others']:,} | {peak / 2**20:.1f} MiB |")
-    return rows
-
-
-def tensor_table():
-    rows = ["| run | experts of a rank | rows for them, mean | all-to-all on the wire, mean "
-            "| gathered and scattered by the MoE | tokens' traffic of the MoE |",
-            "|---|---|---|---|---|---|"]
-    for more in OVER_TP:
-        ranks, ep, tp = watched(more), degree(more, "ep"), degree(more, "tp")
-        there = mean(ranks, lambda seen: wire(seen, "all_to_all"))
-        stream = 16 // (RANKS // tp) * SEQ * ROW
-        over_tp = mean(ranks, lambda seen: sum(seen["wire"].get(f"tp {name}", 0)
-                                               for name in ("all_gather", "reduce_scatter")))
-        # less the embedding and the head: one gather and one scatter each
-        layers = over_tp - 2 * 2 * stream * (tp - 1) / tp * (tp > 1)
-        if tp > 1:
-            assert layers == 9 * LAYERS * stream * (tp - 1) / tp, (more, layers)
-        experts = f"{EXPERTS // ep}" + (f", 1/{tp} of each" if tp > 1 else "")
-        received = mean(ranks, lambda seen: sum(seen["rows"])) / LAYERS
-        rows.append(f"| `{more}` | {experts} | {received:.0f} a layer | {there:,.0f} "
-                    f"| {layers * 4 / 9:,.0f} | {there + layers * 4 / 9:,.0f} |")
     return rows
 
 
@@ -499,4 +468,4 @@ if __name__ == "__main__":
             run_all()
             experts_picture()
             put_into_page(STEP / "README.md", dict(wire=wire_table(), memory=memory_table(),
-                                                   tensor=tensor_table(), balance=balance_table(), saved=saved_table()))
+                                                   balance=balance_table(), saved=saved_table()))

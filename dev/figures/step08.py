@@ -148,7 +148,7 @@ def choose_picture():
         arrow((x, 15.95), (near, 15.05))
     box(9, 14.6, 7, 0.9, "What else does not fit?", QUESTION)
     rest = [(3.1, "activations of\none sequence", -1.75, "recompute; or tp in\nthe node, then cp"),
-            (9, "experts", 0.75, "ep, inside dp x cp"),
+            (9, "experts", 0.75, "ep, inside dp x cp x tp"),
             (14.9, "still too much,\nno more GPUs", 1.75, "recompute everything;\nsmaller micro-batch")]
     for x, why, aside, text in rest:
         arrow((9 + 0.45 * (x - 9), 14.15), (x, 12.95), why, aside, 0.12)

@@ -45,7 +45,7 @@ def ask(model, flags, mlps, rank):
         for inputs, _, _ in data.micro_batches(np.arange(shape.vocab_size), shape, mesh, seen.args, step=0):
             has.tokens.flat[inputs.flatten()] = True
         for index, layer in llama.model.layers.items():
-            q, mlp = layer.self_attn.q_proj.weight, (layer.mlp.experts.w1 if mlps > 1 else layer.mlp.gate_proj).weight
+            q, mlp = layer.self_attn.q_proj.weight, (layer.mlp.experts.gate_proj if mlps > 1 else layer.mlp.gate_proj).weight
             own = np.concatenate([columns(q, FINE // 4).any(0), columns(mlp, 3 * FINE // 4).any(0) if mlps == 1
                                   else columns(mlp, 3 * FINE // 4)])
             has.flat_param[int(index)] = has.states[int(index)] = own

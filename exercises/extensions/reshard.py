@@ -87,6 +87,8 @@ def part_of(weights, key, shape):
     name, begin = key.split("[")[0], json.loads(key[key.index("["):])
     if ".mlp.gate." in name or ".experts." in name:
         name = name.replace(".mlp.", ".block_sparse_moe.")
+    for ours, theirs in {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}.items():
+        name = name.replace(ours, theirs) if ".experts." in name else name
     every = [name.replace(".experts.", f".experts.{i}.") for i in range(8)]
     whole = torch.stack([weights[one] for one in every]) if ".experts." in name else weights[name]
     return whole[tuple(slice(b, b + n) for b, n in zip(begin, shape))]

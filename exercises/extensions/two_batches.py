@@ -120,9 +120,10 @@ def exposed(pool, flags):
     return toy.waited(toy.play(notes, 100), "ep") - toy.waited(toy.play(notes, 0), "ep")
 
 
-@pytest.mark.parametrize("flags, share", [("--recompute none", 1 / 32), ("--recompute full", 1 / 4), ("--zero 3", 1 / 4)])
+@pytest.mark.parametrize("flags, share", [("--recompute none", 1 / 16), ("--recompute full", 1 / 4), ("--zero 3", 1 / 4)])
 def test_rows_travel_while_the_other_half_is_computed(pool, flags, share):
-    """Check that only half B's way back is exposed: in every layer if layers must be complete, otherwise in the last one alone."""
+    """Check that only half B's way back is exposed, and that of its gradients: in every layer if layers must be complete, otherwise
+    in the last one alone."""
     assert exposed(pool, f"{flags} --two_batches") == pytest.approx(share * exposed(pool, flags), rel=0.15)
 
 
@@ -180,7 +181,7 @@ def test_only_the_waits_show_that_nothing_overlaps(pool):
     without, right = exposed(pool, ""), exposed(pool, "--two_batches")
     with patch.object(toy, "record_job", recorded_waiting_job):
         wrong = exposed(pool, "--two_batches")
-    assert right < 0.05 * without and wrong > 0.95 * without
+    assert right < 0.1 * without and wrong > 0.95 * without
 
 
 def no_wait_in_backward_job(argv, optimizer):

@@ -254,7 +254,7 @@ NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
          6: {f"gradients, {schedule}": dict(pp=2, schedule=schedule, optimizer="sgd") for schedule in SCHEDULES}
             | {"a V on four ranks": dict(pp=4, schedule="dualpipe", micro_batches="many", optimizer="sgd")},
          7: {"gradients, ep": dict(dp=4, ep=2, experts="top2", zero=2, optimizer="sgd"),
-             "gradients, ep and tp": dict(dp=2, tp=2, ep=2, experts="top2", optimizer="sgd"),
+             "gradients, ep and tp": dict(dp=2, tp=2, ep=4, experts="top2", optimizer="sgd"),
              "gradients, tp alone": dict(tp=2, sp="off", experts="top2", optimizer="sgd"),
              "four of eight": dict(dp=4, ep=4, experts="top4")},
          8: {}}
