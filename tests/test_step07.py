@@ -501,7 +501,8 @@ QWEN3_MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, m
 @pytest.mark.parametrize("model, world, more, message", [
     ({}, 4, "--tp 2 --ep 3", "--ep 3: must divide dp 2 x cp 1 x tp 2 = 4; choose from 1, 2, 4"),
     (dict(num_local_experts=2), 4, "--ep 4", "--ep 4: must divide num_local_experts 2; choose from 1, 2"),
-    ({}, 2, "--tp 2 --sp off --seq_len 15", "--seq_len 15: must be a multiple of cp 1 x tp 2, whose ranks each route a part of it; choose 14 or 16"),
+    ({}, 2, "--tp 2 --sp off --seq_len 15",
+     "--seq_len 15: must be a multiple of cp 1 x tp 2, whose ranks each route a part of it; choose 14 or 16"),
     ({}, 3, "--ep 3", "--ep 3: must divide num_local_experts 8; choose from 1"),
     ({}, 2, "--ep 0", "argument --ep: must be at least 1 and below 100000000, but is 0"),
     ({}, 2, "--balance both", "invalid choice: 'both'"),
