@@ -122,8 +122,10 @@ def copy_blank(number, folder):
         for file, names in test.rung["write"].items():
             wanted.setdefault(file, {}).update(dict.fromkeys(names, i))
     new = [file for file in wanted if not (folder / file).exists()]
+    ours = {file: (ROOT / NAMES[number - 1] / file).read_text() for file in new}
+    others = "".join(skeleton(ours[file], wanted[file]) for file in new)
     for file in new:
-        (folder / file).write_text(skeleton((ROOT / NAMES[number - 1] / file).read_text(), wanted[file]))
+        (folder / file).write_text(skeleton(ours[file], wanted[file], imported_from(file.removesuffix(".py"), others)))
     for file in new:
         (folder / file).write_text(without_unknown_imports((folder / file).read_text(), folder))
     for file in wanted.keys() - set(new):
@@ -140,15 +142,20 @@ def function_without_body(source, name, rung_number):
     return "".join(lines[slice(*span(node, lines))])
 
 
-def skeleton(source, wanted):
-    """Keep the functions {name: rung} of a file without their bodies, __init__ of their classes, and whatever these use from the
-    rest."""
+def imported_from(module, source):
+    return {alias.name for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) and node.module == module
+            for alias in node.names}
+
+
+def skeleton(source, wanted, used=()):
+    """Keep the functions {name: rung} of a file without their bodies, __init__ of their classes, the names `used` by other files,
+    and whatever all these use from the rest."""
     for name, i in wanted.items():
         source = take_out(source, [name], i)
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     roots = {name.split(".")[0] for name in wanted}
     kept, left_out = set(), set()
-    todo = [node for node in tree.body if getattr(node, "name", None) in roots]
+    todo = [node for node in tree.body if getattr(node, "name", None) in roots | set(used)]
     while todo:
         node = todo.pop()
         kept.add(node)

@@ -1,7 +1,9 @@
 """The exercises can be done: in a step's copy no rung is green before it is written, and every rung is green with our solution."""
+import builtins
 import re
 import signal
 import subprocess
+import symtable
 import sys
 import time
 
@@ -85,6 +87,19 @@ def test_a_blank_level_has_what_the_rungs_want(number, tmp_path):
     for test in rungs(number):
         for file, names in test.rung["write"].items():
             assert [name for name in names if exercise.source_of(tmp_path / "step" / file, name)] == names
+    for file in new:
+        assert not undefined(tmp_path / "step" / file), f"{file} uses names that it does not define"
+
+
+def undefined(path):
+    """Return the global names that a file uses, but neither defines nor imports."""
+    tables, used = [symtable.symtable(path.read_text(), str(path), "exec")], set()
+    for table in tables:                                  # grows
+        tables += table.get_children()
+        names = [name for name in table.get_symbols() if name.is_global() or table is tables[0]]
+        used |= {name.get_name() for name in names if name.is_referenced()}
+    known = {name.get_name() for name in tables[0].get_symbols() if name.is_assigned() or name.is_imported()}
+    return used - known - {*dir(builtins)}
 
 
 # ------------------------------------------------------------------------------------------------ what a red rung says

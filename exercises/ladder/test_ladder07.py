@@ -247,7 +247,7 @@ def layer_job():
     assert calls == [(True, [3])], ("self.dispatch must be called once, with self.experts, the rows, and tokens_per_expert of all "
                                     f"3 experts; calls (whether self.experts is given, shape of tokens_per_expert): {calls}")
     experts = moe.Experts(layer_config(hidden_size=1, intermediate_size=1)).double()
-    for linear, weights in ((experts.w1, (1, 2, 9)), (experts.w2, (1, 5, 9)), (experts.w3, (3, 1, 9))):
+    for linear, weights in ((experts.gate_proj, (1, 2, 9)), (experts.up_proj, (3, 1, 9)), (experts.down_proj, (1, 5, 9))):
         linear.weight.data = torch.tensor(weights, dtype=torch.float64).view(3, 1, 1)
     called, forward = [], moe.GroupedLinear.forward
     with patch.object(moe.GroupedLinear, "forward", lambda linear, *args: called.append(linear) or forward(linear, *args)):
@@ -270,7 +270,7 @@ def layer_job():
     selected_experts).softmax(-1).type_as(x); order and tokens_per_expert as above; x = x.flatten(0, 1).index_select(0, order //
     selected_experts.shape[-1]); out = self.dispatch(self.experts, x, tokens_per_expert).index_select(0,
     order.argsort()).view(*selected_experts.shape, -1); return (out * routing_weights.unsqueeze(-1)).sum(-2). Experts.forward, with
-    n = tokens_per_expert: self.w2(F.silu(self.w1(x, n)) * self.w3(x, n), n).""")
+    n = tokens_per_expert: self.down_proj(F.silu(self.gate_proj(x, n)) * self.up_proj(x, n), n).""")
 def test_each_token_meets_its_experts(pool):
     """Write `MoE.forward(x)` for x of [batch, seq, hidden]. self.gate computes one logit per expert for each token; convert them to
     float32 or wider. `self.choose(logits)` returns the numbers of the experts that are selected for each token, [batch, seq,
@@ -279,7 +279,7 @@ def test_each_token_meets_its_experts(pool):
     takes the tokens' rows sorted by expert (a token appears once for each of its experts), and how many rows each expert has; it
     returns the experts' results. Bring them back to the tokens: the layer's output for each token is the sum of routing weight
     times result. The CPU must never wait for the GPU, so do not call functions that read a tensor's values, as bincount does. Write
-    `Experts.forward(x, tokens_per_expert)`, a SwiGLU like the MLP: w2 of silu(w1 x) times w3 x."""
+    `Experts.forward(x, tokens_per_expert)`, a SwiGLU like the MLP: down_proj of silu(gate_proj x) times up_proj x."""
     (found, grads, (of_logits, of_output), swiglu, called), = pool.call(layer_job, STEP)
     begin = ("The tokens of two sequences are [1, 0], [0, 1] and [2, 0], [0, 2]; their logits are the logarithms of 3 1 1/3, "
              "1/3 1 3, 9 1 1/9, 1/9 1 9")
@@ -304,120 +304,180 @@ def test_each_token_meets_its_experts(pool):
         f"in bfloat16, choose should get float32 logits, and the output should be in bfloat16; they are {of_logits} and {of_output}"
     silu = [x / (1 + math.exp(-x)) for x in (1, 4)]
     right = [[round(3 * silu[0], 4)], [round(10 * silu[1], 4)]]
-    assert swiglu == right, ("Experts.forward: expert 0 has w1 1, w3 3, w2 1 and the row 1; expert 1 has 2, 1, 5 and the row 2. "
-                             f"They make 1 * silu(1) * 3 and 5 * silu(4) * 2, which is {right}, not {swiglu}")
-    assert called == 3, \
-        f"Experts.forward must call self.w1, w2 and w3 once each (split_backward replaces their forward), not {called} in all"
+    assert swiglu == right, (
+        "Experts.forward: expert 0 has gate_proj 1, up_proj 3, down_proj 1 and the row 1; expert 1 has 2, 1, 5 and the row 2. They "
+        f"make 1 * silu(1) * 3 and 5 * silu(4) * 2, which is {right}, not {swiglu}")
+    assert called == 3, ("Experts.forward must call self.gate_proj, up_proj and down_proj once each (split_backward replaces their "
+                         f"forward), not {called} in all")
 
 
 # ------------------------------------------------------------------------------------------------ who has which experts
-def small_model(config, device):
+MATRICES = "gate_proj", "up_proj", "down_proj"
+
+
+def found_at(weight, name, num_experts):
+    """Return what a rank knows about its part of an expert's matrices."""
+    import torch.distributed as dist
+    from shards import local_slices
+    from torch.distributed.device_mesh import DeviceMesh
+    placement = getattr(weight, "placement", None)
+    assert placement is not None, f"the new {name} has no placement: it must take over that of the whole one"
+    mesh = placement.data_mesh
+    assert isinstance(mesh, DeviceMesh) and mesh.ndim == 1, \
+        f"placement.data_mesh of {name} must be a 1D mesh, of the ranks with the same experts, not {mesh}"
+    return {"shape": list(weight.shape), "experts": list(range(num_experts))[local_slices(weight)[0]],
+            "ranks of placement.data_mesh": sorted(dist.get_process_group_ranks(mesh.get_group())),
+            "placement.num_replicas": placement.num_replicas}
+
+
+REASONS = {"shape": "a rank has a part of the experts, and each of these whole: tp cuts no expert",
+           "experts": "rank i of a group of ep has the i-th part of the experts, and placement.shards says so",
+           "ranks of placement.data_mesh": "gradients are summed over all ranks of the stage that have the same experts; these "
+                                           "compute on different tokens, those of tp, too",
+           "placement.num_replicas": "divide it by ep, because one in every ep ranks has these elements"}
+
+
+def shard_experts_job():
+    """Shard four experts over a grid of two by two ranks. They were on eight ranks before."""
+    import expert_parallel
+    import torch
+    import torch.distributed as dist
+    from placement import Placement
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    ep_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_dp", "ep"))
+    dist.barrier()                                        # no rank may end while others still connect
+    linear = nn.Linear(1, 1)
+    linear.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
+    linear.weight.placement = Placement(8, True, ep_mesh)
+    expert_parallel.shard_experts(linear, ep_mesh)
+    assert all(shard.group is ep_mesh.get_group("ep") for shard in linear.weight.placement.shards), \
+        'the group of the Shard must be ep_mesh.get_group("ep"), whose ranks have the other experts'
+    return found_at(linear.weight, "weight", 4)
+
+
+def stage_of_experts(config, mesh):
     """Make two layers with a mixture of experts and one without, as far as expert_parallel looks at them."""
     import moe
     import torch
     import torch.distributed as dist
+    from mesh import data_mesh
     from placement import Placement
     from torch import nn
-    with torch.device(device):
+    with torch.device("meta"):
         layers = {"0": SimpleNamespace(mlp=nn.Linear(1, 1)), **{name: SimpleNamespace(mlp=moe.MoE(config)) for name in "12"}}
     for layer in layers.values():
         for param in layer.mlp.parameters():
-            param.placement = Placement(dist.get_world_size(), True, None)
-    return SimpleNamespace(model=SimpleNamespace(layers=layers)), layers
+            param.placement = Placement(dist.get_world_size(), True, data_mesh(mesh))
+    return SimpleNamespace(model=SimpleNamespace(layers=layers))
 
 
-def shard_job(pp, dp, cp, tp, ep):
+def apply_job(pp, dp, cp, tp, ep):
     import expert_parallel
     import torch.distributed as dist
-    import torch
     from mesh import build_mesh, data_mesh
-    from shards import Shard, local_slices
-    from placement import Placement
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     args = SimpleNamespace(device="cpu", pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, sp="off")
     config = layer_config(num_local_experts=4, hidden_size=3, intermediate_size=5)
     mesh = build_mesh(args)
-    model, layers = small_model(config, "meta")
-    dense, gate = layers["0"].mlp, layers["1"].mlp.gate
-    whole = nn.Linear(1, 1)
-    whole.weight = nn.Parameter(torch.empty(4, 6, 2, device="meta"))
-    whole.weight.placement = Placement(6, True, None, shards=[before := Shard(None, 2, 2, 0)])
-    expert_parallel.shard_weight(whole, shard := Shard(None, 1, 3, 2))
-    came = list(whole.weight.shape), whole.weight.placement.shards, whole.weight.placement.num_replicas
-    assert came == ([4, 2, 2], [before, shard], 2), (
-        "shard_weight with 3 shards along dimension 1: 4 x 6 x 2 elements on 6 ranks become 4 x 2 x 2 on 2 ranks, and the shard is "
-        f"listed after an earlier one; got shape, shards, num_replicas {came}")
-    by_tp = []                                            # what rung 6 shards
-    with patch.object(expert_parallel, "shard_over_tp", lambda moe, *_: by_tp.append(moe)):
+    model = stage_of_experts(config, mesh)
+    layers = [layer.mlp for layer in model.model.layers.values()]
+    before = [dict(layer.named_parameters()) for layer in layers]
+    routed = []                                           # what rung 6 changes
+
+    def noted(moe, group, args):
+        routed.append((layers.index(moe), "group of tp" if group is mesh.get_group("tp") else group))
+    with patch.object(expert_parallel, "route_own_part", noted):
         expert_parallel.apply(model, config, mesh, args)
-    expected = [layers[i].mlp for i in "12"] if tp > 1 else []
-    assert by_tp == expected, (f"with tp {tp}, shard_over_tp must be called for {len(expected)} layers (two have experts; without "
-                               f"tp, for none), but was called for {len(by_tp)}")
     dist.barrier()                                        # no rank may end while others still connect
-
-    def group_of(weight):
-        found = weight.placement.data_mesh if ep > 1 else data_mesh(mesh)
-        assert isinstance(found, DeviceMesh) and found.ndim == 1, \
-            f"placement.data_mesh of w1, w2 and w3 must be a 1D mesh, of the ranks with the same experts, not {found}"
-        return found.get_group()
-    assert group_of(layers["1"].mlp.experts.w1.weight) is group_of(layers["2"].mlp.experts.w1.weight), \
-        "make the groups once, not for each layer: each has its own connections, and gradients are summed group by group"
-    ranks = lambda group: sorted(dist.get_process_group_ranks(group))
-    experts, found = layers["1"].mlp.experts, {}
-    for name in ("w1", "w2", "w3"):
-        weight = getattr(experts, name).weight
-        first = local_slices(weight)[0]
-        local = list(range(4))[first]
-        found[name] = dict(shape=list(weight.shape), experts=local, same_experts=ranks(group_of(weight)),
-                           num_replicas=weight.placement.num_replicas)
-    dispatch = layers["1"].mlp.dispatch
-    group = ranks(dispatch.group) if isinstance(dispatch, expert_parallel.TokenDispatcher) else "none"
-    same = layers["0"].mlp is dense and layers["1"].mlp.gate is gate and not gate.weight.placement.shards
-    return found, group, same and gate.weight.placement.data_mesh is None
+    expected = [(1, "group of tp"), (2, "group of tp")] if tp > 1 else []
+    assert routed == expected, (
+        f"tp {tp}, ep {ep}, layers 1 and 2 have experts, and layer 0 has none: apply must call route_own_part for (layer, group) "
+        f"{expected}, but called it for {routed}")
+    found, groups, of_mesh = [], [], []
+    for layer in layers[1:]:
+        weights = {name: getattr(layer.experts, name).weight for name in MATRICES}
+        found.append({name: found_at(weight, name, 4) for name, weight in weights.items()})
+        of_mesh += [weight.placement.data_mesh.get_group() for weight in weights.values()]
+        groups.append(layer.dispatch.group if isinstance(layer.dispatch, expert_parallel.TokenDispatcher) else None)
+        assert isinstance(groups[-1], dist.ProcessGroup | None), \
+            f"TokenDispatcher needs the process group of ep, but got a {type(groups[-1]).__name__}"
+    ranks = [sorted(dist.get_process_group_ranks(group)) if group else "none" for group in groups]
+    assert len(set(of_mesh)) == 1 and (groups[0] is groups[1] or ranks[0] != ranks[1]), \
+        "make the grid once, not for each layer: each group has its own connections, and gradients are summed group by group"
+    same = [name for layer, params in zip(layers, before) for name, param in layer.named_parameters()
+            if param is params[name] and param.placement.data_mesh == data_mesh(mesh) and not param.placement.shards]
+    return found, ranks, same
 
 
-@rung({"expert_parallel.py": ["apply", "shard_weight"]}, hints="""
-    All ranks of dp x cp have different tokens. ep divides them into groups of ep ranks. In such a group each rank has some of the
-    experts. Rank 0 of every group has the same experts, so an expert's gradient is summed over these ranks, and no others. Draw
-    the ranks as a table, with a row for each group of ep and a column for each rank in it. Which ranks have the same experts?
+@rung({"expert_parallel.py": ["apply", "shard_experts"]}, hints="""
+    The ranks of a stage all route different tokens: those of dp and cp have different ones anyway, and those of tp each take a part
+    of the sequence (rung 6). Write these ranks down in a row, as they are numbered: tp is the innermost dimension of the mesh, then
+    come cp and dp. Cut the row into groups of ep neighbors, and write the groups below each other, as the rows of a grid. In each
+    group, every expert is on one rank. Which ranks have the same experts as rank 0, but have seen other tokens?
 
-    `data_mesh(mesh)` has the ranks of dp x cp in a row, and `data_mesh(mesh)._unflatten(0, (dp * cp // ep, ep), ("expert_dp",
-    "ep"))` is this table; its `get_group("ep")` is this rank's row, and indexing it by ["expert_dp"] gives its column, a mesh.
-    `shard_weight`: the parameter becomes `nn.Parameter(full.chunk(shard.num_shards, shard.dim)[0])` (there is no memory yet, so it
-    does not matter which chunk you take). The new one takes over the old placement, to which you add the shard.
+    Those in the same column. `stage_mesh(mesh)` is the row, a 1D mesh, and `stage_mesh(mesh)._unflatten(0, (dp * cp * tp // ep,
+    ep), ("expert_dp", "ep"))` is the grid. Its `get_group("ep")` is this rank's row; indexing it by ["expert_dp"] gives this rank's
+    column, a mesh, and that is placement.data_mesh. With ep 1 there is only one column, with all ranks of the stage. So with tp 2
+    and ep 1 each rank keeps all experts and dispatches nothing, but their gradients are summed over dp x cp x tp instead of dp x
+    cp. The new parameter of `shard_experts` is `nn.Parameter(full.chunk(ep)[i])` on rank i of ep (there is no memory yet, so only
+    its shape matters).
 
-    shard_weight: linear.weight.placement = full.placement; .placement.shards.append(shard); .placement.num_replicas //=
-    shard.num_shards. apply: for moe in moe_layers(model): if args.tp > 1: shard_over_tp(moe, mesh, args). Return if args.ep is 1.
-    Else make the table; then for moe in moe_layers(model): for linear in moe.experts.children(): shard_weight(linear, Shard(row's
-    group, 0, args.ep, its rank())) and linear.weight.placement.data_mesh = column; moe.dispatch = TokenDispatcher(row's group).""")
+    shard_experts: group, full = ep_mesh.get_group("ep"), linear.weight; linear.weight =
+    nn.Parameter(full.chunk(group.size())[group.rank()]); then with placement = linear.weight.placement = full.placement:
+    placement.shards.append(Shard(group, 0, group.size(), group.rank())); placement.num_replicas //= group.size();
+    placement.data_mesh = ep_mesh["expert_dp"]. apply: return if ep and tp are 1, or if config.num_local_experts is 0. Make the
+    grid. For moe in moe_layers(model): for linear in moe.experts.children(): shard_experts(linear, grid); if args.ep > 1:
+    moe.dispatch = TokenDispatcher(grid.get_group("ep")); if args.tp > 1: route_own_part(moe, mesh.get_group("tp"), args).""")
 def test_who_has_which_experts(pool):
-    """Write `shard_weight(linear, shard)`. It replaces linear.weight by a parameter that is one of `shard.num_shards` shards along
-    `shard.dim`. The new parameter takes over the old placement, with `shard` added to its shards and num_replicas divided by
-    shard.num_shards. Write `apply(model, config, mesh, args)`. If tp > 1, it first calls `shard_over_tp(layer, mesh, args)` for
-    each MoE layer (`moe_layers(model)` lists them; see rung 6). If ep > 1, it shards w1, w2 and w3 of each: rank i of a group of ep
-    ranks gets the i-th shard of the experts, and placement.data_mesh becomes the 1D mesh of the ranks that have the same experts
-    but different tokens. The ranks of an ep group are neighbors in data_mesh(mesh), the ranks of dp x cp. Create the groups once,
-    for all layers. The layer's dispatch becomes `TokenDispatcher(group)`. Change nothing else."""
+    """Write `shard_experts(linear, ep_mesh)`. ep_mesh is a grid of ranks: its dimension "ep" has the ranks that divide all experts
+    among them, and "expert_dp" those that have the same ones. Replace linear.weight, [experts, out, in], by a parameter that is one
+    of ep equal parts along dimension 0; rank i of ep gets the i-th. The new parameter takes over the old placement: add a Shard to
+    its shards, divide num_replicas (how many ranks have these elements) by ep, and let data_mesh (over which gradients are summed)
+    be the 1D mesh of "expert_dp". Write `apply(model, config, mesh, args)`. ep is folded into dp x cp x tp, the ranks of
+    `stage_mesh(mesh)`, in their order: ep neighbors are a group in which every expert is on one rank. Make this grid once. For each
+    MoE layer (`moe_layers(model)` lists them) shard gate_proj, up_proj and down_proj with it. If ep > 1, the layer's dispatch
+    becomes a `TokenDispatcher` of this rank's group of ep. If tp > 1, call `route_own_part(layer, group of tp, args)`, of rung 6.
+    If ep and tp are 1, or the model has no experts, change nothing."""
+    for rank, came in enumerate(pool.call(shard_experts_job, STEP, world=4)):
+        first = 2 * (rank % 2)
+        right = {"shape": [2, 6, 2], "experts": [first, first + 1], "ranks of placement.data_mesh": [rank % 2, rank % 2 + 2],
+                 "placement.num_replicas": 4}
+        for what, reason in REASONS.items():
+            assert came[what] == right[what], (
+                "shard_experts of a weight of 4 x 6 x 2 with 8 replicas, in a grid of ep 2 (the rows, ranks 0 1 and 2 3) and "
+                f"expert_dp 2 (the columns, 0 2 and 1 3), rank {rank}: {what} should be {right[what]}, not {came[what]}: {reason}")
     #         pp, dp, cp, tp, ep: for each rank its experts, the ranks with the same ones, and its ep group
     cases = {(1, 4, 1, 1, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
                                ([2, 3], [1, 3], [2, 3])],
-             (2, 2, 1, 1, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
-             (1, 2, 1, 2, 2): [([0, 1], [0], [0, 2]), ([0, 1], [1], [1, 3]), ([2, 3], [2], [0, 2]), ([2, 3], [3], [1, 3])],
              (1, 2, 2, 1, 4): [([i], [i], [0, 1, 2, 3]) for i in range(4)],
-             (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "none")] * 2}
-    for (pp, dp, cp, tp, ep), right in cases.items():
-        answers = pool.call(shard_job, STEP, world=pp * dp * cp * tp, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
-        for rank, ((found, group, same), (experts, same_experts, group_of_ep)) in enumerate(zip(answers, right)):
-            where = f"pp {pp}, dp {dp}, cp {cp}, tp {tp}, ep {ep}, four experts, rank {rank}"
-            for name, came in found.items():
-                inner = [3, 5] if name == "w2" else [5, 3]
-                expected = dict(shape=[4 // ep, *inner], experts=experts, same_experts=same_experts,
-                                num_replicas=pp * dp * cp * tp // ep)
-                assert came == expected, f"{where}: for {name} expected {expected}, got {came}"
-            assert group == group_of_ep, \
-                f"{where}: the ranks of the group of the layer's TokenDispatcher (none without ep) are {group_of_ep}, not {group}"
-            assert same, f"{where}: the layer without experts and the router must stay as they are, on all ranks"
+             (1, 2, 1, 1, 1): [([0, 1, 2, 3], [0, 1], "none")] * 2,
+             (1, 2, 1, 2, 2): [([0, 1], [0, 2], [0, 1]), ([2, 3], [1, 3], [0, 1]), ([0, 1], [0, 2], [2, 3]),
+                               ([2, 3], [1, 3], [2, 3])],
+             (1, 2, 1, 2, 4): [([i], [i], [0, 1, 2, 3]) for i in range(4)],
+             (1, 2, 1, 2, 1): [([0, 1, 2, 3], [0, 1, 2, 3], "none")] * 4,
+             (2, 2, 1, 1, 2): [([0, 1], [0], [0, 1]), ([2, 3], [1], [0, 1]), ([0, 1], [2], [2, 3]), ([2, 3], [3], [2, 3])],
+             (2, 1, 1, 2, 1): [([0, 1, 2, 3], [0, 1], "none")] * 2 + [([0, 1, 2, 3], [2, 3], "none")] * 2,
+             (1, 2, 2, 2, 4): [([i], [i, i + 4], [*ranks]) for ranks in (range(4), range(4, 8)) for i in range(4)]}
+    for (pp, dp, cp, tp, ep), of_ranks in cases.items():
+        answers = pool.call(apply_job, STEP, world=pp * dp * cp * tp, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        for rank, ((found, groups, same), (experts, same_experts, group_of_ep)) in enumerate(zip(answers, of_ranks)):
+            where = (f"pp {pp}, dp {dp}, cp {cp}, tp {tp}, ep {ep}, four experts, rank {rank}"
+                     f"{f' in the group of ep {group_of_ep}' * (ep > 1)}")
+            for layer, (name, came) in [(layer, item) for layer, of_layer in enumerate(found, 1) for item in of_layer.items()]:
+                right = {"shape": [4 // ep, *([3, 5] if name == "down_proj" else [5, 3])], "experts": experts,
+                         "ranks of placement.data_mesh": same_experts, "placement.num_replicas": pp * dp * cp * tp // ep}
+                for what, reason in REASONS.items():
+                    assert came[what] == right[what], (f"{where}: {name} of layer {layer}: {what} should be {right[what]}, not "
+                                                       f"{came[what]}: {reason}")
+            assert groups == [group_of_ep] * 2, (
+                f"{where}: the groups of both layers' TokenDispatchers (none without ep) have the ranks {[group_of_ep] * 2}, not "
+                f"{groups}")
+            what, expected = "the router and the layer without experts", ["weight", "bias", *["gate.weight"] * 2]
+            if ep == tp == 1:
+                what = "all parameters"
+                expected = ["weight", "bias", *["gate.weight", *(f"experts.{name}.weight" for name in MATRICES)] * 2]
+            assert same == expected, \
+                f"{where}: {what} must stay as they are, with their placements: {expected}; but of these only {same} do"
 
 
 # ------------------------------------------------------------------------------------------------ there and back
@@ -586,86 +646,119 @@ def test_rows_travel_to_their_experts(pool):
                 "sums, stacked, and tell repeat_interleave its output_size")
 
 
-def tensor_parallel_job(dp, sp):
-    """Run a layer whose experts are sharded over two ranks, and the same layer whole. Return outputs, and gradients of input and
-    router. With dp 2, ranks 0 and 1 are one tp group, 2 and 3 another, with other numbers."""
+# two sequences of four tokens of one number, and the gradients of the layer's outputs
+TOKENS_OF_TP, GRADS_OF_TP = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 0, 2, 1], [3, 1, 0, 2]]
+
+
+def own_part_job(sp):
+    """Run a layer that multiplies by its router's only weight, 10. Of four ranks, 0 and 1 are a group of tp, 2 and 3 another, whose
+    tokens are 100 times as large. Return what the layer gets and returns, the gradients, and what is sent."""
     import expert_parallel
+    import moe
     import torch
     import torch.distributed as dist
-    from mesh import build_mesh
-    args = SimpleNamespace(device="cpu", pp=1, dp=dp, cp=1, tp=2, ep=1, sp=sp)
-    mesh, config = build_mesh(args), layer_config(num_local_experts=2)
-    rank = mesh.get_local_rank("tp")
-    model, layers = small_model(config, "cpu")
-    whole = layers["1"].mlp.double()
-    draw, values = torch.Generator().manual_seed(1 + mesh.get_local_rank("dp")), {}
-    whole.choose = lambda logits: (logits.topk(1, largest=False).indices, logits)
-    for name, param in whole.named_parameters():
-        values[name] = param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64)
-    x = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64).requires_grad_()
-    up = torch.randn(1, 4, 2, generator=draw, dtype=torch.float64)
-    here = slice(2 * rank, 2 * rank + 2) if sp == "on" else slice(None)           # this rank's tokens
-    out = whole(x)
-    out.backward(up)
-    reference = [rounded(tensor[:, here]) for tensor in (out, x.grad)], rounded(whole.gate.weight.grad)
-    whole.zero_grad()
-    expert_parallel.apply(model, config, mesh, args)
-    dist.barrier()                                        # no rank may end while others still connect
-    layer, group = layers["1"].mlp, mesh.get_group("tp")
-    shards = {name: [shard[1:] for shard in getattr(layer.experts, name).weight.placement.shards if shard[0] is group]
-              for name in ("w1", "w2", "w3")}
-    replicas = {name: param.placement.num_replicas for name, param in layer.named_parameters()}
-    shapes, summed = {}, layer.gate.weight.placement.grad_reduce_group is group
-    assert all(param.placement.grad_reduce_group is None for param in layer.experts.parameters()), \
-        "each tp rank has its own rows or columns of w1, w2 and w3, whose gradients are complete: only the router needs a sum"
-    for name, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
-        linear = getattr(layer.experts, name)
-        shapes[name] = list(linear.weight.shape)
-        if shapes[name] == [2, 2, 1] or shapes[name] == [2, 1, 2]:                 # as materialize does in training
-            linear.weight.data = values[f"experts.{name}.weight"].chunk(2, dim)[rank].clone()
-    local = x.detach()[:, here].clone().requires_grad_()
-    out = tensor_from("the function that replaces moe.forward", layer(local))
-    out.backward(up[:, here])
-    gate = layer.gate.weight.grad.clone()
-    dist.all_reduce(gate, group=group)
-    return rank, shards, shapes, replicas, summed, ([rounded(out), rounded(local.grad)], rounded(gate)), reference
+    from placement import Placement
+    from unforgiving import unforgiving
+    dist.init_process_group("gloo")
+    group, _ = dist.new_subgroups(2)
+    dist.barrier()                                        # no group may end while the other still connects
+    times, args = 100**(dist.get_rank() // 2), SimpleNamespace(dp=2, cp=1, tp=2, ep=1, sp=sp)
+    x, grad = (torch.tensor(numbers, dtype=torch.float64).unsqueeze(-1) for numbers in (TOKENS_OF_TP, GRADS_OF_TP))
+    x = times * x                                                                  # [batch, seq, hidden]
+    part = expert_parallel.own_part(x.repeat(1, 1, 4), group)
+    assert callable(part), f"own_part returned a {type(part).__name__}, not a function that returns the part, as all_gather does"
+    part = tensor_from("for x of [2, 4, 4], on two ranks, own_part's function", part(), [2, 2, 4])[..., :1]
+    layer, seen = moe.MoE(layer_config(hidden_size=1, num_local_experts=1, num_experts_per_tok=1)).double(), []
+    layer.gate.weight.data.fill_(10)
+    for param in layer.parameters():
+        param.placement = Placement(4, True, None)
+
+    def forward(x):
+        seen.append(x.squeeze(-1).tolist())
+        return x * layer.gate.weight
+    layer.forward = forward
+    expert_parallel.route_own_part(layer, group, args)
+    replaced = layer.forward is not forward
+    local = slice(2 * group.rank(), 2 * group.rank() + 2) if sp == "on" else slice(None)
+    leaf = x[:, local].clone().requires_grad_()
+    grad = grad[:, local].contiguous()
+    with unforgiving(), watched() as done:
+        out = tensor_from("the function that replaces moe.forward", layer(leaf))
+        assert out.requires_grad, "the output has no history, so autograd cannot make the gradients of x and the router"
+        sent = list(done.sent)
+        if out.shape == grad.shape:
+            out.backward(grad)
+    groups = {name: param.placement.grad_reduce_group for name, param in layer.named_parameters()}
+    record = {name: "the group" if over is group else over for name, over in groups.items() if over is not None}
+    numbers = [None if tensor is None else tensor.squeeze(-1).tolist() for tensor in (part, out, leaf.grad)]
+    gate = 0.0 if layer.gate.weight.grad is None else layer.gate.weight.grad.item()
+    return group.rank(), times, numbers, seen, gate, record, replaced, sent, done.sent[len(sent):]
 
 
-@rung({"expert_parallel.py": ["shard_over_tp"]}, hints="""
-    Think of the MLP in step 4: the first two products are sharded by their outputs, the last by its inputs. Then each rank has
-    partial sums of the output, and only the ends of the region communicate. Here every expert is sharded like this. A layer's
-    weights are [experts, out, in]: which dimension is which?
+@rung({"expert_parallel.py": ["route_own_part", "own_part"]}, hints="""
+    With --sp on, a rank of tp has only its part of the sequence where the layer is called, so it routes only its tokens. With --sp
+    off every rank of tp has the whole sequence. If each of them routed all tokens, every row would be computed tp times, and the
+    experts' gradients, which are summed over dp x cp x tp, would be tp times as large. So each rank takes its part, and routes
+    that. But the layers around it compute on the whole sequence: what must the ranks exchange after the layer in forward, and
+    what in backward?
 
-    `enter_region(x, comm)` brings the whole sequence into the region, `leave_region(out, comm)` adds up the partial sums of all
-    ranks; `comm = make_comm(mesh, args)`. Between them the layer computes what it computed before. Shard w1 and w3 along dimension
-    1, and w2 along dimension 2, with `shard_weight` and a Shard over tp's group. Each rank has partial sums of every expert's
-    output, so the router's gradient is partial, too: over which group must it be summed?
+    Forward: the outputs, an all-gather. Backward: every rank has the gradients of all outputs and takes those of its part; then the
+    ranks gather the gradients of x. This is f and g of step 4, with other functions: `enter_region(x, comm)` does gather in forward
+    and reduce in backward, `leave_region(x, comm)` does reduce in forward and gather in backward, and comm is (gather, reduce,
+    group). Here all_gather is gather, and own_part takes the place of reduce, so it has the same form: it returns a function that
+    returns the result. Which of the two comes first? With --sp on and off, a rank's router sees only a part of the tokens: over
+    which group must its gradient be summed?
 
-    group = mesh.get_group("tp"); for each of (w1, 1), (w3, 1), (w2, 2) of moe.experts: shard_weight(linear, Shard(group, dim,
-    args.tp, group.rank())); moe.gate.weight.placement.grad_reduce_group = group; forward = moe.forward; moe.forward = lambda x:
-    leave_region(forward(enter_region(x, comm)), comm).""")
-def test_every_expert_is_sharded(pool):
-    """Write `shard_over_tp(moe, mesh, args)`, which makes an MoE layer a region of tp. This rank keeps its shard of each expert's
-    w1, w2 and w3 (use `shard_weight`), as step 4 shards the MLP. The router's weight stays whole, but each rank computes only a
-    partial gradient of it, so its `placement.grad_reduce_group` must name the group over which to sum it. Replace `moe.forward` by
-    a function of x that enters the region, does what moe.forward did before, and leaves the region. `apply` calls this
-    for each MoE layer if tp > 1."""
-    for dp, sp in ((2, "off"), (2, "on"), (1, "off")):
-        answers = pool.call(tensor_parallel_job, STEP, world=2 * dp, dp=dp, sp=sp)
-        for rank, shards, shapes, replicas, summed, ours, right in answers:
-            where = f"dp {dp}, tp 2, sp {sp}, rank {rank} of tp"
-            expected = {"w1": [2, 1, 2], "w2": [2, 2, 1], "w3": [2, 1, 2]}
-            assert shapes == expected, (f"{where}: two experts with 2 hidden and 2 intermediate: the shards should have the shapes "
-                                        f"{expected}, not {shapes}")
-            expected = {name: [(dim, 2, rank)] for name, dim in (("w1", 1), ("w2", 2), ("w3", 1))}
-            assert shards == expected, f"{where}: the shards over tp's group (dim, num_shards, index) are {expected}, not {shards}"
-            expected = {name: 2 * dp if name == "gate.weight" else dp for name in replicas}
-            assert replicas == expected, f"{where}: the parameters' placements have num_replicas {expected}, not {replicas}"
-            assert summed, f"{where}: gate.weight.placement.grad_reduce_group should be mesh.get_group('tp')"
-            for name, came, expected in zip(("output", "gradient of x"), ours[0], right[0]):
-                assert came == expected, f"{where}: the {name} for this rank's tokens is {expected} in one process, got {came}"
-            assert ours[1] == right[1], \
-                f"{where}: the router's gradient, summed over the ranks, is {right[1]} in one process, got {ours[1]}"
+    own_part: `return lambda: x.chunk(group.size(), dim=1)[group.rank()]`. route_own_part:
+    moe.gate.weight.placement.grad_reduce_group = group. Then if args.sp == "off": forward = moe.forward; comm = (all_gather,
+    own_part, group); moe.forward = lambda x: enter_region(forward(leave_region(x, comm)), comm).""")
+def test_each_rank_of_tp_routes_its_part(pool):
+    """Write `own_part(x, group)`, for x of [batch, seq, hidden]. The sequence has as many equal parts as the group has ranks, and
+    this rank's part is the one of its rank in the group. Like all_gather and reduce_scatter of tensor_parallel.py, own_part returns
+    a function, and that returns the part. Write `route_own_part(moe, group, args)`, for the group of tp. With --sp off, replace
+    moe.forward by a function of x, the whole sequence. It takes this rank's part, does with it what moe.forward did before, and
+    gathers the outputs of all ranks, so that it returns the whole sequence. Backward does the opposite: it takes this rank's part
+    of the gradient, and in the end gathers the gradients of x. With --sp on, x is this rank's part already: leave moe.forward as it
+    is. In both cases the router's gradient lacks the tokens of the other ranks, so its `placement.grad_reduce_group` must be the
+    group over which the trainer sums it, once per step. The experts' placements stay as rung 3 left them."""
+    #       for each rank: its part of TOKENS_OF_TP, the gradient of the router
+    parts = [([[1, 2], [5, 6]], 22), ([[3, 4], [7, 8]], 26)]
+    outputs, grads_of_x = [[10, 20, 30, 40], [50, 60, 70, 80]], [[10, 0, 20, 10], [30, 10, 0, 20]]
+    for sp in ("off", "on"):
+        for rank, times, (part, out, of_x), seen, gate, record, replaced, sent, sent_back in pool.call(
+                own_part_job, STEP, world=4, sp=sp):
+            own, of_gate = parts[rank]
+            begin = (f"tp 2, --sp {sp}, rank {rank} of tp; the group has two sequences, {TOKENS_OF_TP}"
+                     f"{', times 100' * (times > 1)}, and the layer multiplies by the router's weight, 10")
+            own = [[times * token for token in sequence] for sequence in own]
+            assert sp == "off" or not replaced, "with --sp on, x is this rank's part already, so moe.forward must stay as it is"
+            assert part == own, f"{begin}: own_part of both sequences should be {own}, this rank's half of each, not {part}"
+            calls = f"called with {', then with '.join(map(str, seen))}" if seen else "not called"
+            assert seen == [own], \
+                f"{begin}: what was moe.forward before should be called once, with this rank's part, {own}; it was {calls}"
+            of_this = slice(2 * rank, 2 * rank + 2) if sp == "on" else slice(None)
+            right = [[times * token for token in sequence[of_this]] for sequence in outputs]
+            assert out == right, (f"{begin}: the layer should return {right}, not {out}"
+                                  f"{': the outputs of all ranks, in the order of the sequence' * (sp == 'off')}")
+            right = [sequence[of_this] for sequence in grads_of_x]
+            begin = f"{begin}; the outputs have the gradients {GRADS_OF_TP}"
+            why = (". (All ranks have the same gradients of the outputs, so nothing is summed: each takes its part, and in the end "
+                   "they gather those of x.)")
+            assert of_x == right, f"{begin}: those of x are {right}, not {of_x}{why * (sp == 'off')}"
+            assert gate == times * of_gate, (f"{begin}: that of the router's weight, from this rank's tokens only, is "
+                                             f"{times * of_gate}, not {gate}")
+            right = {"gate.weight": "the group"}
+            assert record == right, (
+                f"with --sp {sp}, placement.grad_reduce_group should be {right}, and None for all others, but is {record}: the "
+                "router's gradient lacks the tokens of the other ranks of tp. (Those of the experts are summed over "
+                "placement.data_mesh, which has the ranks of tp.)")
+            if sp == "on":
+                assert not sent + sent_back, f"{begin}: nothing should be sent, but it did {sent + sent_back}"
+            else:
+                right = [("all_gather", 2, 8)]
+                assert sent == right and sent_back == right, (
+                    f"{begin}: in forward it should gather the outputs, and in backward the gradients of x, (collective, ranks, "
+                    f"numbers) {right} each time; it did {sent} and {sent_back}")
 
 
 # ------------------------------------------------------------------------------------------------ as many tokens for each
@@ -674,60 +767,62 @@ TOKENS = [[[3, 1, 0, 0], [0, 3, 0, 1]], [[1, 1, 2, 0], [0, 3, 0, 1]], [[4, 0, 0,
 
 
 def update_job(kind):
-    """Run four ranks, pp 2 x dp 2: the first stage has two layers of four experts, the second has one. Return the results of two
-    updates, and the state that they leave."""
-    import expert_parallel
+    """Run four ranks, two in each of two stages: the first stage has two layers of four experts, the second has one. Return the
+    results of two updates, and the state that they leave."""
+    import balance
     import torch
     import torch.distributed as dist
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
+    groups, (alone, _) = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))], dist.new_subgroups(1)
     dist.barrier()
-    balance = object.__new__(expert_parallel.LoadBalancer)
+    balancer = object.__new__(balance.LoadBalancer)
     tokens = torch.tensor(TOKENS[rank])
-    balance.args, balance.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=3, num_local_experts=4)
-    balance.layers, balance.data_group = ["a layer"] * len(tokens), groups[rank // 2]
-    balance.tokens_per_expert, balance.bias = torch.zeros_like(tokens), torch.zeros(tokens.shape)
+    balancer.args, balancer.config = SimpleNamespace(balance=kind, pp=2), SimpleNamespace(num_hidden_layers=3, num_local_experts=4)
+    balancer.layers, balancer.stage_group, balancer.sequence_group = ["a layer"] * len(tokens), groups[rank // 2], alone
+    balancer.tokens_per_expert, balancer.bias = torch.zeros_like(tokens), torch.zeros(tokens.shape)
     ratios = []
     with watched() as done:
         for _ in range(2):
-            balance.tokens_per_expert += tokens
-            ratios.append(balance.update())
+            balancer.tokens_per_expert += tokens
+            ratios.append(balancer.update())
     assert all(isinstance(ratio, dict) and list(ratio) == ["balance"] for ratio in ratios), \
         f"update must return a dict with one entry, balance, not {ratios}"
     ratios = [ratio["balance"] for ratio in ratios]
     assert all(isinstance(ratio, torch.Tensor) and ratio.dtype == torch.float64 for ratio in ratios), \
         f"update's balance must be a tensor in float64, not {ratios}"
-    bias = (balance.bias / expert_parallel.BIAS_STEP).round(decimals=3).tolist()
-    counts, balance.layers = balance.tokens_per_expert.flatten().tolist(), []
-    return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balance.update(), done.waits
+    bias = (balancer.bias / balance.BIAS_STEP).round(decimals=3).tolist()
+    counts, balancer.layers = balancer.tokens_per_expert.flatten().tolist(), []
+    return [round(ratio.item(), 4) for ratio in ratios], bias, counts, balancer.update(), done.waits
 
 
-@rung({"expert_parallel.py": ["LoadBalancer.update"]}, hints="""
-    self.tokens_per_expert, [layers, experts], has the choices of this rank since the last step. Which ranks have the other tokens
+@rung({"balance.py": ["LoadBalancer.update"]}, hints="""
+    self.tokens_per_expert, [layers, experts], has the choices of this rank since the last step. Which ranks route the other tokens
     of the global batch, for the same layers? An expert with more tokens than the mean should be selected less often: what happens
     to its bias?
 
-    `dist.all_reduce(self.tokens_per_expert, group=self.data_group)`. The mean is that over a layer's experts. The bias changes by
-    BIAS_STEP up or down, however large the difference is: `.sign()`. For the log, a layer's load is its largest number of tokens
-    over its mean. A rank has the layers of its stage only, so the mean over all layers needs the ranks of the other stages.
+    Those of dp x cp x tp: `dist.all_reduce(self.tokens_per_expert, group=self.stage_group)`. The mean is that over a layer's
+    experts. The bias changes by BIAS_STEP up or down, however large the difference is: `.sign()`. For the log, a layer's load is
+    its largest number of tokens over its mean. A rank has the layers of its stage only, so the mean over all layers needs the ranks
+    of the other stages.
 
     With n = self.tokens_per_expert, after its all-reduce: mean = n.double().mean(1, keepdim=True); if self.args.balance == "bias":
     self.bias += BIAS_STEP * (mean - n).sign(); largest = (n.amax(1) / mean.squeeze(1)).sum() / self.config.num_hidden_layers;
     n.zero_(); dist.all_reduce(largest); return {"balance": largest / (dist.get_world_size() / self.args.pp)}, because that many
     ranks have each stage. Without layers return {} at once.""")
 def test_a_bias_against_crowds(pool):
-    """Write `LoadBalancer.update()`, which runs after every step. It sums self.tokens_per_expert over self.data_group, the ranks
-    that have the other tokens. With --balance bias, it lowers the bias of each expert that had more tokens than the mean of its
-    layer by BIAS_STEP, and raises the bias of each that had fewer by as much. An expert with exactly the mean keeps its bias. Then
-    it zeroes self.tokens_per_expert. It returns {"balance": a tensor in float64, the same on all ranks}: a layer's largest number
-    of tokens over its mean, averaged over the layers of all stages (self.config.num_hidden_layers); or {} if self.layers is empty.
-    Sum over the whole world, in which every layer appears world size / pp times. The CPU must not wait for the GPU."""
+    """Write `LoadBalancer.update()`, which runs after every step. It sums self.tokens_per_expert over self.stage_group (dp x cp x
+    tp), the ranks that route the other tokens for the same layers. With --balance bias, it lowers the bias of each expert that had
+    more tokens than the mean of its layer by BIAS_STEP, and raises the bias of each that had fewer by as much. An expert with
+    exactly the mean keeps its bias. Then it zeroes self.tokens_per_expert. It returns {"balance": a tensor in float64, the same on
+    all ranks}: a layer's largest number of tokens over its mean, averaged over the layers of all stages
+    (self.config.num_hidden_layers); or {} if self.layers is empty. Sum over the whole world, in which every layer appears world
+    size / pp times. The CPU must not wait for the GPU."""
     for kind in ("bias", "none", "aux"):
         for rank, (ratios, bias, counts, nothing, waits) in enumerate(
                 pool.call(update_job, STEP, world=4, kind=kind)):
-            where = (f"--balance {kind}, pp 2, dp 2. In each layer of their stage the ranks count {TOKENS} tokens, so the stages "
-                     "[4, 2, 2, 0] [0, 6, 0, 2] and [8, 0, 0, 0]")
+            where = (f"--balance {kind}, two stages of two ranks. In each layer of their stage the ranks count {TOKENS} tokens, so "
+                     "the stages [4, 2, 2, 0] [0, 6, 0, 2] and [8, 0, 0, 0]")
             assert ratios == [3, 3], \
                 f"{where}: largest over mean is 4 / 2, 6 / 2 and 8 / 2, on average 3. Called twice, update returned {ratios}"
             right = [[-2, 0, 0, 2], [2, -2, 2, 0]] if rank < 2 else [[-2, 2, 2, 2]]
@@ -746,12 +841,12 @@ BIAS = [-0.25, 0.0, 0.15]
 
 def choose_job(kind, bias, top_k):
     """Choose in layer 1 of two. Return the experts, tokens_per_expert after two calls, and what choose added to the logits'
-    gradient; also that gradient by the formula of the loss. Ranks 0 and 1 are one cp group, with parts of the sequences; 2 and 3
-    are another, with the scores rolled."""
+    gradient; also that gradient by the formula of the loss. Ranks 0 and 1 are one sequence_group, with parts of the same sequences;
+    2 and 3 are another, with the scores rolled."""
     import gc
     import weakref
 
-    import expert_parallel
+    import balance
     import torch
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -759,31 +854,31 @@ def choose_job(kind, bias, top_k):
     dist.barrier()
     scores = torch.tensor(SCORES, dtype=torch.float64)
     scores = scores if dist.get_rank() < 2 else scores.roll(1, -1)
-    balance = object.__new__(expert_parallel.LoadBalancer)
-    balance.args = SimpleNamespace(balance=kind, seq_len=4, global_batch_size=6, tp=2)
-    balance.config = SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=3)
-    balance.tokens_per_expert, balance.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
-    balance.cp_group = group
-    losses, auxiliary_loss = [], balance.auxiliary_loss
+    balancer = object.__new__(balance.LoadBalancer)
+    balancer.args = SimpleNamespace(balance=kind, seq_len=4, global_batch_size=6, tp=2)
+    balancer.config = SimpleNamespace(num_experts_per_tok=top_k, num_local_experts=3)
+    balancer.tokens_per_expert, balancer.bias = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[9.0, 0, 0], bias])
+    balancer.sequence_group, balancer.stage_group = group, dist.group.WORLD
+    losses, auxiliary_loss = [], balancer.auxiliary_loss
 
     def noted(*args, **kwargs):
         loss = tensor_from("auxiliary_loss", auxiliary_loss(*args, **kwargs))
         losses.append(loss.detach().clone())
         return loss
-    balance.auxiliary_loss = noted
+    balancer.auxiliary_loss = noted
     leaf = scores[group.rank()].log().requires_grad_()
     logits = leaf + 1                                     # softmax does not notice
     with watched() as done:
-        expert, returned = balance.choose(1, logits)
+        expert, returned = balancer.choose(1, logits)
         returned.sum().backward()
     sent, waits = done.sent, done.waits
     assert torch.equal(returned, logits), "choose must return the logits with the values that they have"
-    with torch.no_grad(), watched() as done:              # recomputation runs forward like this first
-        balance.choose(1, leaf + 1)
+    with torch.no_grad(), watched() as done:              # without gradients, there is no loss to add
+        balancer.choose(1, leaf + 1)
     chosen = torch.nn.functional.one_hot(scores.topk(top_k).indices, 3).double().sum((0, 2, 3))          # [sequences, experts]
     leaf2 = scores[group.rank()].log().requires_grad_()
     mean_score = leaf2.softmax(-1).sum(1) / 4
-    loss = expert_parallel.AUX_WEIGHT * 3 * (chosen / 4 / top_k * mean_score).sum() / 6 / 2
+    loss = balance.AUX_WEIGHT * 3 * (chosen / 4 / top_k * mean_score).sum() / 6
     loss.backward()
     added = [rounded(grad * 1e6) for grad in (leaf.grad - 1, leaf2.grad)]
     there = weakref.ref(leaf)
@@ -791,35 +886,36 @@ def choose_job(kind, bias, top_k):
     del logits, leaf, returned
     left = there() is not None
     gc.enable()
-    counts = balance.tokens_per_expert.tolist()
+    counts = balancer.tokens_per_expert.tolist()
     losses = [value.sum().item() * 1e6 for value in (*losses, loss)]
     to_both = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in ((2,), ())]
     if kind == "aux":
-        expert_parallel.AddAuxiliaryLoss.apply(*to_both).backward(torch.tensor([3.0, 5.0], dtype=torch.float64))
+        balance.AddAuxiliaryLoss.apply(*to_both).backward(torch.tensor([3.0, 5.0], dtype=torch.float64))
     passed = [None if tensor.grad is None else tensor.grad.tolist() for tensor in to_both]
     loss = losses, chosen.long().tolist(), passed
     return group.rank(), expert.sort(-1).values.tolist(), counts, *added, sent, done.sent, waits, left, *loss
 
 
-@rung({"expert_parallel.py": ["LoadBalancer.choose", "LoadBalancer.auxiliary_loss", "AddAuxiliaryLoss.forward",
-                              "AddAuxiliaryLoss.backward"]}, hints="""
+@rung({"balance.py": ["LoadBalancer.choose", "LoadBalancer.auxiliary_loss", "AddAuxiliaryLoss.forward",
+                      "AddAuxiliaryLoss.backward"]}, hints="""
     The scores of a token are the softmax of its logits, over all experts. Add the bias to them to select experts, and use it for
     nothing else. The auxiliary loss is the sum over experts of (fraction of the choices) x (mean score) x experts. It is lower if
     popular experts have low scores. The fractions come from counts, and have no gradient. But the loss is computed deep inside the
     model: how does it train the router, without being added to the loss that forward returns? Backward has to treat it as if its
     gradient were 1.
 
-    A sequence may be spread over cp: chosen, [batch, experts], must be summed over self.cp_group for the auxiliary loss, but not
-    for self.tokens_per_expert. The scores stay those of this rank's tokens, because every rank backpropagates its own.
+    A sequence may be spread over cp x tp: chosen, [batch, experts], must be summed over self.sequence_group for the auxiliary loss,
+    but not for self.tokens_per_expert. The scores stay those of this rank's tokens: each rank returns its own term of the loss, and
+    the router's gradient is summed over dp x cp x tp later, so nothing needs to be divided by the number of ranks.
     `AddAuxiliaryLoss.apply(logits, loss)` returns the logits, and its backward returns two gradients: that of the logits
     unchanged, and 1 for the loss. Then autograd computes the rest, if the scores have their history.
 
     scores = logits.softmax(-1); selected_experts = (scores.detach() + self.bias[i]).topk(top_k).indices; chosen =
     F.one_hot(selected_experts, num_experts).sum((1, 2)); self.tokens_per_expert[i] += chosen.sum(0). If self.args.balance == "aux"
     and logits.requires_grad: logits = AddAuxiliaryLoss.apply(logits, self.auxiliary_loss(scores, chosen)). Return
-    selected_experts, logits. auxiliary_loss: dist.all_reduce(chosen, group=self.cp_group); fraction =
-    chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len); return AUX_WEIGHT * num_experts * (fraction * scores).sum() / seq_len /
-    global_batch_size / tp. AddAuxiliaryLoss.forward: ctx.dtype = loss.dtype; return logits.view_as(logits). backward: return grad,
+    selected_experts, logits. auxiliary_loss: dist.all_reduce(chosen, group=self.sequence_group); fraction
+    = chosen.unsqueeze(1).type_as(scores) / (top_k * seq_len); return AUX_WEIGHT * num_experts * (fraction * scores).sum() / seq_len
+    / global_batch_size. AddAuxiliaryLoss.forward: ctx.dtype = loss.dtype; return logits.view_as(logits). backward: return grad,
     torch.ones((), dtype=ctx.dtype, device=grad.device).""")
 def test_choosing_and_counting(pool):
     """Write `LoadBalancer.choose(i, logits)`, which layer i calls as self.choose. It returns the numbers of each token's experts,
@@ -829,9 +925,10 @@ def test_choosing_and_counting(pool):
     backward adds the gradient of the auxiliary loss to their gradient. chosen, [batch, experts], has how often each expert was
     selected in each sequence. Write `auxiliary_loss(scores, chosen)`. This loss is, for each sequence, AUX_WEIGHT times the sum
     over experts of (fraction of the sequence's choices) x (mean score) x (number of experts). It is averaged over the sequences of
-    the global batch. A sequence has seq_len tokens, spread over the ranks of self.cp_group. All tp ranks compute the same, and
-    their gradients are summed, so divide by tp. Each rank counts only its part of a sequence, so sum `chosen` over self.cp_group.
-    Communicate nothing else, and never make the CPU wait. Write `AddAuxiliaryLoss.forward` and `backward`."""
+    the global batch. A sequence has seq_len tokens, spread over the ranks of self.sequence_group (cp x tp). Each rank counts only
+    its part of a sequence, so sum `chosen` over self.sequence_group; but return only the term of this rank's scores, because the
+    ranks' gradients are summed later. Communicate nothing else, and never make the CPU wait. Write `AddAuxiliaryLoss.forward` and
+    `backward`."""
     best = [[[[0], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]]
     cases = {("bias", (0.0, 0.0, 0.0), 1): best, ("aux", (0.0, 0.0, 0.0), 1): best,
              ("bias", tuple(BIAS), 1): [[[[2], [0]], [[2], [1]]], [[[1], [0]], [[2], [0]]]],
@@ -840,7 +937,7 @@ def test_choosing_and_counting(pool):
         answers = pool.call(choose_job, STEP, world=4, kind=kind, bias=list(bias), top_k=top_k)
         for i, (rank, expert, counts, added, by_formula, sent, again, waits, left, losses, chosen, passed) in enumerate(answers):
             where = (f"--balance {kind}, top_k {top_k}, layer 1 with the bias {list(bias)}, scores {SCORES[rank]} on rank {rank} "
-                     f"of cp{', rolled by one expert' * (i > 1)}")
+                     f"of sequence_group{', rolled by one expert' * (i > 1)}")
             right = of_ranks[rank]
             if i > 1 and any(bias):                       # with a bias and rolled scores, only check the first group
                 continue
@@ -854,12 +951,12 @@ def test_choosing_and_counting(pool):
             expected = [("all_reduce", 2, 6)] if kind == "aux" else []
             assert sent == expected, (
                 f"{where}: for 2 sequences and 3 experts, choose should start (collective, ranks, numbers) {expected}"
-                f"{', which sums chosen over cp_group' * (kind == 'aux')}, not {sent}")
-            where = f"{where}; cp 2, tp 2, seq_len 4, global_batch_size 6"
+                f"{', which sums chosen over sequence_group' * (kind == 'aux')}, not {sent}")
+            where = f"{where}; two ranks in sequence_group, seq_len 4, global_batch_size 6"
             if kind == "aux":
                 assert losses[0] == pytest.approx(losses[-1]), (
-                    f"{where}: summed over cp, chosen is {chosen}. Then auxiliary_loss returns for this rank's tokens "
-                    f"{losses[-1]:.3f} millionths, not {losses[0]:.3f}")
+                    f"{where}: summed over sequence_group, chosen is {chosen}. Then auxiliary_loss returns for this rank's tokens "
+                    f"{losses[-1]:.3f} millionths, not {losses[0]:.3f} (nothing is divided by a number of ranks)")
                 assert passed == [[3, 5], 1], (
                     "AddAuxiliaryLoss.backward must give loss the gradient 1, and pass on that of the logits: if this is [3, 5], "
                     f"logits and loss get [[3, 5], 1], not {passed}")
@@ -876,19 +973,23 @@ def test_choosing_and_counting(pool):
 class NamedMesh:
     """A mesh whose groups are names."""
 
-    def get_group(self, name="dp_cp"):
-        return name
+    def __init__(self, name=None):
+        self.name = name
+
+    def get_group(self, name=None):
+        return name or self.name
 
     def __getitem__(self, names):
-        return self
+        return NamedMesh(names if isinstance(names, str) else "_".join(names))
 
     def _flatten(self, name):
         return self
 
 
 def traffic_job(cases):
-    """Return what traffic says for layers with six experts, three per token, hidden 5, for 24 sequences of 16
-    tokens, float32."""
+    """Return what both functions say for layers with six experts, three per token, hidden 5, for 24 sequences of 16 tokens,
+    float32."""
+    import balance
     import expert_parallel
     import moe
     import torch
@@ -897,61 +998,80 @@ def traffic_job(cases):
     config = layer_config(hidden_size=5, num_experts_per_tok=3, num_local_experts=6, num_hidden_layers=4)
     found = []
     for layers, flags in cases:
-        args = SimpleNamespace(**dict(dp=1, cp=1, tp=1, pp=2, ep=1, dtype=torch.float32, seq_len=16, global_batch_size=24,
+        args = SimpleNamespace(**dict(dp=1, cp=1, tp=1, pp=2, ep=1, sp="on", dtype=torch.float32, seq_len=16, global_batch_size=24,
                                       micro_batch_size=3, recompute="none", balance="bias") | flags)
         model = SimpleNamespace(model=SimpleNamespace(config=config, layers={}))
         for i in range(layers):
             model.model.layers[str(i)] = SimpleNamespace(mlp=moe.MoE(config))
             if args.ep > 1:
                 model.model.layers[str(i)].mlp.dispatch = expert_parallel.TokenDispatcher("ep")
-        sent = {}
-        entries = expert_parallel.traffic(model, NamedMesh(), args)
-        assert entries is not None, "traffic returned None, not a list"
-        for group, collective, size in entries:
-            what = "world" if group is dist.group.WORLD else group, collective
-            sent[what] = sent.get(what, 0) + size
-        found.append(sent)
+        for technique in (expert_parallel, balance):
+            entries, sent = technique.traffic(model, NamedMesh(), args), {}
+            assert entries is not None, f"{technique.__name__}.traffic returned None, not a list"
+            for group, collective, size in entries:
+                what = "world" if group is dist.group.WORLD else group, collective
+                sent[what] = sent.get(what, 0) + size
+            found.append(sent)
     return found
 
 
 @pytest.mark.slow
-@rung({"expert_parallel.py": ["traffic"]}, hints="""
-    The ledger compares the bytes sent with what `expected_traffic` returns. Three things are sent: rows, there and back; before
-    them counts; and once per step what update sums. How many rows does a rank have in a step, in all its layers, and how often is
-    each row sent?
+@rung({"expert_parallel.py": ["traffic"], "balance.py": ["traffic"]}, hints="""
+    The ledger compares the bytes sent with what `expected_traffic` returns, and asks each file for its part. In expert_parallel.py
+    three things are sent: rows, there and back; before them counts; and with --sp off what the ranks of tp gather after they have
+    routed (rung 6). In balance.py, it is what update sums once per step, and what auxiliary_loss sums in forward. How many tokens
+    does a rank route in a step, and how often is each of its rows sent?
 
-    A rank's tokens in a step: args.global_batch_size // args.dp * args.seq_len // args.cp. Each is num_experts_per_tok rows of
-    hidden_size elements in each layer. Rows are sent there and back in forward, and gradients there and back in backward; with
-    recomputation forward runs twice. The counts (int64, one for each expert) are sent once in each forward of each micro-batch.
-    With --balance aux the counts of each sequence are summed over cp.
+    A rank routes args.global_batch_size // args.dp * args.seq_len // (args.cp * args.tp) tokens in a step. Each is
+    num_experts_per_tok rows of hidden_size elements in each layer. Rows are sent there and back in forward, and gradients there and
+    back in backward; with recomputation forward runs twice. The counts (int64, one for each expert) are sent once in each forward
+    of each micro-batch. With --sp off the ranks of tp gather the outputs in forward, and the gradients in backward; an all-gather
+    counts with the bytes of its result, which are those of tp ranks. Recomputation stops before it would gather the outputs again,
+    because backward needs no outputs. In balance.py update sums a count for each expert of each layer over dp x cp x tp, and one
+    float64 over the world. With --balance aux the counts of each sequence are summed over cp x tp, in each forward.
 
-    With layers = moe_layers(model), forwards = 1 if args.recompute == "none" else 2, sequences = args.global_batch_size // args.dp,
-    count_bytes = len(layers) * num_local_experts * 8, and row_bytes = len(layers) * tokens * top_k * hidden * args.dtype.itemsize:
-    (data_mesh(mesh).get_group(), "all_reduce", count_bytes), (dist.group.WORLD, "all_reduce", 8); if ep > 1, in the group
-    layers[0].dispatch.group: "all_to_all" of 2 * (forwards + 1) * row_bytes, and of forwards * sequences // args.micro_batch_size *
-    count_bytes; if aux, (mesh.get_group("cp"), "all_reduce", forwards * sequences * count_bytes). Without MoE layers return [].""")
+    Both: layers = moe_layers(model); without MoE layers return []; forwards = 1 if args.recompute == "none" else 2; sequences =
+    args.global_batch_size // args.dp; count_bytes = len(layers) * num_local_experts * 8. expert_parallel.py: token_bytes =
+    len(layers) * tokens * hidden_size * args.dtype.itemsize. If ep > 1, in the group layers[0].dispatch.group: "all_to_all" of 2 *
+    (forwards + 1) * num_experts_per_tok * token_bytes, and of forwards * sequences // args.micro_batch_size * count_bytes. If tp >
+    1 and sp is off: (mesh.get_group("tp"), "all_gather", 2 * args.tp * token_bytes). balance.py: (stage_mesh(mesh).get_group(),
+    "all_reduce", count_bytes), (dist.group.WORLD, "all_reduce", 8); if aux, (sequence_group(mesh), "all_reduce", forwards *
+    sequences * count_bytes).""")
 @pytest.mark.parametrize("ranks, shape, flags", [
     (2, "top2-2", "--ep 2 --micro_batch_size 12 --recompute full --balance bias"),
-    (4, "top2-2", "--ep 2 --micro_batch_size 12 --tp 2 --recompute none --balance aux"),
+    (2, "top2-2", "--ep 2 --micro_batch_size 24 --tp 2 --sp off --recompute selective --balance aux"),
+    (4, "top2-2", "--ep 4 --micro_batch_size 12 --tp 2 --recompute none --balance aux"),
     (4, "top4-2", "--ep 2 --micro_batch_size 6 --cp 2 --recompute selective --balance aux"),
     (4, "top1-3", "--ep 2 --micro_batch_size 6 --pp 2 --schedule zerobubble --recompute none --balance bias")])
 def test_a_training_run(pool, ranks, shape, flags):
-    """Write `traffic(model, mesh, args)`. It returns what a rank sends in one training step, as a list of (group,
-    collective, payload bytes), for the layers of its own stage; this must equal the ledger's bytes. A rank cannot know how many
-    rows its experts will get, so count as many as it sends. With --recompute selective or full, forward runs twice. Four steps, on
-    two ranks with ep 2, and on four ranks with ep 2 and tp, cp or pp 2, must give the losses, gradient norms and weights of one
-    process."""
-    # with two layers, six experts, and three of them per token, the counts have 96 bytes; all rows of all tokens have 46,080
-    rows, counts, update = 2 * 24 * 16 * 3 * 5 * 4, 96, {("dp_cp", "all_reduce"): 96, ("world", "all_reduce"): 8}
-    cases = [(0, {}, {}), (2, {}, update),
-             (2, dict(ep=2, dp=2), update | {("ep", "all_to_all"): 2 * rows + 4 * counts}),
-             (2, dict(ep=2, dp=4, cp=2, micro_batch_size=2, tp=2), update | {("ep", "all_to_all"): rows // 2 + 3 * counts}),
-             (2, dict(ep=2, cp=2, recompute="selective"), update | {("ep", "all_to_all"): 3 * rows + 16 * counts}),
-             (2, dict(ep=2, cp=2, recompute="full"), update | {("ep", "all_to_all"): 3 * rows + 16 * counts}),
-             (2, dict(balance="aux"), update | {("cp", "all_reduce"): 24 * counts}),
-             (2, dict(balance="aux", dp=2, cp=2, recompute="selective"), update | {("cp", "all_reduce"): 24 * counts})]
-    for (layers, flags_here, right), came in zip(cases, pool.call(traffic_job, STEP, cases=[case[:2] for case in cases])[0]):
-        assert came == right, (f"{layers} layers with 6 experts on this stage of two, top_k 3, hidden 5, 24 sequences of 16 "
-                               f"tokens, 3 in a micro-batch, float32, no recomputation, changed by {flags_here}: the bytes of "
-                               f"traffic are {right}, not {came}")
+    """Write `traffic(model, mesh, args)` twice: in expert_parallel.py for what `apply` has put into the layers, and in balance.py
+    for the LoadBalancer. Each returns what a rank sends in one training step, as a list of (group, collective, payload bytes), for
+    the layers of its own stage; both together must equal the ledger's bytes. `stage_mesh(mesh)` and `sequence_group(mesh)` lead to
+    the groups. A rank cannot know how many rows its experts will get, so count as many as it sends. An all-gather counts with the
+    bytes of its result. With --recompute selective or full, forward runs twice. Then four steps must give the losses, gradient
+    norms and weights of one process: on two ranks with ep 2, once over dp, and once over tp with --sp off; on four ranks with ep 4
+    over dp x tp, and with ep 2 and cp or pp 2."""
+    # with two layers, six experts and three of them per token: all tokens of a step, all their rows, and the counts, in bytes
+    tokens, rows, counts = 2 * 24 * 16 * 5 * 4, 2 * 24 * 16 * 3 * 5 * 4, 96
+    update = {("dp_cp_tp", "all_reduce"): 96, ("world", "all_reduce"): 8}
+    there_and_back = lambda sent, counted: {("ep", "all_to_all"): int(sent * rows) + counted * counts}
+    gathered = lambda times: {("tp", "all_gather"): int(times * tokens)}
+    summed = {("cp_tp", "all_reduce"): 24 * counts}
+    cases = [(0, {}, {}, {}), (0, dict(ep=2, tp=2, sp="off", balance="aux"), {}, {}), (2, {}, {}, update),
+             (2, dict(ep=2, dp=2), there_and_back(2, 4), update),
+             (2, dict(ep=2, dp=4, cp=2, micro_batch_size=2), there_and_back(1 / 2, 3), update),
+             (2, dict(ep=2, dp=2, tp=2), there_and_back(1, 4), update),
+             (2, dict(ep=2, cp=2, recompute="selective"), there_and_back(3, 16), update),
+             (2, dict(ep=2, cp=2, recompute="full"), there_and_back(3, 16), update),
+             (2, dict(tp=2, sp="off"), gathered(2), update), (2, dict(tp=2), {}, update),
+             (2, dict(ep=2, dp=2, tp=4, sp="off", recompute="full"), there_and_back(3 / 4, 8) | gathered(1), update),
+             (2, dict(balance="aux", tp=2), {}, update | summed),
+             (2, dict(balance="aux", dp=2, cp=2, recompute="selective"), {}, update | summed)]
+    came = pool.call(traffic_job, STEP, cases=[case[:2] for case in cases])[0]
+    for (layers, flags_here, *right), *found in zip(cases, came[::2], came[1::2]):
+        for file, expected, got in zip(("expert_parallel", "balance"), right, found):
+            assert got == expected, (
+                f"{layers} layers with 6 experts on this stage of two, top_k 3, hidden 5, 24 sequences of 16 tokens, 3 in a "
+                f"micro-batch, float32, no recomputation, --sp on, --balance bias, all other sizes 1, changed by {flags_here}: the "
+                f"bytes of {file}.traffic are {expected}, not {got}")
     check(pool, layouts.Layout(STEP, ranks, shape, "adamw", f"--dtype float64 {flags}"))

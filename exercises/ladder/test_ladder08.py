@@ -145,7 +145,8 @@ def fill_job(folder):
     from boxes import fill
     from safetensors.torch import save_file
     whole = torch.arange(24.0).view(4, 6)
-    others = {"w.exp_avg[0, 0]": 100 + whole, "v[0]": torch.arange(5.0), "other[0, 0]": torch.ones(4, 6)}
+    others = {"w.exp_avg[0, 0]": 100 + whole, "v[0]": torch.arange(5.0), "other[0, 0]": torch.ones(4, 6),
+              "mlp.experts.w3.weight[0]": torch.arange(50.0, 53)}
     found, paths = {}, {}
     for how, stored in STORED.items():
         paths[how] = [Path(folder, f"{how}_{i}.safetensors") for i in range(len(stored))]
@@ -157,12 +158,12 @@ def fill_job(folder):
     def state():
         memory.fill_(7)
         return {"w[0, 0]": memory[:4], "w[1, 2]": memory[4:6, :3], "w.exp_avg[2, 0]": memory[6:8], "v[3]": memory[8, :2],
-                "w.exp_avg[0, 5]": memory[9:10, :1]}
+                "w.exp_avg[0, 5]": memory[9:10, :1], "mlp.experts.up_proj.weight[1]": memory[10, :2]}
     for how in STORED:
         left = fill(state(), paths[how])
-        rest = [memory[4:6, 3:], memory[8, 2:], memory[9, 1:], memory[10:]]
-        found[how] = (left, memory[:4].tolist(), memory[4:6, :3].tolist(), memory[6:8].tolist(), memory[8, :2].tolist(),
-                      memory[9, 0].item(), all(bool((part == 7).all()) for part in rest))
+        rest = [memory[4:6, 3:], memory[8, 2:], memory[9, 1:], memory[10, 2:], memory[11:]]
+        found[how] = (memory[:4].tolist(), memory[4:6, :3].tolist(), memory[6:8].tolist(), memory[8, :2].tolist(),
+                      memory[9, 0].item(), memory[10, :2].tolist(), left, all(bool((part == 7).all()) for part in rest))
     # the last column is in no file; a box that no file has at all; nothing that is read is missing
     gaps = [fill({"w[0, 0]": memory[:4], "w[0, 1]": memory[4:8, :2]}, paths["columns"][:2]),
             fill({"w[0, 1]": memory[4:8, :2], "w[0, 0]": memory[:4]}, paths["columns"][:2]),
@@ -180,20 +181,24 @@ def fill_job(folder):
     file.keys(), and file.get_slice(key), which copy_overlap reads from. Saved elements are finite, so nan marks those that are
     missing.
 
-    for box in state.values(): box.fill_(math.nan). Then for path in paths: with safe_open(path, framework="pt") as file: for
-    key in file.keys(): for local_key, box in state.items(): if local_key.split("[")[0] == key.split("[")[0]: copy_overlap(box,
-    offsets(local_key), file.get_slice(key), offsets(key)). Last, return next((key for key, box in state.items() if
-    box.isnan().any()), None).""")
+    for box in state.values(): box.fill_(math.nan). Then for path in paths: with safe_open(path, framework="pt") as file: for key in
+    file.keys(): name = key.split("[")[0]; for older, newer in OLDER_NAMES.items(): name = name.replace(older, newer); for
+    local_key, box in state.items(): if local_key.split("[")[0] == name: copy_overlap(box, offsets(local_key), file.get_slice(key),
+    offsets(key)). Last, return next((key for key, box in state.items() if box.isnan().any()), None).""")
 def test_from_any_files(pool, tmp_path):
     """Write `fill(state, paths)`, which fills the boxes of a rank from files. `state` is {key: box}, and so is a file. A key is the
     tensor's name and the offsets of the box in it, like "w[2, 0]"; `offsets(key)` returns the list, [2, 0]. The boxes are views of
-    memory: fill them in place, and ignore what they contain. Files also have boxes of other tensors. Return None, or the key of a
-    box that has an element which no file contains. To find such elements, start with nan everywhere."""
+    memory: fill them in place, and ignore what they contain. Files also have boxes of other tensors. Older files call an expert's
+    matrices w1, w2 and w3 instead of gate_proj, down_proj and up_proj: OLDER_NAMES says which part of a name to replace by which.
+    Return None, or the key of a box that has an element which no file contains. To find such elements, start with nan
+    everywhere."""
     found, gaps = pool.call(fill_job, STEP, folder=str(tmp_path))[0]
     whole = [[6 * i + j for j in range(6)] for i in range(4)]
-    right = (None, whole, [line[2:5] for line in whole[1:3]], [[100 + a for a in line] for line in whole[2:]], [3, 4], 105, True)
-    texts = ["fill returns", "w[0, 0], 4 x 6", "w[1, 2], 2 x 3", "w.exp_avg[2, 0], 2 x 6 (100 + w)", "v[3], of 0 1 2 3 4",
-             "w.exp_avg[0, 5], 1 x 1", "memory outside these boxes stays as it is"]
+    right = (whole, [line[2:5] for line in whole[1:3]], [[100 + a for a in line] for line in whole[2:]], [3, 4], 105, [51, 52],
+             None, True)
+    texts = ["w[0, 0], 4 x 6", "w[1, 2], 2 x 3", "w.exp_avg[2, 0], 2 x 6 (100 + w)", "v[3], of 0 1 2 3 4", "w.exp_avg[0, 5], 1 x 1",
+             "mlp.experts.up_proj.weight[1], of 50 51 52, which is mlp.experts.w3.weight there", "fill returns",
+             "memory outside these boxes stays as it is"]
     for how, parts in found.items():
         for text, expected, came in zip(texts, right, parts):
             assert came == expected, f"w, 0 to 23 in 4 x 6, is in files by {how}: {text}: expected {expected}, got {came}"
@@ -284,13 +289,13 @@ def boxes_job():
 # name, shape of this rank's part, index of the first element in it, how many elements, shards: (dim, num_shards, index)
 SHARDED = [("norm", (5,), 0, 5, []), ("norm", (5,), 2, 3, []), ("head", (2, 6), 0, 12, [(0, 2, 1)]),
            ("down", (3, 2), 0, 6, [(1, 3, 2)]), ("down", (3, 2), 3, 3, [(1, 3, 2)]), ("up", (4, 3), 1, 7, [(0, 2, 1)]),
-           ("w1", (2, 3, 2), 1, 8, [(1, 2, 1), (0, 4, 2)])]
+           ("experts", (2, 3, 2), 1, 8, [(0, 4, 2)])]
 BOXES = [{"norm[0]": [10, 11, 12, 13, 14]}, {"norm[2]": [10, 11, 12]},
          {"head[2, 0]": [[10, 11, 12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]}, {"down[0, 4]": [[10, 11], [12, 13], [14, 15]]},
          {"down[1, 5]": [[10]], "down[2, 4]": [[11, 12]]},
          {"up[4, 1]": [[10, 11]], "up[5, 0]": [[12, 13, 14]], "up[6, 0]": [[15, 16]]},
-         {"w1[4, 3, 1]": [[[10]]], "w1[4, 4, 0]": [[[11, 12], [13, 14]]], "w1[5, 3, 0]": [[[15, 16]]],
-          "w1[5, 4, 0]": [[[17]]]}]
+         {"experts[4, 0, 1]": [[[10]]], "experts[4, 1, 0]": [[[11, 12], [13, 14]]], "experts[5, 0, 0]": [[[15, 16]]],
+          "experts[5, 1, 0]": [[[17]]]}]
 
 
 @rung({"boxes.py": ["boxes"]}, hints="""
@@ -729,7 +734,7 @@ def state_job(argv):
                 box.fill_(step)
             for master in self.optimizer.masters:
                 memory += [master, *(self.optimizer.adamw.state[master][name] for name in ("exp_avg", "exp_avg_sq"))]
-            found["views"] = all(bool((tensor == step).all()) for tensor in memory) and bool((self.balance.bias == step).all())
+            found["views"] = all(bool((tensor == step).all()) for tensor in memory) and bool((self.balancer.bias == step).all())
             for key, box in state.items():
                 box.copy_(found["after"][key])
         return False
@@ -770,7 +775,7 @@ def whole(answers, when):
     zip(params, masters): param, start = getattr(sharded_param, "origin", (sharded_param, 0)); adam_state = adamw.state[master]; if
     not adam_state: adam_state.update(step=torch.zeros((), device=master.device), exp_avg=torch.zeros_like(master),
     exp_avg_sq=torch.zeros_like(master)); state |= boxes(param_names[param], param, start, master), and the same for both moments,
-    with the name f"{param_names[param]}.{average}". Then for layer, bias in zip(self.model.model.layers, self.balance.bias):
+    with the name f"{param_names[param]}.{average}". Then for layer, bias in zip(self.model.model.layers, self.balancer.bias):
     state[f"balance.bias[{layer}, 0]"] = bias.unsqueeze(0).""")
 def test_what_must_not_be_lost(pool, tmp_path):
     """Write `Checkpoints.state()`. It returns {key: box} of everything that this rank has of the training state, as `boxes` returns
@@ -778,7 +783,7 @@ def test_what_must_not_be_lost(pool, tmp_path):
     name + ".exp_avg" and ".exp_avg_sq". Boxes are views: writing to them writes to the optimizer. Before the first step, Adam has
     no moments; then allocate them, as zeros, and its count "step", a tensor of no dimension. In a model with experts, add
     `balance.bias[LAYER, 0]` for each layer of self.model.model.layers, whose keys are the layers' numbers: the layer's row of
-    self.balance.bias, as a box of 1 x experts."""
+    self.balancer.bias, as a box of 1 x experts."""
     alone = {}
 
     def made(shape, dtype="float64"):
