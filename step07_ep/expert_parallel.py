@@ -60,11 +60,12 @@ def shard_experts(linear, ep_mesh: DeviceMesh):
 
 
 def route_own_part(moe, group: ProcessGroup, args):
-    """Let each tp rank route only its part of the sequence, as outside of tp's regions with --sp on."""
+    """Let each tp rank route only its part of the sequence. With --sp on it has no other tokens."""
     moe.gate.weight.placement.grad_reduce_group = group   # partial: it lacks the other ranks' tokens
     if args.sp == "off":
         forward, comm = moe.forward, (all_gather, own_part, group)
-        # f and g are conjugate, so leaving a region with `own_part` gathers the gradients in backward
+        # Around the layer, each rank has all tokens, as inside a region. So leave the region before the
+        # layer and enter it again after. (In backward, leaving it gathers the gradients.)
         moe.forward = lambda x: enter_region(forward(leave_region(x, comm)), comm)
 
 
@@ -143,6 +144,7 @@ def traffic(model, mesh, args):
         traffic.append((group, "all_to_all", 2 * (forwards + 1) * row_bytes))      # there and back
         count_bytes = len(layers) * config.num_local_experts * torch.int64.itemsize
         traffic.append((group, "all_to_all", forwards * sequences // args.micro_batch_size * count_bytes))
-    if layers and args.tp > 1 and args.sp == "off":       # outputs in forward, gradients in backward
+    # outputs in forward and gradients in backward; recomputation stops before the last operation
+    if layers and args.tp > 1 and args.sp == "off":
         traffic.append((mesh.get_group("tp"), "all_gather", 2 * args.tp * token_bytes))
     return traffic

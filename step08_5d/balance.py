@@ -111,6 +111,7 @@ def check(args, config):
 
 
 def traffic(model, mesh, args):
+    """Return the traffic of the counts: of a step, and for the auxiliary loss of each sequence."""
     layers = moe_layers(model)
     if not layers:
         return []

@@ -59,7 +59,7 @@ class Checkpoints:
             state |= boxes(param_names[param], param, start, master)
             for average in ("exp_avg", "exp_avg_sq"):
                 state |= boxes(f"{param_names[param]}.{average}", param, start, adam_state[average])
-        biases = zip(self.model.model.layers, self.balancer.bias)                   # a dense model has none
+        biases = zip(self.model.model.layers, self.balancer.bias)                  # a dense model has none
         return state | {f"balance.bias[{layer}, 0]": bias.unsqueeze(0) for layer, bias in biases}
 
     # ------------------------------------------------------------------------------------------- saving
