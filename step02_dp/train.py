@@ -14,7 +14,7 @@ from mesh import build_mesh, check_same_on_all_ranks, fail_together, init_distri
 from messages import RANK
 from metrics import Metrics
 from model import Llama, use_flash_attention
-from optimizer import Optimizer, add_main_grads, learning_rate
+from optimizer import Optimizer, learning_rate
 from profiling import Profiler
 from recompute import recompute_and_compile
 from weights import materialize, save_model
@@ -53,10 +53,10 @@ def forward_backward(model, micro_batches, args):
     return total
 
 
-def train_step(model, reducer, optimizer, micro_batches, lr, args):
+def train_step(model, replicas, optimizer, micro_batches, lr, args):
     """Train on a global batch. Return its mean loss, and the norm of the gradients before clipping."""
     loss = forward_backward(model, micro_batches, args)
-    reducer.finish()
+    replicas.finish_grad_reduction()
     dist.all_reduce(loss)
     grad_norm = optimizer.clip_grad_norm()
     optimizer.step(lr)
@@ -69,15 +69,14 @@ def main(argv=None):
     check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
     model = build_model(config, args)
-    add_main_grads(model.parameters())
-    reducer = data_parallel.make_reducer(model.parameters(), mesh.get_group("dp"), args)
-    optimizer = Optimizer(model.parameters(), args)
+    replicas = data_parallel.DataParallel(model, mesh, args)
+    optimizer = Optimizer(replicas.params, args)
     profiler = Profiler(args)
     metrics = Metrics(model, config, args)
     for step, micro_batches in batches(tokens, config, mesh, args):
         lr = learning_rate(step, args)
         with profiler.step(step), ledger(step, model, mesh, args, TECHNIQUES):
-            loss, grad_norm = train_step(model, reducer, optimizer, micro_batches, lr, args)
+            loss, grad_norm = train_step(model, replicas, optimizer, micro_batches, lr, args)
         metrics.log(step, loss, grad_norm, lr)
     if args.save and RANK == 0:                           # every rank has the whole model
         save_model(model, config, args)

@@ -78,7 +78,7 @@ def main(argv=None):
     check_same_on_all_ranks(args, config, tokens)
     mesh = build_mesh(args)
     model = build_model(config, mesh, args)
-    sharding = zero.Zero(model, mesh, args)
+    sharding = zero.Zero(model, args) if args.zero else data_parallel.DataParallel(model, mesh, args)
     optimizer = Optimizer(sharding.params, args)
     profiler = Profiler(args)
     metrics = Metrics(model, config, args)

@@ -30,10 +30,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import at_least, must_divide
-from data_parallel import make_reducer
 from mesh import data_mesh, degrees
 from messages import fail
-from optimizer import add_main_grads
 
 
 # ------------------------------------------------------------------------------------------- stage 1
@@ -142,17 +140,12 @@ class Zero1Unit:
 
 
 class Zero:
-    """ZeRO as train.py sees it. With --zero 0 there are no units, and this is step 2's data parallelism."""
+    """ZeRO as train.py sees it. It has the methods of DataParallel, whose place it takes."""
 
-    def __init__(self, model, mesh: DeviceMesh, args):
-        self.stage, self.units, self.reducers = args.zero, model.zero_units, []
+    def __init__(self, model, args):
+        self.stage, self.units = args.zero, model.zero_units
         self.reduce_scatters = []                         # in progress: (unit, handle, shard)
-        self.params = list(model.parameters())            # what the optimizer is to update
-        if self.stage == 0:
-            add_main_grads(self.params)
-            self.reducers = [make_reducer(self.params, data_mesh(mesh).get_group(), args)]
-            return
-        for param in self.params:
+        for param in model.parameters():
             param.register_post_accumulate_grad_hook(self.post_accumulate_grad)
         self.params = [param for unit in self.units for param in unit.sharded_params()]
         for i, unit in enumerate(self.units):
@@ -186,9 +179,7 @@ class Zero:
         unit.finish_reduce_scatter(shard)
 
     def finish_grad_reduction(self):
-        """Finish summing gradients over the data-parallel ranks: shards, or with --zero 0 whole gradients."""
-        for reducer in self.reducers:
-            reducer.finish()
+        """Finish summing the shards of gradients over the data-parallel ranks."""
         while self.reduce_scatters:
             self.finish_oldest()
         for unit in self.units:

@@ -32,10 +32,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import at_least, must_divide
-from data_parallel import make_reducer
 from mesh import data_mesh, degrees
 from messages import fail
-from optimizer import add_main_grads
 from placement import group_by_mesh
 
 
@@ -145,18 +143,12 @@ class Zero1Unit:
 
 
 class Zero:
-    """ZeRO as train.py sees it. With --zero 0 there are no units, and this is step 2's data parallelism."""
+    """ZeRO as train.py sees it. It has the methods of DataParallel, whose place it takes."""
 
-    def __init__(self, model, mesh: DeviceMesh, args):
-        self.stage, self.units, self.reducers = args.zero, model.zero_units, []
+    def __init__(self, model, args):
+        self.stage, self.units = args.zero, model.zero_units
         self.reduce_scatters = []                         # in progress: (unit, handle, shard)
-        self.params = list(model.parameters())            # what the optimizer is to update
-        if self.stage == 0:
-            add_main_grads(self.params)
-            self.reducers = [make_reducer(params, data.get_group(), args)
-                             for data, params in group_by_mesh(self.params)]
-            return
-        for param in self.params:
+        for param in model.parameters():
             param.register_post_accumulate_grad_hook(self.post_accumulate_grad)
         self.params = [param for unit in self.units for param in unit.sharded_params()]
         numbered = number_by_modules(self.units)
@@ -191,9 +183,7 @@ class Zero:
         unit.finish_reduce_scatter(shard)
 
     def finish_grad_reduction(self):
-        """Finish summing gradients over the data-parallel ranks: shards, or with --zero 0 whole gradients."""
-        for reducer in self.reducers:
-            reducer.finish()
+        """Finish summing the shards of gradients over the data-parallel ranks."""
         while self.reduce_scatters:
             self.finish_oldest()
         for unit in self.units:

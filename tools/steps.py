@@ -36,8 +36,8 @@ SUPPORT = {
     "step04_tp_sp": ["weights.py"],
     "step05_cp": ["recompute.py"],
     "step06_pp": ["weights.py", "recompute.py"],
-    "step07_ep": ["zero_bubble.py", "tensor_parallel.py", "pipeline_parallel.py", "recompute.py", "weights.py", "config.py",
-                  "metrics.py"],
+    "step07_ep": ["data_parallel.py", "zero_bubble.py", "tensor_parallel.py", "pipeline_parallel.py", "recompute.py", "weights.py",
+                  "config.py", "metrics.py"],
     "step08_5d": ["disk.py", "zero.py", "weights.py", "config.py", "messages.py", "metrics.py", "slurm.sh"],
 }
 CHANGES = {step: [*LESSON[step], *SUPPORT[step]] if step != "step01_single_gpu" else [] for step in LESSON}
