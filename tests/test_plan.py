@@ -127,10 +127,12 @@ def test_memory_is_that_of_an_h200(model, wide, peak):
 
 @pytest.mark.parametrize("layout, gpu, limit", [
     ("dp=8,zero=3,recompute=selective", "h100", 0.1), ("tp=2,zero=1,acc=4", "a100", 0.1), ("tp=2,pp=2,zero=1,acc=4", "h100", 0.1),
-    ("cp=4,zero=1", "h100", 0.1), ("zero=0,acc=2", "a100", 0.1)])
+    ("cp=4,zero=1", "h100", 0.1), ("zero=0,acc=2", "a100", 0.1), ("tp=2,ep=8,zero=1", "h100", 0.1),
+    ("tp=4,ep=2,zero=1,recompute=selective", "h100", 0.1)])
 def test_its_seconds_are_the_simulators(pool, tmp_path, layout, gpu, limit):
     """Compare with the simulator, for a layout of 8 GPUs. Both use the same facts and differ only in how they add up waits."""
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["dense"], "hidden_size": 4096, "intermediate_size": 14336}))
+    shape = SHAPES["moe" if "ep" in layout else "dense"]
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "hidden_size": 4096, "intermediate_size": 14336}))
     c, cluster = models.load(str(tmp_path)), speed.Cluster(8, speed.GPUS[gpu])
     l = plan.parse_config(layout, c, cluster, 8192, 8)
     flags = shlex.split(explain.train_flags(str(tmp_path), l, 1, 1e-3))
@@ -301,6 +303,8 @@ def test_what_a_dry_run_sees(pool, tmp_path, kind, count, seed):
         errors.append(sum(said.values()) / peak - 1)
         if not -plan.MEMORY_ERROR < errors[-1] < 0.06:
             missed[explain.train_flags("model", l, 1, 1e-3), rank] = round(errors[-1], 3)
+    of_both = {(l.ep > l.tp) - (l.ep < l.tp) for l, *_ in layouts if min(l.ep, l.tp) > 1}
+    assert of_both == {-1, 0, 1} or kind != "moe"         # ep below, equal to and above tp
     assert len(errors) == count and statistics.fmean(map(abs, errors)) < 0.012
     assert not missed
 

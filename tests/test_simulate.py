@@ -24,7 +24,9 @@ LAYOUTS = [                                               # for 8 ranks
     "--model tiny-moe --dtype float32 --pp 2 --ep 4 --schedule zerobubble --micro_batch_size 1",
     "--model tiny-moe --dtype bfloat16 --ep 8 --zero 2 --balance aux --micro_batch_size 2",
     "--model tiny-moe --dtype bfloat16 --tp 2 --cp 2 --pp 2 --ep 2 --schedule afab --zero 1 --recompute full --micro_batch_size 8",
-    "--model tiny-moe --dtype float32 --cp 4 --cp_mode ring --tp 2 --ep 4 --zero 3 --micro_batch_size 8"]
+    "--model tiny-moe --dtype float32 --cp 4 --cp_mode ring --tp 2 --ep 4 --zero 3 --micro_batch_size 8",
+    "--model tiny-moe --dtype bfloat16 --tp 4 --ep 2 --zero 2 --schedule zerobubble --pp 2 --micro_batch_size 4",
+    "--model tiny-moe --dtype float32 --tp 4 --ep 8 --sp off --balance aux --recompute selective --micro_batch_size 4"]
 ALONE = ["--model tiny", "--model tiny-moe --balance aux"]
 
 
@@ -50,14 +52,14 @@ def real_job(argv):
     finished = lambda work: work.wait() or True           # gloo reports a send as completed only after its wait()
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(patch("torch.distributed.Work.is_completed", finished))
-        if hasattr(train, "expert_parallel"):
-            from expert_parallel import LoadBalancer
+        if hasattr(train, "balance"):
+            from balance import LoadBalancer
             choose = LoadBalancer.choose
 
             def choose_evenly(self, i, logits):
                 selected, logits = choose(self, i, logits)
                 return selected.copy_((torch.arange(selected.numel()) % logits.shape[-1]).view_as(selected)), logits
-            replaced.enter_context(patch("expert_parallel.LoadBalancer.choose", choose_evenly))
+            replaced.enter_context(patch("balance.LoadBalancer.choose", choose_evenly))
         steps = replaced.enter_context(recorded(state))
         train.main(argv)
     return steps[1]

@@ -47,6 +47,11 @@ class Layout(NamedTuple):
         return self.micro_batch * self.seq_len // self.cp
 
     @property
+    def expert_ranks(self):
+        """Return how many ranks hold the same experts: ep is folded into dp x cp x tp."""
+        return self.dp * self.cp * self.tp // self.ep
+
+    @property
     def stages_per_rank(self):
         row = SCHEDULES[self.schedule]
         return self.virtual if row.or_more else row.stages_per_rank
@@ -139,8 +144,11 @@ def dense_layer(c, l):
 
 
 def expert_layer(c, l):
-    """Return the expert parameters of the average layer. In the models that this trainer takes, every layer has experts."""
-    mine = c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size // l.tp
+    """Return the expert parameters of the average layer. In the models that this trainer takes, every layer has experts.
+
+    tp does not cut them.
+    """
+    mine = c.num_local_experts // l.ep * 3 * c.hidden_size * c.intermediate_size
     return mine * (c.num_hidden_layers - c.dense_layers) // c.num_hidden_layers
 
 
@@ -150,13 +158,18 @@ def units(c, l, stage):
     first = [(ends, ranks, 1)] * stage.embedding
     blocks = [(block_unit(c, l), ranks, stage.layers)]
     last = [(ends + c.hidden_size, ranks, 1)] * stage.head
-    experts = [(expert_layer(c, l), ranks // math.gcd(ranks, l.ep), stage.layers)] * (l.ep > 1)
+    experts = [(expert_layer(c, l), l.expert_ranks, stage.layers)] * experts_apart(c, l)
     return [*first, *blocks, *last, *experts]
 
 
+def experts_apart(c, l):
+    """Return whether a block's experts are a unit of their own: other ranks hold the same experts than the same attention."""
+    return c.num_local_experts > 0 and l.tp * l.ep > 1
+
+
 def block_unit(c, l):
-    """Return the parameters of the unit that a block's norms are in. Its experts are in it, unless ep divides them."""
-    return dense_layer(c, l) + (expert_layer(c, l) if c.num_local_experts and l.ep == 1 else 0)
+    """Return the parameters of the unit that a block's norms are in."""
+    return dense_layer(c, l) + (0 if experts_apart(c, l) else expert_layer(c, l))
 
 
 def parameters(c, l, stage):
@@ -187,15 +200,20 @@ def product_widths(c, l):
     """Return, in units of hidden, how many weights a layer's matrix products use for a token on a rank.
 
     The first number is for all of attention's products but the last, the second for that last one; the other two are the
-    same for the MLP.
+    same for the MLP. A rank of tp sends its part of the tokens through a router and whole experts.
     """
     *qkv, out = (inner * columns // c.hidden_size for inner, columns in attention_products(c, l))
-    down = c.intermediate_size // l.tp * experts_met(c)
-    return sum(qkv), out, 2 * down + c.num_local_experts, down
+    down = c.intermediate_size * experts_met(c) / l.tp
+    return sum(qkv), out, 2 * down + c.num_local_experts / l.tp, down
 
 
 def experts_met(c):
     return max(1, c.num_experts_per_tok) + c.shared_experts
+
+
+def regions(c):
+    """Return how many regions of tp a layer has: attention is one, and so is an MLP, or what every token goes through."""
+    return 2 if c.shared_experts or not c.num_local_experts else 1
 
 
 def layer_width(c):
@@ -219,10 +237,10 @@ def repeated(c, l):
 def keeps_last_products(c, l):
     """Return whether --recompute selective keeps the last product of attention, and that of the MLP.
 
-    It does if, after tp, the product's inner size is still at least hidden.
+    It does if the product's inner size is at least hidden. tp cuts attention and MLP, but no expert.
     """
     heads = c.num_attention_heads * c.head_dim // l.tp
-    return heads >= c.hidden_size, c.intermediate_size // l.tp >= c.hidden_size
+    return heads >= c.hidden_size, c.intermediate_size // (1 if c.num_local_experts else l.tp) >= c.hidden_size
 
 
 # ---------------------------------------------------------------------- memory
@@ -250,7 +268,7 @@ def moments(c, l, rank, stage, number, fused_norm):
     Those are when backward is in the head, in the first block, in the next one, and in the embedding.
     """
     h, ends, unit = c.hidden_size, c.vocab_size // l.tp * c.hidden_size, block_unit(c, l)
-    block = unit + (expert_layer(c, l) if l.ep > 1 else 0)
+    block = dense_layer(c, l) + expert_layer(c, l)
     row, cut = SCHEDULES[l.schedule], FLOAT32 * (l.zero >= 2)
     split = row.split_backward
     layer, whole = kept(c, l, number, fused_norm), kept(c, l._replace(recompute="none"), number, fused_norm)
@@ -260,10 +278,10 @@ def moments(c, l, rank, stage, number, fused_norm):
     # three terms: an MLP's tensors in backward; what tp has gathered there and will scatter; the gradient of a matrix
     inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
-    inside += number * h * c.intermediate_size / l.tp * max(1, c.num_local_experts) / l.ep
+    inside += number * h * c.intermediate_size * (c.num_local_experts / l.ep if c.num_local_experts else 1 / l.tp)
     # ZeRO-3 has whole weights, in a pipeline those of all units. From ZeRO-2 on, the unit in backward has whole
-    # gradients, and so has the one before it, whose reduce-scatter is under way (with ep, a block's experts are
-    # one unit, all else another). Where W is delayed, norms get their gradients before it, so all units with norms have some.
+    # gradients, and so has the one before it, whose reduce-scatter is under way (with ep or tp, a block's
+    # experts are one unit, all else another). Where W is delayed, norms get their gradients before it, so all units with norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:
@@ -435,7 +453,7 @@ def kept(c, l, number, fused_norm):
     if l.recompute == "selective":                # the outputs of products and of attention, for every hop of the ring
         ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
         out, down = keeps_last_products(c, l)
-        products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down
+        products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down / (l.tp if c.num_local_experts else 1)
         return l.tokens * (inside + ring + number * products)
     inside += number * 2 * sum(c.latent[:2])              # before and after their norms
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
@@ -443,8 +461,8 @@ def kept(c, l, number, fused_norm):
         q_and_k = q / l.tp + kv / 2
         inside += (number if fused_norm else 2 * FLOAT32) * q_and_k + FLOAT32 * q_and_k / c.head_dim
     mlp = number * l.wide * times * i / l.tp
-    if c.num_local_experts:        # the gathered input, each choice's rows in and out, and the router's scores
-        mlp += number * h * (l.tp > 1) + number * 2 * times * h + FLOAT32 * c.num_local_experts
+    if c.num_local_experts:                               # each choice's rows in and out, and the router's scores
+        mlp += (number * 2 * times * h + FLOAT32 * c.num_local_experts) / l.tp
     outputs = 0 if l.wide == 2 else 2 * h * number        # the norms' outputs
     return l.tokens * (inside + mlp + (norms + outputs + 2 * FLOAT32) / l.tp)
 
@@ -453,7 +471,7 @@ def noted(c, l, number):
     """Return the bytes that a layer keeps from I to W: its products' inputs, and the gradients of their outputs."""
     h, q = c.hidden_size, c.num_attention_heads * c.head_dim
     attention = h / l.tp + 2 * q / l.tp + 2 * kv_width(c, l.tp) + h
-    mlp = 3 * c.intermediate_size / l.tp + (2 * h if c.num_local_experts else h / l.tp + h)
+    mlp = 3 * c.intermediate_size / l.tp + (2 * h / l.tp if c.num_local_experts else h / l.tp + h)
     return number * l.tokens * (attention + mlp * experts_met(c))
 
 
@@ -494,15 +512,12 @@ def sent(c, l, rank=0, part=0):
             times, twice = (m, max(0, count - 1)) if l.zero == 3 and l.pp == 1 else (1, 0)
             out["dp", "reduce_scatter"] += FLOAT32 * padded * count * (m if l.zero > 1 else 1)
             out["dp", "all_gather"] += BF16 * padded * (count + twice) * times
-    if l.tp > 1:                                      # attention's input, and a dense MLP's, is gathered again in backward
-        gathers = 4 + (1 if c.num_local_experts else 2)
-        out["tp", "all_gather"] += ((gathers + 2 * again) * layers + ends) * stream
-        out["tp", "reduce_scatter"] += ((4 + again) * layers + ends) * stream
+    if l.tp > 1:                                          # a region's input is gathered again in backward
+        of_layer = regions(c)
+        out["tp", "all_gather"] += ((3 + again) * of_layer * layers + ends) * stream
+        out["tp", "reduce_scatter"] += ((2 * of_layer + again) * layers + ends) * stream
         out["tp", "all_reduce"] += 3 * stage.head * tokens * FLOAT32
-        block = block_tensors(c, l)
-        if c.num_local_experts and l.ep == 1:             # the experts are in the same unit
-            block.append((expert_layer(c, l), ""))
-        for tensors, count in ((block, layers), (head, stage.head)):
+        for tensors, count in ((block_tensors(c, l), layers), (head, stage.head)):
             for group, size in summed(tensors, l, part).items():
                 out[group, "all_reduce"] += FLOAT32 * count * size
     if l.cp > 1:                            # zigzag: keys and values go round twice; their float32 gradients once, a hop further
@@ -514,8 +529,8 @@ def sent(c, l, rank=0, part=0):
         borders = sum(0 <= other < l.pp * l.stages_per_rank for other in neighbours)
         out["pp", "send"] += borders * stream // l.tp
     counts = INT64 * layers * c.num_local_experts
-    if l.ep > 1:             # rows of all tokens' choices, there and back, forward and backward; and their counts
-        rows = layers * c.num_experts_per_tok * stream
+    if l.ep > 1:             # rows of its tokens' choices, there and back, forward and backward; and their counts
+        rows = layers * c.num_experts_per_tok * stream // l.tp
         out["ep", "all_to_all"] += (4 + 2 * again) * rows + (1 + again) * m * counts
     out["dp", "all_reduce"] += counts                     # each expert's number of tokens, for the balance
     return {key: size for key, size in out.items() if size}

@@ -53,10 +53,16 @@ def meshes(c, cluster, seq_len, **theirs):
         for cp in divisors(cluster.gpus // tp, max(1, seq_len // 1024)):
             for pp in divisors(cluster.gpus // tp // cp, c.num_hidden_layers):
                 dp = cluster.gpus // tp // cp // pp
-                for ep in divisors(math.gcd(dp * cp, max(1, c.num_local_experts))):
+                for ep in divisors(math.gcd(dp * cp * tp, max(1, c.num_local_experts))):
                     l = Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, seq_len=seq_len, **theirs)
                     if not impossible(c, l):
                         yield l
+
+
+def zero_stages(c, mesh):
+    """Return the stages to try: 0 alone if no other rank holds the same parameters."""
+    copies = mesh.dp * mesh.cp, mesh.expert_ranks if c.num_local_experts else 1
+    return (0, 1, 2, 3) if max(copies) > 1 else (0,)
 
 
 def batch_near(wanted, gpus):
@@ -222,7 +228,7 @@ def timed(c, cluster, seq_len, batch, constants):
     for mesh in meshes(c, cluster, seq_len, **constants.get("layout", {})):
         if batch % mesh.dp:
             continue
-        stages_of_zero = [zero for zero in ((0, 1, 2, 3) if mesh.dp * mesh.cp > 1 else (0,))
+        stages_of_zero = [zero for zero in zero_stages(c, mesh)
                           if may_fit(c, mesh._replace(zero=zero), cluster, constants["slack"])]
         ways = [(schedule, v, costs.our_stages(c, mesh._replace(schedule=schedule, virtual=v)))
                 for schedule, v in schedules(c, mesh.pp, constants)]
@@ -300,7 +306,7 @@ def fewest_gpus(c, cluster, seq_len, constants):
 
 def nearest(c, cluster, seq_len, constants):
     """Return (GiB, layout) of the layout that holds least: ZeRO-3, full recompute, one sequence at a time. Or None."""
-    least = [mesh._replace(zero=3 if mesh.dp * mesh.cp > 1 else 0, recompute="full", accumulation=mesh.pp)
+    least = [mesh._replace(zero=zero_stages(c, mesh)[-1], recompute="full", accumulation=mesh.pp)
              for mesh in meshes(c, cluster, seq_len, **constants.get("layout", {}))]
     held = [(sum(memory(c, l, constants["slack"]).values()), l) for l in least]
     return min(held, key=lambda one: one[0], default=None)

@@ -46,8 +46,7 @@ USUAL = dict(                     # changes nothing
     overlap=1.0,                  # share of the last micro-batch that gradient sums can hide behind
     taken=gpus.TAKEN,             # share of the kernels' speed that a hidden collective takes on NVLink
     gathers_again=1.0,            # 1: tp gathers again for W what it did not keep; 0: it keeps it
-    gradient_bytes=4.0,           # of each gradient that is reduced
-    ep_by_tp=0.0)                 # 1: each rank of tp sends its part of the rows to experts; 0: each sends all
+    gradient_bytes=4.0)           # of each gradient that is reduced
 NOTHING = (0.0, 0.0, 0.0)
 
 # The kinds of time in a step. The first six are work, by what bounds it; the others are mostly waits.
@@ -190,29 +189,30 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
     i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok)
     shapes = [(1, t, *of) for of in costs.attention_products(c, Layout(tp=tp))]
-    mlp = [(1, t)]
-    if c.num_local_experts:
+    mlp = [(1, t, i)] * (c.shared_experts if c.num_local_experts else 1)
+    if c.num_local_experts:                               # whole, and with a part of the tokens
         mine = c.num_local_experts // ep
-        mlp = [(mine, max(1, t * chosen / mine))]
-        mlp += [(1, t)] * c.shared_experts
-        shapes.append((1, t, h, c.num_local_experts))
-    shapes += [(*rows, h, i) for rows in mlp] * 2 + [(*rows, i, h) for rows in mlp]
+        mlp.append((mine, max(1, t / tp * chosen / mine), c.intermediate_size))
+        shapes.append((1, t / tp, h, c.num_local_experts))
+    shapes += [(many, rows, h, wide) for many, rows, wide in mlp] * 2 + [(many, rows, wide, h) for many, rows, wide in mlp]
     seconds, ideal = multiplied(hardware, shapes)
     attention = [hardware.kernel(Kernel(name, "attention", "bfloat16", products * t * q * seq_len, 0))
                  for name, products in (("attention", 2), ("attention backward", 5))]        # the causal half
-    copies = tp > 1 and micro_batch > 1                   # a gathered tensor is put in order
-    forward = 20 * h / tp + 36 * (q + kv) + 10 * i * chosen + 16 * h * copies
-    backward = 24 * h / tp + 46 * (q + kv) + 18 * i * chosen + (26 if tp > 1 else 18) * h + 24 * h * copies
-    count = [28 + 4 * copies, 50 + 8 * copies]
+    gathered = (tp > 1) * costs.regions(c)
+    copies = (micro_batch > 1) * gathered                 # a gathered tensor is put in order
+    forward = 20 * h / tp + 36 * (q + kv) + 10 * i * chosen + 8 * h * copies
+    backward = 24 * h / tp + 46 * (q + kv) + 18 * i * chosen + (12 + 4 * gathered + 12 * copies) * h
+    count = [28 + 2 * copies, 50 + 4 * copies]
     sums = 10 * h * (2 * q + 2 * kv)                      # a bfloat16 gradient added to a float32 sum
     if c.num_local_experts:                               # rows go to their experts and back
         far = ep > 1
-        forward += (14 * chosen + 2 + 8 * chosen * far) * h
-        backward += (12 + 23 * chosen + 16 * chosen * far) * h
-        sums += 14 * mine * 3 * h * i
+        forward += (14 * chosen + 2 + 8 * chosen * far) * h / tp
+        backward += (18 + 23 * chosen + 16 * chosen * far) * h / tp
+        sums += 14 * mine * 3 * h * c.intermediate_size
         count[0] += 30 + 12 * far
         count[1] += 22 + 4 * far
     else:
+        backward += 6 * h
         sums += 10 * 3 * h * i
     if cp > 1:                                            # the outputs of blocks of keys are merged, their gradients added
         forward += 20 * q * cp
@@ -295,23 +295,20 @@ def under(seconds, work, taken):
 
 
 def tp_times(c, l, cluster, k, raw):
-    """Return tp's seconds for (F, I, W): halves of an all-reduce, into and out of two regions.
+    """Return tp's seconds for (F, I, W): halves of an all-reduce, into and out of each region.
 
-    In backward this trainer reduces behind W, and gathers the input again behind I. Experts gather nothing again, and
-    their reduction is waited for.
+    In backward this trainer reduces behind W, and gathers the input again behind I.
     """
     wire = BF16 * l.tokens * c.hidden_size * (l.tp - 1) / l.tp
     once, seconds = send(cluster, k, wire, l.tp, 1, "all_gather")
-    half = once + seconds
-    again = 3 * half * (l.recompute != "none")
-    half, again = k["tp_shown"] * half, k["tp_shown"] * again
+    half, regions = k["tp_shown"] * (once + seconds), costs.regions(c)
+    again = (regions + 1) * half * (l.recompute != "none")
     if not k["gathers_again"]:
-        return 4 * half, 4 * half + again, 0.0
+        return 2 * regions * half, 2 * regions * half + again, 0.0
     qkv, _, up, _ = (width / sum(product_widths(c, l)) for width in product_widths(c, l))
-    regions = [qkv] if c.num_local_experts else [qkv, up]
     taken = share_taken(cluster, k, l.tp, 1)
-    hidden = [under(half, share * raw.products[part], taken) for share in regions for part in (1, 2)]
-    return 4 * half, 2 * half + again + sum(hidden) + half * bool(c.num_local_experts), 0.0
+    hidden = [under(half, share * raw.products[part], taken) for share in (qkv, up)[:regions] for part in (1, 2)]
+    return 2 * regions * half, regions * half + again + sum(hidden), 0.0
 
 
 def cp_times(c, l, cluster, k, attention):
@@ -327,10 +324,8 @@ def cp_times(c, l, cluster, k, attention):
 
 def ep_times(c, l, cluster, k):
     """Return ep's seconds for (F, I, W): counts, then tokens to their experts and back. Nothing hides them."""
-    rows = l.tokens * max(1, c.num_experts_per_tok) * c.hidden_size
-    once, seconds = send(cluster, k, BF16 * rows * (l.ep - 1) / l.ep, l.ep, l.tp, "all_to_all")
-    if k["ep_by_tp"]:                                     # tp gathers the rows on the way in, and scatters them on the way out
-        seconds = seconds / l.tp + sum(send(cluster, k, BF16 * rows * (l.tp - 1) / l.tp, l.tp, 1, "all_gather"))
+    rows = l.tokens / l.tp * max(1, c.num_experts_per_tok) * c.hidden_size
+    once, seconds = send(cluster, k, BF16 * rows * (l.ep - 1) / l.ep, l.ep, 1, "all_to_all")
     return 3 * once + 2 * seconds, (2 * once + 2 * seconds) * (1 if l.recompute == "none" else 2), 0.0
 
 
@@ -345,18 +340,19 @@ def data_parallel_seconds(c, l, cluster, stage, k, each, last):
     ranks = l.dp * l.cp
     experts = stage.layers * bool(c.num_local_experts) * expert_layer(c, l)
     others = costs.parameters(c, l, stage) - experts
-    parts = [(others, ranks, l.tp), (experts, ranks // l.ep, l.tp * l.ep)]   # number of ranks that hold them, stride between those
+    parts = [(others, ranks, l.tp), (experts, l.expert_ranks, l.ep)]         # number of ranks that hold them, stride between those
     updated = sum(held / (copies if l.zero else 1) for held, copies, _ in parts)
     seconds = dict(dp=0.0, optimizer=moved([50 * updated], cluster, k["optimizer"])[0])
-    if ranks == 1:
+    rings = [(copies, stride) for held, copies, stride in parts if held and copies > 1]
+    if not rings:
         return seconds
-    taken, reduced = share_taken(cluster, k, ranks, l.tp), k["gradient_bytes"]
+    taken, reduced = share_taken(cluster, k, *rings[0]), k["gradient_bytes"]
     byte = sum(ring_seconds(cluster, k, held, copies, stride) for held, copies, stride in parts)
     end = stage.embedding * ring_seconds(cluster, k, c.vocab_size * c.hidden_size / l.tp, ranks, l.tp)
     layer = max(0.0, byte - end * (1 + stage.head)) / max(1, stage.layers)
     last_units = end + layer * (l.zero > 0)               # their gradients come last, so nothing hides them
     units = stage.layers + stage.embedding + stage.head
-    latency = units * ring_seconds(cluster, k, 0, ranks, l.tp)
+    latency = units * ring_seconds(cluster, k, 0, *rings[0])
     window, forward, m = k["overlap"] * last * 2 / 3, k["overlap"] * last / 3, l.accumulation
     slices = m * (4 + 12 / ranks)                         # bytes: zeroed, and accumulated
     sums = (0, 4, slices, slices)[l.zero]

@@ -16,8 +16,8 @@ CUDNN = 0.6                       # of FlashAttention-2's seconds on Hopper: the
 TRAINERS = {
     "this": {},
     # fused kernels; cuDNN's attention; --tp-comm-overlap, which hides most of tp's traffic; schedules that send while
-    # they compute; a rank of tp sends only its own part of the tokens to experts
-    "megatron": dict(COMPILED, attention=CUDNN, tp_shown=0.35, pp_shown=0.25, shape=0.5, ep_by_tp=1.0),
+    # they compute
+    "megatron": dict(COMPILED, attention=CUDNN, tp_shown=0.35, pp_shown=0.25, shape=0.5),
     "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
 HOPPER = "h100", "h200", "h800"                           # GPUs on which cuDNN's attention is that much faster
