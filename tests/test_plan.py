@@ -376,6 +376,18 @@ def test_a_ring_that_does_not_fill_nodes_leaves_them(ranks, stride, gpus, nodes,
     assert found == pytest.approx(1e9 / (min(neighbours * network, nvlink) if nodes > 1 else nvlink))
 
 
+@pytest.mark.parametrize("groups", [2, 4, 16])
+def test_a_token_goes_once_to_each_node(groups):
+    """Compare the nodes that a token must reach with random choices, and check what they send."""
+    draw, c = random.Random(1), models.PRESETS["qwen3-30b-a3b"]
+    hit = [len({expert * groups // 128 for expert in draw.sample(range(128), 8)}) for _ in range(5000)]
+    assert speed.reached(c, groups) == pytest.approx(statistics.fmean(hit), rel=0.01)
+    l, cluster = Layout(dp=8 * groups, ep=8 * groups), speed.Cluster(8 * groups)
+    by_expert, by_node = (speed.tokens_to_experts(c, l, cluster, {**speed.USUAL, "ep_by_node": way})[1] for way in (0, 1))
+    rows = l.tokens * c.hidden_size * 2 / (cluster.network * speed.gpus.NETWORK)
+    assert by_node == pytest.approx(rows * (groups - 1) / groups * speed.reached(c, groups)) and by_node < by_expert
+
+
 # ------------------------------------------------------------------------------------------- the answer
 def test_no_layout_is_refused_by_the_trainer(monkeypatch):
     import train

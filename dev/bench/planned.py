@@ -12,7 +12,9 @@ import re
 import statistics
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools/plan"))
@@ -52,15 +54,37 @@ def predict_one(row, assumed):
     k |= dict(gradient_bytes=2.0) if row.get("gradients") == "bfloat16" else {}
     if row.get("attention"):
         k["attention"] = trainers.CUDNN if row["attention"] == "cudnn" and row["gpu"] in trainers.HOPPER else 1.0
+    if row.get("dispatcher"):
+        k["ep_by_node"] = float(row["dispatcher"] != "alltoall")
+    if row.get("ep_overlap"):
+        k["ep_shown"] = trainers.EP_SHOWN if row["ep_overlap"] == "yes" else 1.0
     again = None
     if row["recompute"] == "every second" or l.recompute == "selective" and trainer == "torchtitan":
         assumed.append("selective: every second product runs again")
         again = 0.5
-    times, stages = speed.Times(c, l, cluster, k, again=again), costs.our_stages(c, costs.Layout(pp=l.pp))
-    step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
+    with experts_cut() if row.get("etp") not in (None, "", "1") else nullcontext():
+        times, stages = speed.Times(c, l, cluster, k, again=again), costs.our_stages(c, costs.Layout(pp=l.pp))
+        step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     planned = l.batch * l.seq_len / step / l.gpus
     low, high = trust.interval(c, l, cluster, planned, float8)
     return dict(planned=round(planned, 1), low=round(low, 1), high=round(high, 1), assumed="; ".join(assumed))
+
+
+@contextmanager
+def experts_cut():
+    """Let tp cut the experts, as trainers did before folding: a group of ep takes every tp-th rank. Each rank of tp sends its part of
+    the rows, which tp then gathers."""
+    whole, folded = costs.expert_layer, speed.tokens_to_experts
+    cut = lambda c, l: whole(c, l) // l.tp
+
+    def apart(c, l, cluster, k):
+        once, seconds = folded(c, l, cluster, k, l.tp)
+        rows = speed.BF16 * l.tokens * c.num_experts_per_tok * c.hidden_size
+        return once, seconds + sum(speed.send(cluster, k, rows * (l.tp - 1) / l.tp, l.tp, 1, "all_gather"))
+    with (patch.object(costs, "expert_layer", cut), patch.object(speed, "expert_layer", cut),
+          patch.object(speed, "tokens_to_experts", apart),
+          patch.object(costs.Layout, "expert_ranks", property(lambda l: l.dp * l.cp // l.ep))):
+        yield
 
 
 def model_of(row):

@@ -112,12 +112,16 @@ class Theirs(gpus.Cluster):
         return self.shares.get(kernel.kind, 1) * super().kernel(kernel)
 
     def transfer(self, operation):
+        to_experts, first = operation.what == "all_to_all", operation.ranks[0]
+        if to_experts:                                    # where tp cuts the experts, a group of ep takes every tp-th rank
+            operation = operation._replace(ranks=tuple(first + self.etp * i for i in range(len(operation.ranks))))
         once, seconds, link = super().transfer(operation)
         if operation.what in ("reduce_scatter", "all_reduce") and operation.dimension not in ("tp", "kv_heads", "world"):
             seconds *= self.gradients
-        if operation.what == "all_to_all":                # Megatron: a rank of tp sends its part, then tp gathers the rows
-            inside = self.gpu.nvlink * gpus.NVLINK
-            seconds = seconds / self.tp + operation.payload * (self.tp - 1) / self.tp / inside
+        if operation.dimension in ("expert_dp", "ep_shard", "ep_copies"):
+            seconds /= self.etp                           # gradients and weights of the experts
+        if to_experts:                                    # a rank of tp sends its part, then tp gathers the rows
+            seconds += operation.payload * (self.etp - 1) / (self.gpu.nvlink * gpus.NVLINK)
         return once, seconds, link
 
 
@@ -129,7 +133,7 @@ def seconds_of(run, recordings, ranks):
     cluster.shares = dict(product=trainers.FLOAT8["product"] if run.get("precision") == "float8" else 1,
                           attention=trainers.CUDNN if run.get("attention") == "cudnn" and run["gpu"] in trainers.HOPPER else 1)
     cluster.gradients = 0.5 if run.get("gradients") == "bfloat16" else 1
-    cluster.tp = int(run["tp"]) if run.get("trainer") == "megatron" else 1
+    cluster.etp = int(run.get("etp") or 1)
     return Player(recordings, cluster, ranks.stands_for, ranks.stage_of).play().seconds
 
 

@@ -43,6 +43,8 @@ USUAL = dict(                     # changes nothing
     nvlink=1.0, network=1.0,      # speed of NVLink, and of a network card
     tp_shown=1.0,                 # share of tp's collectives that is waited for
     pp_shown=1.0,                 # share of the messages between stages that is waited for
+    ep_shown=1.0,                 # share of the tokens' way to their experts and back that is waited for
+    ep_by_node=0.0,               # 1: a token is sent once to each node and rank that it must reach; 0: once per expert
     overlap=1.0,                  # share of the last micro-batch that gradient sums can hide behind
     taken=gpus.TAKEN,             # share of the kernels' speed that a hidden collective takes on NVLink
     gathers_again=1.0,            # 1: tp gathers again for W what it did not keep; 0: it keeps it
@@ -323,10 +325,33 @@ def cp_times(c, l, cluster, k, attention):
 
 
 def ep_times(c, l, cluster, k):
-    """Return ep's seconds for (F, I, W): counts, then tokens to their experts and back. Nothing hides them."""
-    rows = l.tokens / l.tp * max(1, c.num_experts_per_tok) * c.hidden_size
-    once, seconds = send(cluster, k, BF16 * rows * (l.ep - 1) / l.ep, l.ep, 1, "all_to_all")
+    """Return ep's seconds for (F, I, W): counts, then tokens to their experts and back."""
+    once, seconds = (k["ep_shown"] * part for part in tokens_to_experts(c, l, cluster, k))
     return 3 * once + 2 * seconds, (2 * once + 2 * seconds) * (1 if l.recompute == "none" else 2), 0.0
+
+
+def tokens_to_experts(c, l, cluster, k, stride=1):
+    """Return (latency, seconds) of a layer's tokens on their way to their experts.
+
+    This trainer sends a row per expert. DeepEP and HybridEP send a token over the network once to each node that has one of
+    its experts; there, NVLink takes it on, once to each rank. Both ways are busy at the same time.
+    """
+    token, nodes = BF16 * l.tokens / l.tp * c.hidden_size, math.ceil(span(cluster, l.ep, stride)[1])
+    if not k["ep_by_node"]:
+        return send(cluster, k, token * max(1, c.num_experts_per_tok) * (l.ep - 1) / l.ep, l.ep, stride, "all_to_all")
+    to_others = lambda groups: token * reached(c, groups) * (groups - 1) / groups
+    hardware = cluster.hardware(k)
+    once, inside, _ = hardware.travel("all_to_all", to_others(l.ep), l.ep, 1, l.ep)
+    if nodes == 1:
+        return once, inside
+    once, outside, _ = hardware.travel("send", to_others(nodes), 2, 2, 1)
+    return once, max(inside, outside)
+
+
+def reached(c, groups):
+    """Return in how many of these groups, which share the experts evenly, a token's experts are on average."""
+    experts, chosen = c.num_local_experts, c.num_experts_per_tok
+    return groups * (1 - math.comb(experts - experts // groups, chosen) / math.comb(experts, chosen))
 
 
 # ---------------------------------------------------------------------- once a step

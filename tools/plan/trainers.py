@@ -13,11 +13,14 @@ COMPILED = dict(memory=0.48, loss=0.61)   # share of llama-8b's bytes that tools
 FLOAT8 = dict(product=0.6)        # twice the peak, less scales and casts: by judgement
 ASYNC_TP = dict(tp_shown=0.5)     # half of tp's traffic is hidden: by judgement
 CUDNN = 0.6                       # of FlashAttention-2's seconds on Hopper: the FlashAttention-3 paper, figure 5
+# of ep's traffic, by judgement: Megatron runs one micro-batch's forward and another's backward layer by layer, so that the tokens
+# of one travel while the other's attention and experts compute
+EP_SHOWN = 0.25
 TRAINERS = {
     "this": {},
     # fused kernels; cuDNN's attention; --tp-comm-overlap, which hides most of tp's traffic; schedules that send while
-    # they compute
-    "megatron": dict(COMPILED, attention=CUDNN, tp_shown=0.35, pp_shown=0.25, shape=0.5),
+    # they compute; HybridEP; --overlap-moe-expert-parallel-comm, which hides most of ep's traffic
+    "megatron": dict(COMPILED, attention=CUDNN, tp_shown=0.35, pp_shown=0.25, shape=0.5, ep_by_node=1.0, ep_shown=EP_SHOWN),
     "torchtitan": dict(gathers_again=0.0)}
 ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torchtitan="torchtitan")
 HOPPER = "h100", "h200", "h800"                           # GPUs on which cuDNN's attention is that much faster
