@@ -388,6 +388,17 @@ def test_a_token_goes_once_to_each_node(groups):
     assert by_node == pytest.approx(rows * (groups - 1) / groups * speed.reached(c, groups)) and by_node < by_expert
 
 
+def test_one_rank_has_most_tokens():
+    """Check that --balance takes from work, traffic and memory what twice as many choices would add, but not from what is routed."""
+    c, l, cluster = models.PRESETS["qwen3-30b-a3b"], Layout(dp=8, ep=8, zero=1, accumulation=4), speed.Cluster(8)
+    even, uneven, twice = (plan.evaluate(c._replace(num_experts_per_tok=chosen), l._replace(balance=balance), cluster, CONSTANTS)
+                           for chosen, balance in ((8, 1.0), (8, 2.0), (16, 1.0)))
+    assert even.step < uneven.step < even.step * 2 and uneven.step == pytest.approx(twice.step, rel=0.01)
+    assert even.held < uneven.held < twice.held           # the choices' outputs are kept where they were routed
+    dense = plan.evaluate(models.PRESETS["llama-1b"], Layout(dp=8, balance=2.0), cluster, CONSTANTS)
+    assert dense.step == plan.evaluate(models.PRESETS["llama-1b"], Layout(dp=8), cluster, CONSTANTS).step
+
+
 # ------------------------------------------------------------------------------------------- the answer
 def test_no_layout_is_refused_by_the_trainer(monkeypatch):
     import train

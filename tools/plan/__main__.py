@@ -18,7 +18,7 @@ from trainers import TRAINERS, constants_of, load_constants
 
 # a value outside these ranges is in the wrong unit
 RANGES = dict(flops=(1e9, 1e18), hbm=(1e6, 1e15), memory=(0.1, 1e5), nvlink=(1e6, 1e15), network=(1e6, 1e15),
-              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18))
+              power=(1, 1e5), tokens=(0, 1e18), price=(0, 1e18), balance=(1, 1e3))
 LARGEST = dict(gpus=2**17, gpus_per_node=2**17, seq_len=2**24, tokens=2**36)
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -62,6 +62,8 @@ def parse_args():
     add("--trainer", choices=TRAINERS, default="this", help="the trainer whose speed and memory to estimate")
     add("--compile", action="store_true", help="use torch.compile (and with torchtitan, asynchronous tp)")
     add("--fp8", action="store_true", help="compute the matrix products of the layers in 8 bits")
+    add("--balance", type=float, default=1.0,
+        help="tokens that come to the rank whose experts get most, divided by the mean over the ranks of ep")
     add("--seq_len", type=count, default=4096, help="tokens per sequence; 4k is 4,096")
     add("--global_batch_tokens", type=count, default=4e6, help="tokens per training step; 4M is 4,194,304")
     add("--config", help="explain this layout instead of searching: "
@@ -111,7 +113,7 @@ def cluster_of(args):
 def main():
     args = parse_args()
     cluster, c = cluster_of(args), models.load(args.model)
-    constants = constants_of(load_constants(args.constants), args.trainer, args.compile, args.fp8, args.gpu)
+    constants = constants_of(load_constants(args.constants), args.trainer, args.compile, args.fp8, args.gpu, args.balance)
     question = Question(args.model, c, args.gpu, cluster, args.seq_len, args.global_batch_tokens / args.seq_len, constants,
                         (args.tokens, args.price))
     if args.html:

@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     virtual: int = 2                                      # stages per rank, for schedules that take any number
     wide: int = 4                                         # tensors that an MLP saves; torch.compile: 3, Megatron's kernels: 2
     whole_logits: bool = False                            # another trainer's loss, which is not made in chunks
+    balance: float = 1.0                                  # tokens that come to the busiest rank of ep, divided by the mean
 
     @property
     def gpus(self):
@@ -45,6 +46,11 @@ class Layout(NamedTuple):
     def tokens(self):
         """Return how many of a micro-batch's tokens a rank has."""
         return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def busiest(self):
+        """Return `balance`, or 1 if every rank has all experts."""
+        return self.balance if self.ep > 1 else 1.0
 
     @property
     def expert_ranks(self):
@@ -211,6 +217,11 @@ def experts_met(c):
     return max(1, c.num_experts_per_tok) + c.shared_experts
 
 
+def most_met(c, l):
+    """Return experts_met for the tokens that come to the busiest rank."""
+    return max(1, c.num_experts_per_tok) * l.busiest + c.shared_experts
+
+
 def regions(c):
     """Return how many regions of tp a layer has: attention is one, and so is an MLP, or what every token goes through."""
     return 2 if c.shared_experts or not c.num_local_experts else 1
@@ -276,7 +287,7 @@ def moments(c, l, rank, stage, number, fused_norm):
     output = stream + 2 * FLOAT32 * c.head_dim * l.seq_len / l.cp              # a stage's output; and rotary tables
     before_norm = stage.head * (stream + FLOAT32 * l.tokens / l.tp)                # the last norm's input
     # three terms: an MLP's tensors in backward; what tp has gathered there and will scatter; the gradient of a matrix
-    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * experts_met(c)
+    inside = 2 * number * l.tokens * c.intermediate_size / l.tp * most_met(c, l)
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size * (c.num_local_experts / l.ep if c.num_local_experts else 1 / l.tp)
     # ZeRO-3 has whole weights, in a pipeline those of all units. From ZeRO-2 on, the unit in backward has whole
@@ -446,23 +457,23 @@ def kept(c, l, number, fused_norm):
     """Return the bytes that a layer keeps for the backward of one micro-batch."""
     q, kv = c.num_attention_heads * c.head_dim, 2 * kv_width(c, l.tp)
     h, i, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
-    times = experts_met(c)
+    times, most = experts_met(c), most_met(c, l)
     if l.recompute == "full":
         return l.tokens / l.tp * number * h
     inside = number * (2 * q / l.tp + kv) + FLOAT32 * heads / l.tp
     if l.recompute == "selective":                # the outputs of products and of attention, for every hop of the ring
         ring = (l.cp - 1) * (number * q + FLOAT32 * heads) / l.tp
         out, down = keeps_last_products(c, l)
-        products = 2 * times * i / l.tp + h / l.tp + h * out + times * h * down / (l.tp if c.num_local_experts else 1)
+        products = 2 * most * i / l.tp + h / l.tp + h * out + most * h * down / (l.tp if c.num_local_experts else 1)
         return l.tokens * (inside + ring + number * products)
     inside += number * 2 * sum(c.latent[:2])              # before and after their norms
     norms = 2 * h * number if fused_norm else 4 * h * FLOAT32
     if c.qk_norm:                                         # each head's q and k before the norm, and its divisor
         q_and_k = q / l.tp + kv / 2
         inside += (number if fused_norm else 2 * FLOAT32) * q_and_k + FLOAT32 * q_and_k / c.head_dim
-    mlp = number * l.wide * times * i / l.tp
+    mlp = number * l.wide * most * i / l.tp
     if c.num_local_experts:                               # each choice's rows in and out, and the router's scores
-        mlp += (number * 2 * times * h + FLOAT32 * c.num_local_experts) / l.tp
+        mlp += (number * (most + times) * h + FLOAT32 * c.num_local_experts) / l.tp
     outputs = 0 if l.wide == 2 else 2 * h * number        # the norms' outputs
     return l.tokens * (inside + mlp + (norms + outputs + 2 * FLOAT32) / l.tp)
 
@@ -472,7 +483,7 @@ def noted(c, l, number):
     h, q = c.hidden_size, c.num_attention_heads * c.head_dim
     attention = h / l.tp + 2 * q / l.tp + 2 * kv_width(c, l.tp) + h
     mlp = 3 * c.intermediate_size / l.tp + (2 * h / l.tp if c.num_local_experts else h / l.tp + h)
-    return number * l.tokens * (attention + mlp * experts_met(c))
+    return number * l.tokens * (attention + mlp * most_met(c, l))
 
 
 def chunk(c, l):

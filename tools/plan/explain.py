@@ -203,7 +203,10 @@ def heading(question, what="all layouts have the same batch", batch=None):
            f"{fewest(question)}")
     yield from question.c.notes
     if question.c.num_local_experts:
-        yield "every expert is assumed to get the same number of tokens; trainers that launch small experts singly are far slower"
+        balance = question.constants["layout"]["balance"]
+        each = f"the busiest rank's experts are assumed to get {balance:g} times the mean number of tokens" if balance > 1 else (
+            "every expert is assumed to get the same number of tokens")
+        yield f"{each}; trainers that launch small experts singly are far slower"
     yield (f"{what}: {batch:,} sequences of {seq_len:,} = {batch * seq_len:,} tokens; you "
            f"asked for {question.sequences * seq_len:,.0f}")
 

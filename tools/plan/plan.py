@@ -116,7 +116,7 @@ def parse_config(text, c, cluster, seq_len, batch, **theirs):
     for part in text.split(","):
         name, _, value = part.partition("=")
         name = NAMES.get(name, name)
-        if name not in Layout._fields or name in ("seq_len", "wide", "whole_logits") or not value:
+        if name not in Layout._fields or name in ("seq_len", "wide", "whole_logits", "balance") or not value:
             fail(f"--config {part}: is not NAME=VALUE with a known name; the names are dp, tp, cp, pp, ep, zero, "
                  "schedule, v, mbs, acc, recompute")
         choices = dict(schedule=[*SCHEDULES], recompute=RECOMPUTE, zero=tuple("0123")).get(name)

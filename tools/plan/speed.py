@@ -76,7 +76,7 @@ class Times:
     """The times of a layer and of the head, {kind: (F, I, W)}: the same for every schedule and ZeRO stage.
     again: the share of forward's products that another trainer computes twice."""
     def __init__(self, c, l, cluster, k, again=None):
-        raw = layer_work(c, cluster.hardware(), l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep)
+        raw = layer_work(c, cluster.hardware(), l.micro_batch, l.tokens, l.seq_len, l.tp, l.cp, l.ep, l.busiest)
         self.layer = layer_times(c, l, cluster, k, raw, again)
         self.head = head_times(c, l, cluster, k)
         self.of_layer, self.of_head = (sum(map(sum, part.values())) for part in (self.layer, self.head))
@@ -186,10 +186,10 @@ def multiplied(hardware, shapes):
 
 
 @lru_cache(maxsize=4096)
-def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep):
+def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep, balance=1.0):
     """Return a layer's Work. The bytes that its kernels read and write were counted in a recording (tools/simulate)."""
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
-    i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok)
+    i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok) * balance
     shapes = [(1, t, *of) for of in costs.attention_products(c, Layout(tp=tp))]
     mlp = [(1, t, i)] * (c.shared_experts if c.num_local_experts else 1)
     if c.num_local_experts:                               # whole, and with a part of the tokens
@@ -327,6 +327,7 @@ def cp_times(c, l, cluster, k, attention):
 def ep_times(c, l, cluster, k):
     """Return ep's seconds for (F, I, W): counts, then tokens to their experts and back."""
     once, seconds = (k["ep_shown"] * part for part in tokens_to_experts(c, l, cluster, k))
+    seconds *= l.busiest                                  # the busiest rank receives that much more, and all wait for it
     return 3 * once + 2 * seconds, (2 * once + 2 * seconds) * (1 if l.recompute == "none" else 2), 0.0
 
 

@@ -52,10 +52,11 @@ def load_constants(path):
     return known if not wrong else fail(f"--constants {path}: {wrong[0]} is unknown, or not a number of at least 0")
 
 
-def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100"):
+def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100", balance=1.0):
     """Return the constants that answer a question. known are those of --constants, or the usual ones."""
     if float8 and not GPUS[gpu].float8:
         fail(f"--gpu {gpu}: cannot multiply in 8 bits; leave out --fp8")
     time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, known["time"])
     return dict(time=time, slack=known["slack"], trainer=trainer, float8=float8, splits_backward=trainer != "megatron",
-                layout=dict(wide=2 if trainer == "megatron" else 3 if compiled else 4, whole_logits=trainer == "torchtitan"))
+                layout=dict(wide=2 if trainer == "megatron" else 3 if compiled else 4, whole_logits=trainer == "torchtitan",
+                            balance=balance))
