@@ -388,8 +388,21 @@ def test_a_token_goes_once_to_each_node(groups):
     assert by_node == pytest.approx(rows * (groups - 1) / groups * speed.reached(c, groups)) and by_node < by_expert
 
 
+@pytest.mark.parametrize("gpu, precision, share", [
+    ("h100", "float8", 0.6), ("gb200", "mxfp8", 0.6), ("gb200", "nvfp4", 0.15 + 0.85 * 0.35), ("a100", "bfloat16", 1)])
+def test_products_in_fewer_bits(gpu, precision, share):
+    """Check a product's seconds beside bfloat16's, and that only a layer's products become faster."""
+    c, l, cluster = models.PRESETS["llama-8b"], Layout(dp=8, zero=1), speed.Cluster(8, speed.GPUS[gpu])
+    known, wide = trainers.load_constants(None), ("attention", "memory", "dp", "optimizer")
+    fewer, usual = (plan.evaluate(c, l, cluster, trainers.constants_of(known, precision=one, gpu=gpu)).seconds
+                    for one in (precision, "bfloat16"))
+    assert trainers.product_seconds(precision, speed.GPUS[gpu]) == pytest.approx(share)
+    assert [fewer[kind] for kind in wide[:2]] == [usual[kind] for kind in wide[:2]] and min(fewer.values()) >= 0
+    assert fewer["products"] <= usual["products"]
+
+
 def test_one_rank_has_most_tokens():
-    """Check that --balance takes from work, traffic and memory what twice as many choices would add, but not from what is routed."""
+    """Check that a rank with twice the tokens takes as long as all ranks with twice the choices, and that --balance needs ep."""
     c, l, cluster = models.PRESETS["qwen3-30b-a3b"], Layout(dp=8, ep=8, zero=1, accumulation=4), speed.Cluster(8)
     even, uneven, twice = (plan.evaluate(c._replace(num_experts_per_tok=chosen), l._replace(balance=balance), cluster, CONSTANTS)
                            for chosen, balance in ((8, 1.0), (8, 2.0), (16, 1.0)))
@@ -473,7 +486,9 @@ def test_every_notch_is_one_notch():
     "--model nowhere-7b": "presets are", "--network 50": "from 1e+06", "--config tp=3": "!= gpus(8)",
     "--config pp=2,schedule=interleaved,v=100": "only 32 layers; use v=16 or less", "--config ep=2": "the model has none",
     "--config dp=8,acc=3,schedule=gpipe": "must be one of", "--html /nowhere/x.html": "No such file or directory",
-    "--constants README.md": "did not write this file", "--fp8 --gpu a100": "cannot multiply in 8 bits"}.items())
+    "--constants README.md": "did not write this file", "--fp8 --gpu a100": "cannot multiply in 8 bits",
+    "--nvfp4": "h100: cannot multiply in nvfp4", "--fp8 --mxfp8 --gpu b200": "not allowed with argument",
+    "--balance 0.9": "must be from 1"}.items())
 def test_refused(flags, message):
     said = run(*flags.split())
     assert said.returncode == 2 and said.stdout == ""

@@ -48,9 +48,9 @@ def predict(row):
 
 def predict_one(row, assumed):
     c, l, cluster = run_of(row, assumed)
-    trainer, float8 = row.get("trainer") or "this", row.get("precision") == "float8"
+    trainer, precision = row.get("trainer") or "this", row.get("precision") or "bfloat16"
     compiled, async_tp = row.get("compile") == "yes", row.get("async_tp") == "yes"
-    k = trainers.overlay(trainer, compiled, float8, async_tp, row["gpu"].lower())
+    k = trainers.overlay(trainer, compiled, precision, async_tp, row["gpu"].lower())
     k |= dict(gradient_bytes=2.0) if row.get("gradients") == "bfloat16" else {}
     if row.get("attention"):
         k["attention"] = trainers.CUDNN if row["attention"] == "cudnn" and row["gpu"] in trainers.HOPPER else 1.0
@@ -66,14 +66,14 @@ def predict_one(row, assumed):
         times, stages = speed.Times(c, l, cluster, k, again=again), costs.our_stages(c, costs.Layout(pp=l.pp))
         step = sum(speed.step_seconds(c, l, cluster, stages, k, times).values())
     planned = l.batch * l.seq_len / step / l.gpus
-    low, high = trust.interval(c, l, cluster, planned, float8)
+    low, high = trust.interval(c, l, cluster, planned, precision)
     return dict(planned=round(planned, 1), low=round(low, 1), high=round(high, 1), assumed="; ".join(assumed))
 
 
 @contextmanager
 def experts_cut():
-    """Let tp cut the experts, as trainers did before folding: a group of ep takes every tp-th rank. Each rank of tp sends its part of
-    the rows, which tp then gathers."""
+    """Let tp cut the experts, as trainers did before folding: a group of ep takes every tp-th rank. Each rank of tp sends its part
+    of the rows, which tp then gathers."""
     whole, folded = costs.expert_layer, speed.tokens_to_experts
     cut = lambda c, l: whole(c, l) // l.tp
 

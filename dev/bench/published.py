@@ -130,7 +130,7 @@ def seconds_of(run, recordings, ranks):
     if watts := run.get("watts") or run.get("power_w"):
         gpu = gpus.at_power(gpu, float(watts))._replace(hbm=float(run["hbm_tb_s"]) * 1e12)
     cluster = Theirs(gpu, int(run.get("gpus_per_node") or 8), float(run["network_gb_s"]) * 1e9, taken=gpus.TAKEN)
-    cluster.shares = dict(product=trainers.FLOAT8["product"] if run.get("precision") == "float8" else 1,
+    cluster.shares = dict(product=trainers.product_seconds(run.get("precision"), gpus.GPUS[run["gpu"]]),
                           attention=trainers.CUDNN if run.get("attention") == "cudnn" and run["gpu"] in trainers.HOPPER else 1)
     cluster.gradients = 0.5 if run.get("gradients") == "bfloat16" else 1
     cluster.etp = int(run.get("etp") or 1)

@@ -53,7 +53,7 @@ def parse_args():
     add("--gpu", choices=GPUS, default="h100", help="which GPU they are")
     add("--network", type=network, default="infiniband",
         help=f"the network between nodes: {', '.join(NETWORKS)}, or bytes per second per GPU")
-    add("--gpus_per_node", type=count, help="how many GPUs NVLink connects (8; gb200: 64)")
+    add("--gpus_per_node", type=count, help="how many GPUs NVLink connects (8; gb200 and gb300: 64)")
     add("--flops", type=float, help="bfloat16 FLOPs per second, if not those of --gpu")
     add("--hbm", type=float, help="bytes per second of a GPU's memory, if not those of --gpu")
     add("--memory", type=float, help="GiB of memory, if not those of --gpu")
@@ -61,7 +61,11 @@ def parse_args():
     add("--power", type=float, help="watts that a GPU may draw, if fewer than in its datasheet")
     add("--trainer", choices=TRAINERS, default="this", help="the trainer whose speed and memory to estimate")
     add("--compile", action="store_true", help="use torch.compile (and with torchtitan, asynchronous tp)")
-    add("--fp8", action="store_true", help="compute the matrix products of the layers in 8 bits")
+    fewer_bits = parser.add_mutually_exclusive_group().add_argument
+    for flag, precision, what in (("--fp8", "float8", "8 bits"), ("--mxfp8", "mxfp8", "MXFP8 (Blackwell)"),
+                                  ("--nvfp4", "nvfp4", "NVFP4 (Blackwell)")):
+        fewer_bits(flag, dest="precision", action="store_const", const=precision, default="bfloat16",
+                   help=f"compute the matrix products of the layers in {what}")
     add("--balance", type=float, default=1.0,
         help="tokens that come to the rank whose experts get most, divided by the mean over the ranks of ep")
     add("--seq_len", type=count, default=4096, help="tokens per sequence; 4k is 4,096")
@@ -113,7 +117,8 @@ def cluster_of(args):
 def main():
     args = parse_args()
     cluster, c = cluster_of(args), models.load(args.model)
-    constants = constants_of(load_constants(args.constants), args.trainer, args.compile, args.fp8, args.gpu, args.balance)
+    constants = constants_of(load_constants(args.constants), args.trainer, args.compile, args.precision, args.gpu,
+                             args.balance)
     question = Question(args.model, c, args.gpu, cluster, args.seq_len, args.global_batch_tokens / args.seq_len, constants,
                         (args.tokens, args.price))
     if args.html:

@@ -291,8 +291,9 @@ def moments(c, l, rank, stage, number, fused_norm):
     inside += 2 * number * l.tokens * h * (l.tp > 1)
     inside += number * h * c.intermediate_size * (c.num_local_experts / l.ep if c.num_local_experts else 1 / l.tp)
     # ZeRO-3 has whole weights, in a pipeline those of all units. From ZeRO-2 on, the unit in backward has whole
-    # gradients, and so has the one before it, whose reduce-scatter is under way (with ep or tp, a block's
-    # experts are one unit, all else another). Where W is delayed, norms get their gradients before it, so all units with norms have some.
+    # gradients, and so has the one before it, whose reduce-scatter is under way (with ep or tp, a block's experts
+    # are one unit, all else another). Where W is delayed, norms get their gradients before it, so all units with
+    # norms have some.
     all_weights = number * sum(size * count for size, _, count in units(c, l, stage)) if l.pp > 1 else 0
     at_head, in_block, at_start = 0, 0, 0
     if l.zero == 3:

@@ -44,8 +44,7 @@ def provenance(question, l):
 
 
 def interval(question, one):
-    float8 = question.constants["float8"]
-    return trust.interval(question.c, one.layout, question.cluster, one.tokens_per_s, float8)
+    return trust.interval(question.c, one.layout, question.cluster, one.tokens_per_s, question.constants["precision"])
 
 
 def name_of(l):
@@ -243,7 +242,8 @@ def commands(question, one):
     c, l, trainer = question.c, one.layout, question.constants["trainer"]
     why = c.untrained or "the builtin text is shorter than a sequence; add --dataset" * (l.seq_len > BUILTIN)
     not_it = [f"# this trainer's command, whose speed is not that of {ABOUT[trainer]}"] * (trainer != "this")
-    not_it += ["# this trainer multiplies in bfloat16: an extension of step 4 has float8"] * question.constants["float8"]
+    bfloat16 = question.constants["precision"] == "bfloat16"
+    not_it += ["# this trainer multiplies in bfloat16: an extension of step 4 has float8"] * (not bfloat16)
     return [*[f"# the trainer refuses this: {why}"] * bool(why), *not_it,
             "# " * bool(why) + command(question.model, l, question.cluster),
             "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))]

@@ -238,10 +238,10 @@ def layer_times(c, l, cluster, k, raw, again):
 
 def split_products(taken, ideal, cluster, longer, shape):
     """Split the products' seconds: those at the peak, what a large product loses to it, what these lose to a large one."""
-    large = longer / cluster.gpu.product
-    kernels = tuple(best * (large - 1) for best in ideal)
+    large, peak = longer / cluster.gpu.product, min(1.0, longer)                  # fewer bits have a higher peak
+    kernels = tuple(best * (large - peak) for best in ideal)
     over_large = [max(0.0, s - best / cluster.gpu.product) for s, best in zip(taken, ideal)]
-    return dict(products=ideal, kernels=kernels, shape=tuple(longer * shape * s for s in over_large))
+    return dict(products=tuple(peak * best for best in ideal), kernels=kernels, shape=tuple(longer * shape * s for s in over_large))
 
 
 def moved(bytes, cluster, share):

@@ -10,7 +10,10 @@ from speed import GPUS, USUAL
 from trainer import fail
 
 COMPILED = dict(memory=0.48, loss=0.61)   # share of llama-8b's bytes that tools/simulate --compile leaves (fuse.py)
-FLOAT8 = dict(product=0.6)        # twice the peak, less scales and casts: by judgement
+# A product in fewer bits takes bfloat16's time at the higher peak, and CASTS of it for scales and casts: by judgement. NVFP4 leaves
+# BF16_LAYERS of the layers in bfloat16, as arXiv 2509.25149 does.
+PEAKS = dict(float8="float8", mxfp8="float8", nvfp4="float4")
+CASTS, BF16_LAYERS = 0.1, 0.15
 ASYNC_TP = dict(tp_shown=0.5)     # half of tp's traffic is hidden: by judgement
 CUDNN = 0.6                       # of FlashAttention-2's seconds on Hopper: the FlashAttention-3 paper, figure 5
 # of ep's traffic, by judgement: Megatron runs one micro-batch's forward and another's backward layer by layer, so that the tokens
@@ -26,16 +29,24 @@ ABOUT = dict(this="this trainer", megatron="Megatron-LM with its overlaps", torc
 HOPPER = "h100", "h200", "h800"                           # GPUs on which cuDNN's attention is that much faster
 
 
-def overlay(trainer, compiled=False, float8=False, async_tp=False, gpu="h100", base=USUAL):
+def overlay(trainer, compiled=False, precision="bfloat16", async_tp=False, gpu="h100", base=USUAL):
     found = {**base, **TRAINERS[trainer]}
     if gpu not in HOPPER:
         found["attention"] = base["attention"]
-    changes = [FLOAT8] * float8
+    changes = [dict(product=product_seconds(precision, GPUS[gpu]))]
     if trainer != "megatron":                             # it has these anyway
         changes += [COMPILED] * compiled + [ASYNC_TP] * async_tp
     for change in changes:
         found |= {name: found[name] * share for name, share in change.items()}
     return found
+
+
+def product_seconds(precision, gpu, kept=BF16_LAYERS):
+    """Return the seconds of products in a precision, relative to bfloat16's. With NVFP4, `kept` of the layers stay in bfloat16."""
+    if precision not in PEAKS:
+        return 1.0
+    kept *= precision == "nvfp4"
+    return kept + (1 - kept) * (gpu.bfloat16 / getattr(gpu, PEAKS[precision]) + CASTS)
 
 
 def load_constants(path):
@@ -52,11 +63,14 @@ def load_constants(path):
     return known if not wrong else fail(f"--constants {path}: {wrong[0]} is unknown, or not a number of at least 0")
 
 
-def constants_of(known, trainer="this", compiled=False, float8=False, gpu="h100", balance=1.0):
+def constants_of(known, trainer="this", compiled=False, precision="bfloat16", gpu="h100", balance=1.0):
     """Return the constants that answer a question. known are those of --constants, or the usual ones."""
-    if float8 and not GPUS[gpu].float8:
+    if precision == "float8" and not GPUS[gpu].float8:
         fail(f"--gpu {gpu}: cannot multiply in 8 bits; leave out --fp8")
-    time = overlay(trainer, compiled, float8, trainer != "this" and compiled, gpu, known["time"])
-    return dict(time=time, slack=known["slack"], trainer=trainer, float8=float8, splits_backward=trainer != "megatron",
+    if precision in ("mxfp8", "nvfp4") and not GPUS[gpu].float4:
+        able = ", ".join(name for name, one in GPUS.items() if one.float4)
+        fail(f"--gpu {gpu}: cannot multiply in {precision}; leave out --{precision}, or choose from {able}")
+    time = overlay(trainer, compiled, precision, trainer != "this" and compiled, gpu, known["time"])
+    return dict(time=time, slack=known["slack"], trainer=trainer, precision=precision, splits_backward=trainer != "megatron",
                 layout=dict(wide=2 if trainer == "megatron" else 3 if compiled else 4, whole_logits=trainer == "torchtitan",
                             balance=balance))

@@ -20,7 +20,8 @@ MEANS = {
 ALONE = (-0.13, 0.07)
 MORE = dict(
     tp=(0.12, 0.12), pp=(0.08, 0.10), selective=(0.05, 0.05), full=(0.03, 0.03),
-    cp=(0.30, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), GPU=(0.25, 0.15),
+    cp=(0.30, 0.20), ep=(0.20, 0.20), experts=(0.20, 0.20), float8=(0.12, 0.15), mxfp8=(0.12, 0.15), nvfp4=(0.20, 0.20),
+    bfloat16=(0, 0), GPU=(0.25, 0.15),
     network=(0.10, 0.05)) | {"ZeRO-2": (0.10, 0.05)}
 SEEN_SCHEDULES = (DEFAULT_SCHEDULE, "interleaved")         # in the runs to which something was fitted
 UNSEEN = ("cp", "ep", "experts", "ZeRO-2", *(name for name in SCHEDULES if name not in SEEN_SCHEDULES))      # in none of them
@@ -79,20 +80,20 @@ def provenance(c, l, cluster, trainer="this"):
     return "measured" if trainer in DID and DID[trainer](l, name_of(cluster.gpu)) else "elsewhere"
 
 
-def off_by(c, l, cluster, experts=True, float8=False):
+def off_by(c, l, cluster, experts=True, precision="bfloat16"):
     """Return how far off a prediction may be, (low, high) as logarithms. Errors of different causes add as squares.
 
     With experts, include the error that a model's experts add. All its layouts have that error, so it must not rank them.
     """
-    names = of_layout(l) + ["float8"] * float8 + ["experts"] * bool(c.num_local_experts and experts)
+    names = of_layout(l) + [precision] + ["experts"] * bool(c.num_local_experts and experts)
     more = MORE | {l.schedule: of_schedule(SCHEDULES[l.schedule])}
     causes = [ALONE, *(more[name] for name in names), *beyond(c, l, cluster).values()]
     low, high = (math.hypot(*side) for side in zip(*causes))
     return -low, high
 
 
-def interval(c, l, cluster, tokens_per_s, float8=False):
-    return tuple(tokens_per_s * math.exp(x) for x in off_by(c, l, cluster, float8=float8))
+def interval(c, l, cluster, tokens_per_s, precision="bfloat16"):
+    return tuple(tokens_per_s * math.exp(x) for x in off_by(c, l, cluster, precision=precision))
 
 
 def held_back(c, l, cluster, tokens_per_s, known=None):

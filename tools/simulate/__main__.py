@@ -27,7 +27,7 @@ def parse_args(gpus, network):
     add("step", metavar="STEP", help="a step, 1 to 8, or a folder with a train.py")
     add("ranks", metavar="RANKS", type=int, help="the number of processes that torchrun would start")
     add("--gpu", choices=list(gpus), default="h100", help="the GPU to simulate (h100)")
-    add("--gpus_per_node", type=int, help="how many GPUs NVLink connects (8; gb200: 64)")
+    add("--gpus_per_node", type=int, help="how many GPUs NVLink connects (8; gb200 and gb300: 64)")
     add("--network", type=float, default=network, metavar="GB/s", help=f"speed of the network card that each GPU has ({network:g})")
     add("--rank", type=int, default=0, help="the rank whose memory, FLOPs and bytes to show (0)")
     add("--details", action="store_true", help="also print FLOPs, what the rank sends, and the longest waits")

@@ -26,6 +26,7 @@ class Gpu(NamedTuple):
     product: float                                        # share of the peak that a large product reaches in training: fitted
     attention: tuple                                      # share of the peak that FlashAttention-2 reaches, forward and backward
     node: int = 8                                         # GPUs that NVLink connects
+    float4: float = 0                                     # as above, of NVFP4; a GPU that has it also has MXFP8, at float8's speed
     clock: float = 1.0                                    # share of the datasheet's clock, for a GPU with a power limit
 
     @property
@@ -45,7 +46,9 @@ def at_power(gpu, watts):
 # TF32, and NVLink as half of the figure for both directions. Multiprocessors are from the architecture white papers. The h800 is an
 # H100 with 400 GB/s of NVLink. The v100 is the 32 GB one; its bfloat16 is float16, since it has no bfloat16. The rtx4090's products
 # accumulate in float32 (Ada's white paper); it has no NVLink, so PCIe 4.0 stands in. The gb200 is one of the two GPUs of a
-# superchip; of the 72 in an NVL72, published runs use 64. The mi300x has seven links of Infinity Fabric, 64 GB/s each way. The
+# superchip; of the 72 in an NVL72, published runs use 64; so is the gb300. The b300 is one of the eight GPUs of an
+# HGX B300; for it and the gb300, a node's or a rack's figures in NVIDIA's datasheets are divided by its GPUs. The mi300x has seven
+# links of Infinity Fabric, 64 GB/s each way, and the mi355x seven of 76.8 GB/s (AMD's datasheets); its MXFP4 is not NVFP4. The
 # numbers of the h800, v100, rtx4090, gb200 and mi300x are not from the makers' papers, but from other pages that repeat them.
 # Attention is for causal heads of 128 and 8k to 16k tokens. For the H100 it is from the FlashAttention-3 paper (arXiv 2407.08608),
 # figures 5 and 6, where version 2 reaches 335 TFLOPS forward (causal) and 322 backward (not causal); we take a tenth off the
@@ -56,11 +59,14 @@ GPUS = {
     "h100": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 3.35e12, 80, 132, 450e9, 700, 0.66, (0.335, 0.29)),
     "h200": Gpu(989.5e12, 66.9e12, 66.9e12, 1979e12, 4.8e12, 141, 132, 450e9, 700, 0.66, (0.335, 0.29)),
     "h800": Gpu(989.5e12, 66.9e12, 1e12, 1979e12, 3.35e12, 80, 132, 200e9, 700, 0.66, (0.335, 0.29)),
-    "b200": Gpu(2250e12, 75e12, 37e12, 4500e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29)),
-    "gb200": Gpu(2500e12, 80e12, 40e12, 5000e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29), 64),
+    "b200": Gpu(2250e12, 75e12, 37e12, 4500e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29), float4=9000e12),
+    "gb200": Gpu(2500e12, 80e12, 40e12, 5000e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29), 64, 10000e12),
+    "b300": Gpu(2250e12, 75e12, 1.2e12, 4500e12, 7.7e12, 270, 148, 900e9, 1100, 0.66, (0.335, 0.29), float4=13500e12),
+    "gb300": Gpu(2500e12, 80e12, 1.3e12, 5000e12, 8e12, 279, 148, 900e9, 1400, 0.66, (0.335, 0.29), 64, 15000e12),
     "v100": Gpu(125e12, 15.7e12, 7.8e12, 0, 0.9e12, 32, 80, 150e9, 300, 0.76, (0.64, 0.56)),
     "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 330.3e12, 1.008e12, 24, 128, 32e9, 450, 0.76, (0.64, 0.56)),
-    "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 2614.9e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29))}
+    "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 2614.9e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29)),
+    "mi355x": Gpu(2516.6e12, 157.3e12, 78.6e12, 5033.2e12, 8e12, 288, 256, 537.6e9, 1400, 0.66, (0.335, 0.29))}
 # of its GiB: CUDA, NCCL's communicators and fragmentation take the rest. Of nanotron's published runs on GPUs of 80 GB
 # (tests/data), all that succeeded but one held at most 69.8 GiB.
 USABLE = 70.5 / 80
