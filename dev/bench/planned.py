@@ -32,6 +32,10 @@ SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediat
              experts_chosen="num_experts_per_tok")
 
 
+DEEPSEEK_V3 = Model(129280, 7168, 2048, 61, 128, 128, 160, num_local_experts=256, num_experts_per_tok=8, shared_experts=1,
+                    dense_layers=3, dense_size=18432, latent=(1536, 512, 128, 64, 128))
+
+
 def predict(row):
     """Return a row's prediction, its interval, and the assumptions made. If a source leaves out the micro-batch, assume the
     fastest: a team that publishes has looked for it."""
@@ -54,6 +58,8 @@ def predict_one(row, assumed):
     k |= dict(gradient_bytes=2.0) if row.get("gradients") == "bfloat16" else {}
     if row.get("attention"):
         k["attention"] = trainers.CUDNN if row["attention"] == "cudnn" and row["gpu"] in trainers.HOPPER else 1.0
+    if row.get("bf16_layers"):
+        k["product"] = trainers.product_seconds(precision, GPUS[row["gpu"]], float(row["bf16_layers"]))
     if row.get("dispatcher"):
         k["ep_by_node"] = float(row["dispatcher"] != "alltoall")
     if row.get("ep_overlap"):
@@ -88,7 +94,8 @@ def experts_cut():
 
 
 def model_of(row):
-    return PRESETS.get(row["model"]) or Model(**{field: int(row.get(name) or 0) for name, field in SHAPE.items()})
+    known = PRESETS | {"deepseek-v3": DEEPSEEK_V3}
+    return known.get(row["model"]) or Model(**{field: int(row.get(name) or 0) for name, field in SHAPE.items()})
 
 
 def run_of(row, assumed):

@@ -4,6 +4,7 @@
     python dev/bench/published.py --fit                # the constants in tools/simulate/gpus.py
     python dev/bench/published.py --hold_out           # constants and intervals, judged on a source left out of the choice
     python dev/bench/published.py --unseen             # the errors of simulate and plan on published_unseen.csv
+    python dev/bench/published.py --of_2026            # the errors of plan on published_2026.csv
     python dev/bench/published.py --write              # all tables, into docs/predictions.md; --write published: that one alone
 
 The runs are in tests/data/published_runs.csv. Of their micro-batches, at most four are simulated. Those of --unseen are in
@@ -185,6 +186,25 @@ def unseen(kept):
         print(f"| {name} | {errors_of(some, 'simulated' + which)} | {by_plan} | {inside:.0%} |")
 
 
+def of_2026():
+    """Print the planner's error on the runs of 2026 that chose no constant, by kind of layout, source, GPU and model of experts."""
+    runs = [run for run in planned.read("published_2026.csv") if not run["fitted"]]
+    for run in runs:
+        there, said = float(run["tokens_per_s_per_gpu"]), planned.predict(run)
+        run["planned"], run["inside"] = said["planned"] / there, said["low"] <= there <= said["high"]
+    experts = [run for run in runs if run["kind"] == "MoE"]
+    far = [run for run in experts if int(run["ep"]) > int(run["gpus_per_node"])]
+    waits = [run for run in experts if run["micro_batch"] == "1" and "no CUDA graphs" in run["note"]]
+    some = {"dense": [run for run in runs if run not in experts], "MoE, ep in more than one node": far,
+            "MoE, micro-batch 1 without CUDA graphs": waits}
+    some |= {f"MoE, {one}": [run for run in experts if one in (run["gpu"], run["model"])]
+             for one in dict.fromkeys(run[name] for name in ("gpu", "model") for run in experts)}
+    print("| runs | planned | ratio, median | error, median | within 20% | inside |\n|---|---|---|---|---|---|")
+    for name, group in [*groups(runs), *some.items()]:
+        if group:
+            print(f"| {name} | {errors_of(group, 'planned')} | {statistics.fmean(run['inside'] for run in group):.0%} |")
+
+
 def hold_out():
     """Choose constants by all sources but one, and print the planner's error on that one. The constants are the speed of an
     all-to-all, alone and together with a factor on Megatron's products, and the share that even a slow collective takes."""
@@ -271,7 +291,7 @@ def beside(runs, kept):
 
 
 # ------------------------------------------------------------------------------------------- the page of predictions
-PAGE, TABLES = ROOT / "docs/predictions.md", ["simulated", "unseen", "published"]
+PAGE, TABLES = ROOT / "docs/predictions.md", ["simulated", "unseen", "of_2026", "published"]
 
 
 def write(name, command, printer, *args):
@@ -289,11 +309,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--unseen", action="store_true")
+    parser.add_argument("--of_2026", action="store_true")
     parser.add_argument("--hold_out", action="store_true", help="judge constants on each source, chosen by all the others")
     parser.add_argument("--write", nargs="*", choices=TABLES, help="write these tables, or all, into the page")
     parser.add_argument("--keep", type=Path, help="a folder for the notes of the ranks")
     args = parser.parse_args()
     runs = planned.read("published_runs.csv")
+    if args.of_2026:
+        return of_2026()
     if args.hold_out:
         hold_out()
         return intervals()
@@ -303,6 +326,7 @@ def main():
             wanted = args.write or TABLES
             "simulated" in wanted and write("simulated", "python dev/bench/published.py", beside, runs, kept)
             "unseen" in wanted and write("unseen", "python dev/bench/published.py --unseen", unseen, kept)
+            "of_2026" in wanted and write("of_2026", "python dev/bench/published.py --of_2026", of_2026)
             "published" in wanted and write("published", "python dev/bench/planned.py", planned.main, [])
             return
         if args.unseen:

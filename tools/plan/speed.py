@@ -157,6 +157,11 @@ def simulated(schedule, p, m, v, F, I, W):
 
 
 # ---------------------------------------------------------------------- a layer's kernels
+# The products of narrow experts are slower: NARROW / intermediate_size of their time is added. Chosen by the runs of Qwen3-30B-A3B
+# with torchtitan and prime-rl in tests/data/published_2026.csv.
+NARROW = 1250
+
+
 class Work(NamedTuple):
     """The work of a layer on a micro-batch, for (F, I, W): seconds of its products, as they are and at the peak; seconds
     of attention; bytes of all other kernels. count is the number of kernels in forward and in backward."""
@@ -191,13 +196,16 @@ def layer_work(c, hardware, micro_batch, t, seq_len, tp, cp, ep, balance=1.0):
     h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim / tp, kv_width(c, tp)
     i, chosen = c.intermediate_size / tp, max(1, c.num_experts_per_tok) * balance
     shapes = [(1, t, *of) for of in costs.attention_products(c, Layout(tp=tp))]
-    mlp = [(1, t, i)] * (c.shared_experts if c.num_local_experts else 1)
-    if c.num_local_experts:                               # whole, and with a part of the tokens
-        mine = c.num_local_experts // ep
-        mlp.append((mine, max(1, t / tp * chosen / mine), c.intermediate_size))
+    shapes += [(1, t, *of) for of in ((h, i), (h, i), (i, h))] * (c.shared_experts if c.num_local_experts else 1)
+    if c.num_local_experts:
         shapes.append((1, t / tp, h, c.num_local_experts))
-    shapes += [(many, rows, h, wide) for many, rows, wide in mlp] * 2 + [(many, rows, wide, h) for many, rows, wide in mlp]
     seconds, ideal = multiplied(hardware, shapes)
+    if c.num_local_experts:                               # whole, and with a part of the tokens
+        mine, wide = c.num_local_experts // ep, c.intermediate_size
+        rows = max(1, t / tp * chosen / mine)
+        of_experts, best = multiplied(hardware, [(mine, rows, *of) for of in ((h, wide), (h, wide), (wide, h))])
+        seconds = tuple(a + b * (1 + NARROW / wide) for a, b in zip(seconds, of_experts))
+        ideal = tuple(map(sum, zip(ideal, best)))
     attention = [hardware.kernel(Kernel(name, "attention", "bfloat16", products * t * q * seq_len, 0))
                  for name, products in (("attention", 2), ("attention backward", 5))]        # the causal half
     gathered = (tp > 1) * costs.regions(c)

@@ -62,7 +62,7 @@ GPUS = {
     "b200": Gpu(2250e12, 75e12, 37e12, 4500e12, 7.7e12, 180, 148, 900e9, 1000, 0.66, (0.335, 0.29), float4=9000e12),
     "gb200": Gpu(2500e12, 80e12, 40e12, 5000e12, 8e12, 186, 148, 900e9, 1200, 0.66, (0.335, 0.29), 64, 10000e12),
     "b300": Gpu(2250e12, 75e12, 1.2e12, 4500e12, 7.7e12, 270, 148, 900e9, 1100, 0.66, (0.335, 0.29), float4=13500e12),
-    "gb300": Gpu(2500e12, 80e12, 1.3e12, 5000e12, 8e12, 279, 148, 900e9, 1400, 0.66, (0.335, 0.29), 64, 15000e12),
+    "gb300": Gpu(2500e12, 80e12, 1.3e12, 5000e12, 8e12, 279, 148, 900e9, 1400, 0.82, (0.335, 0.29), 64, 15000e12),
     "v100": Gpu(125e12, 15.7e12, 7.8e12, 0, 0.9e12, 32, 80, 150e9, 300, 0.76, (0.64, 0.56)),
     "rtx4090": Gpu(165.2e12, 82.6e12, 1.3e12, 330.3e12, 1.008e12, 24, 128, 32e9, 450, 0.76, (0.64, 0.56)),
     "mi300x": Gpu(1307.4e12, 163.4e12, 163.4e12, 2614.9e12, 5.3e12, 192, 304, 448e9, 750, 0.66, (0.335, 0.29)),
@@ -71,7 +71,8 @@ GPUS = {
 # (tests/data), all that succeeded but one held at most 69.8 GiB.
 USABLE = 70.5 / 80
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU, each way: 400 and 100 Gbit/s
-# constants were fitted to runs on these; of the others, only the h200 and the gb200 were compared with published runs, five in all
+# constants were fitted to runs on these; of the others, published_2026.csv has runs on h200, b200, gb200, b300 and gb300, and some of
+# those on gb300 chose its `product`
 TESTED = "a100", "h100"
 
 # Fitted, with the `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked as fitted.
