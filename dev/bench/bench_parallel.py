@@ -103,7 +103,7 @@ def ours(args, shape, mesh):
     import train
     model = build_model(args, shape, mesh)
     forward_backward = forward_and_backward(model, shape, mesh, args)
-    zero = train.zero.Zero(model, mesh, args)
+    zero = train.zero.Zero(model, args) if args.zero else train.data_parallel.DataParallel(model, mesh, args)
     adamw = optimizer.Optimizer(zero.params, args)
     all_reduce_partial_grads = lambda params: None
     if hasattr(train, "tensor_parallel"):

@@ -270,7 +270,7 @@ def buckets_worker(rank, port, folder, results):
     note = lambda param: came.append((names[id(param)], param.main_grad.nbytes, time.perf_counter()))
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(note)
-    reducer = dp.make_reducer(model.parameters(), the_mesh.get_group("dp"), args)
+    reducer = dp.make_reducer(list(model.parameters()), the_mesh.get_group("dp"), args)
 
     def watched(tensor, **how):
         times = [time.perf_counter(), None]

@@ -29,6 +29,7 @@ import recompute
 import tensor_parallel
 import train
 import watch
+from data_parallel import DataParallel
 from zero import Zero
 
 TINY = config.PRESETS["tiny"]
@@ -72,7 +73,7 @@ def set_up(flags, layers=TINY.num_hidden_layers):
     config.check(args, shape, train.TECHNIQUES)
     mesh = init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     model = train.build_model(shape, mesh, args)
-    zero = Zero(model, mesh, args)
+    zero = Zero(model, args) if args.zero else DataParallel(model, mesh, args)
     _, micro_batches = next(data.batches(data.load_tokens(args, shape.vocab_size), shape, mesh, args))
     return args, mesh, model, zero, micro_batches
 

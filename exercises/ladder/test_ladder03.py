@@ -488,7 +488,7 @@ def small_model(stage, micro_batches, group, events, *units):
             param.placement = Placement(num_replicas=group.size(), decays=True, data_mesh=None)
         shard(unit, params)
         model.zero_units.append(unit)
-    return model, zero.Zero(model, None, args)
+    return model, zero.Zero(model, args)
 
 
 def collect_job(stage):
