@@ -72,7 +72,7 @@ def by_hand_job(argv, islands, inner_steps, lr, momentum):
         device_mesh = train.build_mesh(args)
         models = [train.build_model(config, args) for _ in range(islands)]
         for model in models:
-            train.add_main_grads(model.parameters())
+            train.data_parallel.add_main_grads(model.parameters())
         inner = [train.Optimizer(model.parameters(), args) for model in models]
         met = train.build_model(config, args)
         outer = torch.optim.SGD(met.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)

@@ -112,7 +112,7 @@ def evaluations_job(argv, optimizer):
 
     def watched(model, config, zero, tokens, mesh, args):
         evaluate = make(model, config, zero, tokens, mesh, args)
-        whole = lambda: sum(unit.flat_param.untyped_storage().nbytes() for unit in zero.units)
+        whole = lambda: sum(unit.flat_param.untyped_storage().nbytes() for unit in model.zero_units)
 
         def watch(step):
             before, live, held = whole(), Storages(), [0]
