@@ -156,7 +156,8 @@ def fit(runs, kept):
 # ------------------------------------------------------------------------------------------- both tools beside unseen runs
 KINDS = "FSDP", "tp, pp", "cp", "MoE"
 SOURCES = "llm-foundry", "torchtitan", "Megatron-LM", "Llama 3", "dgxc-benchmarking", "fms-fsdp", "2504.14960", "InternEvo"
-NO_FLAG, WITHOUT = dict(gradients="", attention=""), ", with the tools' own flags"
+NO_FLAG = dict.fromkeys(("gradients", "attention", "etp", "dispatcher", "ep_overlap"), "")
+WITHOUT = ", with the tools' own flags"
 TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each is like another row, or takes hours
 
 
