@@ -219,20 +219,20 @@ def steps_of(events):
     return [events[start:end] for start, end in zip(starts, starts[1:])]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_weights_are_gathered_one_layer_ahead(pool, stage, tmp_path):
-    """Check the order in which collectives start, since NCCL runs them in that order across groups. Before forward only the first
-    unit's weights are gathered, and no all-reduce stands between. In forward the gathers are at most one layer ahead, so that
-    an all-reduce of tp waits for one layer's weights and not for the model's."""
+@pytest.mark.parametrize("stage, model, gathers, layer", [(1, "tiny-moe", 18, 2), (2, "tiny", 10, 1)])
+def test_weights_are_gathered_one_layer_ahead(pool, stage, model, gathers, layer, tmp_path):
+    """Check the order in which collectives start, since NCCL runs them in that order across groups. (With tp, a layer's experts are
+    a unit of their own.) Before forward only the first unit's weights are gathered, and no all-reduce stands between. In forward
+    the gathers are at most one layer ahead, so that an all-reduce of tp waits for one layer's weights and not for the model's."""
     flags = f"--steps 3 --seq_len 16 --global_batch_size 4 --micro_batch_size 2 --zero {stage} --tp 2 --sp off"
-    argv = f"{flags} --model tiny-moe --checkpoint {tmp_path}".split()
+    argv = f"{flags} --model {model} --checkpoint {tmp_path}".split()
     steps = steps_of(pool.call(started_order_job, STEP, world=4, argv=argv)[0])
     assert len(steps) == 2
     for step in steps:
         assert step[:2] == ["gather", "forward"], step[:4]
         ahead = [Counter(step[:i])["gather"] - Counter(step[:i])["unit"] for i, event in enumerate(step) if event == "sum"]
-        assert Counter(step)["gather"] == 10 and 0 <= min(ahead), step
-        assert max(ahead) == 1, ahead
+        assert Counter(step)["gather"] == gathers and 0 <= min(ahead), step
+        assert max(ahead) == layer, ahead
 
 
 def many_layers_job(argv):
