@@ -71,8 +71,8 @@ GPUS = {
 # (tests/data), all that succeeded but one held at most 69.8 GiB.
 USABLE = 70.5 / 80
 NETWORKS = {"infiniband": 50e9, "ethernet": 12.5e9}      # bytes per second per GPU, each way: 400 and 100 Gbit/s
-# constants were fitted to runs on these; of the others, published_2026.csv has runs on h200, b200, gb200, b300 and gb300, and some of
-# those on gb300 chose its `product`
+# constants were fitted to runs on these; of the others, published_2026.csv has runs on h200, b200, gb200, b300 and gb300, some of
+# which chose gb300's `product`
 TESTED = "a100", "h100"
 
 # Fitted, with the `product` of A100 and H100, to the rows of tests/data/published_runs.csv that are marked as fitted.
