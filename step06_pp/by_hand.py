@@ -2,6 +2,7 @@
 
     python step06_pp/by_hand.py
 """
+import tempfile
 from datetime import timedelta
 
 import torch
@@ -51,9 +52,9 @@ def one_f_one_b(rank, batch, weight):
     return done
 
 
-def main(rank, port):
-    store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=p, timeout=timedelta(seconds=60))
+def main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=p,
+                            timeout=timedelta(seconds=60))
     torch.manual_seed(0)                                  # the same numbers on every rank
     batch = torch.randn(m, 2, 16)
     weights = torch.randn(p, 16, 16).div(4).requires_grad_()
@@ -72,6 +73,5 @@ def main(rank, port):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(main, (server.port,), nprocs=p)
+with tempfile.TemporaryDirectory() as folder:
+    mp.start_processes(main, (folder,), nprocs=p, start_method="fork")
