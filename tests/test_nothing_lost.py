@@ -537,7 +537,7 @@ def test_a_saved_model_survives_a_power_loss(pool, tmp_path):
 
 
 OTHER = {"--seq_len 32": "seq_len 16, but this run has 32", "--global_batch_size 8": "global_batch_size 4, but this run has 8",
-         "--dataset {tokens}": "data 466195 tokens", "--model {moe}": "num_local_experts 0, but this run has 8",
+         "--dataset {tokens}": "this run has 466195 tokens", "--model {moe}": "num_local_experts 0, but this run has 8",
          "--model {rope}": "rope_theta", "--model {eps}": "rms_norm_eps",
          "--model {heads}": "num_attention_heads 8, but this run has 4",
          "--weight_decay 0": "weight_decay 0.1, but this run has 0.0",
