@@ -42,7 +42,7 @@ def init_distributed():
 
 
 def free_process_groups():
-    """Free what holds process groups, with which gloo's threads end: before the interpreter does."""
+    """End gloo's threads before the interpreter ends, by freeing all that holds their process groups."""
     for value in gc.get_objects():
         if type(value) is torch.nn.Parameter and value._post_accumulate_grad_hooks:
             value._post_accumulate_grad_hooks.clear()     # they lead to a cycle that the collector cannot see

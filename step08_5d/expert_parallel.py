@@ -7,8 +7,8 @@ comes from GShard (https://arxiv.org/abs/2006.16668), which gives each expert a 
 ep needs no ranks of its own. It is folded into dp x cp x tp, the ranks that hold the same layers: groups of
 ep neighbors, in each of which every expert is on one rank. (Megatron calls this parallel folding,
 https://arxiv.org/abs/2504.14960.) No expert is cut, so the ranks of tp must have different tokens for them.
-With --sp on they do: between two regions of tp, each has its part of the sequence. With --sp off each
-takes its part before it routes, and afterwards they gather the outputs.
+With --sp on they do: between two regions of tp, each has its part of the sequence. With --sp off each rank
+takes its part before it routes, and afterwards the ranks gather the outputs.
 
 The tokens of all ep ranks come to an expert, so its gradient lacks only what the ranks of other ep groups
 compute: those of expert_dp, over which it is summed. The router is on every rank, and sees its tokens only.
