@@ -3,71 +3,85 @@
     python step03_zero/by_hand_fsdp.py
 """
 import tempfile
+import warnings
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
-RANKS, BLOCKS, DIM, BATCH, STEPS = 4, 6, 64, 8, 3
+DP, BLOCKS, HIDDEN, BATCH, STEPS = 4, 6, 64, 8, 3
 events = []                                                 # +3: block 3 was gathered; -3: it was freed
+warnings.filterwarnings("ignore", category=FutureWarning)   # torch 2.13 has new names for the collectives
 
 
-class ShardedBlock:
+class Unit:                                                 # a block, whole only while it computes
     def __init__(self, number, block):
         self.number, self.params = number, list(block.parameters())
-        self.flat = torch.cat([param.detach().flatten() for param in self.params])
-        self.shard = nn.Parameter(self.flat.chunk(RANKS)[dist.get_rank()].clone())  # free would empty a view
-        for param, view in zip(self.params, self.flat.split([param.numel() for param in self.params])):
-            # nn.Parameter(view) would share flat's version counter: backward would reject what gather rewrote
+        self.flat_param = torch.cat([param.detach().flatten() for param in self.params])
+        # clone: a view would lose its memory in reshard
+        self.param_shard = nn.Parameter(self.flat_param.chunk(DP)[dist.get_rank()].clone())
+        for param, view in zip(self.params, self.flat_param.split([param.numel() for param in self.params])):
+            # nn.Parameter(view) would share flat_param's version counter: backward would reject what unshard
+            # has refilled
             param.data = view.view_as(param)
-            param.register_post_accumulate_grad_hook(self.after_gradient)
-        block.register_forward_pre_hook(lambda block, inputs: self.gather())
-        block.register_forward_hook(self.after_forward)
-        self.free()
+            param.register_post_accumulate_grad_hook(self.post_accumulate_grad)
+        block.register_forward_pre_hook(lambda block, inputs: self.unshard())
+        block.register_forward_hook(self.post_forward)
+        self.reshard()
 
-    def gather(self):
-        self.flat.untyped_storage().resize_(self.flat.nbytes)
-        dist.all_gather(list(self.flat.chunk(RANKS)), self.shard.detach())
+    def unshard(self):
+        self.flat_param.untyped_storage().resize_(self.flat_param.nbytes)
+        dist.all_gather_into_tensor(self.flat_param, self.param_shard.detach())
         events.append(f"+{self.number}")
 
-    def free(self):                                         # only the memory: all views stay, autograd's too
-        self.flat.untyped_storage().resize_(0)
+    def reshard(self):                                      # free the memory; all views stay, autograd's too
+        self.flat_param.untyped_storage().resize_(0)
         events.append(f"-{self.number}")
 
-    def after_forward(self, block, inputs, output):
-        output.register_hook(lambda grad: self.gather())    # backward enters a block through its output
-        self.free()
+    def post_forward(self, block, inputs, output):
+        output.register_hook(lambda grad: self.unshard())   # backward enters a block through its output
+        self.reshard()
 
-    def after_gradient(self, param):
-        if all(param.grad is not None for param in self.params):    # the last one: nothing reads weights now
-            self.free()
-            whole = torch.cat([param.grad.flatten() for param in self.params])
-            self.shard.grad = torch.empty_like(self.shard)
-            dist.reduce_scatter(self.shard.grad, list(whole.chunk(RANKS)))
-            for param in self.params:
-                param.grad = None
+    def post_accumulate_grad(self, param):
+        if any(param.grad is None for param in self.params):
+            return
+        self.reshard()                                      # that was the last one: nothing reads weights now
+        flat_grad = torch.cat([param.grad.flatten() for param in self.params])
+        self.param_shard.grad = torch.empty_like(self.param_shard)
+        dist.reduce_scatter_tensor(self.param_shard.grad, flat_grad)
+        for param in self.params:
+            param.grad = None
 
 
-def train(rank, ranks, folder):                             # one rank trains without sharding
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
+def main(rank, folder, world_size):                         # one rank trains without sharding
+    store = f"file://{folder}/store{world_size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)                                    # the same weights and batches on every rank
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(BLOCKS)]).double()
-    params = [ShardedBlock(*pair).shard for pair in enumerate(model)] if ranks > 1 else [*model.parameters()]
+    blocks = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks).double()
+    params = list(model.parameters())
+    if world_size > 1:
+        params = [Unit(number, block).param_shard for number, block in enumerate(model)]
     optimizer = torch.optim.AdamW(params, lr=0.01)
     for _ in range(STEPS):
-        loss = model(torch.randn(BATCH, DIM).double().chunk(ranks)[rank]).square().sum() / BATCH  # my rows
+        x = torch.randn(BATCH, HIDDEN).double().chunk(world_size)[rank]        # my rows
+        loss = model(x).square().sum() / BATCH
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.all_reduce(loss.detach_())
     if rank == 0:
-        print(f"ranks {ranks}  loss {loss:.12f}", *events[-4 * BLOCKS:], flush=True)
-    torch.save(torch.cat([p.detach().flatten() for p in params]).view(BLOCKS, -1), f"{folder}/{rank}-{ranks}")
+        print(f"ranks {world_size}  loss {loss:.12f}", *events[-4 * BLOCKS:], flush=True)
+    result = torch.cat([param.detach().flatten() for param in params]).view(BLOCKS, -1)
+    torch.save(result, f"{folder}/result{rank}of{world_size}")
+    dist.barrier()                                          # no rank exits while others still communicate
     dist.destroy_process_group()
 
 
 with tempfile.TemporaryDirectory() as folder:
-    for ranks in (RANKS, 1):
-        torch.multiprocessing.start_processes(train, (ranks, folder), ranks, start_method="fork")
-    shards = [torch.load(f"{folder}/{rank}-{RANKS}") for rank in range(RANKS)]
-    torch.testing.assert_close(torch.cat(shards, dim=1), torch.load(f"{folder}/0-1"))
+    for world_size in (DP, 1):
+        mp.start_processes(main, (folder, world_size), nprocs=world_size, start_method="fork")
+    shards = [torch.load(f"{folder}/result{rank}of{DP}") for rank in range(DP)]
+    expected = torch.load(f"{folder}/result0of1")
+torch.testing.assert_close(torch.cat(shards, dim=1), expected)
