@@ -3,6 +3,7 @@
     python step07_ep/by_hand.py
 """
 import tempfile
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -15,7 +16,7 @@ TOKENS = torch.cat((TOKENS, torch.randn(18, 4, dtype=torch.float64)))          #
 TOP_K = 2
 
 
-class AllToAll(torch.autograd.Function):                  # input_splits[r] rows go to rank r of the group
+class TokenAllToAll(torch.autograd.Function):             # input_splits[r] rows go to rank r of the group
     @staticmethod
     def forward(ctx, rows, input_splits, output_splits, group):
         ctx.input_splits, ctx.output_splits, ctx.group = input_splits, output_splits, group
@@ -25,7 +26,7 @@ class AllToAll(torch.autograd.Function):                  # input_splits[r] rows
 
     @staticmethod
     def backward(ctx, grad):                              # gradients go back the way the rows came
-        return AllToAll.apply(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
+        return TokenAllToAll.apply(grad, ctx.output_splits, ctx.input_splits, ctx.group), None, None, None
 
 
 def print_in_order(line):                                 # rank 0 prints the lines of all ranks
@@ -39,47 +40,50 @@ def moe(x, router, experts, group):                       # x: this rank's token
     ep = group.size()
     # 1. Route: select each token's experts, and weight them.
     logits = x @ router.T                                              # [tokens, all experts]
-    expert = logits.topk(TOP_K).indices                                # [tokens, top_k]
-    weights = logits.gather(-1, expert).softmax(-1)                    # [tokens, top_k]
+    selected_experts = logits.topk(TOP_K).indices                      # [tokens, top_k]
+    routing_weights = logits.gather(-1, selected_experts).softmax(-1)  # [tokens, top_k]
     # 2. Sort: one row per token and choice, sorted by expert, so that rows for the same rank are adjacent.
-    order = expert.flatten().argsort(stable=True)
+    order = selected_experts.flatten().argsort(stable=True)
     rows = x[order // TOP_K]                                           # [tokens * top_k, hidden]
     # 3. Exchange counts: how many rows I send to each expert, and each rank to mine.
-    counts = expert.flatten().bincount(minlength=len(router))
-    recv_counts = torch.empty_like(counts)
-    dist.all_to_all_single(recv_counts, counts, group=group)
-    input_splits, output_splits = (c.view(ep, -1).sum(1).tolist() for c in (counts, recv_counts))
+    tokens_per_expert = selected_experts.flatten().bincount(minlength=len(router))
+    recv_counts = torch.empty_like(tokens_per_expert)
+    dist.all_to_all_single(recv_counts, tokens_per_expert, group=group)
+    input_splits, output_splits = (c.view(ep, -1).sum(1).tolist() for c in (tokens_per_expert, recv_counts))
     if ep == 2:
         names = "abcxyz"[3 * dist.get_rank():]
-        choices = " ".join(f"{names[i // TOP_K]}{expert.flatten()[i]}" for i in order)
+        choices = " ".join(f"{names[i // TOP_K]}{selected_experts.flatten()[i]}" for i in order)
         line = f"rank {dist.get_rank()} sorts {choices}   sends {input_splits} rows, receives {output_splits}"
         print_in_order(line)
     # 4. All-to-all: the rows that arrive are sorted by sender, then by expert.
-    rows = AllToAll.apply(rows, input_splits, output_splits, group)
+    rows = TokenAllToAll.apply(rows, input_splits, output_splits, group)
     # 5. Experts: sort again, so that each expert's rows are adjacent; compute; undo this sort.
-    local_expert = torch.arange(len(experts)).repeat(ep).repeat_interleave(recv_counts)
-    by_expert = local_expert.argsort(stable=True)
+    expert = torch.arange(len(experts)).repeat(ep).repeat_interleave(recv_counts)          # of each row
+    by_expert = expert.argsort(stable=True)
     rows_of = rows[by_expert].split(recv_counts.view(ep, -1).sum(0).tolist())
     out = torch.cat([some @ one.T for some, one in zip(rows_of, experts)])
     out = out[by_expert.argsort()]                                     # the inverse of a permutation
     # 6. All-to-all back, with the two lists swapped; undo the first sort; weight and add.
-    out = AllToAll.apply(out, output_splits, input_splits, group)[order.argsort()].view(*expert.shape, -1)
-    return (out * weights.unsqueeze(-1)).sum(1)
+    out = TokenAllToAll.apply(out, output_splits, input_splits, group)[order.argsort()]
+    out = out.view(*selected_experts.shape, -1)                        # [tokens, top_k, hidden]
+    return (out * routing_weights.unsqueeze(-1)).sum(1)
 
 
 def one_process(x, router, experts):                      # the definition: no sorting, no sending
-    expert = (x @ router.T).topk(TOP_K).indices
-    weights = (x @ router.T).gather(-1, expert).softmax(-1)
-    return torch.einsum("tk,tkij,tj->ti", weights, experts[expert], x)
+    logits = x @ router.T
+    selected_experts = logits.topk(TOP_K).indices
+    routing_weights = logits.gather(-1, selected_experts).softmax(-1)
+    return torch.einsum("tk,tkij,tj->ti", routing_weights, experts[selected_experts], x)
 
 
-def main(rank, ranks, ep, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
-    grid = torch.arange(ranks).view(-1, ep)               # a row is a group of ep: it holds each expert once
+def main(rank, folder, world_size, ep):
+    store = f"file://{folder}/store{world_size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    grid = torch.arange(world_size).view(-1, ep)          # a row is a group of ep: it holds each expert once
     ep_group, _ = dist.new_subgroups_by_enumeration(grid.tolist())
     expert_dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())  # a column holds the same experts
-    tokens = TOKENS[:3 * ranks]
-    mine = tokens.chunk(ranks)[rank], ROUTER, EXPERTS.chunk(ep)[rank % ep]
+    tokens = TOKENS[:3 * world_size]
+    mine = tokens.chunk(world_size)[rank], ROUTER, EXPERTS.chunk(ep)[rank % ep]
     x, router, experts = (one.clone().requires_grad_() for one in mine)
     y = moe(x, router, experts, ep_group)
     y.square().sum().backward()
@@ -87,17 +91,18 @@ def main(rank, ranks, ep, folder):
     dist.all_reduce(experts.grad, group=expert_dp)        # partial: the term of this group's tokens
     whole = [one.clone().requires_grad_() for one in (tokens, ROUTER, EXPERTS)]
     one_process(*whole).square().sum().backward()
-    torch.testing.assert_close(y, one_process(*whole).chunk(ranks)[rank])
-    torch.testing.assert_close(x.grad, whole[0].grad.chunk(ranks)[rank])
+    torch.testing.assert_close(y, one_process(*whole).chunk(world_size)[rank])
+    torch.testing.assert_close(x.grad, whole[0].grad.chunk(world_size)[rank])
     torch.testing.assert_close(router.grad, whole[1].grad)
     torch.testing.assert_close(experts.grad, whole[2].grad.chunk(ep)[rank % ep])
+    dist.barrier()                                        # no rank exits while others still communicate
     dist.destroy_process_group()
 
 
 with tempfile.TemporaryDirectory() as folder:
-    mp.start_processes(main, (2, 2, folder), nprocs=2, start_method="fork")
+    mp.start_processes(main, (folder, 2, 2), nprocs=2, start_method="fork")
     print("two ranks equal one process: outputs, and gradients of tokens, router and experts\n")
-    mp.start_processes(main, (8, 4, folder), nprocs=8, start_method="fork")
+    mp.start_processes(main, (folder, 8, 4), nprocs=8, start_method="fork")
 ranks = torch.arange(8)
 show = lambda groups: " | ".join(" ".join(map(str, group)) for group in groups.tolist())
 print(f"""eight ranks, dp 2 x cp 2 x tp 2, with ep 4 folded into them
