@@ -1,6 +1,7 @@
 """Which ranks communicate with which, in five dimensions, on 16 real ranks: python step08_5d/by_hand.py"""
 import string
 import tempfile
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -56,7 +57,7 @@ def main(rank, folder):
         letters = dict(zip(sorted(set(first)), string.ascii_uppercase))
         if rank == 0:
             print(f"{name:10}", row(letters[number] for number in first), "", GROUPS[name][1])
-    dist.barrier()
+    dist.barrier()                                        # no rank exits while others still communicate
     dist.destroy_process_group()
 
 

@@ -43,8 +43,8 @@ def copy_overlap(mine, theirs):                           # each is ((name, row,
         my_box[here] = box[tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offsets))]
 
 
-def train(rank, tp, dp, steps, read, write):
-    dist.init_process_group("gloo", init_method=f"file://{write}/store", rank=rank, world_size=tp * dp)
+def main(rank, folder, tp, dp, steps, read):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tp * dp)
     tp_groups = [dist.new_group(range(d * tp, d * tp + tp)) for d in range(dp)]    # all ranks make all groups
     dp_groups = [dist.new_group(range(t, tp * dp, tp)) for t in range(tp)]
     tp_group, dp_group, width = tp_groups[rank // tp], dp_groups[rank % tp], COLS // tp
@@ -75,13 +75,14 @@ def train(rank, tp, dp, steps, read, write):
         state["exp_avg_sq"].lerp_(grad * grad, 1 - beta2)
         denominator = (state["exp_avg_sq"] / (1 - beta2**n)).sqrt() + 1e-8
         state["weight"] -= LR * state["exp_avg"] / (1 - beta1**n) / denominator
-    torch.save(mine, f"{write}/rank_{rank}")              # each rank writes what it holds
+    torch.save(mine, f"{folder}/rank_{rank}")             # each rank writes what it holds
+    dist.barrier()                                        # no rank exits while others still communicate
     dist.destroy_process_group()
 
 
-def run(tp, dp, steps, read, write):
-    mp.start_processes(train, (tp, dp, steps, read, write), nprocs=tp * dp, start_method="fork")
-    saved = [torch.load(file) for file in sorted(glob.glob(f"{write}/rank_*"))]
+def run(tp, dp, steps, read, folder):                     # it reads one checkpoint and writes another
+    mp.start_processes(main, (folder, tp, dp, steps, read), nprocs=tp * dp, start_method="fork")
+    saved = [torch.load(file) for file in sorted(glob.glob(f"{folder}/rank_*"))]
     whole = torch.full((3, ROWS, COLS), torch.nan).double()
     for rank, of_rank in enumerate(saved):
         for (name, row, col), box in of_rank.items():
@@ -92,12 +93,11 @@ def run(tp, dp, steps, read, write):
     return whole
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, \
-            tempfile.TemporaryDirectory() as c, tempfile.TemporaryDirectory() as d:
-        run(2, 2, range(0, 3), None, a)                   # three steps, then a checkpoint
-        resumed = run(4, 1, range(3, 6), a, b), run(1, 1, range(3, 6), a, c)
-        never_stopped = run(1, 1, range(0, 6), None, d)
-    for whole in resumed:
-        torch.testing.assert_close(whole, never_stopped, rtol=1e-12, atol=1e-12)
-    print("under both layouts, the run continues as if it had never stopped")
+with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, \
+        tempfile.TemporaryDirectory() as c, tempfile.TemporaryDirectory() as d:
+    run(2, 2, range(0, 3), None, a)                       # three steps, then a checkpoint
+    resumed = run(4, 1, range(3, 6), a, b), run(1, 1, range(3, 6), a, c)
+    never_stopped = run(1, 1, range(0, 6), None, d)
+for whole in resumed:
+    torch.testing.assert_close(whole, never_stopped, rtol=1e-12, atol=1e-12)
+print("under both layouts, the run continues as if it had never stopped")
