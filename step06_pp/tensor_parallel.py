@@ -23,6 +23,8 @@ each rank holds only a part of the sequence, [batch, seq/tp, hidden], and applie
 
 Megatron-LM: https://arxiv.org/abs/1909.08053. Sequence parallelism: https://arxiv.org/abs/2205.05198.
 """
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -231,8 +233,8 @@ def apply(model, config, mesh: DeviceMesh, args):
 def all_reduce_partial_grads(params):
     """Sum the gradients that are still partial within a tp group, once per training step.
 
-    They belong to the norms, which see only some tokens or heads, and to kv heads that several ranks share.
-    (Megatron sends them in one flat buffer.)
+    They belong to parameters that are whole on every rank and see only some tokens or heads there, as the
+    norms do, and to kv heads that several ranks share. (Megatron sends them in one flat buffer.)
     """
     for param in params:
         if param.placement.grad_reduce_group:
@@ -265,7 +267,8 @@ class ColumnParallelLinears(torch.autograd.Function):
     def backward(ctx, *grads):
         x, *weights = ctx.saved_tensors
         gathered = ctx.gather(x, ctx.group)
-        reduced = ctx.reduce(sum(grad @ weight for grad, weight in zip(grads, weights)), ctx.group)
+        grad_x = functools.reduce(torch.Tensor.add_, map(torch.matmul, grads, weights))
+        reduced = ctx.reduce(grad_x, ctx.group)
         x = gathered().flatten(0, 1)                                               # [batch * seq, hidden]
         grad_weights = [grad.flatten(0, 1).T @ x for grad in grads]
         return reduced(), None, None, None, *grad_weights

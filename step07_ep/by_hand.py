@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 torch.manual_seed(3854)                                   # with this seed, tokens choose as in dispatch.png
 TOKENS = torch.randn(6, 4, dtype=torch.float64)           # a b c are rank 0's, x y z are rank 1's
 ROUTER = torch.randn(4, 4, dtype=torch.float64)           # replicated: a row for each of four experts
-EXPERTS = torch.randn(4, 4, 4, dtype=torch.float64)       # to be sharded: two whole experts for each rank
+EXPERTS = torch.randn(4, 4, 4, dtype=torch.float64)       # to be sharded: whole experts for each rank
 TOKENS = torch.cat((TOKENS, torch.randn(18, 4, dtype=torch.float64)))          # three for each of eight ranks
 TOP_K = 2
 

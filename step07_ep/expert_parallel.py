@@ -10,8 +10,9 @@ https://arxiv.org/abs/2504.14960.) No expert is cut, so the ranks of tp must hav
 With --sp on they do: between two regions of tp, each has its part of the sequence. With --sp off each rank
 takes its part before it routes, and afterwards the ranks gather the outputs.
 
-The tokens of all ep ranks come to an expert, so its gradient lacks only what the ranks of other ep groups
-compute: those of expert_dp, over which it is summed. The router is on every rank, and sees its tokens only.
+An expert gets the tokens of its whole ep group. So its gradient lacks only the terms of the other groups,
+and is summed over expert_dp, the ranks that hold the same expert. A router gets only its own rank's tokens,
+so its gradient is summed over all of dp x cp x tp: over dp x cp with the others, and then over tp.
 """
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def apply(model, config, mesh: DeviceMesh, args):
     sizes = (args.dp * args.cp * args.tp // args.ep, args.ep)
     ep_mesh = stage_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
     for moe in moe_layers(model):
-        for linear in moe.experts.children():
+        for linear in moe.experts.children():             # with ep 1, too: the ranks of tp have other tokens
             shard_experts(linear, ep_mesh)
         if args.ep > 1:
             moe.dispatch = TokenDispatcher(ep_mesh.get_group("ep"))
@@ -69,7 +70,7 @@ def route_own_part(moe, group: ProcessGroup, args):
         moe.forward = lambda x: enter_region(forward(leave_region(x, comm)), comm)
 
 
-def own_part(x, group: ProcessGroup):                                              # [batch, seq, hidden]
+def own_part(x, group: ProcessGroup):         # like all_gather, it returns a function that returns the result
     return lambda: x.chunk(group.size(), dim=1)[group.rank()]                      # [batch, seq/tp, hidden]
 
 

@@ -11,7 +11,7 @@ from mesh import data_mesh
 class Placement:
     num_replicas: int                                     # how many ranks hold the same elements
     decays: bool                                          # whether --weight_decay applies: not to norms
-    data_mesh: DeviceMesh                                 # ranks with the same elements, and different tokens
+    data_mesh: DeviceMesh                                 # the data-parallel ranks that sum its gradient
     shards: list = field(default_factory=list)            # how it is sharded: one Shard (shards.py) per group
     grad_reduce_group: dist.ProcessGroup = None         # ranks whose gradients are partial and must be summed
 
