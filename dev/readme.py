@@ -1,6 +1,6 @@
-"""Check the READMEs and docs/: code blocks, hunks of diffs, links, tables of files and of planted mistakes.
+"""Check the READMEs and docs/: code blocks, hunks of diffs, links, tables, reading times.
 
-    python dev/readme.py                             # writes the tables of files, of planted mistakes, of causes, of GPUs
+    python dev/readme.py                             # writes the tables that come from data, and reading times
     python dev/readme.py --run step02_dp/README.md   # runs one README's blocks, in order, in the current folder
 
 A fenced block's language decides what happens to it: bash runs; python runs, in one process per README; diff must occur in
@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tomllib
 from collections import namedtuple
+from itertools import chain
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tools", "exercises")]
 from patched import planted_mistakes
 from prove import causes
-from steps import BORDER, LESSON, ROOT, STEPS, SUPPORT, pairs
+from steps import BORDER, LESSON, NOT_IN_DIFF, ROOT, STEPS, SUPPORT, pages_of, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
-READMES = [name for name in ["README.md", *(f"{step}/README.md" for step in STEPS), PLANNER, PROVE] if (ROOT / name).exists()]
+READMES = ["README.md", *chain(*map(pages_of, STEPS)), PLANNER, PROVE]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
@@ -92,7 +93,7 @@ def run_blocks(readme):
 
 
 def real_diff(old, new):
-    command = ["diff", "-ruN", "-x", "__pycache__", "-x", "figures", "-x", "README.md", "-x", "by_hand*", old, new]
+    command = ["diff", "-ruN", *chain(*(("-x", pattern) for pattern in NOT_IN_DIFF)), old, new]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
@@ -111,7 +112,7 @@ def diff_problems(text, diffs):
 
 
 def diffs_of(readme):
-    """Return the diff of the README's own step to the step before it; for the top README and for docs/, all such diffs."""
+    """Return the diff of the page's own step to the step before it; for the top README and for docs/, all such diffs."""
     return [real_diff(old, new) for old, new in pairs() if Path(readme).parts[0] in ("README.md", "docs", new.name)]
 
 
@@ -197,10 +198,24 @@ SOURCES = {"exercises/mistakes.toml": mistake_table, "tools/prove/causes.py": la
 FROM = re.compile(r"(<!-- from (%s)(?:: (.+?))? -->\n).*?(<!-- end -->)" % "|".join(map(re.escape, SOURCES)), re.DOTALL)
 
 
+def reading_time(text, folder):
+    """Say how long a chapter takes at 150 words and 10 lines of code a minute: what is not folded, and the by_hand programs."""
+    open_text = re.sub(r"<details>.*?</details>|<!--.*?-->", "", text, flags=re.DOTALL)
+    words = len(re.sub(r"\]\([^)]*\)|^[|:\s-]+$", "", re.sub(r"```.*?```", "", open_text, flags=re.DOTALL), flags=re.M).split())
+    programs = {name for name in re.findall(r"by_hand\w*\.py", open_text) if (folder / name).exists()}
+    lines = sum(block.text.count("\n") for block in blocks(open_text) if block.language in ("diff", "python", "bash"))
+    lines += sum(len((folder / name).read_text().splitlines()) for name in programs)
+    return f"{5 * -(-(words / 150 + lines / 10) // 5):.0f} minutes of reading: {words:,} words and {lines} lines of code"
+
+
+TIME = re.compile(r"[\d,]+ minutes of reading: [\d,]+ words and [\d,]+ lines of code")
+
+
 def with_tables(text, name):
-    """Return a page with its tables that come from data, and with the rows of a step's table of files in order."""
+    """Return a page with what comes from data: its tables, the rows of a step's table of files in order, its reading time."""
     step, text = Path(name).parts[0], FROM.sub(lambda found: found[1] + SOURCES[found[2]](found[3]) + found[4], text)
-    return with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
+    text = with_files(text, LESSON[step], SUPPORT[step]) if name == f"{step}/README.md" and step in LESSON else text
+    return TIME.sub(lambda _: reading_time(text, (ROOT / name).parent), text)
 
 
 def write_tables():

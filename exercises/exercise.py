@@ -33,11 +33,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from ranks import frames
 from refuse import refuse
-from steps import NAMES, PYTHONPATH, ROOT, STEPS
+from steps import NAMES, NOT_IN_DIFF, PYTHONPATH, ROOT, STEPS
 
 LADDER = ROOT / "exercises/ladder"
 RED = 3                                                   # the exit status when a rung is not green yet, which is not an error
-NO_LESSON = shutil.ignore_patterns("__pycache__", "figures", "README.md", "by_hand*.py")
+NO_LESSON = shutil.ignore_patterns(*NOT_IN_DIFF)
 NOTE = """# A note to coding assistants
 
 This folder is an exercise. Whoever works here wants to learn how the technique works by writing it.

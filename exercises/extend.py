@@ -54,7 +54,7 @@ def start(patch):
             target.parent.mkdir(exist_ok=True)
             shutil.copytree(copy, target)
         print(f"{shown} is {step} with {said['what']}")
-    print(f"    diff -u -N -r -x README.md -x 'by_hand*' -x figures -x __pycache__ {step} {shown}\n"
+    print(f"    diff -u -N -r -x '*.md' -x 'by_hand*' -x figures -x __pycache__ {step} {shown}\n"
           f"    {said['run'].format(folder=shown)}\n"
           f"    EXERCISE={said['step']}={shown} make test STEP={said['step']}        its tests, but for the long ones, on the copy")
 

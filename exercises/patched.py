@@ -58,8 +58,8 @@ def read_header(patch):
 
 
 def copy_step(step, folder):
-    """Copy the code of a step, without its README and figures, into the folder; return the copy's path."""
-    return shutil.copytree(ROOT / step, Path(folder) / step, ignore=shutil.ignore_patterns("__pycache__", "figures", "README.md"))
+    """Copy the code of a step, without its pages and figures, into the folder; return the copy's path."""
+    return shutil.copytree(ROOT / step, Path(folder) / step, ignore=shutil.ignore_patterns("__pycache__", "figures", "*.md"))
 
 
 class Verdict:

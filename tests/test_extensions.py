@@ -5,7 +5,7 @@ import sys
 import pytest
 from extend import FOLDER, apply, patches, run_its_tests
 from patched import read_header
-from steps import ROOT, copy_repository, full_name, run
+from steps import ROOT, copy_repository, full_name, run, text_of
 
 NAMES = list(patches())
 EXTENDED = [pytest.param(patch, id=name) for name, patch in patches().items()]
@@ -26,7 +26,7 @@ def test_it_is_a_patch_on_its_step(patch, tmp_path):
 
 @pytest.mark.parametrize("patch", EXTENDED)
 def test_the_readmes_tell_of_it(patch):
-    assert f"make extend NAME={patch.stem}" in (ROOT / full_name(read_header(patch)["step"]) / "README.md").read_text()
+    assert f"make extend NAME={patch.stem}" in text_of(full_name(read_header(patch)["step"]))
 
 
 def test_each_patch_has_tests_and_each_test_a_patch():

@@ -12,7 +12,7 @@ from patched import planted_mistakes
 
 from readme import (DOCS, FROM, PAGES, READMES, block_problems, blocks, broken_anchors, broken_links, diff_problems, diffs_of,
                     mistake_table, to_run, with_tables)
-from steps import ROOT, STEPS, copy_repository, full_name, pairs, run, step_files
+from steps import ROOT, STEPS, copy_repository, full_name, pairs, run, step_files, text_of
 
 
 def runs_something(page):
@@ -67,7 +67,7 @@ def test_the_front_page_names_the_new_files():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_shown_of_by_hand_is_in_it(step):
-    shown = re.findall(r"^<!-- of by_hand.py -->\n```text\n(.*?)^```$", (ROOT / step / "README.md").read_text(), re.M | re.S)
+    shown = re.findall(r"^<!-- of by_hand.py -->\n```text\n(.*?)^```$", text_of(step), re.M | re.S)
     file = (ROOT / step / "by_hand.py").read_text() if shown else ""
     assert [excerpt for excerpt in shown if "\n" + excerpt not in file] == []
 

@@ -8,7 +8,7 @@ import toy
 from harness import Refused
 from simulate.kernels import Kernel
 from simulate.play import Player
-from steps import NAMES, ROOT, clean_environment, run
+from steps import NAMES, ROOT, clean_environment, full_name, run, text_of
 from toy import operation
 
 STEP = "step08_5d"
@@ -547,7 +547,7 @@ def test_what_a_readme_says_a_step_gains(command, cells, tmp_path):
     values = dict(shares, s=seen["step_seconds"], speed=seen["tokens_per_s_per_gpu"], mfu=seen["mfu"], bubble=seen["bubble"],
                   peak_gib=seen["peak_bytes"] / 2**30, peak_gb=seen["peak_bytes"] / 1e9,
                   between_gb=seen["between_bytes"] / 1e9, activations_gb=memory["activations"][2] * 2**20 / 1e9)
-    text = " ".join(next(ROOT.glob(f"step0{command[0]}_*/README.md")).read_text().split())
+    text = " ".join(text_of(full_name(command[0])).split())
     for said in cells.format(**values).split(";"):
         assert said in text
 

@@ -12,7 +12,7 @@ from jobs import assert_loads, assert_refused, compiled_job, kept_by_a_layer, ke
 from layouts import Layout
 from observe import check
 
-from steps import ROOT
+from steps import text_of
 
 STEP, BASELINE = "step04_tp_sp", "step01_single_gpu"
 LAYERS = 2
@@ -202,7 +202,7 @@ def test_a_rank_has_its_part_of_the_weights(pool, flags, tp):
 def test_the_memory_that_the_readme_shows(pool, tp, sp):
     """Compare with the README. Tensors that our own functions create in forward with autograd off are activations, too."""
     (keeps, activations), = re.findall(rf"^\| `--tp {tp} --sp {sp}` \|.*\| ([\d.]+) MiB \| ([\d.]+) MiB \|$",
-                                       (ROOT / STEP / "README.md").read_text(), re.MULTILINE)
+                                       text_of(STEP), re.MULTILINE)
     argv = f"--tp {tp} --sp {sp} --steps 2".split()
     _, rows = pool.call(memory_job, STEP, world=tp, argv=argv)[0]
     assert f"{sum(rows[-1][1:]) / 2**20:.1f}" == keeps

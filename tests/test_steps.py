@@ -141,7 +141,7 @@ def test_the_old_text_of_every_planted_mistake_occurs_exactly_once(step):
 # ------------------------------------------------------------------------------------- each step is complete
 @pytest.mark.parametrize("step", STEPS)
 def test_copied_alone_it_trains(pool, tmp_path, step):
-    shutil.copytree(step_dir(step), tmp_path / step, ignore=shutil.ignore_patterns("__pycache__", "README.md", "figures"))
+    shutil.copytree(step_dir(step), tmp_path / step, ignore=shutil.ignore_patterns("__pycache__", "*.md", "figures"))
     world = 1 if step == STEPS[0] else 2
     pool.train(tmp_path / step, "--steps 1", world=world, weights=False)
     assert "step 1/1" in pool.output

@@ -2,7 +2,7 @@
 
 The files come first, with the size of each change: those of the lesson and, below a line, those that only support it
 (steps.LESSON and steps.SUPPORT, as in the READMEs' tables). Their diffs follow in the same order, with the same line between them.
-It leaves out README.md, by_hand*.py and figures/ (steps.in_diff), and colours its output on a terminal.
+It leaves out the pages, by_hand*.py and figures/ (steps.NOT_IN_DIFF), and colours its output on a terminal.
 """
 import re
 import signal

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,9 +65,23 @@ def pairs():
     return [(ROOT / old, ROOT / new) for old, new in zip(STEPS, STEPS[1:])]
 
 
+NOT_IN_DIFF = ("__pycache__", "figures", "*.md", "by_hand*")         # what `make diff` leaves out of a step
+
+
 def in_diff(name):
     """Return whether `make diff` shows this file of a step."""
-    return not {"__pycache__", "figures", "README.md"} & set(Path(name).parts) and not Path(name).name.startswith("by_hand")
+    return not any(fnmatch(part, pattern) for part in Path(name).parts for pattern in NOT_IN_DIFF)
+
+
+def pages_of(step):
+    """List the chapters and the lab of a step, as paths from ROOT."""
+    names = (str(path.relative_to(ROOT)) for path in (ROOT / step).glob("*.md"))
+    return sorted(names, key=lambda name: ("README" not in name, name))           # the chapter first
+
+
+def text_of(step):
+    """Return the text of all pages of a step."""
+    return "\n".join((ROOT / name).read_text() for name in pages_of(step))
 
 
 def step_files(folder):

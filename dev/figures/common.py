@@ -27,14 +27,14 @@ def paths_of(number):
     return step, step / "figures"
 
 
-def put_into_page(page, tables):
-    """Write each table into the page, between its marks."""
-    text = page.read_text()
+def put_into_pages(folder, tables):
+    """Write each table into the page of the folder that has its marks, between them."""
     for name, rows in tables.items():
-        text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                              lambda m: m[1] + "\n".join(rows) + "\n" + m[2], text, flags=re.S)
-        assert found == 1, f"{page.name} has {found} tables of the name {name}"
-    page.write_text(text)
+        place = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", re.S)
+        pages = [page for page in folder.glob("*.md") for _ in place.findall(page.read_text())]
+        assert len(pages) == 1, f"{folder.name} has {len(pages)} tables of the name {name}"
+        text = "\n".join(rows) + "\n"
+        pages[0].write_text(place.sub(lambda found: found[1] + text + found[2], pages[0].read_text()))
 
 
 def torchrun(world, *words, **how):

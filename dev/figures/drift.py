@@ -10,7 +10,7 @@ import tempfile
 from itertools import accumulate
 from pathlib import Path
 
-from common import PICTURES, ROOT, put_into_page, torchrun
+from common import PICTURES, ROOT, put_into_pages, torchrun
 
 from patched import planted_copy
 from plot import COLORS, plt
@@ -88,7 +88,7 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         apart = measure(args.logs or folder, folder)
-    put_into_page(PAGE, dict(drift=table(apart)))
+    put_into_pages(PAGE.parent, dict(drift=table(apart)))
     draw(apart, PICTURES / "drift.png")
 
 

@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step01.py                    everything (about three minutes on two cores)
     python dev/figures/step01.py attention fits     only these pictures, and no table
@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import replace
 
-from common import bytes_of, paths_of, put_into_page
+from common import bytes_of, paths_of, put_into_pages
 
 STEP, FIGURES = paths_of(1)
 
@@ -256,4 +256,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:
         PICTURES[name]()
     if not sys.argv[1:]:
-        put_into_page(STEP / "README.md", {name: table() for name, table in TABLES.items()})
+        put_into_pages(STEP, {name: table() for name, table in TABLES.items()})

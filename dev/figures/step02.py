@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step02.py                 everything (about three minutes on two cores)
     python dev/figures/step02.py idea ring       only these pictures, and no table
@@ -11,7 +11,7 @@ import time
 import types
 import warnings
 
-from common import paths_of, put_into_page, torchrun
+from common import paths_of, put_into_pages, torchrun
 
 STEP, FIGURES = paths_of(2)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -433,4 +433,4 @@ if __name__ == "__main__":
             if name in wanted:
                 draw(folder)
     if not sys.argv[1:]:
-        put_into_page(STEP / "README.md", dict(bfloat16=bfloat16_table()))
+        put_into_pages(STEP, dict(bfloat16=bfloat16_table()))

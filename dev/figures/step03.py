@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step03.py                 (about three minutes on two cores)
     python dev/figures/step03.py timeline        (the timeline alone)
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs, torchrun
+from common import bytes_of, do_runs, paths_of, put_into_pages, seen_in_runs, torchrun
 
 STEP, FIGURES = paths_of(3)
 
@@ -370,5 +370,5 @@ if __name__ == "__main__":
         timeline_picture()
         holds_picture()
         step_picture()
-        put_into_page(STEP / "README.md", dict(persistent=persistent_table(), wire=wire_table(),
+        put_into_pages(STEP, dict(persistent=persistent_table(), wire=wire_table(),
                              hybrid=hybrid_table()))

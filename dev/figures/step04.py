@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step04.py             (about a minute on two cores)
     python dev/figures/step04.py published   (only the picture of runs that others measured)
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-from common import ROOT, paths_of, put_into_page, seen_by_ranks
+from common import ROOT, paths_of, put_into_pages, seen_by_ranks
 
 STEP, FIGURES = paths_of(4)
 
@@ -537,5 +537,5 @@ if __name__ == "__main__":
         block_picture()
         kept_picture()
         published_picture()
-        put_into_page(STEP / "README.md", dict(wire=wire_table(), kept=kept_table(), selective=selective_table(),
+        put_into_pages(STEP, dict(wire=wire_table(), kept=kept_table(), selective=selective_table(),
                                               heads=heads_table()))

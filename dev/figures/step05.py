@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step05.py             (about three minutes on two cores)
     python dev/figures/step05.py pictures    (only the pictures that need no run)
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import paths_of, put_into_page
+from common import paths_of, put_into_pages
 
 STEP, FIGURES = paths_of(5)
 
@@ -403,7 +403,7 @@ def main():
         return
     kept_rows, points = kept_table()
     against_cp_picture(points)
-    put_into_page(STEP / "README.md", dict(kept=kept_rows, alive=alive_table()))
+    put_into_pages(STEP, dict(kept=kept_rows, alive=alive_table()))
     POOL.stop()
 
 

@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step06.py          (about two minutes on two cores)
     python dev/figures/step06.py drawn    (only the pictures and the table that need no run)
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from common import ROOT, do_runs, paths_of, put_into_page, seen_in_runs
+from common import ROOT, do_runs, paths_of, put_into_pages, seen_in_runs
 
 STEP, FIGURES = paths_of(6)
 
@@ -422,8 +422,8 @@ if __name__ == "__main__":
         dualpipe_picture()
         simulated_picture()
         in_flight_picture()
-        put_into_page(STEP / "README.md", dict(messages=message_table()))
+        put_into_pages(STEP, dict(messages=message_table()))
         if sys.argv[1:2] != ["drawn"]:
             run_all()
             bubble_picture()
-            put_into_page(STEP / "README.md", dict(memory=memory_table()))
+            put_into_pages(STEP, dict(memory=memory_table()))

@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step07.py          (about ten minutes on two cores, most of it three trainings)
     python dev/figures/step07.py drawn    (only the pictures that need no run)
@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-from common import bytes_of, do_runs, paths_of, put_into_page, seen_in_runs
+from common import bytes_of, do_runs, paths_of, put_into_pages, seen_in_runs
 
 STEP, FIGURES = paths_of(7)
 
@@ -467,5 +467,5 @@ if __name__ == "__main__":
         if sys.argv[1:2] != ["drawn"]:
             run_all()
             experts_picture()
-            put_into_page(STEP / "README.md", dict(wire=wire_table(), memory=memory_table(),
+            put_into_pages(STEP, dict(wire=wire_table(), memory=memory_table(),
                                                    balance=balance_table(), saved=saved_table()))

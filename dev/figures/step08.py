@@ -1,4 +1,4 @@
-"""Make this README's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
+"""Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step08.py                 (about a minute on two cores)
     python dev/figures/step08.py drawn           (only the pictures)
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from common import ROOT, paths_of, put_into_page, torchrun
+from common import ROOT, paths_of, put_into_pages, torchrun
 
 STEP, FIGURES = paths_of(8)
 
@@ -193,4 +193,4 @@ if __name__ == "__main__":
             PICTURES[name]()
         else:
             made |= TABLES[name]()
-    put_into_page(STEP / "README.md", made)
+    put_into_pages(STEP, made)

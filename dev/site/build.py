@@ -1,7 +1,7 @@
 """Build the site: python dev/site/build.py PYTHON, with Sphinx installed; PYTHON has torch, and runs the programs that are shown.
 
 The texts are the READMEs and docs as they are. This program lays them out in out/site-src, with their links turned to pages and
-each hunk of a README as a card (diffs.py), and beside them the pages that it makes from the code. Sphinx turns these into out/site.
+each hunk of a chapter as a card (diffs.py), and beside them the pages that it makes from the code. Sphinx turns them into out/site.
 """
 import hashlib
 import html
@@ -25,7 +25,7 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 from readme import PAGES, blocks
 from sphinx.cmd.build import build_main
-from steps import BORDER, LESSON, SUPPORT
+from steps import BORDER, LESSON, SUPPORT, pages_of
 
 HERE, SOURCE, OUT, RAN = Path(__file__).resolve().parent, ROOT / "out/site-src", ROOT / "out/site", ROOT / "out/site-ran"
 TEXTS = [*PAGES, "CONTRIBUTING.md", "exercises/kernels/README.md", "tests/data/README.md"]
@@ -205,9 +205,10 @@ def with_links(text, name):
     return "".join(fences)
 
 
-def with_cards(text, step):
-    """Return a README with its hunks as cards."""
-    lines, found = text.split("\n"), diffs.cards(step)
+def with_cards(text, name):
+    """Return a step's page with its hunks as cards."""
+    step = Path(name).parent.name
+    lines, found = text.split("\n"), [one for one in diffs.cards(step) if one.page == name]
     for block in reversed([block for block in blocks(text) if block.language == "diff"]):
         own = [card(step, one) for one in found if one.line == block.line]
         lines[block.line - 1:block.line + block.text.count("\n") + 1] = [raw("\n".join(own))]
@@ -222,10 +223,9 @@ def texts():
     for name in TEXTS:
         text = re.sub("<!-- badges -->.*<!-- end of badges -->", "", (ROOT / name).read_text(), flags=re.DOTALL)   # only on GitHub
         step = Path(name).parts[0]
-        of_step = name == f"{step}/README.md" and step in STEPS
-        links = with_links(with_cards(text, step) if of_step else text, name)
-        if of_step:
-            links += toctree("diff", "by_hand", "timeline")
+        links = with_links(with_cards(text, name) if step in STEPS else text, name)
+        if name == f"{step}/README.md":
+            links += toctree(*(Path(page).stem for page in pages_of(step)[1:]), "diff", "by_hand", "timeline")
         if name == "README.md":
             links += toctree(*(f"{step}/index" for step in STEPS), "matrix", caption="Steps")
             rest = [page_of(ROOT / one).removesuffix(".md") for one in TEXTS if one != name and Path(one).parts[0] not in STEPS]
@@ -249,7 +249,7 @@ def diff_page(step):
     text = [f"# The whole diff of step {number}\n",
             "[The lesson](index.md), which shows some of it, one piece at a time. Removed lines "
             "stand beside what replaces them; functions without a change are folded. In the margin: "]
-    text += [raw('<p class="legend"><span class="mark said">§</span> README shows it <span class="mark rung">rung</span> the '
+    text += [raw('<p class="legend"><span class="mark said">§</span> the lesson shows it <span class="mark rung">rung</span> the '
                  'ladder wants the function <span class="mark mistake">mistake</span> a planted mistake touches the line</p>')]
     if number == 1:
         text[1] = "Step 1 has nothing before it: all of it is new. In the margin: "

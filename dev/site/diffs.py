@@ -1,4 +1,4 @@
-"""Tell the site's pages about the code: each changed file of a step as rows, where the README shows a piece of it, and what else
+"""Tell the site's pages about the code: each changed file of a step as rows, where a page shows a piece of it, and what else
 touches a row: a rung of the ladder, a planted mistake. Only the standard library is used."""
 import ast
 import subprocess
@@ -14,10 +14,10 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "dev"), str(ROOT / "exercises")]
 import diff
 from patched import edits, planted_mistakes
 from readme import blocks, hunks
-from steps import LESSON, STEPS
+from steps import LESSON, STEPS, pages_of
 
 Row = namedtuple("Row", "kind text old new")              # kind: ' ', '-' or '+'; its line number before and after
-Card = namedtuple("Card", "number line file first last")  # a README's hunk: its block's line, and the rows that it shows
+Card = namedtuple("Card", "number page line file first last")  # a page's hunk: its block's line, and the rows that it shows
 Mark = namedtuple("Mark", "kind label title where")
 
 
@@ -78,17 +78,23 @@ def function_at(step, name, new):
 
 @cache
 def cards(step):
-    """Return a card for each hunk of a step's README. If a hunk is twice in the diff, take the next place after the last card."""
+    """Return a card for each hunk of a step's pages. If a hunk is twice in the diff, take the next place after the last card."""
     found, last = [], ("", -1)
-    for block in blocks((ROOT / step / "README.md").read_text()):
-        for hunk in hunks(block.text) if block.language == "diff" else []:
-            places = occurrences(step, hunk)
-            if not places:
-                raise ValueError(f"{step}/README.md, line {block.line}: not in the diff: {hunk[0]}")
-            file, first = min(places, key=lambda place: (place[0] != last[0], place[1] < last[1]))
-            found.append(Card(len(found) + 1, block.line, file, first, first + len(hunk) - 1))
-            last = file, first
+    for page in pages_of(step):
+        for block in blocks((ROOT / page).read_text()):
+            for hunk in hunks(block.text) if block.language == "diff" else []:
+                places = occurrences(step, hunk)
+                if not places:
+                    raise ValueError(f"{page}, line {block.line}: not in the diff: {hunk[0]}")
+                file, first = min(places, key=lambda place: (place[0] != last[0], place[1] < last[1]))
+                found.append(Card(len(found) + 1, page, block.line, file, first, first + len(hunk) - 1))
+                last = file, first
     return found
+
+
+def html_of(page):
+    """Return the file name of a step's page in the site."""
+    return Path(page).name.replace("README.md", "index.md").replace(".md", ".html")
 
 
 def occurrences(step, hunk):
@@ -135,7 +141,7 @@ def mistakes(step):
 
 @cache
 def marks(step, name):
-    """Return {index of a row: marks}: the README shows it, a rung wants its function, a planted mistake touches it."""
+    """Return {index of a row: marks}: a page shows it, a rung wants its function, a planted mistake touches it."""
     found, lines = {}, next(part[name] for part in changed(step) if name in part)
     index_of = {row.new: index for index, row in enumerate(lines) if row.new}
 
@@ -144,14 +150,14 @@ def marks(step, name):
             found[index].append(mark)
     for card in cards(step):
         if card.file == name:
-            add(card.first, Mark("said", f"§{card.number}", "README shows this", f"index.html#card-{card.number}"))
+            add(card.first, Mark("said", f"§{card.number}", "the lesson shows this", f"{html_of(card.page)}#card-{card.number}"))
     starts = {function: start for function, start, _ in functions(step, name)}
     for number, test, write in rungs(step):
         for function in write.get(name, []):
             if function in starts:
                 add(index_of[starts[function]], Mark("rung", f"rung {number}", f"the ladder wants {function}: {test}",
-                                                     "index.html#exercises"))
+                                                     "LAB.html#the-ladder"))
     for mistake, file, line in mistakes(step):
         if file == name and line in index_of:
-            add(index_of[line], Mark("mistake", "mistake", f"planted mistake: {mistake}", "index.html#break-it"))
+            add(index_of[line], Mark("mistake", "mistake", f"planted mistake: {mistake}", "LAB.html#break-it"))
     return found
