@@ -25,14 +25,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from boxes import assign_writers, boxes, fill
-from config import NOT_ARCHITECTURE, ModelConfig, at_least, check_writable
+from config import FAMILIES, NOT_ARCHITECTURE, Family, ModelConfig, at_least, check_writable
 from disk import (check_save, digest, fail_on_io_error, find_corruption, find_wrong_file, index_of,
                   join_names, list_checkpoints, lock, only_model_files, steps_of, suggest_intact)
 from mesh import all_gather_object, dataset_digest, fail_together
 from messages import RANK, fail, print0
 
 # the values of settings that did not exist yet when an older version of this trainer saved a checkpoint
-DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | dict(qk_norm=False)
+DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | Family._field_defaults
+# of the fields of a model and its family, those that do not say what is computed
+NO_SETTING = {"family", "config_class", "fields", "only_supported", "renamed", *NOT_ARCHITECTURE}
 
 
 class Checkpoints:
@@ -255,12 +257,11 @@ class Checkpoints:
 def fingerprint(config, tokens, args):
     """Return the settings that must stay the same when a run resumes. (--lr and --steps may change.)"""
     flags = ("seq_len", "global_batch_size", "weight_decay", "grad_clip", "warmup", "lr_schedule", "seed")
-    left_out = ("family", *NOT_ARCHITECTURE)              # the sizes and qk_norm say all that family would
-    model = {name: value for name, value in asdict(config).items() if name not in left_out}
+    model = asdict(config) | FAMILIES[config.family]._asdict()
     balance = args.balance if config.num_local_experts else None
-    return {name: vars(args)[name] for name in flags} | model | dict(
-        qk_norm=config.qk_norm, balance=balance, data=dataset_digest(tokens),
-        dtype=str(args.dtype).removeprefix("torch."))
+    return {name: vars(args)[name] for name in flags} | dict(
+        {name: value for name, value in model.items() if name not in NO_SETTING}, balance=balance,
+        data=dataset_digest(tokens), dtype=str(args.dtype).removeprefix("torch."))
 
 
 def install_signal_handlers():
