@@ -22,8 +22,8 @@ from patched import planted_mistakes
 from prove import causes
 from steps import BORDER, LESSON, NOT_IN_DIFF, ROOT, STEPS, SUPPORT, pages_of, pairs
 
-PLANNER, PROVE = "tools/plan/README.md", "tools/prove/README.md"
-READMES = ["README.md", *chain(*map(pages_of, STEPS)), PLANNER, PROVE]
+PLANNER, PROVE = "tools/plan/README.md", ["tools/prove/README.md", "tools/prove/DIAGNOSES.md"]
+READMES = ["README.md", *chain(*map(pages_of, STEPS)), PLANNER, *PROVE]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}

@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from ranks import frames
+from prove.processes import frames
 from refuse import refuse
 from steps import NAMES, NOT_IN_DIFF, PYTHONPATH, ROOT, STEPS
 

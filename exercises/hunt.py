@@ -47,7 +47,7 @@ def probed_job(argv):
     import torch
     import torch.distributed as dist
     import train
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     from watch import Watch, collective_of
     steps, models = [], []
 

@@ -14,7 +14,8 @@ import torch
 from layouts import in_table
 from patched import not_in, planted_mistakes
 from plants import STEPS, judged, table_of
-from prove.__main__ import main
+from prove import CannotRun
+from prove.__main__ import listed, main, pairwise
 from prove.causes import CAUSES
 from prove.compare import Row, Run
 from prove.diagnose import Diagnosis
@@ -25,7 +26,7 @@ from steps import ROOT, clean_environment
 from readme import with_tables
 
 PROVE, ADAPTERS = ROOT / "tools/prove", ROOT / "tools/prove/adapters"
-README = (PROVE / "README.md").read_text()
+README, DIAGNOSES = ((PROVE / name).read_text() for name in ("README.md", "DIAGNOSES.md"))
 
 
 def prove(adapter, tmp_path, *flags, layouts="", tool=PROVE, **environment):
@@ -143,14 +144,14 @@ def test_every_planted_mistake_of_steps_2_to_7_is_tried_or_changes_no_number():
 @pytest.mark.sweep
 def test_the_table_of_planted_mistakes_is_what_comes_out(tmp_path):
     found = verdicts([], tmp_path)
-    assert [row for row in table_of(found) if row not in README] == []
+    assert [row for row in table_of(found) if row not in DIAGNOSES] == []
     for verdict in ("seen", "never"):
         unnamed = [name for name, one in found.items() if one["verdict"] == verdict]
-        assert [name for name in unnamed if f"`{name}`" not in README] == [], "the page names what has no name"
+        assert [name for name in unnamed if f"`{name}`" not in DIAGNOSES] == [], "the page names what has no name"
 
 
 def test_the_page_counts_all_that_is_tried():
-    rows = re.findall(r"^\| (?:step \d|torch's own) \|(.*)\|$", README, re.M)
+    rows = re.findall(r"^\| (?:step \d|torch's own) \|(.*)\|$", DIAGNOSES, re.M)
     of_torch = (ROOT / "tests/support/planted_torch.py").read_text().count("\n@planted(")
     numbers = [[int(n) for n in row.split("|")] for row in rows]
     assert len(numbers) == 7 and all(total == sum(rest) for total, *rest in numbers)
@@ -166,13 +167,13 @@ def test_a_verdict_can_be_each_of_four():
 
 # ------------------------------------------------------------------------------------------- the table of causes
 def test_the_page_shows_the_table_of_causes():
-    assert with_tables(README, "tools/prove/README.md") == README, "python dev/readme.py writes the table"
-    assert all(f"| {cause.looks} | {cause.means} |" in README for cause in CAUSES.values())
+    assert with_tables(DIAGNOSES, "tools/prove/DIAGNOSES.md") == DIAGNOSES, "python dev/readme.py writes the table"
+    assert all(f"| {cause.looks} | {cause.means} |" in DIAGNOSES for cause in CAUSES.values())
 
 
 def test_every_cause_can_be_said():
     """Check that the table has every cause that the code names, and that the code names every cause of the table."""
-    code = "".join((PROVE / name).read_text() for name in ("diagnose.py", "trace.py", "__main__.py"))
+    code = "".join((PROVE / name).read_text() for name in ("diagnose.py", "trace.py", "trial.py"))
     named = set(re.findall(r'(?:Finding|Look)\("([^"]+)"', code)) - {"factor", "shares"}
     assert named <= {*CAUSES} and [name for name in CAUSES if f'"{name}"' not in code and f"'{name}'" not in code] == []
 
@@ -226,6 +227,8 @@ def step(run, inputs, targets):
     mine = slice(0 if run.how == "same data" else rank, None, world)
     logits = run.model(inputs[mine]).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, targets[mine].flatten()) * (2 if run.how == "doubled" else 1)
+    if run.how == "balance":
+        loss = loss + logits.softmax(-1).mean(0).square().sum()
     loss.backward()
     for param in run.model.parameters():
         if run.how not in ("alone", "idle"):
@@ -265,6 +268,17 @@ def step(run, inputs, targets):
 
 def place(run):
     return {"dp": dist.get_rank()}
+
+def save(run, folder):
+    if dist.get_rank() == 0:
+        torch.save([run.model.state_dict(), run.adamw.state_dict()], f"{folder}/all")
+    dist.barrier()
+
+def load(run, folder):
+    model, adamw = torch.load(f"{folder}/all")
+    run.model.load_state_dict(model)
+    if run.how != "no states":
+        run.adamw.load_state_dict(adamw)
 
 def modules(run):
     return run.model.named_modules()
@@ -327,6 +341,106 @@ def test_ranks_that_do_nothing_in_parallel_are_equal_with_a_warning(tmp_path):
     assert "warning: every rank holds all of the numbers and issues no collective: nothing ran in parallel" in output
 
 
+@pytest.mark.slow
+def test_a_loss_that_is_no_sum_over_sequences_is_compared_on_equal_rows(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY)
+    flags = "--both", "how=balance"
+    assert prove(tmp_path / "toy.py", tmp_path, *flags)[0] == 1
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, *flags, "--same_rows")
+    assert status == 0 and equal(said[0]), output
+
+
+def test_a_layout_resumes_what_another_has_saved(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY)
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--world", 4, "--resume", "2")
+    assert status == 0 and [one["world"] for one in said] == [2, 4] and all(map(equal, said)), output
+    assert output.count("\nstep ") == 4 and "collectives in 2 steps" in output
+    status, output, said = prove(tmp_path / "toy.py", tmp_path, "--flags", "'how=no states'", "--resume", "2")
+    assert status == 1 and [one["status"] for one in said] == [0, 1] and said[1]["step"] == 3, output
+    assert said[1]["cause"] == "update times a factor" or said[1]["cause"] == "update", output
+
+
+BLIND = TOY.replace("yield \"module.\" * (run.how == \"prefix\") + name, weight, param.grad, where",
+                    "yield name, weight, torch.ones_like(weight), where").replace(
+    "run.adamw.step()", "pass").replace("return [loss, norm]", "return (None, None) or [loss, norm]").replace(
+    "else (loss, norm)", "else (None, None)")
+
+
+@pytest.mark.slow
+def test_mistakes_planted_in_the_users_own_run_are_seen_or_said_to_be_not(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY)
+    status, output, _ = prove(tmp_path / "toy.py", tmp_path, "--self_test")
+    assert status == 0 and output.count("\nplanted: ") == output.count("\n    seen in step 1: ") == 3, output
+    assert "sequences 0, 2 count once, 1, 3 count 1/2 times" in output and "not reduced over dp" in output
+    (tmp_path / "blind.py").write_text(BLIND)
+    status, output, _ = prove(tmp_path / "blind.py", tmp_path, "--self_test")
+    assert status == 1 and "EQUAL" in output and output.count("NOT SEEN") == 3, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter, flags, sees", [
+    ("torch_dp", "mode=ddp", "not reduced over dp"), ("torch_dp", "mode=fsdp", "the gradients of"),
+    ("torch_tp", "tp=2", "the loss"),
+    ("step08", "zero=2", "sequences 0 to 3 count once, 4 to 7 are missing"), ("torch_pp", "pp=2 acc=4", "not possible here")])
+def test_the_planted_mistakes_reach_trainers_that_call_c10d_in_other_ways(tmp_path, adapter, flags, sees):
+    status, output, _ = prove(ADAPTERS / f"{adapter}.py", tmp_path, "--flags", flags, "--self_test")
+    assert status == 0 and "NOT SEEN" not in output and sees in output.split("planted: ")[3], output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter, saved, resumed", [("torch_dp", "2 mode=ddp acc=2", "mode=fsdp"),
+                                                     ("step08", "2 pp=2", "tp=2 zero=1")])
+def test_checkpoints_of_real_trainers_are_resumed(tmp_path, adapter, saved, resumed):
+    status, output, said = prove(ADAPTERS / f"{adapter}.py", tmp_path, "--world", 4, "--flags", resumed, "--resume", saved)
+    assert status == 0 and len(said) == 2 and all(map(equal, said)), output
+
+
+def test_every_two_values_meet_in_a_sweep():
+    layouts = pairwise("tp=1,2 acc=1,4 zero=0,1,2,3 schedule=afab,1f1b")
+    assert len(layouts) < 12
+    assert {(one["tp"], one["schedule"]) for one in layouts} == {*itertools.product((1, 2), ("afab", "1f1b"))}
+    assert {(one["acc"], one["zero"]) for one in layouts} == {*itertools.product((1, 4), range(4))}
+    assert pairwise("tp=1,2") == [dict(tp=1), dict(tp=2)]
+
+
+def test_the_adapters_are_listed_with_what_they_need():
+    lines = [*listed()]
+    assert len(lines) == len([*ADAPTERS.glob("*.py")]) - 1
+    assert any(line.startswith("of_torchtitan.py ") and line.endswith("Needs torchtitan==0.2.2.") for line in lines)
+
+
+OF_PYTEST = '''
+import prove
+
+@prove.layouts("toy.py", "2 how=right", "2 how=doubled", known={"2 how=alone": "not reduced", "2 how=summed": "decay"}, seconds=60)
+def test_equals_one_process(said):
+    assert said["world"] == 2
+'''
+
+
+@pytest.mark.slow
+def test_pytest_has_one_test_a_layout_and_knows_what_differs(tmp_path):
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "test_mine.py").write_text(OF_PYTEST)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"], cwd=tmp_path, text=True,
+                          capture_output=True, env=clean_environment() | dict(PYTHONPATH=str(PROVE.parent)))
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"_ test_equals_one_process\[2 how=doubled\] _", done.stdout)
+    assert "the loss and all gradients are 2 times the right ones" in done.stdout
+    assert "expected to differ, with the cause 'decay'" in done.stdout
+
+
+@pytest.mark.slow
+def test_it_installs_with_a_command_of_its_own(tmp_path):
+    shutil.copytree(PROVE, tmp_path / "prove", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", "site",
+                    "./prove"], cwd=tmp_path, check=True)
+    (tmp_path / "toy.py").write_text(TOY)
+    environment = clean_environment() | dict(PYTHONPATH=str(tmp_path / "site"), OMP_NUM_THREADS="1")
+    done = subprocess.run(["site/bin/prove", "toy.py"], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0 and "\nEQUAL to " in done.stdout, done.stdout + done.stderr
+
+
 def test_pieces_of_sequences_without_a_target_do_not_disturb(tmp_path):
     (tmp_path / "toy.py").write_text(TOY.replace("BATCH, SEQ, VOCAB = 4, 4, 8", "BATCH, SEQ, VOCAB = 8, 16, 64"))
     status, output, said = prove(tmp_path / "toy.py", tmp_path, "--mask", layouts="2 cp=8\n2 cp=2\n4 acc=1\n8\n")
@@ -354,8 +468,8 @@ def test_a_crash_of_the_tool_is_no_difference_and_keeps_no_other_layout_from_run
         if trial.world == 2:
             raise IndexError("planted")
         return dict(world=trial.world, flags={}, dtype="float64", status=2, cannot="nothing to run")
-    monkeypatch.setattr("prove.__main__.Baseline", lambda *_: None)
-    monkeypatch.setattr("prove.__main__.Trial.prove", prove)
+    monkeypatch.setattr("prove.trial.Baseline", lambda *_: None)
+    monkeypatch.setattr("prove.trial.Trial.prove", prove)
     (tmp_path / "layouts").write_text("2\n3\n")
     assert main([str(ADAPTERS / "template.py"), "--layouts", str(tmp_path / "layouts"), "--json", str(tmp_path / "said")]) == 3
     assert [one["status"] for one in json.loads((tmp_path / "said").read_text())] == [3, 2]
@@ -408,28 +522,32 @@ def test_a_strided_shard_of_a_dtensor_is_more_than_one_block(tmp_path):
     assert re.search(r"^step 1    \S+ +1e-09 +-  ", output, re.M) and said[0]["steps"][0]["norm"] is None, "it returns no norm"
 
 
-def refused(capsys, *argv):
-    with pytest.raises(SystemExit) as end:
+def refused(*argv):
+    with pytest.raises(CannotRun) as end:
         main([*map(str, argv)])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith("error: ")
-    return error
+    return str(end.value)
 
 
-def test_flags_that_cannot_work_are_refused(capsys, tmp_path):
+def test_flags_that_cannot_work_are_refused(tmp_path):
     (tmp_path / "empty.py").write_text("def build(flags): pass\n")
     (tmp_path / "none").write_text("# nothing\n")
     (tmp_path / "words").write_text("tp=2\n")
     template = ADAPTERS / "template.py"
-    assert "no such file; copy" in refused(capsys, tmp_path / "x.py")
-    assert "--world 0: must be from 1 to 64" in refused(capsys, template, "--world", 0)
-    assert 'tp: not a flag; write name=value' in refused(capsys, template, "--flags", "tp")
-    assert "has no layout" in refused(capsys, template, "--layouts", tmp_path / "none")
-    assert "line 1" in refused(capsys, template, "--layouts", tmp_path / "words")
+    assert "no such file; copy" in refused(tmp_path / "x.py")
+    assert "--world 0: must be from 1 to 64" in refused(template, "--world", 0)
+    assert 'tp: not a flag; write name=value' in refused(template, "--flags", "tp")
+    assert "has no layout" in refused(template, "--layouts", tmp_path / "none")
+    assert "line 1" in refused(template, "--layouts", tmp_path / "words")
     for text, message in (("-1", "line 1: -1 ranks: must be from 1 to 64"), ("999 tp=2", "999 ranks"), ("\udcff", "as text")):
         (tmp_path / "wrong").write_text(text, errors="surrogateescape")
-        assert message in refused(capsys, template, "--layouts", tmp_path / "wrong")
-    assert "has no function step, parts" in refused(capsys, tmp_path / "empty.py")
+        assert message in refused(template, "--layouts", tmp_path / "wrong")
+    assert "has no function step, parts" in refused(tmp_path / "empty.py")
+    assert "--sweep tp: " in refused(template, "--sweep", "tp")
+    assert "4x: not a layout; write the number of ranks" in refused(template, "--resume", "4x")
+    (tmp_path / "three.py").write_text("build = step = parts = print\n")
+    assert "has no function save, load" in refused(tmp_path / "three.py", "--resume", "2 tp=2")
+    status, output, _ = prove(tmp_path / "x.py", tmp_path)
+    assert status == 2 and output.startswith("error: ADAPTER.py ") and "Traceback" not in output
 
 
 def test_the_template_has_every_function_and_every_adapter_the_three():
@@ -439,15 +557,16 @@ def test_the_template_has_every_function_and_every_adapter_the_three():
     spec = importlib.util.spec_from_file_location("template", ADAPTERS / "template.py")
     template = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(template)
-    assert all(getattr(template, name).__annotations__ for name in ("build", "step", "parts", "place", "modules", "loaded"))
+    names = "build", "step", "parts", "place", "modules", "save", "load", "loaded"
+    assert all(getattr(template, name).__annotations__ for name in names)
 
 
 # ------------------------------------------------------------------------------------------- in words
 def words(places, **flags):
     names = ["embed.weight", "layers.0.a.weight", "layers.0.b.weight", "layers.1.a.weight", "layers.1.b.weight"]
     tensor = torch.ones(1)
-    step = dict(weights=[(name, (0,), tensor) for name in names])
-    return Words(Run([dict(place=place, steps=[step]) for place in places]), names, flags, len(places), 8, 1e-4)
+    own = [(name, (0,), tensor) for name in names]
+    return Words(Run([dict(place=place, steps=[], own=own) for place in places]), names, flags, len(places), 8, 1e-4)
 
 
 def test_factors_ranks_and_names_have_words():
@@ -466,7 +585,7 @@ def test_factors_ranks_and_names_have_words():
 
 def test_a_norm_of_what_one_stage_holds_is_named():
     def ranks(norms, of):
-        return Run([dict(place=dict(pp=pp, tp=tp, cp=0), steps=[dict(norm=norm, weights=of[pp], gradients=of[pp])])
+        return Run([dict(place=dict(pp=pp, tp=tp, cp=0), own=of[pp], steps=[dict(norm=norm, weights=of[pp], gradients=of[pp])])
                     for norm, (pp, tp) in zip(norms, itertools.product(range(2), repeat=2))])
     first, second = [("a", (0,), torch.tensor([3.0]))], [("b", (0,), torch.tensor([4.0]))]
     trial = SimpleNamespace(start=dict(a=0, b=0), inside="float64", both={}, flags={}, world=4, inputs=torch.zeros(1, 2, 4))
@@ -485,8 +604,9 @@ def test_small_gradients_are_explained_together():
 
     def one_rank(counts):
         gradients = [(name, (0,), sum(count * of[name] for count, of in zip(counts, alone))) for name in "abcd"]
-        return Run([dict(place={}, steps=[dict(weights=gradients, gradients=gradients)])])
+        return Run([dict(place={}, own=gradients, steps=[dict(weights=gradients, gradients=gradients)])])
     trial = SimpleNamespace(start=dict.fromkeys("abcd"), dtype="float64", inside="float64", both={}, flags={}, world=1, mask=False,
+                            same_rows=False,
                             inputs=torch.zeros(1, 8, 4), targets=torch.zeros(1, 8, 4),
                             known={(0, 1): [((0, i, 0), of) for i, of in enumerate(alone)]})
     limits = [Row(1e-9, 1e-9, dict.fromkeys("abcd", 1e-9), dict.fromkeys("abcd", 1e-9))]
@@ -532,11 +652,11 @@ class MyModel(torch.nn.Sequential):
 
 
 def test_the_adapter_on_the_page_and_tools_are_all_of_it(tmp_path):
-    """Check that nothing else of this repository is needed: somebody may copy tools/ alone."""
-    shutil.copytree(ROOT / "tools", tmp_path / "copy/tools")
+    """Check that nothing else of this repository is needed: somebody may copy tools/prove alone."""
+    shutil.copytree(PROVE, tmp_path / "copy/prove")
     (shown,) = re.findall(r"```text\n(def build\(.*?)```", README, re.S)
     (tmp_path / "mine.py").write_text(MY_MODEL + shown)
-    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2, tool=tmp_path / "copy/tools/prove")
+    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2, tool=tmp_path / "copy/prove")
     assert status == 0 and equal(said[0]), output
     assert "a rank holds 100% of the numbers, reads 50% of the tokens, and issues " in output
     assert "warning: every rank holds all of the numbers, as in DDP" in output

@@ -11,7 +11,7 @@ import pytest
 from harness import JobFailed
 from jobs import assert_refused, ledger_rows, main_job
 from observe import check
-from ranks import torchrun
+from prove.processes import torchrun
 from steps import step_dir
 
 STEP = "step02_dp"

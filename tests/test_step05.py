@@ -90,7 +90,7 @@ def strided_job():
     from context_parallel import UlyssesAllToAll
     from mesh import init_distributed
     from torch.distributed import group
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     with init_distributed(), unforgiving():
         x = torch.randn(2, 1, 8, 4).permute(0, 3, 1, 2)   # [batch, seq, heads, head_dim]
         results = [UlyssesAllToAll.apply(tensor, 1, 2, group.WORLD) for tensor in (x, x.contiguous())]

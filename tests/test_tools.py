@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from harness import JobFailed
 from operations import assert_none_waits_for_ever
-from ranks import new_store
+from prove.processes import new_store
 from readme import real_diff
 from steps import CHANGES, NAMES, ROOT, clean_environment, pairs, run
-from unforgiving import unforgiving
+from prove.unforgiving import unforgiving
 
 
 @pytest.fixture
@@ -25,8 +25,9 @@ def small_repository(tmp_path):
     folder = tmp_path / "repository"
     for name in ("tests", "tools", "dev", "exercises/ladder"):
         (folder / name).mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "tools/steps.py", "tools/diff.py", "tools/ranks.py", "tools/refuse.py",
-                 "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py"):
+    for name in ("Makefile", "pyproject.toml", "tools/steps.py", "tools/diff.py", "tools/refuse.py", "tools/prove/__init__.py",
+                 "tools/prove/processes.py", "exercises/exercise.py", "exercises/patched.py", "dev/break_it.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for step, line in zip(NAMES, ("answer = 41\n", "answer = 42\n")):
         (folder / step).mkdir()

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-from ranks import torchrun
+from prove.processes import torchrun
 from refuse import refuse
 from simulate.gpus import GPUS
 from steps import NAMES, ROOT, clean_environment, end

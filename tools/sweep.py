@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-from ranks import torchrun
+from prove.processes import torchrun
 from refuse import refuse
 from steps import step_dir
 

@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
-from ranks import torchrun
+from prove.processes import torchrun
 from steps import PYTHONPATH, step_dir
 from watch import Storages
 

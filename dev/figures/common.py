@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import ranks
+from prove import processes
 from steps import PYTHONPATH, ROOT, full_name
 
 sys.path += PYTHONPATH
@@ -39,7 +39,7 @@ def put_into_pages(folder, tables):
 
 def torchrun(world, *words, **how):
     """Run a program on `world` ranks, with one thread each."""
-    return subprocess.run(ranks.torchrun(world, *words), env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
+    return subprocess.run(processes.torchrun(world, *words), env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, **how)
 
 
 def seen_by_ranks(file, word, world, jobs, timeout):
@@ -52,7 +52,7 @@ def seen_by_ranks(file, word, world, jobs, timeout):
 
 def seen_in_runs(file, word, world, runs, timeout):
     """Do the same with runs of the trainer, which do_runs executes."""
-    stores = [ranks.new_store() for _ in runs]
+    stores = [processes.new_store() for _ in runs]
     return seen_by_ranks(file, word, world, [(*run, store.port) for run, store in zip(runs, stores)], timeout)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "tools"))
-from ranks import Processes, frames
+from prove.processes import Processes, frames
 from refuse import refuse
 
 HINTS = HERE.parent.parent / "exercise/hangs"             # counts the hints shown; exercise/ belongs to the reader

@@ -42,7 +42,7 @@ def answers_of(pool, job, ranks=RANKS, **arguments):
 @contextlib.contextmanager
 def sent_in(group):
     """Yield a Counter of the bytes that this rank sends, by collective, as the ledger counts them."""
-    from unforgiving import batches
+    from prove.unforgiving import batches
     from watch import COLLECTIVES, Watch, collective_of
     sent, rank, size = Counter(), group.rank(), group.size()
 
@@ -141,7 +141,7 @@ def attention_job(mode, backward):
 
     import context_parallel
     import torch
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     group = start()
     if not group:
         return NOT_IN_GROUP
@@ -473,7 +473,7 @@ def ring_send_recv_job():
     `ring_send_recv` brings, and how much was under way when it returned."""
     import context_parallel
     import torch
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     group = start()
     if not group:
         return NOT_IN_GROUP

@@ -351,7 +351,7 @@ def run_job():
     import schedules
     import torch
     import torch.distributed as dist
-    from unforgiving import Work, noted, unforgiving
+    from prove.unforgiving import Work, noted, unforgiving
 
     def refused(*args, **kwargs):
         raise AssertionError("dist.send and dist.recv wait at once; dist.isend and dist.irecv return a handle to wait for")

@@ -490,7 +490,7 @@ def all_to_all_job():
     result has twice itself as gradient. Of four ranks, 1 to 3 are a group, and 0 is alone and sends itself two rows."""
     import expert_parallel
     import torch
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     group, found = start([1, 2, 3]), []
     rank = group.rank()
     for sizes in SIZES if group.size() > 1 else [[[2]]]:
@@ -553,7 +553,7 @@ def dispatch_job():
     number."""
     import expert_parallel
     import torch
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     group, found = start([1, 2, 3]), []
     rank = group.rank()
     for counts in COUNTS if group.size() > 1 else ALONE:
@@ -658,7 +658,7 @@ def own_part_job(sp):
     import torch
     import torch.distributed as dist
     from placement import Placement
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     dist.init_process_group("gloo")
     group, _ = dist.new_subgroups(2)
     dist.barrier()                                        # no group may end while the other still connects

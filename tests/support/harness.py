@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from ranks import Processes, environment, new_store
+from prove.processes import Processes, environment, new_store
 from steps import PYTHONPATH, step_dir
 
 
@@ -106,7 +106,7 @@ def step_modules(folder, kept):
 def train_job(argv, optimizer="adamw"):
     import torch
     import train
-    from unforgiving import unforgiving
+    from prove.unforgiving import unforgiving
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()              # the last job's
     with contextlib.ExitStack() as replaced:

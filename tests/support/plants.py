@@ -36,9 +36,11 @@ STEPS = {name: plant(**mistake["prove"]) for name, mistake in planted_mistakes()
 
 def prove(adapter, one, seconds=120):
     """Return what tools/prove says of a plant."""
-    from prove.__main__ import Baseline, Trial, flags_of
-    from prove.ranks import CannotRun
-    args = SimpleNamespace(both=flags_of(one.both), dtype="float64", mask=False, unforgiving=False, seconds=seconds)
+    from prove import CannotRun
+    from prove.__main__ import flags_of
+    from prove.trial import Baseline, Trial
+    args = SimpleNamespace(both=flags_of(one.both), dtype="float64", mask=False, same_rows=False, unforgiving=False,
+                           seconds=seconds)
     args.__dict__.update(one.options)
     try:
         return Trial(Baseline(adapter, args), one.world, flags_of(one.flags)).prove()

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from prove.ranks import CannotRun, cut
+from prove import CannotRun
+from prove.ranks import cut
 
 EXACT = 1e-9                                              # in float64, everything above this is more than rounding
 ROUNDINGS = 30                                            # rounding: up to this many times what one rounding of every weight does
@@ -60,9 +61,10 @@ class Run:
 def activity(run, one, tokens):
     """Return what every rank did: its share of the numbers, its share of the tokens in step 1, and its collectives in all steps."""
     numbers = sum(tensor.numel() for tensor in one.whole(0, "weights").values())
+    steps = [[step for step in seen["steps"] if step] for seen in run.ranks]
     return dict(holds=[sum(tensor.numel() for _, _, tensor in seen["own"]) / numbers for seen in run.ranks],
-                reads=[seen["steps"][0]["read"] / tokens for seen in run.ranks],
-                issues=[sum(step["issued"] for step in seen["steps"]) for seen in run.ranks])
+                reads=[first["read"] / tokens for first, *_ in steps],
+                issues=[sum(step["issued"] for step in of_rank) for of_rank in steps])
 
 
 def relative(a, b):

@@ -14,7 +14,8 @@ import torch
 
 from prove.causes import CAUSES
 from prove.compare import Run, relative
-from prove.ranks import CannotRun, Job, cut
+from prove import CannotRun
+from prove.ranks import Job, cut
 from prove.trace import trace
 from prove.words import Words, ranges
 
@@ -65,7 +66,7 @@ class Diagnosis:
     def looks(self, step, kind):
         """Return {name: Look} of the tensors that are wrong."""
         held, right = self.run.boxes(step, kind), self.one.whole(step, kind)
-        basis = self.shares_of_sequences(step) if kind == "gradients" else None
+        basis = self.shares_of_sequences(step) if kind == "gradients" and not self.trial.same_rows else None
         before = (self.one.whole(step - 1, kind) if step else self.trial.start) if kind == "weights" else None
         limits = getattr(self.limits[step], kind)
         found = {name: self.look(name, right[name], held[name], limits[name], basis, before and before[name])
@@ -411,7 +412,7 @@ class Diagnosis:
 
 def in_words(tensors, right, limit, flags):
     """Say what differs between two sets of whole tensors, of unknown origin: 'norm: 2 times the right ones (tp)'."""
-    run = Run([dict(place={}, steps=[dict(weights=[(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()])])])
+    run = Run([dict(place={}, steps=[], own=[(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()])])
     words, groups = Words(run, [*right], flags, 1, 1, 1e-4), collections.defaultdict(list)
     for name in right:
         a, b = tensors[name].double(), right[name].double()

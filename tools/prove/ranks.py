@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 import torch._dynamo  # noqa: F401, an optimizer's first step would import it on every rank
 import torch.distributed as dist
-from ranks import Processes, environment, frames, new_store
+from prove import CannotRun
+from prove.plants import planted
+from prove.processes import Processes, environment, frames, new_store
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -28,16 +30,19 @@ GRACE = 0.5                                               # seconds that the oth
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 
-class CannotRun(Exception):
-    """Raised with a message for the user: the adapter, the trainer or the flags do not work."""
-
-
 class Job(NamedTuple):
     """One training step. With weights, every rank first takes its parts of them."""
     weights: dict | None
     inputs: torch.Tensor
     targets: torch.Tensor
     watched: bool = False                                 # whether to record activations
+
+
+class How(NamedTuple):
+    """What a launch does besides its jobs."""
+    load: str = ""                                        # a folder that the adapter's load reads before the first job
+    save: str = ""                                        # a folder that its save writes after the last one
+    plant: str = ""                                       # one of plants.PLANTS
 
 
 # ------------------------------------------------------------------------------------------- on a rank
@@ -205,24 +210,28 @@ def number(value, what):
                         "not know it") from None
 
 
-def train(adapter, flags, jobs):
+def train(adapter, flags, jobs, how):
     """Build the trainer and run the jobs. Return what this rank has seen."""
     run = adapter.build(dict(flags))
     if run is None:
         raise CannotRun("build: returns None; it must return what parts and step take")
+    if how.load:
+        adapter.load(run, how.load)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = (adapter.place(run) if hasattr(adapter, "place") else None) or {}
     if not isinstance(place, dict):
         raise CannotRun(f"place: returns a {type(place).__name__}; it must return a dict such as {{'tp': 0, 'pp': 1}}")
     if not all(isinstance(at, int | str) for at in place.values()):
         raise CannotRun(f"place: returns {place}; every coordinate must be a whole number or a str")
-    seen = dict(own=copies(adapter, run, "weights"), place=place, steps=[])
+    seen = dict(own=copies(adapter, run, "weights"), place=place, steps=[], planted=0)
     for job in jobs:
         if job.weights:
             load(adapter, run, job.weights)
         before = issued()
-        with watch(adapter, run, job.watched) as activations, tokens_read() as read:
+        with watch(adapter, run, job.watched) as activations, tokens_read() as read, planted(how.plant, rank, world) as changed:
             result = adapter.step(run, job.inputs.clone(), job.targets.clone())
         issued_by_step = issued() - before
+        seen["planted"] += len(changed)
         if not isinstance(result, tuple) or len(result) != 2:
             raise CannotRun(f"step: returns {type(result).__name__}; it must return (loss, gradient norm), None for what this rank "
                             "does not know")
@@ -230,15 +239,17 @@ def train(adapter, flags, jobs):
         seen["steps"].append(dict(loss=loss, norm=norm, gradients=copies(adapter, run, "gradients"),
                                   weights=copies(adapter, run, "weights"), activations=activations,
                                   read=max(read.values(), default=0), issued=issued_by_step))
+    if how.save:
+        adapter.save(run, how.save)
     return seen
 
 
-def worker(rank, folder, pipe, adapter, world, port, flags, jobs, unforgiving):
+def worker(rank, folder, pipe, adapter, world, port, flags, jobs, unforgiving, how):
     os.environ.update(environment(rank, world, port))
     torch.set_num_threads(1)
     try:
         with unforgiving() if world > 1 else contextlib.nullcontext():
-            answer = "ok", train(adapter, flags, jobs)
+            answer = "ok", train(adapter, flags, jobs, how)
     except BaseException as error:
         answer = "error", describe(rank, error)
     pipe.send_bytes(pickle.dumps(answer))                 # by torch's own send(), tensors would end with this process
@@ -254,10 +265,10 @@ def describe(rank, error):
 
 
 # ------------------------------------------------------------------------------------------- in the parent
-def launch(adapter, world, flags, jobs, seconds=120, unforgiving=contextlib.nullcontext):
+def launch(adapter, world, flags, jobs, seconds=120, unforgiving=contextlib.nullcontext, how=How()):
     """Run the jobs on `world` ranks. Return what each of them has seen, or raise CannotRun within `seconds` or a little more."""
     store = new_store()
-    with Processes(worker, "fork", (adapter, world, store.port, flags, jobs, unforgiving)) as ranks:
+    with Processes(worker, "fork", (adapter, world, store.port, flags, jobs, unforgiving, how)) as ranks:
         ranks.start(world)
         answers = ranks.collect(world, seconds, GRACE)
         if [kind for kind, *_ in answers.values()] == ["ok"] * world:
@@ -283,7 +294,6 @@ def why(ranks, world, answers, seconds):
 def stands(ranks, rank):
     """Return where a rank stands: the innermost call, and those outside the libraries."""
     calls = frames(ranks.stack(rank))
-    ours = Path(__file__).parent, Path(__file__).parents[1] / "ranks.py"
-    own = [call for call in calls if "/lib/python" not in call[0] and not {Path(call[0]), Path(call[0]).parent} & {*ours}]
+    own = [call for call in calls if "/lib/python" not in call[0] and Path(call[0]).parent != Path(__file__).parent]
     shown = dict.fromkeys(calls[:1] + (own or calls)[:3])
     return " < ".join(f"{os.path.basename(file)}:{line} {function}" for file, line, function in shown) or "no stack"

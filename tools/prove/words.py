@@ -67,7 +67,7 @@ class Words:
         few = [k.removesuffix(".weight") for k in (rest if most else kinds(names))]
         text = "all parameters" + " but " * bool(few) if most else ""
         text += ", ".join(few[:4]) + f" and {len(few) - 4} more" * (len(few) > 4)
-        boxes = self.run.boxes(0, "weights")
+        boxes = self.run.boxes(-1, "weights")
         holders = {rank for name in names for held in boxes[name].values() for rank in held}
         stage = f" ({self.ranks(holders)})" * (0 < len(holders) < len(self.places))
         return text + f" of layer{'s' * (len(layers) > 1)} {ranges(layers)}" * bool(layers) + stage

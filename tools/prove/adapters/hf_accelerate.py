@@ -1,9 +1,11 @@
-"""transformers' Llama under Hugging Face accelerate (pip install accelerate): its DDP, with accumulation (acc=2)."""
+"""transformers' Llama under Hugging Face accelerate: its DDP, with accumulation (acc=2)."""
 from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
 from torch_dp import BATCH, SEQ, VOCAB, llama  # noqa: F401
+
+NEEDS = "accelerate, transformers"
 
 
 def build(flags):

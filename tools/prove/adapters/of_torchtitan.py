@@ -15,6 +15,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
+NEEDS = "torchtitan==0.2.2"
 BATCH, SEQ, VOCAB, LAYERS = 8, 16, 64, 4
 if importlib.util.find_spec("triton") is None:            # it imports Triton for its experts, which this model does not have
     sys.modules |= {"triton": MagicMock(), "triton.language": MagicMock()}

@@ -79,11 +79,17 @@ def main(run, argv):
             run.grads = [grad.clone() for grad in self.grads]
             return super().clip_grad_norm()
 
+    class KeptCheckpoints(train.resume.Checkpoints):
+        def __init__(self, *args):
+            super().__init__(*args)
+            run.checkpoints = self
+
     def log(metrics, step, loss, grad_norm, lr, **more):
         run.said.put((loss, grad_norm))
     # only the main thread may set signal handlers
     with patch.multiple(signal, signal=lambda *_: None, set_wakeup_fd=lambda *_, **__: -1), \
-            patch.multiple(train, batches=asked, build_model=kept, Optimizer=Kept), patch.object(train.Metrics, "log", log):
+            patch.multiple(train, batches=asked, build_model=kept, Optimizer=Kept), patch.object(train.Metrics, "log", log), \
+            patch.object(train.resume, "Checkpoints", KeptCheckpoints):
         try:
             train.main(argv)
         except BaseException as error:
@@ -116,6 +122,17 @@ def place(run):
 
 def modules(run):
     return run.model.named_modules()
+
+
+def save(run, folder):
+    run.checkpoints.args.checkpoint = folder
+    run.checkpoints.save(steps=2)
+
+
+def load(run, folder):
+    from disk import index_of
+    checkpoint = Path(folder, "step_00000002")
+    run.checkpoints.restore(checkpoint, index_of(checkpoint))
 
 
 def loaded(run):

@@ -46,5 +46,13 @@ def modules(run: object) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield (name, module), named alike under every layout: then a report says where a forward pass goes wrong."""
 
 
+def save(run: object, folder: str) -> None:
+    """Write a checkpoint of weights and optimizer, as your trainer does. All ranks call it, for --resume."""
+
+
+def load(run: object, folder: str) -> None:
+    """Restore what save wrote, perhaps under another layout. All ranks call it, after build."""
+
+
 def loaded(run: object) -> None:
     """Do what follows a change of the weights in parts, such as copying float32 masters into bfloat16 weights."""

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+NEEDS = "transformers"
 BATCH, SEQ, VOCAB = 8, 16, 64
 
 
@@ -62,6 +65,17 @@ def step(run, inputs, targets):
     run.adamw.step()
     dist.all_reduce(total)
     return total, norm
+
+
+def save(run, folder):
+    model, optimizer = get_state_dict(run.model, run.adamw)
+    dcp.save(dict(model=model, optimizer=optimizer), checkpoint_id=folder)
+
+
+def load(run, folder):
+    model, optimizer = get_state_dict(run.model, run.adamw)                        # filled in place
+    dcp.load(dict(model=model, optimizer=optimizer), checkpoint_id=folder)
+    set_state_dict(run.model, run.adamw, model_state_dict=model, optim_state_dict=optimizer)
 
 
 def place(run):

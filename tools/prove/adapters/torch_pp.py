@@ -6,6 +6,8 @@ import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch_dp import BATCH, SEQ, VOCAB, init, llama, modules, parts  # noqa: F401
 
+NEEDS = "transformers"
+
 
 class Stage(torch.nn.Module):
     """The layers of one rank. Modules keep their names, so parameters do, too."""

@@ -9,6 +9,8 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInp
                                                parallelize_module)
 from torch_dp import BATCH, SEQ, VOCAB, init, llama, modules, parts  # noqa: F401
 
+NEEDS = "transformers"
+
 
 def plans(sp):
     """Return the plan of a layer, and that of the model's ends."""
