@@ -8,6 +8,7 @@ The ranks are the workers of tests/support/harness.py, and they measure some thi
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from common import paths_of, put_into_pages
@@ -20,6 +21,7 @@ import torch
 from matplotlib.animation import PillowWriter
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import Normal, Stroke
 
 import cases
 from harness import Pool
@@ -33,6 +35,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 8, 64, 8, 4, 8, 192            
 SEQ_LEN, BATCH = 128, 4                                                              # one micro-batch
 FLAGS = f"--seq_len {SEQ_LEN} --global_batch_size {BATCH} --micro_batch_size {BATCH}"
 LONG, LONG_HEADS, LONG_KV_HEADS, LONG_DIM = 4096, 8, 4, 64                          # for memory in attention
+H100 = 79                                                                           # GiB
 POOL = Pool()
 
 
@@ -184,24 +187,25 @@ def too_long_picture():
                  ("full", 8, "--", RANKS[0], "tp 8, --recompute full"))
         for recompute, tp, style, color, label in lines:
             each = one_sequence(shape, recompute, tp)
-            axes.plot(tokens, tokens * each / 1e9, style, color=color, lw=2, label=label)
-            axes.plot([80e9 / each], [80], "o", color=color, ms=5)
-            most = float(f"{80e9 / each:.3g}")
-            axes.annotate(f"{most:,.0f}", (80e9 / each, 80), (2, -11), textcoords="offset points",
-                          fontsize=8, color=color)
-        axes.axhline(80, color="#444444", lw=1)
+            axes.plot(tokens, tokens * each / 2**30, style, color=color, lw=2, label=label)
+            most = H100 * 2**30 / each
+            axes.plot([most], [H100], "o", color=color, ms=5)
+            inside = most < 2**19                         # else the number would run out of the panel
+            axes.annotate(f"{float(f'{most:.3g}'):,.0f}", (most, H100), (2, -11) if inside else (-3, 5), fontsize=8,
+                          textcoords="offset points", ha="left" if inside else "right", color=color)
+        axes.axhline(H100, color="#444444", lw=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks([2**n for n in (11, 13, 15, 17, 19, 21)],
                         ["2K", "8K", "32K", "128K", "512K", "2M"], fontsize=8)
-        axes.set_yticks([1, 10, 80, 1000, 10000], ["1", "10", "80 (one GPU)", "1,000", "10,000"], fontsize=8)
+        axes.set_yticks([1, 10, H100, 1000, 10000], ["1", "10", f"{H100} (an H100)", "1,000", "10,000"], fontsize=8)
         axes.minorticks_off()
         axes.set(ylim=(1, 1e5), xlim=(2**11, 2**21))
         axes.set_xlabel("tokens in the sequence", fontsize=9)
         axes.set_title(name, fontsize=10)
         axes.legend(frameon=False, fontsize=8, loc="upper left")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("GB kept for backward, on each GPU", fontsize=9)
+    panels[0].set_ylabel("GiB kept for backward, on each GPU", fontsize=9)
     figure.tight_layout()
     figure.savefig(FIGURES / "too_long.png", dpi=150)
     plt.close(figure)
@@ -244,14 +248,15 @@ def goes_round_picture():
                 if hop < CP - 1:
                     to = (rank + 1) % CP
                     left, right = x + side + 0.01, x + step_x - 0.01
-                    arrow = dict(arrowstyle="-|>", color=RANKS[source], lw=1.3, shrinkA=0, shrinkB=0,
-                                 mutation_scale=8)
+                    # with a dark edge, without which the lightest colour is hardly seen on white
+                    arrow = dict(arrowstyle="-|>", color=RANKS[source], lw=1.6, shrinkA=0, shrinkB=0, mutation_scale=9,
+                                 path_effects=[Stroke(linewidth=2.5, foreground="#444444"), Normal()])
                     if to:
                         axes.annotate("", (right, to * step_y + 0.12), (left, y + 0.88), arrowprops=arrow,
                                       zorder=4)
                     else:                                 # from the last rank to the first
                         axes.annotate("", (right, 0.5), (left, y + 0.5), zorder=1,
-                                      arrowprops=dict(arrow, ls=":", lw=1.6, connectionstyle="arc3,rad=0"))
+                                      arrowprops=dict(arrow, ls=":", lw=1.8, connectionstyle="arc3,rad=0"))
             middle = hop * step_x + side / 2
             axes.text(middle, -0.62, f"hop {hop}", ha="center", fontsize=9, fontweight="bold")
             axes.text(middle, CP * step_y - 0.12, f"{slowest:.1f}", ha="center", fontsize=9)
@@ -273,6 +278,145 @@ def goes_round_picture():
     figure.legend(handles=legend, ncols=3, loc="lower center", frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(FIGURES / "goes_round.png", dpi=150)
+    plt.close(figure)
+
+
+def who_works_picture():
+    """Draw a batch of four sequences, and which rank works on which part of it, with dp, tp and cp."""
+    figure, panels = plt.subplots(1, 3, figsize=(8.3, 2.35))
+    titles = ("dp 4: each rank has\nwhole sequences", "tp 4: all ranks work on all tokens,\neach with a part of every matrix",
+              "cp 4: each rank has a part\nof every sequence")
+    for axes, title in zip(panels, titles):
+        for row in range(CP):
+            if title.startswith("dp"):
+                parts = [(0, row, 2 * CP, 0.8, row)]
+            elif title.startswith("tp"):
+                parts = [(0, row + 0.2 * rank, 2 * CP, 0.2, rank) for rank in range(CP)]
+            else:
+                owner = {chunk: rank for rank in range(CP) for chunk in placed(rank, "zigzag", 2 * CP)}
+                parts = [(chunk, row, 1, 0.8, rank) for chunk, rank in owner.items()]
+            for x, y, width, height, rank in parts:
+                axes.add_patch(Rectangle((x, y), width, height, facecolor=RANKS[rank], edgecolor="white", lw=0.4))
+            axes.add_patch(Rectangle((0, row), 2 * CP, 0.8, facecolor="none", edgecolor="#444444", lw=1))
+        axes.set_title(title, fontsize=9)
+        axes.set(xlim=(-0.1, 2 * CP + 0.1), ylim=(CP, -0.2), xticks=[])
+        axes.set_xlabel("tokens", fontsize=9)
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+    panels[0].set_yticks([row + 0.4 for row in range(CP)], [f"sequence {row}" for row in range(CP)], fontsize=8)
+    panels[0].tick_params(length=0)
+    legend = [Patch(facecolor=RANKS[rank], label=f"rank {rank}") for rank in range(CP)]
+    figure.legend(handles=legend, ncols=CP, loc="lower center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.09, 1, 1), w_pad=2)
+    figure.savefig(FIGURES / "who_works.png", dpi=150)
+    plt.close(figure)
+
+
+def backward_schedule(kernel, add, per_byte):
+    """Run RingAttention.backward on CP threads, with a clock per rank in the place of kernels and links.
+
+    Return [(rank, lane, hop, start, end)]. A transfer starts when both its ends have called ring_send_recv and the link has
+    finished the one before it.
+    """
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    import context_parallel
+    clock, events, ends, posted, changed = [0.0] * CP, [], {}, {}, threading.Condition()
+
+    def work(lane, seconds):
+        def advance(*_):
+            rank = int(threading.current_thread().name)
+            hop = sum(event[:2] == (rank, lane) for event in events)
+            events.append((rank, lane, hop, clock[rank], clock[rank] + seconds))
+            clock[rank] += seconds
+        return advance
+
+    def end_of(sender, n):
+        """Return when transfer n of a sender has arrived. Wait until both its ends have posted it."""
+        with changed:
+            changed.wait_for(lambda: {(sender, n), ((sender + 1) % CP, n)} <= posted.keys(), timeout=10)
+            if (sender, n) not in ends:
+                previous = end_of(sender, n - 1) if n else 0
+                (mine, seconds, lane), (theirs, _, _) = posted[sender, n], posted[(sender + 1) % CP, n]
+                start = max(mine, theirs, previous)
+                ends[sender, n] = start + seconds
+                hop = sum(event[:2] == (sender, lane) for event in events)
+                events.append((sender, lane, hop, start, start + seconds))
+            return ends[sender, n]
+
+    def ring_send_recv(tensor, group):
+        rank = group.rank()
+        with changed:
+            n = sum(name == rank for name, _ in posted)
+            lane = "K, V" if tensor.dtype == torch.bfloat16 else "gradient"
+            posted[rank, n] = clock[rank], tensor.nbytes * per_byte, lane
+            changed.notify_all()
+
+        def receive():
+            clock[rank] = max(clock[rank], end_of(rank, n), end_of((rank - 1) % CP, n))
+            return torch.empty_like(tensor)
+        return receive
+
+    def one_rank(rank):
+        q, kv = torch.zeros(1, 2, 8, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 8, 1, dtype=torch.bfloat16)
+        saved = q, kv, kv, q, torch.zeros(1, 2, 8)
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: CP)
+        context_parallel.RingAttention.backward(SimpleNamespace(saved_tensors=saved, mode="zigzag", group=group), q)
+    threads = [threading.Thread(target=one_rank, args=(rank,), name=str(rank)) for rank in range(CP)]
+    with patch.multiple(context_parallel, ring_send_recv=ring_send_recv, block_gradients=work("kernel", kernel),
+                        add_gradients=work("add", add)):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(events) == CP * (CP + CP + CP - 1 + CP), "kernels, additions, transfers of K and V, and of gradients"
+    return sorted(events)
+
+
+def backward_picture():
+    """Draw two neighbours in the ring's backward. The order is the code's; the lengths are chosen to show it."""
+    events = backward_schedule(kernel=1.0, add=0.12, per_byte=0.26 / 32)
+    shown, gap, height = (0, 1), 3.5, 0.66
+    lanes = {"kernel": 0, "add": 0, "K, V": 1, "gradient": 2}
+    figure, axes = plt.subplots(figsize=(8.3, 3.9))
+    at = {}
+    for rank, lane, hop, start, end in events:
+        if rank not in shown:
+            continue
+        source, y = (rank - hop) % CP, shown.index(rank) * gap + lanes[lane]
+        at[rank, lane, hop] = start, end, y
+        color, ink = (RANKS[source], INKS[source]) if lane != "add" else ("#444444", "white")
+        axes.add_patch(Rectangle((start, y), end - start, height, facecolor=color, edgecolor="#444444", lw=0.9, zorder=3))
+        word = {"kernel": f"hop {hop}: K, V of {source}", "add": "", "K, V": str(source), "gradient": f"of {source}"}[lane]
+        axes.text((start + end) / 2, y + height / 2, word, ha="center", va="center", fontsize=9, color=ink, zorder=4)
+    arrow = dict(arrowstyle="-|>", lw=1.6, shrinkA=0, shrinkB=0, mutation_scale=9,
+                 path_effects=[Stroke(linewidth=2.6, foreground="#444444"), Normal()])
+    for hop in range(CP - 1):                             # from rank 0 to rank 1: what waits for what
+        color = RANKS[(0 - hop) % CP]
+        _, end, y = at[0, "K, V", hop]
+        start, _, below = at[1, "kernel", hop + 1]
+        axes.annotate("", (start + 0.07, below), (end, y + height / 2), zorder=5, arrowprops=dict(arrow, color=color, ls=":"))
+        _, end, y = at[0, "gradient", hop]
+        start, stop, below = at[1, "add", hop + 1]
+        axes.annotate("", ((start + stop) / 2, below), (end, y + height / 2), zorder=5, arrowprops=dict(arrow, color=color))
+    last = max(end for *_, end in events)
+    start, end, y = at[0, "gradient", CP - 1]
+    axes.text((start + end) / 2, y - 0.12, "goes home:\nnothing hides it", ha="center", va="bottom", fontsize=8.5)
+    names = {"kernel": "computes", "K, V": "sends K, V", "gradient": "sends gradients"}
+    ticks = [(shown.index(rank) * gap + lanes[lane] + height / 2, f"rank {rank} {name}")
+             for rank in shown for lane, name in names.items()]
+    axes.set_yticks(*zip(*ticks), fontsize=9)
+    axes.set_xticks([])
+    axes.set_xlabel("time", fontsize=9)
+    axes.set(xlim=(-0.05, last + 0.05), ylim=(gap + 3, -0.35))
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    legend = [Patch(facecolor=RANKS[rank], edgecolor="#444444", label=f"K, V of rank {rank}") for rank in range(CP)]
+    legend.append(Patch(facecolor="#444444", label="adds its terms"))
+    figure.legend(handles=legend, ncols=5, loc="lower center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(FIGURES / "backward.png", dpi=150)
     plt.close(figure)
 
 
@@ -397,7 +541,7 @@ def against_cp_picture(points):
 
 def main():
     os.environ["OMP_NUM_THREADS"] = "1"
-    for draw in (too_long_picture, goes_round_picture, zigzag_gif):
+    for draw in (who_works_picture, too_long_picture, goes_round_picture, backward_picture, zigzag_gif):
         draw()
     if sys.argv[1:] == ["pictures"]:
         return
