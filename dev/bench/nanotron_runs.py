@@ -1,6 +1,6 @@
-"""What the published runs of nanotron say by themselves: python dev/bench/nanotron_runs.py prints the tables of step 8's README.
+"""What the published runs of nanotron say by themselves: python dev/bench/nanotron_runs.py prints two tables of step 8's lab.
 
-The runs are tests/data/ultrascale_benchmarks.csv; its README says whose they are.
+dev/figures/step08.py writes them into the lab. The runs are tests/data/ultrascale_benchmarks.csv; its README says whose they are.
 """
 import csv
 import statistics

@@ -1,12 +1,13 @@
 """Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
-    python dev/figures/step08.py                 (about a minute on two cores)
+    python dev/figures/step08.py                 (about three minutes on two cores)
     python dev/figures/step08.py drawn           (only the pictures)
-    python dev/figures/step08.py choose cases    (only these, of PICTURES and TABLES)
+    python dev/figures/step08.py checkpoint cases    (only these, of PICTURES and TABLES)
 
-The ledger comes from a small real run.
+The ledger comes from a small real run, the cases from the planner, the published runs from tests/data.
 """
 import os
+import re
 import subprocess
 import sys
 
@@ -30,7 +31,7 @@ def ledger_table():
 
 
 # ------------------------------------------------------------------------------------------ choosing a layout
-CASES = {"case 8b": "--model llama-8b --gpus 64 --seq_len 4k --global_batch_tokens 4M"}
+CASES = {f"case {size}": f"--model llama-{size} --gpus 64 --seq_len 4k --global_batch_tokens 4M" for size in ("8b", "70b")}
 
 
 def case_tables():
@@ -55,6 +56,11 @@ def pushed_together(rows):
 
 
 # --------------------------------------------------------------------------------------------- published runs
+def published_tables():
+    rows = nanotron_runs.load()
+    return {"best runs": nanotron_runs.best_runs(rows), "one change": nanotron_runs.changes(rows)}
+
+
 LINES = {"1B": ("#222222", "o"), "3B": ("#b5651d", "s"), "8B": ("#4878a8", "^")}       # each model's colour and marker
 
 
@@ -110,78 +116,52 @@ def fastest(degree, **wanted):
     return zip(*sorted(found.items()))
 
 
-# ---------------------------------------------------------------------------------------------- the two trees
-QUESTION, ANSWER, BANDS = "#f6e6c8", "#ffffff", ["#eef3f8", "#f4f4f0", "#eef5ee"]
+# ------------------------------------------------------------------------------------------------- a checkpoint
+RANK_COLORS = ["#f3c98b", "#a9cbe8", "#b9dcae", "#d9b8e0"]                         # of the rank that saved an element
+PRINTED = re.compile(r"tp (\d) x dp (\d), rank (\d): (\d) x (\d) at \[(\d), (\d)\]")
 
 
-def choose_picture():
-    """Draw the two decision trees, for what fits and for what is fast, with the batch between them."""
-    figure, axes = plt.subplots(figsize=(9.4, 10.6))
+def checkpoint_picture():
+    """Draw the boxes that by_hand_checkpoint.py prints: who saves which, and which of them each reader copies from."""
+    output = subprocess.run([sys.executable, STEP / "by_hand_checkpoint.py"], check=True, capture_output=True, text=True).stdout
+    boxes = {}                                            # {(tp, dp): {(rank, rows, columns, row, column)}}
+    for tp, dp, *box in (map(int, found) for found in PRINTED.findall(output)):
+        boxes.setdefault((tp, dp), set()).add(tuple(box))
+    rows, cols = next((box[1], box[2]) for box in boxes[1, 1])                     # the one process has the whole matrix
+    saved_by = {(row + i, col + j): rank for rank, high, wide, row, col in boxes[2, 2] for i in range(high) for j in range(wide)}
+    assert len(saved_by) == rows * cols
 
-    def box(x, y, width, height, text, color=ANSWER):
-        """Draw a box around its middle."""
-        axes.add_patch(plt.Rectangle((x - width / 2, y - height / 2), width, height,
-                                     facecolor=color, edgecolor="#444444", lw=1, zorder=2))
-        axes.text(x, y, text, ha="center", va="center", fontsize=9.6, linespacing=1.35, zorder=3)
-
-    def arrow(start, end, text="", dx=0.0, dy=0.0):
-        """Draw an arrow, and its words at (dx, dy) from its middle."""
-        axes.annotate("", end, start, arrowprops=dict(arrowstyle="->", color="#444444", lw=1.3), zorder=1)
-        middle = (start[0] + end[0]) / 2 + dx, (start[1] + end[1]) / 2 + dy
-        axes.text(*middle, text, fontsize=9.6, style="italic", ha="center", va="center", zorder=4)
-
-    def band(top, bottom, color, title):
-        axes.add_patch(plt.Rectangle((0, bottom), 18, top - bottom, facecolor=color, zorder=0))
-        axes.text(0.25, top - 0.25, title, fontsize=11, weight="bold", ha="left", va="top")
-
-    band(21.2, 11.8, BANDS[0], "1   Fit: does a training step fit in memory?")
-    box(9, 19.4, 8.4, 0.9, "With one sequence: what must be sharded?", QUESTION)
-    answers = [(2.25, "optimizer\nstates", -1.15, "dp and ZeRO-1"),
-               (6.75, "and\ngradients", -1.15, "ZeRO-2, with few\nmicro-batches"),
-               (11.25, "and weights", 1.0,
-                "the smallest tp or pp\nthat fits; or ZeRO-3, with\nmany tokens on each rank,\nrecomputed if need be"),
-               (15.75, "and more than\na node", 1.6, "add pp, with the fewest\nstages that fit;\nor ZeRO-3 alone")]
-    for x, answer, aside, text in answers:
-        near = 9 + 0.45 * (x - 9)
-        arrow((near, 18.95), (x, 17.75), answer, aside, 0.08)
-        box(x, 16.85, 4.1, 1.8, text)
-        arrow((x, 15.95), (near, 15.05))
-    box(9, 14.6, 7, 0.9, "What else does not fit?", QUESTION)
-    rest = [(3.1, "activations of\none sequence", -1.75, "recompute; or tp in\nthe node, then cp"),
-            (9, "experts", 0.75, "ep, inside dp x cp x tp"),
-            (14.9, "still too much,\nno more GPUs", 1.75, "recompute everything;\nsmaller micro-batch")]
-    for x, why, aside, text in rest:
-        arrow((9 + 0.45 * (x - 9), 14.15), (x, 12.95), why, aside, 0.12)
-        box(x, 12.4, 4.6, 1.1, text)
-
-    band(11.75, 7.1, BANDS[1], "2   Batch: is this the global batch that you want?")
-    box(9, 10.2, 8.5, 0.9, "micro-batch x accumulation x dp = ?", QUESTION)
-    arrow((6.8, 9.75), (4.6, 8.75), "too small", -1.1, 0.12)
-    box(4.6, 8.05, 6.6, 1.4, "accumulate (saves GPU hours)\nor add dp (saves days)")
-    arrow((11.2, 9.75), (13.4, 8.75), "too large", 1.1, 0.12)
-    box(13.4, 8.05, 6.6, 1.4, "take ranks from dp, and\ngive them to tp, cp or pp")
-
-    band(7.05, -0.45, BANDS[2], "3   Speed: is communication hidden?")
-    box(4.2, 4.95, 6.6, 1.4, "Do dp's reductions hide\nbehind one backward?", QUESTION)
-    arrow((7.5, 5.15), (11.1, 5.45), "yes", dy=0.3)
-    box(13.9, 5.55, 5.6, 0.9, "keep this dp, or more")
-    arrow((7.5, 4.75), (11.1, 4.35), "no", dy=-0.34)
-    box(13.9, 4.1, 5.6, 1.1, "take ranks from dp; give them\nto tp (in the node) or pp")
-    arrow((4.2, 4.25), (4.2, 3.2), "then", dx=0.7)
-    box(4.2, 2.5, 6.6, 1.4, "With pp: does the bubble\ncost much?", QUESTION)
-    arrow((7.5, 2.5), (11.1, 2.5), "yes", dy=0.28)
-    box(13.9, 2.5, 5.6, 1.2, "more micro-batches,\nor another schedule")
-    arrow((4.2, 1.8), (4.2, 1.25), "then", dx=0.7)
-    box(9, 0.55, 16.2, 1.4, "Finally, with tp, try a larger micro-batch.\n"
-                            "Then measure, and change one thing at a time.")
-    axes.set(xlim=(0, 18), ylim=(-0.45, 21.2))
-    axes.axis("off")
-    figure.tight_layout(pad=0.3)
-    figure.savefig(os.path.join(FIGURES, "choose.png"), dpi=110)
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.05), width_ratios=[cols + 1.6, cols + 2.1, cols + 0.7])
+    titles = ["saved under tp 2 x dp 2 with ZeRO", "read under tp 4", "read by one process"]
+    for axes, layout, title, gap in zip(panels, [(2, 2), (4, 1), (1, 1)], titles, [1.0, 0.5, 0]):
+        shards = layout[0]                                # tp's shards are drawn apart
+        right = [gap * (col * shards // cols) for col in range(cols)]
+        offsets = {}
+        for rank, high, wide, row, col in sorted(boxes[layout], key=lambda box: box[3:]):
+            offsets.setdefault(rank, []).append(f"[{row}, {col}]")
+            for i in range(row, row + high):
+                for j in range(col, col + wide):
+                    axes.add_patch(plt.Rectangle((j + right[j], i), 1, 1, facecolor=RANK_COLORS[saved_by[i, j]],
+                                                 edgecolor="white", lw=1))
+                    axes.text(j + right[j] + 0.5, i + 0.52, saved_by[i, j], ha="center", va="center", fontsize=11.5)
+            axes.add_patch(plt.Rectangle((col + right[col], row), wide, high, fill=False, edgecolor="#222222", lw=2.2, zorder=3))
+        for rank, places in offsets.items():
+            middle = (rank % shards + 0.5) * cols / shards + gap * (rank % shards)
+            line = ("\n" if shards == 4 else ": ").join([f"rank {rank}", ", ".join(places)]) if shards > 1 else places[0]
+            axes.text(middle, rows + 0.2 + 0.75 * (rank // shards), line, ha="center", va="top", fontsize=10.5, linespacing=1.3)
+        for i in range(rows):
+            axes.text(-0.4, i + 0.52, i, ha="center", va="center", fontsize=10, color="#777777")
+        for j in range(cols):
+            axes.text(j + right[j] + 0.5, -0.32, j, ha="center", va="center", fontsize=10, color="#777777")
+        axes.set(xlim=(-0.75, cols + right[-1] + 0.1), ylim=(rows + 1.5, -0.7), aspect="equal")
+        axes.axis("off")
+        axes.set_title(title, fontsize=12.5, pad=3)
+    figure.tight_layout(pad=0.3, w_pad=2)
+    figure.savefig(os.path.join(FIGURES, "checkpoint.png"), dpi=160)
 
 
-PICTURES = dict(throughput=throughput_picture, choose=choose_picture)
-TABLES = dict(ledger=ledger_table, cases=case_tables)
+PICTURES = dict(throughput=throughput_picture, checkpoint=checkpoint_picture)
+TABLES = dict(ledger=ledger_table, cases=case_tables, published=published_tables)
 
 if __name__ == "__main__":
     asked = sys.argv[1:] or [*PICTURES, *TABLES]
