@@ -90,9 +90,9 @@ def watch(argv):
 
 
 # -------------------------------------------------------------------------------- the timeline, inside a rank
-# 4.9M parameters in six blocks; one micro-batch of 4 x 64 tokens on each of two ranks
+# 2.7M parameters in three blocks; one micro-batch of 4 x 64 tokens on each of two ranks
 TRACED = dict(model_type="llama", vocab_size=1024, hidden_size=256, intermediate_size=688,
-              num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+              num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
               rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096)
 TRACED_FLAGS = "--zero 3 --seq_len 64 --global_batch_size 8 --micro_batch_size 4 --steps 40"
 
@@ -300,60 +300,48 @@ def traced_step():
 
 
 def timeline_picture():
-    """Draw what rank 0 of 2 computes, and the time that an all-gather and a reduce-scatter have to hide in.
-
-    Below it, draw which units' weights are whole."""
+    """Draw when each unit's weights are whole on rank 0 of 2, and the time that each transfer has."""
     events, blocks = traced_step(), TRACED["num_hidden_layers"]
-    names = ["embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
-    short = ["", *map(str, range(1, blocks + 1)), "head"]
     end = max(now for _, _, now in events)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6.8), sharex=True, height_ratios=[1.15, 1])
+    rows = ["compute", "embedding", *(f"block {i}" for i in range(1, blocks + 1)), "norm, head"]
+    figure, axes = plt.subplots(figsize=(9.5, 4.3))
 
     def when(what, unit):
         return [now for kind, i, now in events if (kind, i) == (what, unit)]
 
-    def bar(axes, row, start, stop, color, label="", height=0.6):
-        axes.barh(row, stop - start, height, start, color=color, edgecolor="#333333", lw=0.6)
-        if label and stop - start > 0.025 * end:
-            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=9)
+    def bar(row, start, stop, color, label="", **style):
+        axes.barh(row, stop - start, 0.62, start, color=color, edgecolor="#333333", lw=0.6, label=label, **style)
 
-    def window(axes, row, start, stop, color, label=""):
-        """Draw how long a transfer may take, not how long it does take."""
-        axes.plot([start, stop], [row, row], color=color, lw=1.4, ls=(0, (4, 2)), solid_capstyle="butt")
-        axes.plot([start], [row], "o", color=color, ms=4.5)
-        axes.plot([stop, stop], [row - 0.13, row + 0.13], color=color, lw=2)
-        if label and stop - start > 0.025 * end:
-            axes.text((start + stop) / 2, row + 0.08, label, ha="center", va="bottom", fontsize=9)
-    turn = max(when("forward done", blocks + 1))
-    for unit, label in enumerate(short):
-        lane = 0.42 * (unit % 2)                          # two lanes, as one begins where another ends
+    def computes(unit, start, stop, color):
+        bar(0, start, stop, color)
+        if stop - start > 0.025 * end:                    # the embedding's is too narrow for a label
+            label = "head" if unit > blocks else f"block {unit}"
+            axes.text((start + stop) / 2, 0, label, ha="center", va="center", fontsize=9)
+    turn, head = max(when("forward done", blocks + 1)), blocks + 1
+    for unit in range(blocks + 2):
         for start, stop in zip(when("forward", unit), when("forward done", unit)):
-            bar(above, 3, start, stop, "#d9ead9", label)
-        for start, stop in zip(when("ask", unit), when("there", unit)):
-            window(above, 1.9 - lane, start, stop, COLORS["parameters"], label)
+            computes(unit, start, stop, "#d9ead9")
+        for start, there in zip(when("ask", unit), when("there", unit)):
+            stop = min(stop for stop in when("drop", unit) if stop > there)
+            named = unit == 1 and start < turn            # only one bar of each kind is named: for the legend
+            bar(1 + unit, start, there, "#cfe0f1", "all-gather: from its start until the weights are needed" * named, hatch="///")
+            bar(1 + unit, there, stop, COLORS["parameters"], "weights are whole" * named)
         for start, stop in zip(when("reduce", unit), when("summed", unit)):
-            window(above, 0.5 - lane, start, stop, "#a8741a", label)
-        for start, there, stop in zip(when("ask", unit), when("there", unit), when("drop", unit)):
-            window(below, unit, start, there, COLORS["parameters"])
-            bar(below, unit, there, stop, COLORS["parameters"])
+            bar(1 + unit, start, stop, "#f6e3bd",
+                "reduce-scatter: from its start until the rank waits for it" * (unit == head), hatch="\\\\\\")
     began = turn
-    for stop, unit in sorted((when("reduce", unit)[0], unit) for unit in range(len(names))):
-        bar(above, 3, began, stop, COLORS["optimizer states"], short[unit])
+    for stop, unit in sorted((when("reduce", unit)[0], unit) for unit in range(blocks + 2)):
+        computes(unit, began, stop, COLORS["optimizer states"])
         began = stop
-    for axes in (above, below):
-        axes.axvline(turn, color="#333333", ls=":", lw=1)
-    above.text(turn / 2, 3.5, "forward", ha="center", fontsize=10)
-    above.text((turn + end) / 2, 3.5, "backward", ha="center", fontsize=10)
-    above.set_yticks([3, 1.7, 0.3], ["compute", "all-gather may take\nfrom \u25cf asked for\nto | needed",
-                                     "reduce-scatter may take\nfrom \u25cf begun\nto | waited for"])
-    above.set(ylim=(-0.4, 3.95), xlim=(-0.005 * end, end))
-    below.set_yticks(range(len(names)), names)
-    below.invert_yaxis()
-    below.set_title("weights on rank 0: dashed while they are gathered, filled while they are whole", fontsize=10)
-    below.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
-    for axes in (above, below):
-        axes.tick_params(labelsize=9.5)
-    figure.tight_layout()
+    axes.axvline(turn, color="#333333", ls=":", lw=1)
+    axes.text(turn / 2, -0.5, "forward", ha="center", va="bottom", fontsize=10)
+    axes.text((turn + end) / 2, -0.5, "backward", ha="center", va="bottom", fontsize=10)
+    axes.set(xlim=(-0.005 * end, 1.005 * end), ylim=(len(rows) - 0.5, -1))
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel("ms that rank 0 computes (its waiting is left out)", fontsize=10)
+    axes.tick_params(labelsize=9.5)
+    figure.legend(loc="lower center", ncols=3, fontsize=9, frameon=False, columnspacing=1.2)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(os.path.join(FIGURES, "timeline.png"), dpi=110)
     plt.close(figure)
 
