@@ -515,10 +515,10 @@ GAINS = [
     (f"2 8 {LLAMA_1B} --micro_batch_size 2 --dp_mode bucket", "| 8 | bucket | {s:.3f} s | under 1% |"),
     (f"2 64 {LLAMA_1B} --micro_batch_size 1 --dp_mode naive", "| 64 | naive | {s:.3f} s | {dp:.0%} |"),
     (f"2 64 {LLAMA_1B} --micro_batch_size 1 --dp_mode bucket", "| 64 | bucket | {s:.3f} s | under 1% |"),
-    (f"3 8 {ZERO} --zero 0", "| 0 | {between_gb:.0f} GB | {peak_gb:.0f} GB: does not fit |"),
-    (f"3 8 {ZERO} --zero 1", "| 1 | {between_gb:.0f} GB | {peak_gb:.0f} GB |"),
-    (f"3 8 {ZERO} --zero 2", "| 2 | {between_gb:.0f} GB | {peak_gb:.0f} GB |"),
-    (f"3 8 {ZERO} --zero 3", "| 3 | {between_gb:.0f} GB | {peak_gb:.0f} GB |"),
+    (f"3 8 {ZERO} --zero 0", "| 0 | {between_gib:.0f} GiB | {peak_gib:.0f} GiB: does not fit | ({s:.2f} s) |"),
+    (f"3 8 {ZERO} --zero 1", "| 1 | {between_gib:.0f} GiB | {peak_gib:.0f} GiB | {s:.2f} s |"),
+    (f"3 8 {ZERO} --zero 2", "| 2 | {between_gib:.0f} GiB | {peak_gib:.0f} GiB | {s:.2f} s |"),
+    (f"3 8 {ZERO} --zero 3", "| 3 | {between_gib:.0f} GiB | {peak_gib:.0f} GiB | {s:.2f} s |"),
     (f"4 64 {TP} --tp 1", "| `--tp 1` | {activations_gb:.0f} GB | {peak_gb:.0f} GB: does not fit |"),
     (f"4 64 {TP} --tp 8 --sp off", "| `--tp 8 --sp off` | {activations_gb:.0f} GB | {peak_gb:.0f} GB: does not fit |"),
     (f"4 64 {TP} --tp 8 --sp on", "| `--tp 8 --sp on` | {activations_gb:.0f} GB | {peak_gb:.0f} GB |"),
@@ -546,7 +546,7 @@ def test_what_a_readme_says_a_step_gains(command, cells, tmp_path):
     shares = {name: seconds / seen["step_seconds"] for name, seconds in seen["exposed"].items()}
     values = dict(shares, s=seen["step_seconds"], speed=seen["tokens_per_s_per_gpu"], mfu=seen["mfu"], bubble=seen["bubble"],
                   peak_gib=seen["peak_bytes"] / 2**30, peak_gb=seen["peak_bytes"] / 1e9,
-                  between_gb=seen["between_bytes"] / 1e9, activations_gb=memory["activations"][2] * 2**20 / 1e9)
+                  between_gib=seen["between_bytes"] / 2**30, activations_gb=memory["activations"][2] * 2**20 / 1e9)
     text = " ".join(text_of(full_name(command[0])).split())
     for said in cells.format(**values).split(";"):
         assert said in text
