@@ -257,7 +257,8 @@ def on_one_scale(units):
         axes.set_title(title, fontsize=10, loc="left", pad=18)
         axes.tick_params(labelsize=9)
         handles = axes.get_legend().legend_handles
-        names = ["F", "B, or I alone", "W"]
+        names = ["F", "I", "W"] if any(event.action.kind == "W" for event in restyled.events) else ["F", "B"]
+        handles = handles[:len(names)]
         if any(len(stages) > 1 for stages in shown.local_stages(restyled.events).values()):
             pale = [plt.Rectangle((0, 0), 1, 1, color=handle.get_facecolor(), alpha=0.65) for handle in handles[:2]]
             handles = [*handles, tuple(pale)]
@@ -296,41 +297,32 @@ def list_pictures():
                 draw(events, name, title, 1 if name == "afab" else None)
 
 
-def dualpipe_picture(traced=(0, 6)):
-    """Draw the first and the last rank of DualPipeV, a lane for each stage; trace two micro-batches there and back."""
+def dualpipe_picture(traced=0):
+    """Draw DualPipeV, with the way of one micro-batch: down the V and up again in forward, and once more in backward."""
     events, colours = simulated("dualpipe"), {"F": "#4878a8", "B": "#d9a441", "I": "#d9a441", "W": "#6aa56e"}
-    last = 2 * PP - 1
-    lanes = {stage: lane for lane, stage in enumerate((0, last, PP - 1, PP))}
-    figure, axes = plt.subplots(figsize=(8.4, 4.2))
-    row = lambda stage: lanes[stage] + 0.5 * (lanes[stage] > 1)
-    ways = {i: [] for i in traced}
-    for _, action, start, end in events:
-        if action.stage not in lanes:
-            continue
-        mine = action.micro_batch in traced
-        axes.barh(row(action.stage), end - start, left=start, height=0.86, color=colours[action.kind], alpha=1 if mine else 0.22,
-                  edgecolor="black" if mine else "white", lw=1.4 if mine else 0.6, zorder=3 if mine else 1)
-        axes.text((start + end) / 2, row(action.stage), action.micro_batch, ha="center", va="center", fontsize=8, zorder=5,
-                  color="black" if mine else "#777777", fontweight="bold" if mine else "normal")
+    figure, axes = plt.subplots(figsize=(8.4, 3.2))
+    way = []
+    for rank, action, start, end in events:
+        mine = action.micro_batch == traced
+        axes.barh(rank, end - start, left=start, height=0.86, color=colours[action.kind], alpha=1 if mine else 0.3,
+                  edgecolor="black" if mine else "white", lw=1.2 if mine else 0.6, zorder=3 if mine else 1)
         if mine and action.kind != "W":
-            ways[action.micro_batch].append((action.kind != "F", start, end, row(action.stage)))
-    for i, way in ways.items():
-        for (_, _, end, here), (_, start, _, there) in zip(sorted(way), sorted(way)[1:]):
-            axes.plot([end, start], [here, there], color="black", lw=1.3, ls="-" if i == traced[0] else (0, (4, 2)), zorder=2)
-    names = {stage: f"rank {0 if stage in (0, last) else PP - 1}, stage {stage}" for stage in lanes}
-    axes.set_yticks([row(stage) for stage in lanes], names.values(), fontsize=9)
+            axes.text((start + end) / 2, rank, action.stage, ha="center", va="center", fontsize=10, fontweight="bold", zorder=5,
+                      color="white" if action.kind == "F" else "black")
+            way.append((start, end, rank))
+    for (_, end, here), (start, _, there) in zip(sorted(way), sorted(way)[1:]):
+        axes.plot([end, start], [here, there], color="black", lw=1.3, zorder=2)
+    axes.set_yticks(range(PP), [f"rank {rank}, stages {rank} and {2 * PP - 1 - rank}" for rank in range(PP)], fontsize=9)
     axes.invert_yaxis()
     axes.set(xlim=(0, length(events)))
     axes.set_xlabel("units of time", fontsize=9)
     axes.tick_params(labelsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
     kept = number(counted("dualpipe")[0] / stages_per_rank("dualpipe"))
-    axes.set_title(f"dualpipe: {idle_words(events)}; at most {kept} micro-batches in flight (ranks 1 and 2 not drawn)",
-                   fontsize=10, loc="left")
+    axes.set_title(f"dualpipe: {idle_words(events)}; at most {kept} micro-batches in flight", fontsize=10, loc="left")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
-    lines = [plt.Line2D([], [], color="black", lw=1.3, ls=style) for style in ("-", "--")]
-    axes.legend([*patches, *lines], ["F", "B, or I alone", "W", *(f"path of micro-batch {i}" for i in traced)], ncols=5,
-                loc="upper center", bbox_to_anchor=(0.45, -0.14), frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2)
+    line = plt.Line2D([], [], color="black", lw=1.3)
+    axes.legend([*patches, line], ["F", "B, or I alone", "W", f"the way of micro-batch {traced}; numbers are stages"], ncols=4,
+                loc="upper center", bbox_to_anchor=(0.4, -0.19), frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2)
     figure.savefig(os.path.join(FIGURES, "dualpipe.png"), dpi=150, bbox_inches="tight")
     plt.close(figure)
 
