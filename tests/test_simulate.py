@@ -526,15 +526,16 @@ GAINS = [
     (f"5 8 {CP} --global_batch_size 4 --cp 2", "| {peak_gib:.0f} GiB |;| {s:.0f} s |"),
     (f"5 8 {CP} --global_batch_size 2 --cp 4", "| {peak_gib:.0f} GiB |;| {s:.0f} s |"),
     (f"5 8 {CP} --global_batch_size 1 --cp 8", "| {peak_gib:.0f} GiB |;| {s:.0f} s |"),
-    (f"6 8 {PP} --schedule afab", "| `afab` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
-    (f"6 8 {PP} --schedule 1f1b", "| `1f1b` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
-    (f"6 8 {PP} --schedule zerobubble", "| `zerobubble` | {activations_gb:.0f} GB | {s:.1f} s | {bubble:.0%} |"),
+    (f"6 8 {PP} --schedule afab", "| `afab` | {activations_gib:.0f} GiB | {s:.1f} s | {bubble:.0%} |"),
+    (f"6 8 {PP} --schedule 1f1b", "| `1f1b` | {activations_gib:.0f} GiB | {s:.1f} s | {bubble:.0%} |"),
+    (f"6 8 {PP} --schedule zerobubble", "| `zerobubble` | {activations_gib:.0f} GiB | {s:.1f} s | {bubble:.0%} |"),
+    (f"6 8 {PP} --schedule interleaved", "| `interleaved` | {activations_gib:.0f} GiB | {s:.1f} s | {bubble:.0%} |"),
     (f"7 32 {EP} --gpus_per_node 8", "| near: a node holds the 8 ranks of ep | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
     (f"7 32 {EP} --gpus_per_node 1", "| far: each of them is on a different node | {s:.2f} | {speed:,.0f} | {ep:.1%} |"),
     (f"8 8 {ALL} --zero 3", "--zero 3 {s:.2f} s a step {speed:,.0f} tokens/s/GPU {peak_gib:.1f} GiB waiting for dp {dp:.1%}"),
     (f"8 8 {ALL} --tp 2 --pp 4", "--tp 2 --pp 4 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for pp {pp:.1%}, tp {tp:.1%}"),
     (f"8 8 {ALL} --tp 8", "--tp 8 {s:.2f} s {speed:,.0f} {peak_gib:.1f} GiB waiting for tp {tp:.1%}")]
-LONG = (EP, "--tp 2 --pp 4", "--tp 8", "--cp 4", "--cp 8", "--schedule afab", "--schedule zerobubble")
+LONG = (EP, "--tp 2 --pp 4", "--tp 8", "--cp 4", "--cp 8", "--schedule afab", "--schedule zerobubble", "--schedule interleaved")
 
 
 @pytest.mark.parametrize("command, cells", [
@@ -546,7 +547,8 @@ def test_what_a_readme_says_a_step_gains(command, cells, tmp_path):
     shares = {name: seconds / seen["step_seconds"] for name, seconds in seen["exposed"].items()}
     values = dict(shares, s=seen["step_seconds"], speed=seen["tokens_per_s_per_gpu"], mfu=seen["mfu"], bubble=seen["bubble"],
                   peak_gib=seen["peak_bytes"] / 2**30, peak_gb=seen["peak_bytes"] / 1e9,
-                  between_gib=seen["between_bytes"] / 2**30, activations_gb=memory["activations"][2] * 2**20 / 1e9)
+                  between_gb=seen["between_bytes"] / 1e9, between_gib=seen["between_bytes"] / 2**30,
+                  activations_gb=memory["activations"][2] * 2**20 / 1e9, activations_gib=memory["activations"][2] / 2**10)
     text = " ".join(text_of(full_name(command[0])).split())
     for said in cells.format(**values).split(";"):
         assert said in text

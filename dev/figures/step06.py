@@ -224,7 +224,7 @@ def mark_idle(axes, events, rank):
     mine = [event for event in events if event.rank == rank]
     times = [0, *(time for event in mine for time in (event.start, event.end)), length(events)]
     gaps = [(start, end) for start, end in zip(times[::2], times[1::2]) if end > start]
-    terms = ["r F", "(p−1−r)(F+I+W)", "r(I+W)"]
+    terms = ["r F", "(p−1−r)(F+B)", "r B"]
     for (start, end), term in zip(gaps, terms, strict=True):
         axes.annotate("", (end, rank), (start, rank), arrowprops=dict(arrowstyle="|-|, widthA=0.35, widthB=0.35", color="#b03030",
                                                                      lw=1.4, shrinkA=0, shrinkB=0))
