@@ -1,11 +1,10 @@
 """Make this step's pictures, and the tables between its `<!-- measured: ... -->` marks, from runs.
 
     python dev/figures/step04.py             (about a minute on two cores)
-    python dev/figures/step04.py published   (only the picture of runs that others measured)
+    python dev/figures/step04.py weights     (only the picture that needs no run)
 
 The runs come first, in one torchrun of this file per number of ranks; rank 0 writes what was seen in each.
 """
-import csv
 import dataclasses
 import gc
 import json
@@ -227,8 +226,9 @@ def between(events, first, last):
     return [event[1:] for event in events[events.index(first) + 1:events.index(last)] if event[0] == "wire"]
 
 
-# halves of all-reduces per layer and micro-batch, without and with forward run again up to its last product
-HALVES = {"off": (8, 10), "on": (10, 13)}
+# all-gathers and reduce-scatters per layer and micro-batch, where an all-reduce counts as one of each; without and with
+# forward run again up to its last product
+COLLECTIVES = {"off": (8, 10), "on": (10, 13)}
 
 
 def counts(seen):
@@ -239,9 +239,9 @@ def wire_cells(seen, tp=4):
     payload, wire = (sum(n for what, n in seen.items() if what.startswith(kind))
                      for kind in ("payload", "wire"))
     reduces, gathers, scatters = counts(seen)
-    halves = 2 * reduces + gathers + scatters
-    assert payload == (reduces + gathers + scatters) * STREAM and wire == halves * STREAM * (tp - 1) / tp
-    return f"{reduces} | {gathers} | {scatters} | {payload:,} | {wire:,.0f}", halves
+    count = 2 * reduces + gathers + scatters
+    assert payload == (reduces + gathers + scatters) * STREAM and wire == count * STREAM * (tp - 1) / tp
+    return f"{reduces} | {gathers} | {scatters} | {payload:,} | {wire:,.0f}", count
 
 
 def wire_table():
@@ -251,9 +251,9 @@ def wire_table():
     for mode in RECOMPUTE:
         for sp in SP:
             seen = SEEN["sent_by_a_layer", f"--tp 4 --sp {sp} --recompute {mode}", "as it is"]
-            cells, halves = wire_cells(seen)
-            expected = HALVES[sp][mode != "none"]
-            assert halves == expected
+            cells, count = wire_cells(seen)
+            expected = COLLECTIVES[sp][mode != "none"]
+            assert count == expected
             rows.append(f"| {sp} | {mode} | {cells} "
                         f"| {expected} · S · 3/4 = {expected * STREAM * 3 / 4:,.0f} |")
     return rows
@@ -288,7 +288,7 @@ def kept_table():
 def selective_table():
     rows = ["| `--recompute` | tp 1 | tp 2 | tp 4 | tp 8 |", "|---|---|---|---|---|"]
     ways = (("`none`", "", "as it is"),
-            ("`selective`, if it kept every product", " --recompute selective", "every product"),
+            ("`selective`, if it stored every product", " --recompute selective", "every product"),
             ("`selective`", " --recompute selective", "as it is"))
     for name, flags, keep in ways:
         kept = [SEEN["kept_by_a_layer", f"--tp {tp} --sp on{flags}", "as it is" if tp == 1 else keep]
@@ -336,7 +336,8 @@ def border_words(before, after, sp):
 
 
 def block_picture():
-    figure, panels = plt.subplots(2, 1, figsize=(10, 9))
+    figure, panels = plt.subplots(2, 1, figsize=(10, 7.6))
+    said = {}
     for sp, axes in zip(SP, panels):
         for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
             axes.add_patch(plt.Rectangle((start, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
@@ -348,27 +349,35 @@ def block_picture():
                 axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic",
                           color="#c8605a")
                 forward, backward = border_words(*stop[1:], sp)
-                small = dict(ha="center", va="top", fontsize=10, linespacing=1.2)
-                there, back = KINDS[sp, stop[0]]
-                axes.text(x, -2.4, f"forward\n{there}\n{forward[0]}", **small)
-                axes.text(x, -3.45, f"backward\n{back}\n{backward[-1]}", **small)
+                if (sp, stop[0]) in said:                 # the second region does what the first did
+                    assert said[sp, stop[0]] == (forward, backward)
+                    continue
+                said[sp, stop[0]] = forward, backward
+                small = dict(va="top", fontsize=10, linespacing=1.2)
+                for y, way, sent, kinds in zip((-2.4, -3.2), ("forward", "backward"), (forward[0], backward[-1]),
+                                               KINDS[sp, stop[0]]):
+                    axes.text(x - 1.75, y, way, ha="left", color="#777777", **small)
+                    axes.text(x - 0.45, y, sent if sent != "nothing" else "nothing is sent", ha="left", weight="bold", **small)
+                    axes.text(x - 0.45, y - 0.36, kinds, ha="left", **small)
                 if len(backward) > 1:                     # the idea does not need this one
-                    axes.text(x, -4.5, f"({backward[0]} again,\nto save memory)", color="#a0a0a0", **small)
+                    axes.text(x - 0.45, -4.0, f"({backward[0]} again, to save memory)", ha="left", color="#8a8a8a", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
             axes.text(x, -1.5, stop[0], ha="center", va="top", fontsize=10, color="#444444", linespacing=1.1)
+        axes.text(11, -2.4, "f and g of the MLP\ndo the same again", ha="center", va="top", fontsize=10,
+                  color="#777777", linespacing=1.3)
         for rank, y in ((0, 0.62), (1, -0.72)):
             axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
         axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
-        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-5.3, 1.75))
+        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.5, 1.75))
         axes.axis("off")
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
     names = ["final numbers (down: sequence, across: hidden)", "some of the columns",
              "a partial sum of all of it"]
     figure.legend(legend, names, loc="lower center", ncol=3, frameon=False, fontsize=10)
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.05, hspace=0.03)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.06, hspace=0.03)
     figure.savefig(os.path.join(FIGURES, "block.png"), dpi=110)
 
 
@@ -392,7 +401,7 @@ def weights_picture():
     """Draw the two weights of the README's example, sharded, and what each rank computes with its shards."""
     x = torch.tensor([[1., 2.]])
     first = torch.tensor([[1., 0.], [0., 1.], [1., 1.], [1., -1.]]).T             # on paper, y = x W: 2 x 4
-    second = torch.tensor([[1., 1., 1., 1.], [0., 1., 0., 1.]]).T                 # 4 x 2
+    second = torch.tensor([[1., 1., 0., 1.], [0., 1., 1., 2.]]).T                 # 4 x 2, all rows different
     figure, axes = plt.subplots(figsize=(10, 4.9))
     white = lambda row, column: "white"
     usual = dict(ha="center", va="center", fontsize=10.5)
@@ -474,9 +483,9 @@ def kept_picture():
              title="tiny in float32 on the CPU, norms not fused", ylim=(0, 1550))
     left.legend(frameon=False, fontsize=9)
     large = config.PRESETS["llama-70b"]
-    gigabytes = lambda number: number * 2 * 8192 * large.num_hidden_layers / 1e9
-    inside, outside = [gigabytes(kept_formula(tp, large, of_norms=4)[0]) for tp in TPS], {}
-    outside["off"], outside["on"] = ([gigabytes(kept_formula(tp, large, of_norms=4)[part]) for tp in TPS]
+    gib = lambda number: number * 2 * 8192 * large.num_hidden_layers / 2**30
+    inside, outside = [gib(kept_formula(tp, large, of_norms=4)[0]) for tp in TPS], {}
+    outside["off"], outside["on"] = ([gib(kept_formula(tp, large, of_norms=4)[part]) for tp in TPS]
                                      for part in (2, 1))
     for shift, sp, color in ((-0.2, "off", off_color), (0.2, "on", on_color)):
         right.bar([x + shift for x in places], inside, 0.38, color="#bbbbbb",
@@ -485,57 +494,24 @@ def kept_picture():
                          label=f"outside, --sp {sp}")
         right.bar_label(bars, [f"{a + b:.0f}" for a, b in zip(inside, outside[sp])], fontsize=9, padding=2)
     right.set_xticks(places, TPS)
-    right.set(xlabel="tp", ylabel="GB per rank, 80 layers", ylim=(0, 280),
+    right.set(xlabel="tp", ylabel="GiB per rank, 80 layers", ylim=(0, 260),
               title="llama-70b, one sequence of 8,192, 2 bytes a number, fused norms:\n"
-                    "formula only, nothing was run")
+                    "by the formula")
     right.title.set_fontsize(11)
     right.legend(frameon=False, fontsize=9)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "kept.png"), dpi=110)
 
 
-def published_picture():
-    """Plot the fastest of the runs that others measured, for each tp, over ZeRO, dp and the micro-batch."""
-    with open(ROOT / "tests/data/ultrascale_benchmarks.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["status"] == "ok" and row["code"] != "legacy"
-                and (row["nodes"], row["pp"], row["gbs_seqs"]) == ("8", "1", "256") and "variant" not in row["note"]
-                and (row["model"], row["tp"]) != ("8B", "32")]           # run only with micro-batches of 1, so not comparable
-    figure, axes = plt.subplots(figsize=(7.5, 4.2))
-    for name, color, mark in (("1B", "#222222", "o"), ("3B", "#b5651d", "s"), ("8B", BLUE, "^")):
-        best = {}
-        for row in rows:
-            if row["model"] == name:
-                best[int(row["tp"])] = max(best.get(int(row["tp"]), 0), float(row["tok_s_gpu"]))
-        degrees = sorted(best)
-        relative = [best[tp] / max(best.values()) for tp in degrees]
-        print(name, dict(zip(degrees, (round(share, 2) for share in relative))))
-        axes.plot(degrees, relative, color=color, marker=mark, label=name)
-    axes.set_xscale("log", base=2)
-    axes.minorticks_off()
-    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-    axes.set(xlabel="tp", ylabel="speed, relative to the model's fastest", ylim=(0, 1.05),
-             title="64 H100 in nodes of 8, the same batch of a million tokens (published runs)")
-    axes.title.set_fontsize(11)
-    axes.axvline(8 * 2**0.5, color="#888888", lw=1, ls=":")                        # between 8 and 16
-    axes.text(12, 0.97, "from here on tp\nleaves the node", fontsize=10, va="top", color="#555555")
-    axes.grid(axis="y", color="#dddddd", lw=0.6)
-    axes.legend(frameon=False, loc="lower left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(os.path.join(FIGURES, "published.png"), dpi=110)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["do"]:
         do_all(*sys.argv[2:])
-    elif sys.argv[1:] == ["published"]:
-        published_picture()
+    elif sys.argv[1:] == ["weights"]:
+        weights_picture()
     else:
         run_all()
         weights_picture()
         block_picture()
         kept_picture()
-        published_picture()
         put_into_pages(STEP, dict(wire=wire_table(), kept=kept_table(), selective=selective_table(),
                                               heads=heads_table()))
