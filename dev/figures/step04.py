@@ -353,20 +353,20 @@ def block_picture():
                     assert said[sp, stop[0]] == (forward, backward)
                     continue
                 said[sp, stop[0]] = forward, backward
-                small = dict(va="top", fontsize=10, linespacing=1.2)
-                for y, way, sent, kinds in zip((-2.4, -3.2), ("forward", "backward"), (forward[0], backward[-1]),
-                                               KINDS[sp, stop[0]]):
-                    axes.text(x - 1.75, y, way, ha="left", color="#777777", **small)
-                    axes.text(x - 0.45, y, sent if sent != "nothing" else "nothing is sent", ha="left", weight="bold", **small)
-                    axes.text(x - 0.45, y - 0.36, kinds, ha="left", **small)
+                small = dict(ha="center", va="top", fontsize=10)
+                for y, sent, kinds in zip((-2.4, -3.2), (forward[0], backward[-1]), KINDS[sp, stop[0]]):
+                    axes.text(x, y, sent if sent != "nothing" else "nothing is sent", weight="bold", **small)
+                    axes.text(x, y - 0.36, kinds, **small)
                 if len(backward) > 1:                     # the idea does not need this one
-                    axes.text(x - 0.45, -4.0, f"({backward[0]} again, to save memory)", ha="left", color="#8a8a8a", **small)
+                    axes.text(x, -4.0, f"({backward[0]} again, to save memory)", color="#8a8a8a", **small)
                 continue
             for rank, y in ((0, 0.62), (1, -0.72)):
                 tensor(axes, x, y, rank, stop[1], sp)
             axes.text(x, -1.5, stop[0], ha="center", va="top", fontsize=10, color="#444444", linespacing=1.1)
         axes.text(11, -2.4, "f and g of the MLP\ndo the same again", ha="center", va="top", fontsize=10,
                   color="#777777", linespacing=1.3)
+        for y, way in ((-2.4, "forward"), (-3.2, "backward")):
+            axes.text(-1.45, y, way, ha="left", va="top", fontsize=10, color="#777777")
         for rank, y in ((0, 0.62), (1, -0.72)):
             axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
         axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
