@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from common import ROOT, paths_of, put_into_pages, seen_by_ranks
+from common import paths_of, put_into_pages, seen_by_ranks
 
 STEP, FIGURES = paths_of(4)
 
