@@ -499,6 +499,7 @@ def test_trace_plot_and_numbers(tmp_path):
 
 # ------------------------------------------------------------------------------------------- the READMEs' gains
 LLAMA_1B = "--model llama-1b --seq_len 4096 --global_batch_size 64 --recompute selective"
+LLAMA_3B = "--model llama-3b --seq_len 4096 --global_batch_size 2 --micro_batch_size 1"
 LLAMA_8B = "--model llama-8b --dtype bfloat16 --micro_batch_size 1"
 ZERO = f"{LLAMA_8B} --seq_len 4096 --global_batch_size 16 --recompute full"
 TP = "--zero 3 --model llama-70b --dtype bfloat16 --seq_len 8192 --global_batch_size 64 --micro_batch_size 1"
@@ -510,6 +511,8 @@ GAINS = [
     (f"1 1 {LLAMA_1B} --micro_batch_size 2 --recompute none", "| none | {peak_gib:.1f} GiB | {s:.2f} s | {mfu:.1%} |"),
     (f"1 1 {LLAMA_1B} --micro_batch_size 2", "| selective | {peak_gib:.1f} GiB | {s:.2f} s | {mfu:.1%} |"),
     (f"1 1 {LLAMA_1B} --micro_batch_size 2 --recompute full", "| full | {peak_gib:.1f} GiB | {s:.2f} s | {mfu:.1%} |"),
+    (f"1 1 {LLAMA_3B}", "That is {peak_gib:.0f} GiB in all"),
+    (f"1 1 {LLAMA_3B} --recompute full", "become {peak_gib:.0f} GiB with `--recompute full`"),
     (f"2 1 {LLAMA_1B} --micro_batch_size 2", "| 1 | | {s:.2f} s | |"),
     (f"2 8 {LLAMA_1B} --micro_batch_size 2 --dp_mode naive", "| 8 | naive | {s:.3f} s | {dp:.0%} |"),
     (f"2 8 {LLAMA_1B} --micro_batch_size 2 --dp_mode bucket", "| 8 | bucket | {s:.3f} s | under 1% |"),

@@ -23,7 +23,7 @@ import model as llama
 import train
 from watch import KINDS as COLORS, Storages, replaced_profiler
 
-H100 = 80                                                 # GB
+H100, USABLE = 79, 70.5                                   # GiB: what torch sees, and what tools/simulate counts on
 MODES = ["none", "selective", "full"]
 
 
@@ -115,6 +115,9 @@ def memory_picture():
     for axes in panels:
         axes.locator_params(axis="x", nbins=3)
         axes.xaxis.set_major_formatter("{x:,.0f}")
+    first = next(at for at, row in enumerate(rows) if row[1 + list(COLORS).index("optimizer states")])     # of the last panel
+    axes.annotate("the first update\nmakes the optimizer states", (first, 3.4), (0.02 * len(rows), 15), fontsize=8.5,
+                  arrowprops=dict(arrowstyle="->"))
     panels[-1].legend(loc="upper right", fontsize=10, frameon=False)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "memory.png"), dpi=120)
@@ -127,8 +130,8 @@ def preset_table():
     for name, c in config.PRESETS.items():
         if name != "tiny":
             P = metrics.parameter_count(c)
-            kept = [f"{n * c.num_hidden_layers * 4096 / 1e9:,.1f} GB" for n in activation_bytes(c)]
-            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 1e9:,.0f} GB | {' | '.join(kept)} |")
+            kept = [f"{n * c.num_hidden_layers * 4096 / 2**30:,.1f} GiB" for n in activation_bytes(c)]
+            rows.append(f"| {name} | {P / 1e9:.2f} B | {18 * P / 2**30:,.0f} GiB | {' | '.join(kept)} |")
     return rows
 
 
@@ -190,26 +193,26 @@ def attention_picture():
     figure, axes = plt.subplots(figsize=(8, 4.4))
     lengths = range(0, 16385, 64)
     for name, (core, formula, color, style, measured) in curves.items():
-        axes.plot(lengths, [formula(s) * layers / 1e9 for s in lengths], style, color=color, lw=2,
+        axes.plot(lengths, [formula(s) * layers / 2**30 for s in lengths], style, color=color, lw=2,
                   label=f"{name} a flash kernel: formula")
         kept = [kept_at_full_size(c, s, core) for s in measured]
         for s, k in zip(measured, kept):
-            print(f"{name}, {s:,}: {k / 1e9:.3f} GB a layer, {k / formula(s):.4f} of the formula")
-        axes.plot(measured, [k * layers / 1e9 for k in kept], "o" if core is None else "s", color=color, ms=6,
+            print(f"{name}, {s:,}: {k / 2**30:.3f} GiB a layer, {k / formula(s):.4f} of the formula")
+        axes.plot(measured, [k * layers / 2**30 for k in kept], "o" if core is None else "s", color=color, ms=6,
                   label=f"{name}: live storages of a layer, x {layers}")
-        crossing = next(s for s in range(1, 10**6) if formula(s) * layers > H100 * 1e9)
-        print(f"{name}: {H100} GB from {crossing:,} tokens on")
+        crossing = next(s for s in range(1, 10**6) if formula(s) * layers > H100 * 2**30)
+        print(f"{name}: {H100} GiB from {crossing:,} tokens on")
     axes.axhline(H100, color="black", lw=1.2)
-    axes.text(10240, H100 + 2, "80 GB, an H100", ha="center", va="bottom", fontsize=10)
-    top, bottom = (curves[name][1](4096) * layers / 1e9 for name in ("without", "with"))
+    axes.text(10240, H100 + 2, f"{H100} GiB, an H100", ha="center", va="bottom", fontsize=10)
+    top, bottom = (curves[name][1](4096) * layers / 2**30 for name in ("without", "with"))
     axes.annotate("", (4096, top), (4096, bottom), arrowprops=dict(arrowstyle="<->", lw=1.2))
-    words = f"{top - bottom:.0f} GB of\nprobabilities"
+    words = f"{top - bottom:.0f} GiB of\nprobabilities"
     axes.text(4200, (top + bottom) / 2 + 6, words, fontsize=10, va="center")
-    axes.set(xlabel="tokens in the sequence", ylabel="all 32 layers, GB",
+    axes.set(xlabel="tokens in the sequence", ylabel="all 32 layers, GiB",
              xlim=(0, 16500), ylim=(0, 200), xticks=range(0, 16385, 2048))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     one_layer = axes.secondary_yaxis("right", functions=(lambda y: y / layers, lambda y: y * layers))
-    one_layer.set_ylabel("one layer, GB")
+    one_layer.set_ylabel("one layer, GiB")
     axes.legend(loc="upper right", fontsize=9.5, framealpha=1, bbox_to_anchor=(1, 0.99))
     axes.set_title("Activations of one sequence of llama-8b, nothing recomputed", fontsize=11)
     figure.tight_layout()
@@ -227,20 +230,21 @@ def fits_picture():
         P, at = metrics.parameter_count(c), 0
         sizes = [2 * P, 4 * P, 12 * P, activation_bytes(c)[0] * c.num_hidden_layers * 4096]
         for kind, color, size in zip(kinds, colors, sizes):
-            gb = size / 1e9
-            axes.barh(row, gb, left=at, color=color, edgecolor="white", lw=1.5, height=0.62,
+            gib = size / 2**30
+            axes.barh(row, gib, left=at, color=color, edgecolor="white", lw=1.5, height=0.62,
                       label=kind if row == 0 else None)
-            if gb > 11 and at + gb < 195:
-                axes.text(at + gb / 2, row, f"{gb:.0f}", ha="center", va="center", fontsize=10, weight="bold")
-            at += gb
+            if gib > 10 and at + gib < 195:
+                axes.text(at + gib / 2, row, f"{gib:.0f}", ha="center", va="center", fontsize=10, weight="bold")
+            at += gib
         behind = H100 if H100 - 15 < at < H100 else min(at, 197)
-        axes.text(behind + 2, row, f"{at:,.0f} GB", va="center", fontsize=10)
+        axes.text(behind + 2, row, f"{at:,.0f} GiB", va="center", fontsize=10)
         if at > 197:
             axes.text(190, row, "...", ha="center", va="center", fontsize=16, weight="bold")
     axes.axvline(H100, color="black", lw=1.4)
-    axes.text(H100 + 1.5, -0.62, "80 GB, an H100", fontsize=10, va="center")
+    axes.axvspan(USABLE, H100, color="#bbbbbb", alpha=0.5, lw=0, zorder=0)
+    axes.text(H100 + 1.5, -0.62, f"{H100} GiB, an H100 (grey: about what CUDA and fragmentation take)", fontsize=10, va="center")
     axes.set(xlim=(0, 197), ylim=(len(names) - 0.5, -0.95), yticks=range(len(names)),
-             xlabel="GB (the last bar goes on)")
+             xlabel="GiB (the last bar goes on)")
     axes.set_yticklabels(names, fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

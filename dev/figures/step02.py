@@ -164,9 +164,9 @@ def collectives_picture():
         column, row = number % 3, number // 3
         axes = blank(figure, 10.4, 5.6, (0.005 + 0.333 * column, 0.985 - 0.325 * (row + 1), 0.325, 0.315))
         axes.text(5.2, 5.3, name, ha="center", va="center", fontsize=10, weight="bold")
-        axes.text(0.45, 4.72, "rank", ha="center", va="center", fontsize=8)
-        axes.text(3.05, 4.72, "before", ha="center", va="center", fontsize=8)
-        axes.text(8.15, 4.72, "after", ha="center", va="center", fontsize=8)
+        axes.text(0.42, 4.72, "rank", ha="center", va="center", fontsize=7)
+        axes.text(1.05, 4.72, "before", va="center", fontsize=8)
+        axes.text(6.15, 4.72, "after", va="center", fontsize=8)
         cells = {value: rank for rank in range(4) for value in ranks[rank][number][1]}
         for rank in range(4):
             y = 3.5 - 1.12 * rank
@@ -384,12 +384,14 @@ def overlap_picture(folder):
             axes.broken_barh([(begin, end - begin)], (0.1 + 0.4 * (1 - thread), 0.38), facecolor="#d9a441",
                              edgecolor="white", linewidth=0.5 * (end - begin > 3))
         over, done = spans["backward"][1], max(end for *_, end in spans["reduces"])
+        axes.text((max(over, done) + spans["optimizer"][0]) / 2, 1.5, "loss,\nclip", ha="center", va="center", fontsize=7.5)
         axes.axvspan(over, max(over, done), color="#c8605a", alpha=0.2, linewidth=0)
         late = f"{max(0, done - over):.0f} ms of them after backward"
         axes.set(title=f"--dp_mode {flags}: {len(spans['reduces'])} all-reduces, {late}", yticks=[0.5, 1.5],
                  yticklabels=["network\n(2 threads)", "compute"], ylim=(0, 2))
         axes.title.set_fontsize(10)
-    panels[-1].set(xlabel="ms", xlim=(0, None))
+    last = max(spans["optimizer"][1] for spans in traces.values())
+    panels[-1].set(xlabel="ms since the start of backward", xlim=(0, 1.08 * last))
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "overlap.png"), dpi=110)
 
