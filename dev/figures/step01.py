@@ -117,7 +117,7 @@ def memory_picture():
         axes.xaxis.set_major_formatter("{x:,.0f}")
     first = next(at for at, row in enumerate(rows) if row[1 + list(COLORS).index("optimizer states")])     # of the last panel
     axes.annotate("the first update\nmakes the optimizer states", (first, 3.4), (0.02 * len(rows), 15), fontsize=8.5,
-                  arrowprops=dict(arrowstyle="->"))
+                  arrowprops=dict(arrowstyle="->", relpos=(0.05, 0)))
     panels[-1].legend(loc="upper right", fontsize=10, frameon=False)
     figure.tight_layout()
     figure.savefig(os.path.join(FIGURES, "memory.png"), dpi=120)
