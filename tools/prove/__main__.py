@@ -48,7 +48,7 @@ def layout_of(text):
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: not a layout; write the number of ranks, then flags: 4 tp=2 pp=2") from None
     if not 1 <= found[0] <= MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text}: {found[0]} ranks: must be from 1 to {MOST_RANKS}")
+        raise argparse.ArgumentTypeError(f"{found[0]} ranks: must be from 1 to {MOST_RANKS}")
     return found
 
 
