@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tools", "exercises")]
 from patched import planted_mistakes
 from prove import causes
+from simulate.gpus import GPUS
 from steps import BORDER, LESSON, NOT_IN_DIFF, ROOT, STEPS, SUPPORT, pages_of, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", ["tools/prove/README.md", "tools/prove/DIAGNOSES.md"]
@@ -189,12 +190,35 @@ def gpu_table(which):
     return table(heads.values(), *([row.get(key, "") for key in heads] for row in rows))
 
 
+def names_table(which):
+    """Return a table of docs/names.toml: the flags of other trainers for one technique, or the cheat sheet's row of each."""
+    names = tomllib.loads((ROOT / "docs/names.toml").read_text())
+    heads = {**names["trainers"], "technique": "technique", "what": "the mistake that nobody sees"}
+    if which == "cheat sheet":
+        keys, rows = ("technique", "here", "torchtitan", "megatron", "what"), [row for row in names["flag"] if "technique" in row]
+        rows = [{**row, "what": planted_mistakes()[row["mistake"]]["what"]} for row in rows]
+    else:
+        rows = [row for row in names["flag"] if row["table"] == which]
+        keys = [key for key in names["trainers"] if any(key in row for row in rows)]
+    return table([heads[key] for key in keys], *([row.get(key, "") for key in keys] for row in rows))
+
+
+def hardware_table(_):
+    """Return what each GPU of the planner and the simulator can do: a table of tools/simulate/gpus.py."""
+    heads = ("GPU", "bfloat16, TFLOP/s", "float8", "memory, GiB", "its TB/s", "NVLink, GB/s", "GPUs on it", "FLOPs per byte sent")
+    rows = [(f"`{name}`", f"{gpu.bfloat16 / 1e12:,.0f}", f"{gpu.float8 / 1e12:,.0f}" if gpu.float8 else "", f"{gpu.memory:g}",
+             f"{gpu.hbm / 1e12:.2f}", f"{gpu.nvlink / 1e9:g}", str(gpu.node), f"{gpu.bfloat16 / gpu.nvlink:,.0f}")
+            for name, gpu in GPUS.items()]
+    return table(heads, *rows)
+
+
 def table(head, *rows):
     lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *rows)]
     return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
 
 
-SOURCES = {"exercises/mistakes.toml": mistake_table, "tools/prove/causes.py": lambda _: causes.table(), "docs/gpus.toml": gpu_table}
+SOURCES = {"exercises/mistakes.toml": mistake_table, "tools/prove/causes.py": lambda _: causes.table(), "docs/gpus.toml": gpu_table,
+           "docs/names.toml": names_table, "tools/simulate/gpus.py": hardware_table}
 FROM = re.compile(r"(<!-- from (%s)(?:: (.+?))? -->\n).*?(<!-- end -->)" % "|".join(map(re.escape, SOURCES)), re.DOTALL)
 
 
