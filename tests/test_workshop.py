@@ -71,7 +71,7 @@ def as_called(command, folder):
 def test_the_sheet_asks_what_the_key_answers():
     sheet, answers = ((re.findall(r"^\| (\d\.\d) \|", (FOLDER / page).read_text(), re.M)) for page in ("sheet.md", "key.md"))
     assert sheet == answers != []
-    assert len(LAYOUTS) == (FOLDER / "layouts.md").read_text().count("\n| `--") > 0
+    assert len(LAYOUTS) == (FOLDER / "teacher.md").read_text().count("\n| `--") > 0
     assert len(key()) == (FOLDER / "key.md").read_text().count("` |\n")
 
 
@@ -97,7 +97,7 @@ def simulated(what, seen, output):
     return max(float(row[column].replace(",", "")) for row in rows)
 
 
-LAYOUTS = re.findall(r"^\| `(--.*)` \| ([\d.]+) \| ([\d,]+) \|$", (FOLDER / "layouts.md").read_text(), re.M)
+LAYOUTS = re.findall(r"^\| `(--.*)` \| ([\d.]+) \| ([\d,]+) \|$", (FOLDER / "teacher.md").read_text(), re.M)
 
 
 @pytest.mark.parametrize("flags, gib, speed", [

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from pygments.formatters import HtmlFormatter
 
 FOLDER = ROOT / "docs/workshop"
-BLOCKS = ("morning.md", "afternoon.md", "layouts.md", "debrief.md")
+BLOCKS = ("teacher.md",)
 ROOM = ("Say", "Guess", "Type", "Whiteboard", "The task", "Exit")                # each is a page; the rest is the speaker's notes
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 

@@ -63,10 +63,10 @@ def driver(gpus):
     if not known:
         return "nvidia-smi shows no GPU: is this the login node?"
     if torch.version.cuda is None:
-        return "this torch is a build for the CPU: install the one for your CUDA version (nodes.md)"
+        return "this torch is a build for the CPU: install the one for your CUDA version (docs/workshop/README.md)"
     if not found:
         return ("the driver, %s, is too old for torch's CUDA %s: "
-                "install a torch that was built for an older CUDA (nodes.md)"
+                "install a torch that was built for an older CUDA (docs/workshop/README.md)"
                 % (known.split()[0], torch.version.cuda))
     if found < gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -27,7 +27,7 @@ dry_long() { shown python tools/simulate "$1" "$2" "${LLAMA_LONG[@]}" "${@:3}" -
 long_sequence() { LLAMA_LONG=(--model llama-1b --seq_len "$1" --global_batch_size 2 --micro_batch_size 1); }
 long_sequence 40960
 
-# For GPUs. The long sequence is one that a GPU with this much memory cannot hold, and half of which it can; see nodes.md.
+# For GPUs. The long sequence is one that a GPU with this much memory cannot hold, and half of which it can; see README.md.
 gpu_sizes() {
     local mib
     mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -n 1)
