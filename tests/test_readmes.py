@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_every_planted_mistake_is_on_one_page():
                                                     for kind in ("featured", "others"))]
     rows = "".join(mistake_table(mark) for mark in marks if mark != "reported elsewhere")
     assert sorted(re.findall(r"^\| `(\w+)` \|", rows, re.M)) == sorted(planted_mistakes())
+
+
+def test_every_flag_of_other_trainers_is_on_the_page_of_names():
+    names = tomllib.loads((ROOT / "docs/names.toml").read_text())
+    shown = [found[3] for found in FROM.finditer((ROOT / "docs/names.md").read_text()) if found[2] == "docs/names.toml"]
+    assert sorted(shown) == sorted({flag["table"] for flag in names["flag"]})
+    known = {*names["trainers"], "table", "technique", "mistake"}
+    assert [flag["here"] for flag in names["flag"] if flag.keys() - known] == []
 
 
 def test_the_front_page_names_the_new_files():
