@@ -25,6 +25,7 @@ Learn
   make solution STEP=4                 how your functions differ from ours
   make restart STEP=4                  start the exercise over; your old folder is renamed
   make hang N=3 [ANSWER="2 hang3.py:14"]         a run that hangs: which rank, which line?
+  make play STEP=5, or N=4, or FILE=mine.py RANKS=4       step 5's by_hand.py, or hang 4, or your program, rank by rank in a browser
   make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions, or copy one to exercise/
@@ -96,6 +97,10 @@ exercise restart check watch hint solution: $(VENV)
 
 hang: $(VENV)
 	@$(PYTHON) exercises/hangs/lab.py "$(N)" "$(ANSWER)" || [ $$? -eq 3 ]
+
+play: $(VENV)
+	@$(PYTHON) tools/play $(if $(N),--ranks 4 exercises/hangs/hang$(N).py,$(if $(FILE),$(if $(RANKS),--ranks $(RANKS)) \
+	    $(ALSO:%=--also %) $(FILE) $(FLAGS),$(or $(wildcard step0$(STEP)_*/by_hand.py),step0$(STEP)/by_hand.py)))
 
 hunt: $(VENV)
 	@$(PYTHON) exercises/hunt.py hunt SEED="$(SEED)" LEVEL="$(LEVEL)" ANSWER="$(ANSWER)" || [ $$? -eq 3 ]

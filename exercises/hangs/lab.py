@@ -215,7 +215,7 @@ def judge(number, answer):
         return False, f"no: rank {rank} is not to blame"
     if not any(abs(line - right) <= 1 for right in lines_of(number)):
         return False, f"no: the rank is right, but line {line} and its neighbours are not to blame"
-    return True, f"yes. {wanted['why']}"
+    return True, f"yes. {wanted['why']}\nTo watch it line by line: make play N={number}"
 
 
 def hint(number):
