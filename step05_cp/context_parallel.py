@@ -18,6 +18,8 @@ the lse. From these two, a rank computes the softmax over all keys, though it ne
 
     total_lse = log(exp(lse) + exp(block_lse))
     out       = exp(lse - total_lse) * out + exp(block_lse - total_lse) * block_out
+
+All ranks of cp hold the same weights, so their gradients are summed over dp and cp together (mesh.data_mesh).
 """
 import math
 
@@ -88,7 +90,8 @@ def has_flash_kernel(q):
 
 
 # The next three functions compute the same from the formula, for a dtype or a head size for which a GPU has
-# no flash kernel. They store all scores of a block.
+# no flash kernel. They store all scores of a block. With P the probabilities, S the scores and O the output,
+# the gradient of softmax is dS = P * (dO V^T - rowsum(dO * O)).
 def scores_of(q, k, causal):
     """Return the scores, [batch, kv heads, query heads per kv head, queries, keys]."""
     scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT / math.sqrt(q.shape[-1])
@@ -134,7 +137,8 @@ def update_out_and_lse(out, lse, block_out, block_lse):
 def visible(rank, source, mode, length):
     """Return which queries of rank see which keys of source: two slices, and whether the mask is causal.
 
-    Return None if no query sees any key. Both ranks have `length` tokens.
+    Return None if no query sees any key. Both ranks have `length` tokens, in the order of their positions, so
+    for a rank's own keys an ordinary causal mask is right, even if its tokens are two chunks.
     """
     everything, early, late = slice(None), slice(0, length // 2), slice(length // 2, None)
     if source == rank:
@@ -307,7 +311,7 @@ class UlyssesAllToAll(torch.autograd.Function):
 def ulysses(inner_attention, group: ProcessGroup):
     """Return an attention that runs `inner_attention` on whole sequences, with this rank's heads."""
     def ulysses_attention(q, k, v):                                      # [batch, seq/cp, heads, head_dim]
-        # There can be fewer kv heads than ranks. Repeat each until their number is a multiple of cp.
+        # The number of kv heads may be no multiple of cp. Repeat each until it is.
         repeats = group.size() // math.gcd(k.shape[2], group.size())
         k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
         q, k, v = (UlyssesAllToAll.apply(t, 2, 1, group) for t in (q, k, v))

@@ -68,7 +68,7 @@ def meeting_place():
 
 @contextlib.contextmanager
 def fail_together():
-    """Make all ranks exit if the decorated function fails on one: a file may be missing on one machine only.
+    """Make all ranks exit if one calls fail() in the decorated function: its machine may lack a file.
 
     Otherwise the others would wait in their next collective until torchrun kills them or it times out, and
     the message of a rank other than 0 would not be printed.

@@ -27,7 +27,7 @@ from zero_bubble import split_backward
 def stage_boundaries(config, num_stages):
     """Return the index of each stage's first layer, then the number of layers.
 
-    The stages have about equal size; the embedding and the head count as layers, in proportion to their size.
+    The stages have about equal work; the embedding and the head count as layers, in proportion to their size.
     """
     layers = config.num_hidden_layers
     width = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim

@@ -21,7 +21,7 @@ class MoE(nn.Module):
 
     def forward(self, x):                                                          # [batch, seq, hidden]
         logits = self.gate(x).to(torch.promote_types(x.dtype, torch.float32))      # [batch, seq, experts]
-        selected_experts, logits = self.choose(logits)                             # [batch, seq, top_k]
+        selected_experts, logits = self.choose(logits)           # [batch, seq, top_k], [batch, seq, experts]
         routing_weights = logits.gather(-1, selected_experts).softmax(-1).type_as(x)
         order = selected_experts.flatten().argsort(stable=True)        # sorts (token, choice) by expert
         tokens_per_expert = F.one_hot(selected_experts, logits.shape[-1]).sum((0, 1, 2))

@@ -282,7 +282,7 @@ def register_post_forward_hooks(numbered):
     for i, unit in numbered:
         # Unit 0 is the embedding, whose backward reads no weights, or in a pipeline a block that stays whole.
         unit.weights_in_backward = i > 0
-        # Backward begins with the last two i: they would be gathered again as soon as they were freed.
+        # Backward begins with the last two: they would be gathered again as soon as they were freed.
         unit.reshard_after_forward = unit.reshard_after_use and i < last - 1
         unit.next_in_backward = [other for j, other in numbered if j == i - 1] if i > 1 else []
         unit.modules[-1].register_forward_hook(unit.post_forward)
@@ -296,9 +296,9 @@ def make_units(model, mesh: DeviceMesh, args):
     unit_class = {1: Zero1Unit, 2: Zero2Unit, 3: Zero3Unit}[args.zero]
     decoder, units, shard_meshes = model.model, [], {}
     for data, _ in group_by_mesh(model.parameters()):
-        # Of zero_shard x tp neighbors, every stride-th holds the same elements, and these share the shards.
-        # The stride is tp, or for experts ep. With zero_shard 4, tp 1 and ep 2, an expert has two shards;
-        # with zero_shard 2 and ep 4 it has one, since no neighbor holds it.
+        # Every stride-th rank holds the same elements; the stride is tp, or for experts ep. Those among
+        # lcm(zero_shard x tp, stride) neighbors share the shards. With zero_shard 4, tp 1 and ep 2, an expert
+        # has two shards; with zero_shard 2 and ep 4 it has one, since no neighbor holds it.
         stride = args.dp * args.cp * args.tp // data.size()
         neighbors = args.zero_shard * args.tp
         num_shards = neighbors // math.gcd(neighbors, stride)

@@ -97,7 +97,8 @@ def test_answers(number, tmp_path, monkeypatch, capsys):
         for line in range(1, len(source(number)) + 1):
             verdict, said = lab.judge(number, f"{slow}{rank} hang{number}.py:{line}")
             assert verdict == (rank in wanted["ranks"] and line in near), (rank, line)
-    assert lab.judge(number, f"{slow}{wanted['ranks'][0]} {right[0]}") == (True, f"yes. {wanted['why']}")
+    said = f"yes. {wanted['why']}\nTo watch it line by line: make play N={number}"
+    assert lab.judge(number, f"{slow}{wanted['ranks'][0]} {right[0]}") == (True, said)
     wrong = f"{'' if slow else 'slow '}{wanted['ranks'][0]} {right[0]}"
     for shown in (1, 2, 2):                               # each wrong answer brings a hint
         assert lab.main([str(number), wrong]) == 3

@@ -70,13 +70,14 @@ def test_a_program_is_recorded_and_prints_what_it_prints(tmp_path, method):
         mine = [event[1:] for event in data["events"] if event[0] == rank]
         seen = [rest[3].items() for kind, *rest in mine if kind == "l"]
         values = {name: data["strings"][value] for changed in reversed(seen) for name, value in changed}   # the first of each
-        assert values["x"] == f"[1, {rank}]" and values["y"] == f"[2, {2 * (1 - rank)}]" and values["total"] == f"[2, {2 * (1 - rank)}]"
+        doubled = f"[2, {2 * (1 - rank)}]"
+        assert values["x"] == f"[1, {rank}]" and values["y"] == values["total"] == doubled
         assert data["strings"].count("[4, 2]") == 1, "the sum replaces it in place"
         assert values["large"] == "[10, 10]" and values["pairs"] == "[0, 1, 2]", "a large tensor shows its shape"
-        assert [rest[3] for kind, *rest in mine if kind == "c"][-2:] == ["main", "double"], "no frame of its own for a comprehension"
+        assert [rest[3] for kind, *rest in mine if kind == "c"][-2:] == ["main", "double"], "a comprehension has no frame"
         assert {rest[2] for kind, *rest in mine if kind == "s"} == {"message 0>1 0", "message 1>0 0", "group 0,1 0"}
         numbers = {kind: [rest[0] for k, *rest in mine if k == kind] for kind in "swe"}
-        assert numbers["s"] == [1, 2, 3] and sorted(numbers["w"]) == sorted(numbers["e"]) == [1, 2, 3]
+        assert numbers["s"] == sorted(numbers["w"]) == sorted(numbers["e"]) == [1, 2, 3]
         assert numbers["w"] == [2, 1, 3], "the send is waited for after the receive"
 
 
@@ -108,7 +109,8 @@ def test_the_page_works_in_a_browser(tmp_path):
 def test_what_cannot_be_played_is_refused_in_one_line(tmp_path):
     (tmp_path / "one.py").write_text("print(1)\n")
     for words, message in ((["x.py"], "x.py: no such file"), (["--ranks", "0", "one.py"], "--ranks 0: must be from 1 to 16"),
-                           (["one.py"], "one.py: no rank has called init_process_group; does torchrun have to start it? Try --ranks 4")):
+                           (["one.py"], "one.py: no rank has called init_process_group; does torchrun have to start it? "
+                                        "Try --ranks 4")):
         _, error, _ = play(tmp_path, *words, status=2)
         assert error == f"error: {message}\n"
 

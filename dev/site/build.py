@@ -304,9 +304,11 @@ def matrix():
 def by_hand(step, output):
     shown = "".join(f'<span class="l same" id="L{n}" data-n="{n}">{text}\n</span>'
                     for n, text in enumerate(coloured(f"{step}/by_hand.py"), 1))
+    played = raw(f'<p><a href="play.html">Play it rank by rank</a>: every line, tensor and message of its run '
+                 f'(<code>make play STEP={int(step[4:6])}</code>).</p>') if step != STEPS[0] else ""
     write(f"{step}/by_hand.md", f"# Step {int(step[4:6])} by hand\n\n"
           f"`python {step}/by_hand.py` printed, when this page was built:\n\n"
-          f"```text\n{output.rstrip()}\n```\n\nThe [lesson](index.md) says why. The whole program:\n\n"
+          f"```text\n{output.rstrip()}\n```\n\n{played}\n\nThe [lesson](index.md) says why. The whole program:\n\n"
           + raw(f'<div class="highlight code whole" tabindex="0" role="group" aria-label="by_hand.py">{shown}</div>'))
 
 
@@ -330,24 +332,30 @@ def timeline(step, output, events):
 
 
 # ------------------------------------------------------------------------------------------------ what runs
+def played_page(step):
+    return RAN / f"{step}-play.html"
+
+
 def ran(python, kind, step):
     """Return what a program printed, and its trace. Run it again only if its code has changed."""
     number = int(step[4:6])
     digest = hashlib.sha256(SIMULATED[number].encode())
     files = [*(ROOT / step).glob("*.py"), *(ROOT / "tools/simulate").glob("*.py"), *(ROOT / "tools/plan").glob("*.py")]
-    files = sorted(files) if kind == "timeline" else [ROOT / step / "by_hand.py"]
+    files = sorted(files if kind == "timeline" else [ROOT / step / "by_hand.py", *(ROOT / "tools/play").rglob("*.*")])
     for path in files:
         digest.update(path.read_bytes())
     kept = RAN / f"{step}-{kind}-{digest.hexdigest()[:16]}.json"
     if kept.exists():
         return json.loads(kept.read_text())
     trace = RAN / f"{step}.trace"
-    command = {"by_hand": f"{step}/by_hand.py", "timeline": f"tools/simulate {number} {SIMULATED[number]} --trace {trace}"}[kind]
+    by_hand = f"{step}/by_hand.py" if number == 1 else f"tools/play --out {played_page(step)} {step}/by_hand.py"
+    command = {"by_hand": by_hand, "timeline": f"tools/simulate {number} {SIMULATED[number]} --trace {trace}"}[kind]
     done = subprocess.run([python, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env=os.environ | dict(OMP_NUM_THREADS="1"))
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stdout}{done.stderr}")
-    found = [done.stdout, json.loads(trace.read_text())["traceEvents"] if kind == "timeline" else []]
+    output = done.stdout if "tools/play" not in command else done.stdout[:done.stdout.rindex(f"{played_page(step)}: ")]
+    found = [output, json.loads(trace.read_text())["traceEvents"] if kind == "timeline" else []]
     for old in RAN.glob(f"{step}-{kind}-*"):
         old.unlink()
     kept.write_text(json.dumps(found))
@@ -407,6 +415,8 @@ def main(python):
     wrong = build_main(["-q", "-W", "--keep-going", "-j", "2", "-c", str(HERE), "-d", kept, str(SOURCE), str(OUT)])
     mend()
     (OUT / "tools/plan/page.html").write_text(page.result())
+    for step in STEPS[1:]:
+        shutil.copy(played_page(step), OUT / step / "play.html")
     return wrong
 
 

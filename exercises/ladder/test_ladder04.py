@@ -16,9 +16,9 @@ from prove.unforgiving import unforgiving
 from watch import Watch
 
 STEP = "step04_tp_sp"
-# the matrices of the chapter's picture: 2 -> 4 and 4 -> 2
+# two small matrices, 2 -> 4 and 4 -> 2, for numbers that one can check by hand
 UP = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]]
-DOWN = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 2.0]]
+DOWN = [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]]
 
 
 # ------------------------------------------------------------------------------------------------ on every rank
@@ -115,9 +115,9 @@ def test_which_shard_of_a_matrix_a_rank_has(pool):
         has = " and ".join(f"shard {index} of {count} along dimension {dim}" for dim, count, index in splits) or "all"
         assert numbers == want, f"a matrix has the rows 1 2 3 4, 5 6 7 8 ...; a rank has {has}: expected {want}, got {numbers}"
         assert shape == [4, 4], f"a rank has {has} of a matrix of the shape [4, 4]: global_shape returns {shape}, not this list"
-    # the purpose of the two ways to split: x = 1 2 through UP is 1 2 3 -1, and through DOWN 2 3
-    assert products == [([1, 2], [3, 2]), ([3, -1], [-1, 1])], (
-        f"outputs of the first matrix, terms of the second: expected [1, 2], [3, 2] and [3, -1], [-1, 1], got {products}")
+    # the purpose of the two ways to split: x = 1 2 through UP is 1 2 3 -1, and through DOWN 5 1
+    assert products == [([1, 2], [3, 2]), ([3, -1], [2, -1])], (
+        f"outputs of the first matrix, terms of the second: expected [1, 2], [3, 2] and [3, -1], [2, -1], got {products}")
 
 
 def all_reduce_job():

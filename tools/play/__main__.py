@@ -1,7 +1,7 @@
 """Play a program of several ranks line by line, in a browser: what each rank runs, what its tensors become, what it waits for.
 
     python tools/play step05_cp/by_hand.py                                   # a program that starts its ranks itself
-    python tools/play --ranks 4 step03_zero/train.py --zero 3 --steps 1      # one that torchrun would start; its own flags follow it
+    python tools/play --ranks 4 step03_zero/train.py --zero 3 --steps 1      # one that torchrun would start; its flags follow it
     python tools/play --ranks 4 exercises/hangs/hang2.py                     # a function main(rank, world), as in the hang lab
 
 The program runs as always, and prints what it always prints. Beside it, every rank is recorded (record.py) from the moment at which
