@@ -500,7 +500,7 @@ def wrong_inputs(folder, tokenizer):
         "--global_batch_size 12 --micro_batch_size 5":
             "--micro_batch_size 5: must divide global_batch_size 12; choose from 1, 2, 3, 4, 6, 12",
         "--model llama-9b": "); the presets are tiny, llama-1b",
-        f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama, qwen3",
+        f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama",
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",

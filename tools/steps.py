@@ -76,7 +76,7 @@ def in_diff(name):
 def pages_of(step):
     """List the chapters and the lab of a step, as paths from ROOT."""
     names = (str(path.relative_to(ROOT)) for path in (ROOT / step).glob("*.md"))
-    return sorted(names, key=lambda name: ("README" not in name, name))           # the chapter first
+    return sorted(names, key=lambda name: ("README" not in name, "LAB" in name, name))         # chapters first
 
 
 def text_of(step):
