@@ -74,7 +74,7 @@ class Diagnosis:
         found = {name: look for name, look in found.items() if look}
         if basis:                                         # what has too few numbers to be explained alone may have enough together
             small = [name for name, look in found.items() if look.kind in ("gradients", "gradients in part")
-                     and right[name].numel() < 2 * len(basis[0])]
+                     and look.text != "not finite" and right[name].numel() < 2 * len(basis[0])]
             first = {name: {box: next(iter(copies.values())) for box, copies in held[name].items()} for name in small}
             if small and (together := self.fit(first, right, max(limits[name] for name in small), *basis)):
                 found |= dict.fromkeys(small, together)
