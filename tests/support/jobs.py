@@ -84,7 +84,7 @@ def kept_job(argv):
     measured = []
 
     def measure(model, micro_batches, args):
-        inputs, positions, targets = micro_batches[0]
+        inputs, positions, targets, *_ = micro_batches[0]     # an extension adds the number of targets
         live = Storages()
         live.note_all([*model.parameters()], "parameters")
         with live:
