@@ -1,9 +1,11 @@
 """tools/prove has no false alarm, names what is planted in step08_5d and elsewhere, and says what is wrong with an adapter."""
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,13 +91,42 @@ def test_dense_layouts_of_step_8_are_equal(tmp_path):
         assert status == 0 and all(map(equal, said)), output
 
 
+TWICE, UNREDUCED, FACTOR = "gradients of some data", "not reduced", "some gradients times a factor"
+PEERS = [                                                 # adapter, its flags, {layout: the cause by which it is known to differ}
+    ("hf_native", "", {"2 tp=2": "", "2 fsdp=2 acc=2": "", "4 tp=2 fsdp=2": "", "2 tp=2 acc=4": TWICE}),
+    ("hf_native", "--both model=qwen3_moe", {"2 tp=2 ep=2": "", "2 fsdp=2 ep=2": FACTOR}),
+    ("hf_native", "--both model=glm4_moe", {"2 tp=2": UNREDUCED}),
+    ("hf_native", "--both model=apertus", {"2 tp=2": UNREDUCED}),
+    ("hf_native", "--both model=phi", {"2 tp=2": UNREDUCED}),
+    ("hf_trainer", "--mask", {"2": "", "2 acc=2": "", "4 tp=2 fsdp=2": "", "2 tp=2 acc=2": TWICE}),
+    ("hf_accelerate", "--both clip=0.3", {"2 acc=2": "", "2 fsdp=2 acc=2": "", "4 fsdp=2 replicas=2": "", "2 tp=2 acc=2": TWICE}),
+    ("hf_accelerate", "--mask", {"2 acc=2": "mean of means"}),
+    ("ds_zero", "--dtype float32 --both clip=0.3", {"2 zero=0 acc=2": "", "2 zero=1 acc=2": "", "2 zero=2": "", "2 zero=3 acc=2": ""}),
+    ("ds_pipe", "--dtype float32 --both clip=0.3", {"2 pp=2 acc=4": "norm of a part", "2 pp=2 acc=4 zero=1": "",
+                                                    "4 pp=2 acc=2 zero=1": ""}),
+    ("ds_pipe", "--dtype float32 --both 'clip=0.3 tied=1'", {"2 pp=2 acc=4": "norm", "2 pp=2 acc=4 zero=1": ""}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="pip install accelerate")
-def test_accelerate_is_right_and_its_accumulation_a_mean_of_means(tmp_path):
-    status, output, said = prove(ADAPTERS / "hf_accelerate.py", tmp_path, layouts="2 acc=1\n2 acc=2\n")
-    assert status == 0 and len(said) == 2 and all(map(equal, said)), output
-    status, output, said = prove(ADAPTERS / "hf_accelerate.py", tmp_path, "--flags", "acc=2", "--mask")
-    assert status == 1 and said[0]["cause"] == "mean of means" and "a mean of 4 means" in output
+@pytest.mark.parametrize("adapter, flags, layouts", PEERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_it_says_of_other_trainers(adapter, flags, layouts, tmp_path):
+    if lacking := lacks(ADAPTERS / f"{adapter}.py"):
+        pytest.skip(f"pip install {lacking}")
+    status, output, said = prove(ADAPTERS / f"{adapter}.py", tmp_path, *shlex.split(flags), layouts="\n".join(layouts))
+    assert [one.get("cause", "") for one in said] == [*layouts.values()], output
+    assert [one["status"] for one in said] == [int(bool(cause)) for cause in layouts.values()], output
+
+
+def lacks(adapter):
+    """Return what an adapter needs and this machine lacks, in the pinned version or in any."""
+    for need in re.search(r'^NEEDS = "(.*)"', adapter.read_text(), re.M)[1].split(", "):
+        package, _, version = need.partition("==")
+        try:
+            if version not in ("", importlib.metadata.version(package)):
+                return need
+        except importlib.metadata.PackageNotFoundError:
+            return need
 
 
 @pytest.mark.slow
@@ -110,7 +141,7 @@ def test_what_it_says_of_picotron_at_59714b1(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="pip install torchtitan==0.2.2")
+@pytest.mark.skipif(bool(lacks(ADAPTERS / "of_torchtitan.py")), reason="pip install torchtitan==0.2.2")
 def test_what_it_says_of_torchtitan_0_2_2(tmp_path):
     layouts = "2 fsdp=2 acc=2\n2 tp=2\n4 ddp=2 fsdp=2\n2 ddp=2\n2 pp=2\n"
     _, output, said = prove(ADAPTERS / "of_torchtitan.py", tmp_path, layouts=layouts)
