@@ -92,6 +92,7 @@ def test_dense_layouts_of_step_8_are_equal(tmp_path):
 
 
 TWICE, UNREDUCED, FACTOR = "gradients of some data", "not reduced", "some gradients times a factor"
+SCALED = "all gradients times a factor"
 PEERS = [                                                 # adapter, its flags, {layout: the cause by which it is known to differ}
     ("hf_native", "", {"2 tp=2": "", "2 fsdp=2 acc=2": "", "4 tp=2 fsdp=2": "", "2 tp=2 acc=4": TWICE}),
     ("hf_native", "--both model=qwen3_moe", {"2 tp=2 ep=2": "", "2 fsdp=2 ep=2": FACTOR}),
@@ -101,10 +102,16 @@ PEERS = [                                                 # adapter, its flags, 
     ("hf_trainer", "--mask", {"2": "", "2 acc=2": "", "4 tp=2 fsdp=2": "", "2 tp=2 acc=2": TWICE}),
     ("hf_accelerate", "--both clip=0.3", {"2 acc=2": "", "2 fsdp=2 acc=2": "", "4 fsdp=2 replicas=2": "", "2 tp=2 acc=2": TWICE}),
     ("hf_accelerate", "--mask", {"2 acc=2": "mean of means"}),
-    ("ds_zero", "--dtype float32 --both clip=0.3", {"2 zero=0 acc=2": "", "2 zero=1 acc=2": "", "2 zero=2": "", "2 zero=3 acc=2": ""}),
+    ("ds_zero", "--dtype float32 --both clip=0.3", {"2 zero=0 acc=2": "",
+                                                    "2 zero=1 acc=2": "", "2 zero=2": "", "2 zero=3 acc=2": ""}),
     ("ds_pipe", "--dtype float32 --both clip=0.3", {"2 pp=2 acc=4": "norm of a part", "2 pp=2 acc=4 zero=1": "",
                                                     "4 pp=2 acc=2 zero=1": ""}),
-    ("ds_pipe", "--dtype float32 --both 'clip=0.3 tied=1'", {"2 pp=2 acc=4": "norm", "2 pp=2 acc=4 zero=1": ""}),
+    ("ds_pipe", "--dtype float32 --both 'clip=0.3 tied=1'", {"2 pp=2 acc=4": "norm of a part", "2 pp=2 acc=4 zero=1": ""}),
+    ("of_olmo_core", "--both clip=0.3", {"2 dp=2 acc=2": "", "2 dp=2 kind=ddp": "", "4 dp=4 kind=hsdp": "", "4 dp=2 tp=2": ""}),
+    ("of_olmo_core", "--mask --dtype float32", {"2 dp=2": "mean of means"}),
+    ("torch_pp", "--both layers=4", {"2 pp=2 acc=4 schedule=Interleaved1F1B": "", "2 pp=2 acc=4 schedule=ZBVZeroBubble": "",
+                                     "2 pp=2 acc=2 schedule=DualPipeV mean=0": "", "2 pp=2 acc=4 scale=0": SCALED,
+                                     "2 pp=2 acc=4 schedule=Interleaved1F1B mean=0 scale=1": SCALED}),
 ]
 
 

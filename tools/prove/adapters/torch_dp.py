@@ -26,8 +26,8 @@ def init():
 
 def llama(flags, device):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=SEQ, use_cache=False)
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=flags.get("layers", 2),
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQ, use_cache=False)
     return LlamaForCausalLM(config).to(device, getattr(torch, flags["dtype"]))
 
 

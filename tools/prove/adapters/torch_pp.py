@@ -1,23 +1,30 @@
-"""transformers' Llama under torch.distributed.pipelining: pp=2 acc=4 schedule=Schedule1F1B or ScheduleGPipe."""
+"""transformers' Llama under torch.distributed.pipelining: pp=2 acc=4 schedule=1F1B, GPipe, Interleaved1F1B, DualPipeV, ...
+
+    python tools/prove tools/prove/adapters/torch_pp.py --world 2 --both "layers=4" --flags "pp=2 acc=4 schedule=ZBVZeroBubble"
+
+The schedules after GPipe have two stages on each rank, which takes layers=4 in --both. The loss is a mean over a micro-batch, or,
+with mean=0, its share of the mean over the batch. scale= sets the schedule's scale_grads, which is right if it equals mean=.
+"""
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining as pipelining
-from torch_dp import BATCH, SEQ, VOCAB, init, llama, modules, parts  # noqa: F401
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch_dp import BATCH, SEQ, VOCAB, init, llama  # noqa: F401
 
 NEEDS = "transformers"
 
 
 class Stage(torch.nn.Module):
-    """The layers of one rank. Modules keep their names, so parameters do, too."""
+    """The layers of one stage. Modules keep their names, so parameters do, too."""
 
-    def __init__(self, whole, rank, stages):
+    def __init__(self, whole, index, stages):
         super().__init__()
-        layers, self.model, last = whole.model.layers, whole.model, rank == stages - 1
-        mine = range(rank * len(layers) // stages, (rank + 1) * len(layers) // stages)
+        layers, self.model, last = whole.model.layers, whole.model, index == stages - 1
+        mine = range(index * len(layers) // stages, (index + 1) * len(layers) // stages)
         self.model.layers = torch.nn.ModuleDict({str(i): layers[i] for i in mine})
-        self.model.embed_tokens = self.model.embed_tokens if rank == 0 else None
+        self.model.embed_tokens = self.model.embed_tokens if index == 0 else None
         self.model.norm, self.lm_head = (self.model.norm, whole.lm_head) if last else (None, None)
 
     def forward(self, x):
@@ -29,24 +36,43 @@ class Stage(torch.nn.Module):
 
 
 def build(flags):
-    device = init()
-    rank, pp, acc = dist.get_rank(), flags.get("pp", 1), flags.get("acc", 1)
-    stage = pipelining.PipelineStage(Stage(llama(flags, device), rank, pp), rank, pp, device)
-    schedule = getattr(pipelining, flags.get("schedule", "Schedule1F1B"))
-    loss = lambda logits, y: torch.nn.functional.cross_entropy(logits, y.flatten())
-    return SimpleNamespace(model=stage.submod, schedule=schedule(stage, acc, loss), acc=acc, pp=pp, device=device,
-                           adamw=torch.optim.AdamW(stage.submod.parameters(), lr=1e-2))
+    device, rank, pp, acc = init(), dist.get_rank(), flags.get("pp", 1), flags.get("acc", 1)
+    name, mean = flags.get("schedule", "1F1B"), bool(flags.get("mean", 1))
+    schedule = get_schedule_class(name.removeprefix("Schedule"))
+    several = pp > 1 and issubclass(schedule, PipelineScheduleMulti)
+    number = 2 * pp if several else pp
+    second = number - 1 - rank if "V" in name else rank + pp                       # ZBV and DualPipeV go back up the ranks
+    mine = [rank, second] if several else [rank]
+    stages = [PipelineStage(Stage(llama(flags, device), index, number), index, number, device) for index in mine]
+    run = SimpleNamespace(model=stages[0].submod, stages=stages, acc=acc, mean=mean, device=device, first=0 in mine,
+                          last=number - 1 in mine)
+
+    def loss(logits, y):
+        loss = torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="mean" if mean else "sum")
+        return loss if mean else loss / run.count
+    run.schedule = schedule(stages if several else stages[0], acc, loss, scale_grads=bool(flags.get("scale", mean)))
+    run.adamw = torch.optim.AdamW([param for _, param, *_ in parts(run)], lr=1e-2)
+    return run
 
 
 def step(run, inputs, targets):
     run.adamw.zero_grad()
-    first, last, losses = dist.get_rank() == 0, dist.get_rank() == run.pp - 1, []
-    run.schedule.step(*[inputs.to(run.device)] * first, **dict(target=targets.to(run.device), losses=losses) if last else {})
-    square = sum(param.grad.double().square().sum() for param in run.model.parameters())
+    run.count, losses = (targets >= 0).sum(), []                                   # of the global batch
+    for_last = dict(target=targets.to(run.device), losses=losses) if run.last else {}
+    run.schedule.step(*[inputs.to(run.device)] * run.first, **for_last)
+    square = sum(grad.double().square().sum() for _, _, grad, _ in parts(run))
     dist.all_reduce(square)
     run.adamw.step()
-    return sum(losses).detach() / run.acc if last else None, square.sqrt()
+    return sum(losses).detach() / (run.acc if run.mean else 1) if run.last else None, square.sqrt()
+
+
+def parts(run):
+    return ((name, param, param.grad, None) for stage in run.stages for name, param in stage.submod.named_parameters())
 
 
 def place(run):
     return {"pp": dist.get_rank()}
+
+
+def modules(run):
+    return ((name, module) for stage in run.stages for name, module in stage.submod.named_modules())
