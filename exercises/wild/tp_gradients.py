@@ -37,3 +37,4 @@ for (name, param), right in zip(cut.named_parameters(), whole.parameters()):
     wrong, of_sum = (float((each - right.grad).norm() / right.grad.norm()) for each in (grad, total))
     if dist.get_rank() == 0 and wrong > 1e-9:
         print(f"{name}: off by {wrong:.2g}; the sum over both ranks is off by {of_sum:.1g}", flush=True)
+dist.destroy_process_group()
