@@ -1,0 +1,102 @@
+"""The adapter for tools/prove: one process trains with one_process.py, more ranks with the trainer.py in the folder TRAINER.
+
+Each rank also measures two things that prove's report does not have, and writes them to the folder MEASURED: how many numbers it
+keeps between two steps, and how many tokens it reads at once.
+"""
+import gc
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import model
+import one_process
+from one_process import BATCH, SEQ, VOCAB  # noqa: F401, prove asks for them
+
+for name in ("model", "one_process", "trainer"):          # the reader's trainer.py may import the reader's model.py
+    sys.modules.pop(name, None)
+sys.path[0] = os.environ["TRAINER"]
+trainer = importlib.import_module("trainer")
+before, built, weights = {}, {}, {}                       # storages that are prove's, those after build, {"bytes": of all weights}
+
+
+def used():
+    return one_process if os.environ["WORLD_SIZE"] == "1" else trainer
+
+
+def storages():
+    """Return {address: storage} of all numbers of floating point that are alive on this rank."""
+    found = {}
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    for tensor in [*tensors, *(tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None)]:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_floating_point() and tensor.device.type == "cpu":
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+    return found
+
+
+def build(flags):
+    before.update(storages())                             # to hold them keeps their addresses from being used again
+    run = used().build(flags)
+    built.update(storages())
+    with torch.device("meta"):
+        whole = model.Model(model.Config(experts=flags.get("experts", 0)))
+    weights["bytes"] = sum(param.numel() for param in whole.parameters()) * getattr(torch, flags["dtype"]).itemsize
+    return run
+
+
+def step(run, inputs, targets):
+    path = Path(os.environ["MEASURED"], os.environ["RANK"])
+    if used() is one_process or path.exists():            # one step is enough
+        return used().step(run, inputs, targets)
+    # since build, prove has copied the weights
+    before.update({address: storage for address, storage in storages().items() if address not in built})
+    calls = [0]
+
+    def note(module, args):
+        is_embedding = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and hasattr(module, "weight")
+        calls.append(args[0].numel() if is_embedding else 0)
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    result = trainer.step(run, inputs, targets)
+    handle.remove()
+    gc.collect()
+    kept = sum(storage.nbytes() for address, storage in storages().items() if address not in before)
+    path.write_text(json.dumps(dict(at_once=max(calls) / inputs.numel(), keeps=kept / weights["bytes"])))
+    return result
+
+
+def parts(run):
+    return used().parts(run)
+
+
+def optional(name, run):
+    try:
+        return getattr(used(), name, lambda run: None)(run)
+    except NotImplementedError:
+        return None
+
+
+def place(run):
+    return optional("place", run)
+
+
+def modules(run):
+    return optional("modules", run)
+
+
+def save(run, folder):
+    trainer.save(run, folder)
+
+
+def load(run, folder):
+    trainer.load(run, folder)
+
+
+if hasattr(trainer, "loaded"):
+    def loaded(run):
+        if used() is trainer:
+            trainer.loaded(run)
