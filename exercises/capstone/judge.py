@@ -21,7 +21,7 @@ for name in ("model", "one_process", "trainer"):          # the reader's trainer
     sys.modules.pop(name, None)
 sys.path[0] = os.environ["TRAINER"]
 trainer = importlib.import_module("trainer")
-before, built, weights = {}, {}, {}                       # storages that are prove's, those after build, {"bytes": of all weights}
+built, of_prove, weights = {}, {}, {}                     # storages after build, those that are prove's, {"bytes": of all weights}
 
 
 def used():
@@ -29,7 +29,7 @@ def used():
 
 
 def storages():
-    """Return {address: storage} of all numbers of floating point that are alive on this rank."""
+    """Return {address: storage} of all floating-point numbers that this rank has made and that are alive."""
     found = {}
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     for tensor in [*tensors, *(tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None)]:
@@ -40,7 +40,7 @@ def storages():
 
 
 def build(flags):
-    before.update(storages())                             # to hold them keeps their addresses from being used again
+    gc.freeze()                                           # what this process was forked with is not the trainer's
     run = used().build(flags)
     built.update(storages())
     with torch.device("meta"):
@@ -53,8 +53,8 @@ def step(run, inputs, targets):
     path = Path(os.environ["MEASURED"], os.environ["RANK"])
     if used() is one_process or path.exists():            # one step is enough
         return used().step(run, inputs, targets)
-    # since build, prove has copied the weights
-    before.update({address: storage for address, storage in storages().items() if address not in built})
+    # since build, prove has copied the weights. To hold the copies keeps their addresses from being used again
+    of_prove.update({address: storage for address, storage in storages().items() if address not in built})
     calls = [0]
 
     def note(module, args):
@@ -64,7 +64,7 @@ def step(run, inputs, targets):
     result = trainer.step(run, inputs, targets)
     handle.remove()
     gc.collect()
-    kept = sum(storage.nbytes() for address, storage in storages().items() if address not in before)
+    kept = sum(storage.nbytes() for address, storage in storages().items() if address not in of_prove)
     path.write_text(json.dumps(dict(at_once=max(calls) / inputs.numel(), keeps=kept / weights["bytes"])))
     return result
 

@@ -22,13 +22,16 @@ CUT_BY_TP = dict(embed=0, q=0, k=0, v=0, gate=0, up=0, head=0, o=1, down=1)
 # ------------------------------------------------------------------------------------------------ ranks
 class Group:
     """The ranks that differ from this one in some dimensions of the grid only."""
+    made = {}
 
     def __init__(self, grid, *dims):
         dims = [GRID.index(dim) for dim in dims]
         rows = grid.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, *[grid.shape[dim] for dim in dims]).flatten(1).tolist()
         self.ranks = next(row for row in rows if dist.get_rank() in row)
-        self.size, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
-        self.group, _ = dist.new_subgroups_by_enumeration(rows)
+        self.size, self.rank, key = len(self.ranks), self.ranks.index(dist.get_rank()), str(rows)
+        if key not in self.made:                          # with dp alone, dp and data are the same ranks
+            self.made[key], _ = dist.new_subgroups_by_enumeration(rows)
+        self.group = self.made[key]
 
     def mine(self, tensor, dim=0):
         return tensor.chunk(self.size, dim)[self.rank]
