@@ -8,7 +8,8 @@ VENV := .venv/requirements.txt
 endif
 PYTEST = $(PYTHON) -m pytest  # pyproject.toml has its options
 
-.PHONY: help run plot test sweep lint diff exercise restart check watch hint solution hang hunt probe extend kernels simulate plan prove gpu
+.PHONY: help run plot test sweep lint diff exercise restart check watch hint solution hang hunt probe extend capstone certify kernels simulate plan
+.PHONY: prove gpu
 .PHONY: carry readme mistakes site .venv/requirements.txt
 .DEFAULT_GOAL := help
 
@@ -29,6 +30,8 @@ Learn
   make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions, or copy one to exercise/
+  make capstone                        copy the model for a trainer of your own, which you write from nothing, to exercise/
+  make certify [NAME=pp] [ALL=1]       judge it under the next layout: does it train to the same numbers as one process?
   make kernels                         test the Triton kernels, and count the bytes that they move; installs Triton if it is missing
 
 Ask
@@ -110,6 +113,12 @@ probe: $(VENV)
 
 extend: $(VENV)
 	@$(PYTHON) exercises/extend.py $(NAME)
+
+capstone: $(VENV)
+	@$(PYTHON) exercises/certify.py capstone
+
+certify: $(VENV)
+	@$(PYTHON) exercises/certify.py NAME="$(NAME)" ALL="$(ALL)" || [ $$? -eq 3 ]
 
 kernels: $(VENV)
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(PYTHON) -m pip install -q triton==3.9.0

@@ -21,12 +21,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in 
 from patched import planted_mistakes
 from prove import causes
 from simulate.gpus import GPUS
-from steps import BORDER, LESSON, NOT_IN_DIFF, ROOT, STEPS, SUPPORT, pages_of, pairs
+from steps import BORDER, LESSON, NOT_IN_DIFF, ROOT, STEPS, SUPPORT, full_name, pages_of, pairs
 
 PLANNER, PROVE = "tools/plan/README.md", ["tools/prove/README.md", "tools/prove/DIAGNOSES.md"]
 READMES = ["README.md", *chain(*map(pages_of, STEPS)), PLANNER, *PROVE]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-PAGES = [*READMES, *DOCS, "exercises/hangs/README.md"]
+PAGES = [*READMES, *DOCS, "exercises/hangs/README.md", "exercises/capstone/README.md"]
 NOT_RUN = {"no, needs a hub", "no, needs a GPU", "no, needs a cluster", "no, installs torch", "no, is the test suite itself"}
 
 Block = namedtuple("Block", "line language directive text")
@@ -212,13 +212,22 @@ def hardware_table(_):
     return table(heads, *rows)
 
 
+def certificate_table(_):
+    """Return the table of the capstone's certificates."""
+    rows = tomllib.loads((ROOT / "exercises/capstone/certificates.toml").read_text())
+    return table(("certificate", "what your trainer does", "layout", "taught in"), *(
+        (f"`{name}`", row["asks"], f"`{row['layout'].partition(' ')[2]}` on {row['layout'].partition(' ')[0]} ranks",
+         f"[step {row['step']}](../../{full_name(row['step'])})") for name, row in rows.items()))
+
+
 def table(head, *rows):
     lines = [f"| {' | '.join(cells)} |\n" for cells in (head, *rows)]
     return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
 
 
 SOURCES = {"exercises/mistakes.toml": mistake_table, "tools/prove/causes.py": lambda _: causes.table(), "docs/gpus.toml": gpu_table,
-           "docs/names.toml": names_table, "tools/simulate/gpus.py": hardware_table}
+           "docs/names.toml": names_table, "tools/simulate/gpus.py": hardware_table,
+           "exercises/capstone/certificates.toml": certificate_table}
 FROM = re.compile(r"(<!-- from (%s)(?:: (.+?))? -->\n).*?(<!-- end -->)" % "|".join(map(re.escape, SOURCES)), re.DOTALL)
 
 

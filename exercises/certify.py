@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from refuse import refuse
-from steps import ROOT
+from steps import ROOT, full_name
 
 SOURCE, FOLDER = ROOT / "exercises/capstone", ROOT / "exercise/capstone"
 COPIED = ["model.py", "one_process.py", "trainer.py"]
@@ -46,8 +46,8 @@ certify:
 # parts of torch that parallelize: a certificate says which of them the trainer imports
 TORCHS_OWN = ("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining",
               "torch.distributed.optim", "torch.distributed.checkpoint", "torch.distributed._composable")
-LIMITS = {"holds": "holds {:.0%} of the weights", "reads": "reads {:.1%} of the tokens",
-          "at_once": "reads {:.1%} of the tokens at once", "keeps": "keeps {:.2f} numbers for each weight"}
+HAVE = {"holds": "holds {} of the weights", "reads": "reads {} of the tokens", "length": "reads {} of a sequence",
+        "at_once": "reads {} of the tokens at once", "keeps": "keeps {} numbers for each weight"}
 
 
 def start():
@@ -65,7 +65,7 @@ def start():
             (new / "AGENTS.md").write_text(NOTE)
             (new / "Makefile").write_text(MAKEFILE)
             new.rename(FOLDER)
-        print(f"{shown} has {', '.join(COPIED)}; write trainer.py")
+        print(f"{shown} has {', '.join(COPIED)}; write the functions of trainer.py")
     print(f"    make certify         judges the next of {len(CERTIFICATES)} certificates\n"
           "    exercises/capstone/README.md says what they are")
 
@@ -124,15 +124,25 @@ def table():
 
 
 # ------------------------------------------------------------------------------------------------ judging
-def beyond(row, activity, measured):
-    """Say which limit a rank does not keep, or return None. measured: {what: a number for each rank}."""
-    for what, most in row["limits"].items():
-        found = max((measured | activity)[what])
-        if what in ("reads", "at_once") and not found:
-            return "no rank calls an embedding, a module with a weight whose input are the tokens; so nobody sees what it reads"
-        if found > most + 1e-9:
-            return (f"a rank {LIMITS[what].format(found)}, and may have {LIMITS[what].format(most).split(' ', 1)[1]}: "
-                    f"did the flags {row['layout'].partition(' ')[2]} have an effect?")
+def beyond(row, found):
+    """Say what the busiest rank has that it should not, or return None. found: {what: a number for each rank}."""
+    for what, right in [*row.get("exactly", {}).items(), *row.get("limits", {}).items()]:
+        most = max(found[what])
+        if what in ("reads", "length", "at_once") and not most:
+            return "no rank calls an embedding, a module that has a weight and is given the tokens; so nobody knows what it reads"
+        exactly = what in row.get("exactly", {})
+        if most > right + 1e-9 or exactly and most < right - 1e-9:
+            said, wanted = (f"{number:.3g}" if what == "keeps" else f"{100 * number:.4g}%" for number in (most, right))
+            return (f"a rank {HAVE[what].format(said)}, {'not' if exactly else 'more than'} {wanted}; "
+                    f"is this {row['layout'].partition(' ')[2]}?")
+
+
+def arguments(name):
+    """Return what tools/prove is given for a certificate."""
+    row = CERTIFICATES[name]
+    world, _, flags = row["layout"].partition(" ")
+    return [os.path.relpath(SOURCE / "judge.py"), "--world", world, "--flags", flags, "--both", row.get("both", ""), "--unforgiving",
+            *shlex.split(row.get("options", ""))]
 
 
 def judge(name):
@@ -140,23 +150,22 @@ def judge(name):
     from prove import CannotRun
     from prove.__main__ import main as prove
     row, began = CERTIFICATES[name], time.monotonic()
-    world, _, flags = row["layout"].partition(" ")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(TRAINER=str(FOLDER), MEASURED=folder)
         try:
-            status = prove([str((SOURCE / "judge.py").relative_to(ROOT)), "--world", world, "--flags", flags, "--self_test", "--unforgiving",
-                            "--both", row.get("both", ""), *shlex.split(row.get("options", "")), "--json", f"{folder}/said"])
+            status = prove([*arguments(name), "--self_test", "--json", f"{folder}/said"])
         except CannotRun as error:
             print(f"CANNOT RUN: {error}")
             return "it cannot run", None
         said = json.loads(Path(folder, "said").read_text())[-1]
         if status:
             return {1: "it differs from one process, or a planted mistake is not seen", 2: "it cannot run"}.get(status, "see above"), None
-        measured = measurements(folder)
-    if found := beyond(row, said["activity"], measured):
-        return found, None
-    return None, dict({key: row[key] for key in ("layout", "both", "options") if key in row}, limits=row["limits"],
-                      found={what: round(max((measured | said["activity"])[what]), 4) for what in row["limits"]},
+        found = said["activity"] | measurements(folder)
+    if why := beyond(row, found):
+        return why, None
+    return None, dict({key: row[key] for key in ("layout", "both", "options") if key in row},
+                      exactly=row.get("exactly", {}), limits=row.get("limits", {}),
+                      found={what: round(max(found[what]), 4) for what in HAVE},
                       largest_difference=said["largest"], parts_of_torch=imported(), digest=digest(name),
                       date=datetime.date.today().isoformat(), seconds=round(time.monotonic() - began, 1),
                       python=platform.python_version(), torch=version())
@@ -165,7 +174,7 @@ def judge(name):
 def measurements(folder):
     """Return what the ranks of judge.py have measured: {what: a number for each rank}."""
     ranks = [json.loads(path.read_text()) for path in Path(folder).iterdir() if path.name.isdecimal()]
-    return {what: [rank[what] for rank in ranks] for what in ("at_once", "keeps")}
+    return {what: [rank[what] for rank in ranks] for what in ranks[0]}
 
 
 def version():
@@ -175,7 +184,8 @@ def version():
 
 def certify(name):
     """Judge one certificate, and sign it if it is earned. Return whether it is."""
-    print(f"{name}: {CERTIFICATES[name]['asks']}", flush=True)
+    row = CERTIFICATES[name]
+    print(f"{name}: {row['asks']} ({full_name(row['step'])} teaches it)", flush=True)
     why, found = judge(name)
     keep(name, found)
     print(f"REFUSED: {why}" if why else f"SIGNED: {name}, in {found['seconds']} s", flush=True)

@@ -1,7 +1,7 @@
 """The adapter for tools/prove: one process trains with one_process.py, more ranks with the trainer.py in the folder TRAINER.
 
-Each rank also measures two things that prove's report does not have, and writes them to the folder MEASURED: how many numbers it
-keeps between two steps, and how many tokens it reads at once.
+Each rank also measures what prove's report does not have, and writes it to the folder MEASURED: how many numbers it keeps between
+two steps, and how much of the batch and of a sequence it reads at once.
 """
 import gc
 import importlib
@@ -55,17 +55,18 @@ def step(run, inputs, targets):
         return used().step(run, inputs, targets)
     # since build, prove has copied the weights. To hold the copies keeps their addresses from being used again
     of_prove.update({address: storage for address, storage in storages().items() if address not in built})
-    calls = [0]
+    calls = [torch.empty(0, 0)]
 
     def note(module, args):
-        is_embedding = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and hasattr(module, "weight")
-        calls.append(args[0].numel() if is_embedding else 0)
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and hasattr(module, "weight"):
+            calls.append(args[0])
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
     result = trainer.step(run, inputs, targets)
     handle.remove()
     gc.collect()
     kept = sum(storage.nbytes() for address, storage in storages().items() if address not in of_prove)
-    path.write_text(json.dumps(dict(at_once=max(calls) / inputs.numel(), keeps=kept / weights["bytes"])))
+    path.write_text(json.dumps(dict(keeps=kept / weights["bytes"], at_once=max(tokens.numel() for tokens in calls) / inputs.numel(),
+                                    length=max(tokens.shape[-1] for tokens in calls) / inputs.shape[1])))
     return result
 
 
