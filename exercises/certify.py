@@ -141,8 +141,8 @@ def arguments(name):
     """Return what tools/prove is given for a certificate."""
     row = CERTIFICATES[name]
     world, _, flags = row["layout"].partition(" ")
-    return [os.path.relpath(SOURCE / "judge.py"), "--world", world, "--flags", flags, "--both", row.get("both", ""), "--unforgiving",
-            *shlex.split(row.get("options", ""))]
+    return [os.path.relpath(SOURCE / "judge.py"), "--world", world, "--flags", flags, "--both", row.get("both", ""),
+            "--unforgiving", *shlex.split(row.get("options", ""))]
 
 
 def judge(name):
@@ -159,7 +159,8 @@ def judge(name):
             return "it cannot run", None
         said = json.loads(Path(folder, "said").read_text())[-1]
         if status:
-            return {1: "it differs from one process, or a planted mistake is not seen", 2: "it cannot run"}.get(status, "see above"), None
+            return ("it cannot run" if status > 1 else "it differs from one process" if "cause" in said else
+                    "a planted mistake is not seen"), None
         found = said["activity"] | measurements(folder)
     if why := beyond(row, found):
         return why, None

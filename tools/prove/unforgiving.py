@@ -11,6 +11,7 @@ And the caller must call wait(), or is_completed() until it returns True. Also, 
 """
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from pathlib import Path
@@ -78,9 +79,11 @@ def caller():
 
 def started(name, under_way):
     operation, (out, given) = getattr(dist, name), OUT_AND_GIVEN[name]
+    tensors = [*inspect.signature(operation).parameters][:len({out, given} - {None})]
 
     @functools.wraps(operation)                           # torch.compile inspects the signature
     def start(*args, **kwargs):
+        args = *args, *(kwargs.pop(tensor) for tensor in tensors[len(args):])      # they may be given by name
         for place in {out, given} - {None}:
             assert args[place].is_contiguous(), f"{name} of a tensor that is not contiguous, in {caller()}; NCCL refuses it"
         if name not in ("isend", "irecv") and not kwargs.get("async_op"):

@@ -41,8 +41,8 @@ def groups(flags):
     sizes = {dim: flags.get(dim, 1) for dim in ("pp", "dp", "ep", "cp", "tp")}
     sizes["pairs"] = sizes["dp"] // sizes["ep"]
     grid = torch.arange(dist.get_world_size()).view([sizes[dim] for dim in GRID])
-    return SimpleNamespace(tp=Group(grid, "tp"), cp=Group(grid, "cp"), ep=Group(grid, "ep"), pp=Group(grid, "pp"),
-                           dp=Group(grid, "pairs", "ep"), data=Group(grid, "pairs", "ep", "cp"), same_experts=Group(grid, "pairs", "cp"))
+    return SimpleNamespace(tp=Group(grid, "tp"), cp=Group(grid, "cp"), dp=Group(grid, "pairs", "ep"), pp=Group(grid, "pp"),
+                           data=Group(grid, "pairs", "ep", "cp"), ep=Group(grid, "ep"), same_experts=Group(grid, "pairs", "cp"))
 
 
 # ------------------------------------------------------------------------------------------------ collectives with a backward
@@ -186,12 +186,12 @@ def expert_parallel(moe, group):
 def parts_of(model, at, zero):
     """Return every part of a parameter that this rank has, and with ZeRO-3 cut them once more.
 
-    `offsets`: where it lies in the whole. `sum_over`: the group whose gradients add up, or None if backward has added them. `copies`:
-    how many ranks have it. `owned`: what the optimizer updates here.
+    `offsets`: where it lies in the whole. `sum_over`: the group whose gradients add up, or None if backward has added them.
+    `copies`: how many ranks have it. `owned`: what the optimizer updates here.
     """
     found = []
     for name, param in [*model.named_parameters()]:
-        kind, dim = name.split(".")[-2], CUT_BY_TP.get(name.split(".")[-2])
+        dim = CUT_BY_TP.get(name.split(".")[-2])
         part = SimpleNamespace(name=name, offsets=[0] * param.dim(), copies=1, sum_over=at.data)
         if dim is None:
             part.copies *= at.tp.size
