@@ -314,7 +314,10 @@ def misdeed(name):
     dist.init_process_group("gloo")
     mine, sums, peer = torch.full((4,), dist.get_rank() + 1.), torch.zeros(8), 1 - dist.get_rank()
     with unforgiving():
-        work = dist.all_gather_into_tensor(sums, mine, async_op=True)
+        if name == "tensors have names":
+            work = dist.all_gather_into_tensor(output_tensor=sums, input_tensor=mine, async_op=True)
+        else:
+            work = dist.all_gather_into_tensor(sums, mine, async_op=True)
         early = float(sums.sum())
         if name == "writes what is read":
             mine += 1
@@ -330,8 +333,9 @@ def misdeed(name):
     return early, float(sums.sum())
 
 
-def test_unforgiving_gives_nothing_too_early(pool):
-    for early, then in pool.call(misdeed, 2, world=2, name=""):
+@pytest.mark.parametrize("name", ["", "tensors have names"])
+def test_unforgiving_gives_nothing_too_early(pool, name):
+    for early, then in pool.call(misdeed, 2, world=2, name=name):
         assert math.isnan(early) and then == 12
 
 
