@@ -1,7 +1,7 @@
 """The adapter for tools/prove: one process trains with one_process.py, more ranks with the trainer.py in the folder TRAINER.
 
-Each rank also measures what prove's report does not have, and writes it to the folder MEASURED: how many numbers it keeps between
-two steps, and how much of the batch and of a sequence it reads at once.
+Each rank also measures what the certificates limit, and writes it to the folder MEASURED: how many numbers it keeps between two
+steps, and how much of the batch and of a sequence it reads.
 """
 import gc
 import importlib
@@ -21,7 +21,7 @@ for name in ("model", "one_process", "trainer"):          # the reader's trainer
     sys.modules.pop(name, None)
 sys.path[0] = os.environ["TRAINER"]
 trainer = importlib.import_module("trainer")
-built, of_prove, weights = {}, {}, {}                     # storages after build, those that are prove's, {"bytes": of all weights}
+built, weights, measured = {}, {}, {}                     # storages after build, {"bytes": of all weights}, what is measured
 
 
 def used():
@@ -51,22 +51,33 @@ def build(flags):
 
 def step(run, inputs, targets):
     path = Path(os.environ["MEASURED"], os.environ["RANK"])
-    if used() is one_process or path.exists():            # one step is enough
+    if used() is one_process or path.exists():            # it has been measured in an earlier run
         return used().step(run, inputs, targets)
-    # since build, prove has copied the weights. To hold the copies keeps their addresses from being used again
-    of_prove.update({address: storage for address, storage in storages().items() if address not in built})
+    if "keeps" not in measured:
+        return measure_kept(run, inputs, targets)
+    # in the first step, torch's pipelines also run a micro-batch of nothing, to learn its shapes
     calls = [torch.empty(0, 0)]
 
     def note(module, args):
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and hasattr(module, "weight"):
+        forward = torch._C._current_graph_task_id() == -1         # and not recomputation
+        if forward and args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and hasattr(module, "weight"):
             calls.append(args[0])
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
     result = trainer.step(run, inputs, targets)
     handle.remove()
+    read = [tokens.numel() / inputs.numel() for tokens in calls]
+    measured.update(reads=sum(read), at_once=max(read), length=max(tokens.shape[-1] for tokens in calls) / inputs.shape[1])
+    path.write_text(json.dumps(measured))
+    return result
+
+
+def measure_kept(run, inputs, targets):
+    # since build, prove has copied the weights. To hold the copies keeps their addresses from being used again
+    of_prove = {address: storage for address, storage in storages().items() if address not in built}
+    result = trainer.step(run, inputs, targets)
     gc.collect()
     kept = sum(storage.nbytes() for address, storage in storages().items() if address not in of_prove)
-    path.write_text(json.dumps(dict(keeps=kept / weights["bytes"], at_once=max(tokens.numel() for tokens in calls) / inputs.numel(),
-                                    length=max(tokens.shape[-1] for tokens in calls) / inputs.shape[1])))
+    measured["keeps"] = kept / weights["bytes"]
     return result
 
 
