@@ -205,7 +205,7 @@ def names_table(which):
 
 def hardware_table(_):
     """Return what each GPU of the planner and the simulator can do: a table of tools/simulate/gpus.py."""
-    heads = ("GPU", "bfloat16, TFLOP/s", "float8", "memory, GiB", "its TB/s", "NVLink, GB/s", "GPUs on it", "FLOPs per byte sent")
+    heads = ("GPU", "bfloat16, TFLOP/s", "float8", "memory, GB", "its TB/s", "NVLink, GB/s", "GPUs on it", "FLOPs per byte sent")
     rows = [(f"`{name}`", f"{gpu.bfloat16 / 1e12:,.0f}", f"{gpu.float8 / 1e12:,.0f}" if gpu.float8 else "", f"{gpu.memory:g}",
              f"{gpu.hbm / 1e12:.2f}", f"{gpu.nvlink / 1e9:g}", str(gpu.node), f"{gpu.bfloat16 / gpu.nvlink:,.0f}")
             for name, gpu in GPUS.items()]
