@@ -55,7 +55,7 @@ def pushed_together(rows):
     return ["".join(row[i] for i in keep).rstrip() for row in rows]
 
 
-GPU, SWITCH, CARD = "#0072b2", "#009e73", 40                                       # as in docs/figures/machine.png; GB/s that a card reaches
+GPU, SWITCH, CARD = "#0072b2", "#009e73", 40                       # as in docs/figures/machine.png; GB/s that a card reaches
 RINGS = ["#f0b040", "#d55e00", "#cc79a7", "#56b4e9", "#e8e06a", "#8c6bb1", "#a65628", "#999999"]         # each ring of dp
 PLACED = [(64, 1), (32, 2), (8, 8)]                                                # dp, tp
 
@@ -66,8 +66,9 @@ def layouts_picture():
     for axis, (dp, tp) in zip(axes, PLACED):
         def box(x, y, wide, high, color, label="", text="white"):
             axis.add_patch(plt.Rectangle((x, y), wide, high, facecolor=color, edgecolor="#333333", lw=0.8, zorder=2))
-            axis.text(x + wide / 2, y + high / 2, label, ha="center", va="center", fontsize=7.5 if label == "card" else 8.5, color=text, zorder=3)
-        last = 0
+            size = 7.5 if label == "card" else 8.5
+            axis.text(x + wide / 2, y + high / 2, label, ha="center", va="center", fontsize=size, color=text, zorder=3)
+
         for place, node in enumerate((0, 1, 7)):
             left = 5.3 * place + 0.4 * (node == 7)
             axis.add_patch(plt.Rectangle((left, 0), 5, 2.75, facecolor="#f6f6f6", edgecolor="#333333", lw=1))
@@ -78,22 +79,18 @@ def layouts_picture():
                 box(x, 1.2, 0.54, 0.6, GPU, str(8 * node + gpu))
                 box(x, 0.5, 0.54, 0.4, RINGS[gpu % tp], "card", "black")
                 axis.plot([x + 0.27] * 2, [-0.25 - 0.16 * (gpu % tp), 0.5], color=RINGS[gpu % tp], lw=2, zorder=1)
-                last = x + 0.27
-            for first in range(0, 8, tp):
-                if tp > 1:
-                    box(left + 0.13 + 0.6 * first, 2.0, 0.6 * tp - 0.06, 0.45, SWITCH, "tp" if tp == 2 else "tp: 360 GB/s")
-            if tp == 1:
-                box(left + 0.13, 2.0, 4.74, 0.45, SWITCH, "the ring inside the node: 360 GB/s")
-            for gpu in range(8):
-                axis.plot([left + 0.4 + 0.6 * gpu] * 2, [1.8, 2.0], color=SWITCH, lw=3.4, zorder=1)
+                axis.plot([x + 0.27] * 2, [1.8, 2.0], color=SWITCH, lw=3.4, zorder=1)
+            over_nvlink = {1: "the ring inside the node: 360 GB/s", 2: "tp", 8: "tp: 360 GB/s"}[tp]
+            wide = tp if tp > 1 else 8
+            for first in range(0, 8, wide):
+                box(left + 0.13 + 0.6 * first, 2.0, 0.6 * wide - 0.06, 0.45, SWITCH, over_nvlink)
         axis.text(10.65, 1.35, "...", ha="center", fontsize=13)
         for ring in range(tp):
-            axis.plot([0.4 + 0.6 * ring, last - 0.6 * (tp - 1 - ring)], [-0.25 - 0.16 * ring] * 2, color=RINGS[ring], lw=2)
+            axis.plot([0.4 + 0.6 * ring, x + 0.27 - 0.6 * (tp - 1 - ring)], [-0.25 - 0.16 * ring] * 2, color=RINGS[ring], lw=2)
         cards = 8 // tp
-        speed = cards * CARD
         what = f"{tp} rings of dp, each with" if tp > 1 else "one ring of dp, with"
         axis.set_title(f"dp {dp}" + f" × tp {tp}" * (tp > 1), loc="left", fontsize=11.5, weight="bold", pad=6)
-        axis.set_title(f"{what} {cards} card{'s' * (cards > 1)} per node: {speed:.0f} GB/s", loc="right", fontsize=10.5, pad=6)
+        axis.set_title(f"{what} {cards} card{'s' * (cards > 1)} per node: {cards * CARD} GB/s", loc="right", fontsize=10.5, pad=6)
         axis.set(xlim=(-0.1, 16.1), ylim=(-1.65 if tp == 8 else -0.7, 3.3))
         axis.axis("off")
     figure.tight_layout(pad=0.5, h_pad=0.9)
