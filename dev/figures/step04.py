@@ -335,48 +335,70 @@ def border_words(before, after, sp):
     return [[name.replace("_", "-") for name, _ in sent] or ["nothing"] for sent in ways]
 
 
-def block_picture():
-    figure, panels = plt.subplots(2, 1, figsize=(10, 7.6))
+def draw_layer(axes, sp, kinds):
+    """Draw what each rank has of a layer's tensors and what f and g send; with the kinds of tensor at them if `kinds`."""
+    lines = (-2.4, -3.2) if kinds else (-2.4, -2.9)
     said = {}
-    for sp, axes in zip(SP, panels):
-        for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
-            axes.add_patch(plt.Rectangle((start, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
-                                         zorder=0))
-            axes.text(start + 2, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
-        for x, stop in enumerate(BLOCK):
-            if len(stop) == 3:
-                axes.plot([x, x], [-2.3, 1.1], color="#c8605a", lw=2)
-                axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic",
-                          color="#c8605a")
-                forward, backward = border_words(*stop[1:], sp)
-                if (sp, stop[0]) in said:                 # the second region does what the first did
-                    assert said[sp, stop[0]] == (forward, backward)
-                    continue
-                said[sp, stop[0]] = forward, backward
-                small = dict(ha="center", va="top", fontsize=10)
-                for y, sent, kinds in zip((-2.4, -3.2), (forward[0], backward[-1]), KINDS[sp, stop[0]]):
-                    axes.text(x, y, sent if sent != "nothing" else "nothing is sent", weight="bold", **small)
-                    axes.text(x, y - 0.36, kinds, **small)
-                if len(backward) > 1:                     # the idea does not need this one
-                    axes.text(x, -4.0, f"({backward[0]} again, to save memory)", color="#8a8a8a", **small)
+    for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
+        axes.add_patch(plt.Rectangle((start, -1.4), 4, 3.08, facecolor="#f3f0e8", edgecolor="none",
+                                     zorder=0))
+        axes.text(start + 2, 1.45, name, ha="center", va="center", fontsize=10, color="#6b5a2e")
+    for x, stop in enumerate(BLOCK):
+        if len(stop) == 3:
+            axes.plot([x, x], [-2.3, 1.1], color="#c8605a", lw=2)
+            axes.text(x, 1.42, stop[0], ha="center", va="center", fontsize=17, style="italic",
+                      color="#c8605a")
+            forward, backward = border_words(*stop[1:], sp)
+            if stop[0] in said:                           # the second region does what the first did
+                assert said[stop[0]] == (forward, backward)
                 continue
-            for rank, y in ((0, 0.62), (1, -0.72)):
-                tensor(axes, x, y, rank, stop[1], sp)
-            axes.text(x, -1.5, stop[0], ha="center", va="top", fontsize=10, color="#444444", linespacing=1.1)
-        axes.text(11, -2.4, "f and g of the MLP\ndo the same again", ha="center", va="top", fontsize=10,
-                  color="#777777", linespacing=1.3)
-        for y, way in ((-2.4, "forward"), (-3.2, "backward")):
-            axes.text(-1.45, y, way, ha="left", va="top", fontsize=10, color="#777777")
+            said[stop[0]] = forward, backward
+            small = dict(ha="center", va="top", fontsize=10)
+            for y, sent, kinds_here in zip(lines, (forward[0], backward[-1]), KINDS[sp, stop[0]]):
+                axes.text(x, y, sent if sent != "nothing" else "nothing is sent", weight="bold", **small)
+                if kinds:
+                    axes.text(x, y - 0.36, kinds_here, **small)
+            if len(backward) > 1:                         # the idea does not need this one
+                axes.text(x, -4.0, f"({backward[0]} again, to save memory)", color="#8a8a8a", **small)
+            continue
         for rank, y in ((0, 0.62), (1, -0.72)):
-            axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
-        axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
-        axes.set(xlim=(-1.5, len(BLOCK) - 0.4), ylim=(-4.5, 1.75))
-        axes.axis("off")
+            tensor(axes, x, y, rank, stop[1], sp)
+        axes.text(x, -1.5, stop[0], ha="center", va="top", fontsize=10, color="#444444", linespacing=1.1)
+    axes.text(11, -2.4, "f and g of the MLP\ndo the same again", ha="center", va="top", fontsize=10,
+              color="#777777", linespacing=1.3)
+    for y, way in zip(lines, ("forward", "backward")):
+        axes.text(-1.45, y, way, ha="left", va="top", fontsize=10, color="#777777")
+    for rank, y in ((0, 0.62), (1, -0.72)):
+        axes.text(-0.55, y, f"rank {rank}", ha="right", va="center", fontsize=10)
+    axes.set(xlim=(-1.5, len(BLOCK) - 0.4))
+    axes.axis("off")
+
+
+def draw_legend(figure):
     legend = [plt.Rectangle((0, 0), 1, 1, facecolor=BLUE), plt.Rectangle((0, 0), 1, 1, facecolor=ORANGE),
               plt.Rectangle((0, 0), 1, 1, facecolor="#f2dfb6", edgecolor="#8a6d1f", hatch="////")]
     names = ["final numbers (down: sequence, across: hidden)", "some of the columns",
              "a partial sum of all of it"]
     figure.legend(legend, names, loc="lower center", ncol=3, frameon=False, fontsize=10)
+
+
+def f_and_g_picture():
+    """Draw a layer without SP and without the kinds of tensor, which the README has not named yet."""
+    figure, axes = plt.subplots(figsize=(10, 3.6))
+    draw_layer(axes, "off", kinds=False)
+    axes.set(ylim=(-3.3, 1.75))
+    draw_legend(figure)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.12)
+    figure.savefig(os.path.join(FIGURES, "f_and_g.png"), dpi=110)
+
+
+def block_picture():
+    figure, panels = plt.subplots(2, 1, figsize=(10, 7.6))
+    for sp, axes in zip(SP, panels):
+        draw_layer(axes, sp, kinds=True)
+        axes.text(-1.45, 1.45, f"--sp {sp}", ha="left", va="center", fontsize=13, weight="bold")
+        axes.set(ylim=(-4.5, 1.75))
+    draw_legend(figure)
     figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.06, hspace=0.03)
     figure.savefig(os.path.join(FIGURES, "block.png"), dpi=110)
 
@@ -511,6 +533,7 @@ if __name__ == "__main__":
     else:
         run_all()
         weights_picture()
+        f_and_g_picture()
         block_picture()
         kept_picture()
         put_into_pages(STEP, dict(wire=wire_table(), kept=kept_table(), selective=selective_table(),
