@@ -336,7 +336,7 @@ def border_words(before, after, sp):
 
 
 def draw_layer(axes, sp, kinds):
-    """Draw what each rank has of a layer's tensors and what f and g send; with the kinds of tensor at them if `kinds`."""
+    """Draw what each rank has of a layer's tensors, what f and g send and, if `kinds`, the kinds of tensor there."""
     lines = (-2.4, -3.2) if kinds else (-2.4, -2.9)
     said = {}
     for start, name in ((2, "attention, by heads"), (9, "MLP, by columns")):
