@@ -111,7 +111,7 @@ PEERS = [                                                 # adapter, its flags, 
     ("of_olmo_core", "--mask --dtype float32", {"2 dp=2": "mean of means"}),
     ("of_torchtitan_03", "--mask", {"2 fsdp=2 acc=2": "", "2 ddp=2": "", "4 fsdp=2 tp=2": ""}),
     ("torch_pp", "--both layers=4", {"2 pp=2 acc=4 schedule=Interleaved1F1B": "", "2 pp=2 acc=4 schedule=ZBVZeroBubble": "",
-                                     "2 pp=2 acc=2 schedule=DualPipeV mean=0": "", "2 pp=2 acc=4 scale=0": SCALED,
+                                     "2 pp=2 acc=4 schedule=DualPipeV mean=0": "", "2 pp=2 acc=4 scale=0": SCALED,
                                      "2 pp=2 acc=4 schedule=Interleaved1F1B mean=0 scale=1": SCALED}),
 ]
 
