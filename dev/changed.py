@@ -2,7 +2,8 @@
 
 A changed test file stands for itself, a file of a step for tests/test_steps.py and tests/test_stepNN.py, and a page for
 tests/test_readmes.py. Any file also stands for tests/test_NAME.py, where NAME is the name of the file or of a folder that it is in:
-tools/plan/costs.py for test_plan.py. A file that no rule knows selects all tests. Each choice and its reason are printed to stderr.
+tools/plan/costs.py for test_plan.py. A module of tests/support stands for the tests that import it, at once or through another such
+module. A file that no rule knows selects all tests. Each choice and its reason are printed to stderr.
 """
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from steps import NAMES, ROOT, repository_files
 
+SUPPORT = Path("tests/support")
 TEST = re.compile(r"(?:tests|exercises/ladder)/test_(\w+)\.py")
 
 
@@ -22,11 +24,23 @@ def changed_since(revision):
     return "".join(found).splitlines()
 
 
+def importing(modules, files):
+    """Return the files that import one of the modules."""
+    imports = re.compile(rf"^\s*(?:from|import) (?:.*\b)?(?:{'|'.join(modules)})\b", re.MULTILINE)
+    return [file for file in files if imports.search((ROOT / file).read_text())]
+
+
 def chosen_for(changed, tests):
     """Return the tests of a changed file: those of its name and folders, or all."""
     path = Path(changed)
-    if changed == "tools/steps.py" or changed.startswith("tests/support/"):       # everything uses these
+    if changed == "tools/steps.py":                       # everything uses it
         return tests
+    if path.parent == SUPPORT and path.suffix == ".py":
+        modules, found = set(), {path.stem}
+        while found > modules:
+            modules, others = found, sorted((ROOT / SUPPORT).glob("*.py"))
+            found = modules | {other.stem for other in importing(modules, others)}
+        return not importing(modules, ["tests/conftest.py"]) and importing(modules, tests) or tests
     names = {path.stem, *path.parts[1:-1]}
     if path.suffix == ".md":
         names.add("readmes")

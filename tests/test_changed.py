@@ -21,13 +21,21 @@ TESTS = [name for name in repository_files() if TEST.fullmatch(name)]
     ("exercises/extensions/muon.patch", "extensions"),
     ("dev/carry.py", "carry"),
     ("tests/test_wild.py", "wild"),
+    ("tests/support/plants.py", "prove"),
     ("exercises/ladder/test_ladder05.py", "ladder05")])
 def test_a_file_selects_its_tests(changed, wanted):
     assert (ROOT / changed).is_file()
     assert sorted(TEST.fullmatch(test)[1] for test in chosen_for(changed, TESTS)) == wanted.split()
 
 
-@pytest.mark.parametrize("changed", ["tools/steps.py", "tests/support/layouts.py", "tests/conftest.py", "pyproject.toml"])
+def test_a_module_of_the_tests_selects_those_that_import_it_at_once_or_not():
+    chosen = {TEST.fullmatch(test)[1] for test in chosen_for("tests/support/operations.py", TESTS)}
+    # observe.py imports operations.py
+    assert "import operations" not in (ROOT / "tests/test_step05.py").read_text()
+    assert {"step05", "tools"} <= chosen and not {"readmes", "carry", "changed"} & chosen
+
+
+@pytest.mark.parametrize("changed", ["tools/steps.py", "tests/support/fixtures.py", "tests/conftest.py", "pyproject.toml"])
 def test_a_file_that_no_rule_knows_selects_all(changed):
     assert (ROOT / changed).is_file() and chosen_for(changed, TESTS) == TESTS != []
 
