@@ -5,6 +5,7 @@ import os
 
 import layouts
 import pytest
+from cases import FAMILIES
 from layouts import FACTORS, MESH, covered, every, factors, filled, wanted
 
 STEPS = range(2, 9)
@@ -22,7 +23,7 @@ def choices(layout):
                shard=None if zero == 0 else "part" if layout.flag("zero_shard") else "all", sp=layout.flag("sp"),
                cp_mode=layout.flag("cp_mode"), schedule=layout.flag("schedule"), ep=layout.number("ep"),
                experts=layout.shape.split("-")[0], balance=layout.flag("balance"),
-               qk_norm="on" if layout.shape.endswith("-qk") else "off")
+               family=(["llama"] + [name for name in FAMILIES if layout.shape.endswith(f"-{name}")])[-1])
     return {name: value for name, value in row.items() if value is not None and FACTORS[name][0] <= number}
 
 
@@ -74,7 +75,8 @@ READ = {"zero": lambda run: run["zero"] == 0 or run["dp"] * run["cp"] > 1,
         "sp": lambda run: run["tp"] > 1,
         "cp_mode": lambda run: run["cp"] > 1,
         "schedule": lambda run: run["pp"] > 1,
-        "balance": lambda run: run["experts"] != "dense"}
+        "balance": lambda run: run["experts"] != "dense",
+        "family": lambda run: run["experts"] == "dense" or FAMILIES[run["family"]][1] is not None}
 LEFT_OUT = dict(dtype="bfloat16", optimizer="sgd")        # sgd serves to compare weights, and bfloat16 is too coarse for that
 COUNTS = {"one": [1], "few": [2, 3, 4], "many": [5, 6, 8, 12, 24]}
 

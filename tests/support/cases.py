@@ -11,20 +11,20 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 40, 8, 4, 6, 56, 64
 SHAPE = dict(hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=VOCAB)
 # the grouped kernel requires sizes that are multiples of 8
 EXPERTS = dict(model_type="mixtral", hidden_size=40, num_local_experts=8, num_experts_per_tok=2)
-QWEN3 = dict(model_type="qwen3")
-QWEN3_MOE = dict(model_type="qwen3_moe", moe_intermediate_size=MODEL["intermediate_size"], norm_topk_prob=True)
+# {the last word of a shape's name: what a dense model changes in MODEL, and one with experts in EXPERTS; None: there is no such}
+FAMILIES = {"llama": ({}, {}),
+            "qk": (dict(model_type="qwen3"), dict(model_type="qwen3_moe", moe_intermediate_size=MODEL["intermediate_size"],
+                                                  norm_topk_prob=True))}
 
 
 def shape(name):
     """Return the config of a shape: dense-3 has three layers; top2-3 has a mixture of experts, two per token; dense-3-kv1 has one
     key-value head; dense-3-qk is a Qwen3, and top2-3-qk a Qwen3-MoE."""
     kind, layers, *more = name.split("-")
+    dense, with_experts = FAMILIES[more.pop() if more and more[-1] in FAMILIES else "llama"]
     changes = SHAPE | dict(num_hidden_layers=int(layers))
-    if kind != "dense":
-        changes |= EXPERTS | dict(num_experts_per_tok=int(kind.removeprefix("top")))
-    if "qk" in more:
-        changes |= QWEN3 if kind == "dense" else QWEN3_MOE
-    for option in [option for option in more if option != "qk"]:
+    changes |= dense if kind == "dense" else EXPERTS | with_experts | dict(num_experts_per_tok=int(kind.removeprefix("top")))
+    for option in more:
         key = {"kv": "num_key_value_heads", "heads": "num_attention_heads"}[option.rstrip("0123456789")]
         changes[key] = int(option.lstrip("abcdefghijklmnopqrstuvwxyz"))
     return MODEL | changes

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from cases import FAMILIES
 from steps import NAMES, ROOT, full_name
 
 spec = importlib.util.spec_from_file_location("table_of_schedules", ROOT / "step06_pp/schedules.py")
@@ -35,7 +36,7 @@ FACTORS = {"dtype":         (1, ["float64", "float32", "bfloat16"]),
            "optimizer":     (1, ["adamw", "sgd"]),
            "recompute":     (1, ["none", "selective", "full"]),
            "micro_batches": (1, ["one", "few", "many"]),
-           "qk_norm":       (1, ["off", "on"]),
+           "family":        (1, list(FAMILIES)),
            "dp":            (2, [1, 2, 3, 4]),
            "zero":          (3, [0, 1, 2, 3]),
            "shard":         (3, ["all", "part"]),
@@ -54,7 +55,7 @@ MESH = ("dp", "tp", "cp", "pp")
 MESHES = [mesh for mesh in itertools.product(*(FACTORS[name][1] for name in MESH))
           if (world := mesh[0] * mesh[1] * mesh[2] * mesh[3]) <= 4 or world == 8 and max(mesh) == 2]
 TRIPLE = "zero", "tp", "pp"
-ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense", "qk_norm": "off"}  # before a step has them
+ALONE = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "experts": "dense", "family": "llama"}  # before a step has them
 
 
 class Layout(NamedTuple):
@@ -119,8 +120,10 @@ def stages(row):
 def agree(row):
     """Tell whether the values chosen so far are possible together, whatever the degrees are."""
     chosen = row.get
+    _, with_experts = FAMILIES[chosen("family", "llama")]
     return not (chosen("dp_mode") and (chosen("zero") or chosen("shard")) or chosen("shard") and not chosen("zero", 1)
                 or chosen("experts") == "dense" and (chosen("balance") or chosen("ep", 1) > 1)
+                or with_experts is None and (chosen("experts", "dense") != "dense" or chosen("balance") or chosen("ep", 1) > 1)
                 or chosen("dtype") == "bfloat16" and chosen("optimizer") == "sgd")
 
 
@@ -157,7 +160,7 @@ def layout_of(row, step, draw):
     words += [f"--ep {full['ep']}"] if full["ep"] > 1 else []
     words += [f"--balance {full['balance']}"] if "balance" in full else []
     number = stages(full)
-    shape = f"{full['experts']}-{number + 1}" + "-qk" * (full["qk_norm"] == "on")
+    shape = f"{full['experts']}-{number + 1}" + f"-{full['family']}" * (full["family"] != "llama")
     return Layout(NAMES[step - 1], dp * tp * cp * pp, shape, row["optimizer"], " ".join(words))
 
 
@@ -218,31 +221,31 @@ def write():
 
 
 # ------------------------------------------------------------------------------------------- named layouts
-USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", qk_norm="off", zero=0, shard="all",
+USUAL = dict(dtype="float64", optimizer="adamw", recompute="none", micro_batches="few", family="llama", zero=0, shard="all",
              dp_mode="bucket", sp="on", cp_mode="zigzag", schedule="1f1b", experts="dense", balance="bias", dp=1, tp=1, cp=1, pp=1,
              ep=1)
 # `make test` runs these: for every dimension of every step, one layout where it is above 1. Planted mistakes name some of them.
 QUICK = {2: {"overlap": dict(dp=2, dp_mode="overlap"),
-             "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full", qk_norm="on")},
+             "buckets": dict(dp=3, dp_mode="bucket --bucket_mb 0.02", recompute="full", family="qk")},
          3: {"zero 1": dict(dp=2, zero=1),
              "zero 2": dict(dp=3, zero=2, recompute="selective"),
              "zero 3": dict(dp=2, zero=3, recompute="full"),
-             "hybrid": dict(dp=4, zero=2, shard="part", optimizer="sgd", qk_norm="on")},
+             "hybrid": dict(dp=4, zero=2, shard="part", optimizer="sgd", family="qk")},
          4: {"sp on": dict(tp=2),
              "sp off": dict(tp=2, dp=2, sp="off", zero=1, recompute="full"),
-             "QK-norm, sp off": dict(tp=2, sp="off", optimizer="sgd", qk_norm="on")},
+             "QK-norm, sp off": dict(tp=2, sp="off", optimizer="sgd", family="qk")},
          5: {"zigzag": dict(cp=4),
-             "ulysses": dict(cp=2, tp=2, cp_mode="ulysses", recompute="selective", qk_norm="on"),
+             "ulysses": dict(cp=2, tp=2, cp_mode="ulysses", recompute="selective", family="qk"),
              "allgather": dict(cp=2, dp=2, cp_mode="allgather", zero=3)},
          6: {"1f1b": dict(pp=2, dp=2, zero=2),
-             "zerobubble": dict(pp=2, tp=2, schedule="zerobubble", qk_norm="on"),
+             "zerobubble": dict(pp=2, tp=2, schedule="zerobubble", family="qk"),
              "dualpipe": dict(pp=2, cp=2, schedule="dualpipe", recompute="full")},
          7: {"ep": dict(dp=2, ep=2, experts="top2", zero=1),
-             "ep and tp": dict(dp=2, ep=4, tp=2, experts="top2", balance="aux", qk_norm="on", zero=2),
+             "ep and tp": dict(dp=2, ep=4, tp=2, experts="top2", balance="aux", family="qk", zero=2),
              "ep and tp, sp off": dict(ep=2, tp=2, sp="off", experts="top2", recompute="full"),
              "ep and pp": dict(cp=2, ep=2, pp=2, experts="top2", schedule="zerobubble")},
          8: {"experts of two stages": dict(dp=2, ep=2, pp=2, experts="top2", zero=2, schedule="dualpipe"),
-             "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full", qk_norm="on")}}
+             "tp and cp": dict(tp=2, cp=2, zero=3, recompute="full", family="qk")}}
 # Others, some of which planted mistakes name. With sgd, the weights at the end show the sums of all gradients.
 NAMED = {2: {"naive": dict(dp=2, dp_mode="naive", optimizer="sgd"),
              "gradients": dict(dp=3, dp_mode="bucket", optimizer="sgd")},
