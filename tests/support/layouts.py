@@ -14,6 +14,7 @@ without dtype counts only in a layout in float64, because only float64 is compar
 Some layouts have names, below. The others are in tests/data/layouts.txt, and test_layouts.py checks that nothing is missing.
 `make sweep` draws layouts at random.
 """
+import functools
 import importlib.util
 import itertools
 import os
@@ -96,7 +97,7 @@ def fits(row, mesh):
     """Tell whether the values chosen so far are possible with these degrees."""
     dp, tp, cp, pp = mesh
     chosen = row.get
-    return (all(chosen(name, degree) == degree for name, degree in zip(MESH, mesh))
+    return (chosen("dp", dp) == dp and chosen("tp", tp) == tp and chosen("cp", cp) == cp and chosen("pp", pp) == pp
             and (tp > 1 or chosen("sp") is None) and (cp > 1 or chosen("cp_mode") is None)
             and (pp > 1 or chosen("schedule") is None)
             and (dp * cp > 1 or not (chosen("dp_mode") or chosen("zero") or chosen("shard")))
@@ -105,6 +106,7 @@ def fits(row, mesh):
             and (chosen("micro_batches") is None or counts(chosen("micro_batches"), dp, pp, chosen("schedule"))))
 
 
+@functools.cache
 def counts(kind, dp, pp, schedule):
     """Return the micro-batch counts of this kind that divide the batch and that the schedule accepts."""
     low, high = {"one": (1, 1), "few": (2, 4), "many": (5, 24)}[kind]
@@ -136,10 +138,10 @@ def meshes(row, step):
 def complete(row, step, draw):
     """Return the row with a value drawn for every factor that applies. Values that it has already stay."""
     row = row | dict(zip(MESH, draw.choice(meshes(row, step))))
-    for name in factors(step):
-        values = [value for value in FACTORS[name][1]
-                  if agree(row | {name: value}) and fits(row | {name: value}, [row[n] for n in MESH])]
-        if name not in row and values:
+    mesh = [row[name] for name in MESH]
+    for name in [name for name in factors(step) if name not in row]:
+        values = [value for value in FACTORS[name][1] if agree(row | {name: value}) and fits(row | {name: value}, mesh)]
+        if values:
             row[name] = draw.choice(values)
     return {name: row[name] for name in factors(step) if name in row}
 
