@@ -19,9 +19,9 @@ def test_it_is_a_patch_on_its_step(patch, tmp_path):
     assert list(said) == ["step", "what", "when", "run", "effect"]
     folder = apply(patch, tmp_path)
     for file in folder.glob("*.py"):
-        source = file.read_text()
-        compile(source, file.name, "exec")
-        assert max(map(len, source.splitlines())) <= 110, file.name
+        compile(file.read_text(), file.name, "exec")
+    # the other lines are the step's: one that is too long is test_steps.py's matter, not one of every extension
+    assert [line for line in patch.read_text().splitlines() if len(line) > 1 + 110 and line.startswith("+")] == []
 
 
 @pytest.mark.parametrize("patch", EXTENDED)

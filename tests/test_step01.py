@@ -88,7 +88,7 @@ def test_a_small_model_takes_one_thread_if_nobody_asks_for_more(flags, asked, on
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env |= {"OMP_NUM_THREADS": asked} if asked else {}
     command = [sys.executable, "-c", THREADS, step_dir(STEP), *flags.split()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     before, after = done.stdout.split()
     assert after == ("1" if one else before), done.stderr
 
