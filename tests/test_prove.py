@@ -19,9 +19,10 @@ from plants import STEPS, judged, table_of
 from prove import CannotRun
 from prove.__main__ import listed, main, pairwise
 from prove.causes import CAUSES
-from prove.compare import Row, Run
+from prove.compare import Row, Run, limits
 from prove.diagnose import Diagnosis
-from prove.trace import Seen
+from prove.ranks import watch
+from prove.trace import Seen, trace_back
 from prove.words import Words, ranges
 from steps import ROOT, clean_environment
 
@@ -634,6 +635,47 @@ def test_a_norm_of_what_one_stage_holds_is_named():
     found = find(3.0)
     assert find(5.0003).cause == "norm", "a little more than the whole is not what cp 0 holds"
     assert found.cause == "norm of a part" and found.seen == "the gradient norm: it is that of what pp 0 holds"
+
+
+class Residual(torch.nn.Module):
+    """A residual block. A rank of two has half of `up` and `down`, adds the other's half in forward, and nothing in backward."""
+
+    def __init__(self, residual, rank=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, up, down, self.head = (cls(*size).double() for cls, *size in (
+            (torch.nn.Embedding, 8, 4), (torch.nn.Linear, 4, 6), (torch.nn.Linear, 6, 4), (torch.nn.Linear, 4, 8)))
+        self.residual, self.up, self.down = residual, up, down
+        if rank is not None:
+            self.up, self.down, half = torch.nn.Linear(4, 3), torch.nn.Linear(3, 4), slice(3 * rank, 3 * rank + 3)
+            self.up.weight.data, self.up.bias.data = up.weight.data[half], up.bias.data[half]
+            self.down.weight.data, self.down.bias.data = down.weight.data[:, half], down.bias.data
+            self.down.register_forward_hook(lambda *_: _[2] + (down(up(self.x).relu()) - _[2]).detach())
+
+    def forward(self, tokens):
+        self.x = self.embed(tokens)
+        return self.head(self.down(self.up(self.x).relu()) + self.x * self.residual)
+
+
+@pytest.mark.parametrize("residual, place", [(0, ""), (1, "up")])
+def test_a_wrong_backward_has_a_place_and_a_sum_that_is_still_partial_is_not_wrong(residual, place):
+    tokens, targets = torch.arange(8).view(2, 4), torch.arange(8).flip(0)
+
+    def seen(model, scale):
+        with watch(SimpleNamespace(modules=lambda run: run.named_modules()), model, True) as activations:
+            (torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets) * scale).backward()
+        return dict(place={}, own=[], steps=[dict(activations=activations)])
+    run, one = Run([seen(Residual(residual, rank), 4) for rank in range(2)]), Run([seen(Residual(residual), 1)])
+    found, text = trace_back(run, one, (2, 4), 1e-7, words([dict(tp=0), dict(tp=1)]))
+    assert found == place and ("in the backward of up: that of its output is right" in text) == bool(place)
+
+
+def test_a_norm_that_is_equal_by_chance_does_not_set_its_limit():
+    def of(*gradient):
+        part = [("a", (0,), torch.tensor(gradient))]
+        return Run([dict(place={}, own=part, steps=[dict(loss=1.0, norm=5.0, gradients=part, weights=part)])])
+    limit, = limits(of(3.001, 3.999), of(3.0, 4.0), 1e-6)
+    assert limit.norm > 1e-3
 
 
 def test_small_gradients_are_explained_together():

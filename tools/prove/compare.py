@@ -96,6 +96,9 @@ def limits(nudged, one, least, scale=1.0):
     """Yield a Row for every step: what can still be rounding, judged by a run whose weights were nudged by one rounding."""
     for step in range(one.steps):
         loss, norm, gradients, weights = distances(nudged, one, step)
+        # a norm moves at most as far as the gradients, and two norms may be equal by chance
+        norm = max(norm, relative(*(torch.cat([tensor.flatten() for tensor in side.whole(step, "gradients").values()])
+                                    for side in (nudged, one))))
         # a number that was logged in float32 is as exact as float32
         logged = [1e-6 if all(x == float(torch.tensor(x).float()) for x in one.numbers(step, kind)) else least
                   for kind in ("loss", "norm")]

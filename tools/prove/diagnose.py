@@ -6,6 +6,7 @@ each sequence alone gives; activations are compared row by row.
 import collections
 import contextlib
 import fractions
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from prove.causes import CAUSES
 from prove.compare import Run, relative
 from prove import CannotRun
 from prove.ranks import Job, cut
-from prove.trace import trace
+from prove.trace import trace, trace_back
 from prove.words import Words, ranges
 
 
@@ -302,15 +303,20 @@ class Diagnosis:
 
     def forward(self, step, looks):
         """Compare activations, if the adapter shows modules."""
-        steps = [0, 0] if step == 0 else [*range(step + 1)]                        # a pipeline's first step looks for shapes, too
-        jobs = [Job(self.trial.start if k == 0 else None, self.trial.inputs[k], self.trial.targets[k], watched=i == len(steps) - 1)
-                for i, k in enumerate(steps)]
-        found = trace(self.trial.launch(jobs), self.trial.launch_one(jobs), self.trial.inputs[step].shape,
-                      self.trial.exactness, self.words)
+        found = trace(*self.watched(step))
         if found is None:
             return Finding("loss", "the loss and the gradients", looks)
         cause, place, text = found
         return Finding(cause, text, looks, place)
+
+    @functools.cache
+    def watched(self, step):
+        """Train up to this step again, record activations and their gradients there, and return what trace and trace_back take."""
+        steps = [0, 0] if step == 0 else [*range(step + 1)]                        # a pipeline's first step looks for shapes, too
+        jobs = [Job(self.trial.start if k == 0 else None, self.trial.inputs[k], self.trial.targets[k], watched=i == len(steps) - 1)
+                for i, k in enumerate(steps)]
+        return (self.trial.launch(jobs), self.trial.launch_one(jobs), self.trial.inputs[step].shape, self.trial.exactness,
+                self.words)
 
     # ------------------------------------------------------------------------------------------- gradients
     def gradients(self, step, looks):
@@ -325,6 +331,8 @@ class Diagnosis:
                     if abs(first.factor - factor) < self.near * factor:
                         return Finding("clipped or not", f"the gradients of {which} are {factor:.5g} {text}{late}", looks)
         if kinds == {"factor"} and len(texts) == 1:
+            if not all_wrong and (found := self.backward(step, looks, late)):
+                return found
             cause = "all gradients times a factor" if all_wrong else "some gradients times a factor"
             return Finding(cause, f"the gradients of {which} are {first.text}{late}", looks, "" if all_wrong else place)
         if kinds == {"factor"}:
@@ -338,17 +346,27 @@ class Diagnosis:
             kind = "shares" if "shares" in kinds else "mean of means"
             return Finding("gradients of some data" if kind == "shares" else kind,
                            f"the gradients of {which} are {self.most_common(looks, kind)}{late}", looks, place)
-        if len(kinds) == 1 and first.kind != "gradients":
+        if len(kinds) == 1 and first.kind not in ("gradients", "gradients in part", "reduced in part"):
             return Finding(first.kind, f"the gradients of {which}: {first.text}{late}", looks, place)
-        before = self.names[:self.names.index(place) + 1]
-        if not all_wrong and len(looks) > 0.7 * len(before):
-            return Finding("backward", f"the gradients go wrong at {place} on the way back: {first.text}{late}", looks, place)
         if all_wrong and kinds == {"gradients"}:          # the loss may hardly show what is wrong with the forward pass
             found = self.forward(step, looks)
             if found.place:
                 return found
+        if found := self.backward(step, looks, late):
+            return found
+        before = self.names[:self.names.index(place) + 1]
+        if found is None and not all_wrong and len(looks) > 0.7 * len(before):
+            return Finding("backward", f"the gradients go wrong at {place} on the way back: {first.text}{late}", looks, place)
         cause = first.kind if first.kind in CAUSES else "gradients"
-        return Finding(cause, f"the gradients of {which}: {first.text}{late}", looks, place)
+        text = f"the gradients of {which}: {first.text}"
+        if cause == "gradients" and found is not None:
+            cause, text = "gradients of weights", text + "; those of all outputs of modules are right"
+        return Finding(cause, text + late, looks, place)
+
+    def backward(self, step, looks, late):
+        """Compare the gradients of activations. Return a Finding, "" if they are right, None if there are none to compare."""
+        found = None if self.trial.how.load else trace_back(*self.watched(step))  # watched() does not resume
+        return found and found[0] and Finding("backward", found[1] + late, looks, found[0])
 
     # ------------------------------------------------------------------------------------------- the norm
     def norm(self, step):

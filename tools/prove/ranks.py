@@ -5,6 +5,7 @@ ranks, because a trainer may keep global state.
 """
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -144,29 +145,45 @@ def load(adapter, run, weights):
             raise CannotRun(f"parts: {name} is not what was written into it; yield the memory itself, not a copy")
 
 
-def rows_of(value):
-    """Return the first tensor of numbers in a module's input or output, as [rows, width] of this rank; or None."""
+def first_tensor(value):
+    """Return the first tensor of numbers in a module's input or output, or None."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
-        return next((rows for rows in map(rows_of, value) if rows is not None), None)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return next((tensor for tensor in map(first_tensor, value) if tensor is not None), None)
+    return value if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 else None
+
+
+def rows_of(tensor):
+    """Return this rank's part of a tensor, as [rows, width]; None if it is a partial sum."""
+    if tensor is None or any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
         return None
-    if any(placement.is_partial() for placement in getattr(value, "placements", ())):
-        return None
-    return local(value).flatten(0, -2).double().cpu().clone()
+    return as_rows(local(tensor))
+
+
+def as_rows(tensor):
+    return tensor.flatten(0, -2).double().cpu().clone()
 
 
 @contextlib.contextmanager
 def watch(adapter, run, wanted):
-    """Yield {name of a module: [(its input, its output) of every call]}, which fills during forward."""
+    """Yield {name of a module: [[its input, its output, the gradient of its output] of every call]}, which fills during step."""
     seen, handles = {}, []
 
     def note(name):
         def hook(module, args, kwargs, output):
             if torch._C._current_graph_task_id() == -1:   # not while backward recomputes it
-                seen.setdefault(name, []).append((rows_of((*args, kwargs)), rows_of(output)))
+                output = first_tensor(output)
+                call = [rows_of(first_tensor((*args, kwargs))), rows_of(output), None]
+                seen.setdefault(name, []).append(call)
+                if call[1] is not None and output.requires_grad:
+                    output.register_hook(functools.partial(keep, call))
         return hook
+
+    def keep(call, gradient):
+        gradient = local(gradient)                        # a partial sum, too: trace.py adds up those of the ranks
+        if call[2] is None and gradient.shape[-1] == call[1].shape[1] and gradient.numel() == call[1].numel():
+            call[2] = as_rows(gradient)
     if wanted and hasattr(adapter, "modules"):
         modules = [(name, module) for name, module in adapter.modules(run) or () if name]
         handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in modules]

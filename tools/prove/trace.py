@@ -1,8 +1,11 @@
-"""Find the module where a forward pass goes wrong, by its activations.
+"""Find the module where a forward pass goes wrong, by its activations, or a backward pass, by their gradients.
 
 A layout may hold any rows of an activation, in any order, and a part of its columns. So each row of a rank is looked up among the
-rows of one process. Rows that are nowhere in one process are wrong.
+rows of one process. Rows that are nowhere in one process are wrong. In backward, the activations are right, and say which row of
+one process the gradient of each row has to equal.
 """
+import itertools
+
 import torch
 
 from prove.words import ranges
@@ -15,13 +18,13 @@ class Seen:
         self.wrong_ranks, self.missing, self.known, self.any_right_there = [], set(), False, False
         found = set()
         for rank, rows in enumerate(of_ranks):
-            places = None if rows is None or right is None else look_up(rows, right, exactness)
-            if places is not None:
-                self.known = True
-                found |= {place for place in places if place is not None}
-                if None in places:
+            part = None if rows is None or right is None else look_up(rows, right, exactness)
+            if part is not None:
+                self.known, equal = True, part[1]
+                found |= {*equal.any(0).nonzero().flatten().tolist()}              # equal rows, as of equal tokens, are all found
+                if not equal.any(1).all():
                     self.wrong_ranks.append(rank)
-                    self.any_right_there |= places.count(None) < len(rows)
+                    self.any_right_there |= bool(equal.any())
         if self.known:
             self.missing = {*range(len(right))} - found
             self.total = len(right)
@@ -32,25 +35,79 @@ class Seen:
 
 
 def look_up(rows, right, exactness):
-    """Return for every row the place of an equal row of one process, or None; return None if columns cannot be compared."""
+    """Return the first of these columns in one process, and [rows, its rows]: which are equal; None if columns cannot be compared."""
     width, whole = rows.shape[1], right.shape[1]
     if width > whole or whole % width:
         return None
-    best = None
+    parts = []
     for start in range(0, whole, width):
         part = right[:, start:start + width]
         distance = torch.cdist(rows, part, compute_mode="donot_use_mm_for_euclid_dist")
-        nearest, place = distance.min(1)
-        fits = nearest <= exactness * part.norm(dim=1)[place].clamp(min=1e-30)
-        places = [int(p) if fine else None for p, fine in zip(place, fits)]
-        # equal rows, as of the same token at the start of two sequences, count as all found
-        same = {j for i, fine in enumerate(fits) if fine
-                for j in (distance[i] <= exactness * part.norm(dim=1).clamp(min=1e-30)).nonzero().flatten().tolist()}
-        places += sorted(same - {place for place in places if place is not None})
-        if best is None or places.count(None) < best.count(None):
-            best = places
+        parts.append((start, distance <= exactness * part.norm(dim=1).clamp(min=1e-30)))
+    start, equal = max(parts, key=lambda part: part[1].any(1).sum())
     # a part of the columns in another order than one process has them: nothing fits, and nothing is known
-    return None if width < whole and best.count(None) == len(rows) else best
+    return None if width < whole and not equal.any() else (start, equal)
+
+
+class Gradients:
+    """What became of the gradient of one module's output: which rows of one process are wrong, and on which ranks.
+
+    A row is right if every rank that has it has `factor` times the right one, or if this is what their rows add up to: a layout may
+    reduce gradients later.
+    """
+    def __init__(self, of_ranks, right, exactness, factor=1.0):
+        value, gradient = right
+        self.known, self.partial, self.factors, self.total, self.missing, wrong_ranks = False, False, [], len(value), set(), set()
+        held = {}                                         # {columns: those of equal rows, sums of ranks' rows, their number, wrong}
+        for rank, rows in enumerate(of_ranks):
+            start, equal = rows and look_up(rows[0], value, exactness) or (0, torch.zeros(0, 1, dtype=bool))
+            if not equal.any():
+                continue
+            self.known, mine, equal = True, rows[1][equal.any(1)], equal[equal.any(1)]
+            columns = slice(start, start + mine.shape[1])
+            part = gradient[:, columns]
+            self.factors += factors(mine, part, equal)
+            if (start, columns.stop) not in held:         # equal rows have the number of the first
+                same = look_up(value[:, columns], value[:, columns], exactness)[1].int().argmax(1)
+                held[start, columns.stop] = same, torch.zeros_like(part), torch.zeros(len(part)), {}
+            same, total, number, wrong = held[start, columns.stop]
+            at = same[equal.int().argmax(1)]
+            total.index_add_(0, at, mine)
+            number.index_add_(0, at, torch.ones(len(at)))
+            distance = torch.cdist(mine, factor * part, compute_mode="donot_use_mm_for_euclid_dist")
+            for row in at[~((distance <= exactness * norms(factor * part)) & equal).any(1)].tolist():
+                wrong.setdefault(row, set()).add(rank)
+        for (start, stop), (same, total, number, wrong) in held.items():
+            part = factor * gradient[:, start:stop]
+            for row, ranks in wrong.items():
+                equal = same == row
+                copies, wanted = int(number[row]) // int(equal.sum()), part[equal].sum(0)
+                counts = (n for n in range(1, copies + 1) if copies % n == 0)
+                if any((total[row] - n * wanted).norm() <= exactness * copies * norms(part)[equal].sum() for n in counts):
+                    self.partial = True
+                else:
+                    self.missing |= {*equal.nonzero().flatten().tolist()}
+                    wrong_ranks |= ranks
+        self.wrong_ranks = sorted(wrong_ranks)
+
+    @property
+    def right(self):
+        return self.known and not self.missing
+
+
+def norms(rows):
+    """Return the size of each row, against which rounding is judged; a row near zero is as exact as others."""
+    size = rows.norm(dim=1)
+    return (size + size.mean() / 10).clamp(min=1e-30)
+
+
+def factors(rows, right, equal):
+    """Return c of every row that is c times the right one."""
+    square = right.square().sum(1).clamp(min=1e-60)
+    c = rows @ right.T / square
+    cosine = (c.square() * square / rows.square().sum(1, keepdim=True).clamp(min=1e-60)).where(equal, 0)
+    best, place = cosine.max(1)
+    return c.gather(1, place[:, None]).flatten()[best > 1 - 1e-6].tolist()
 
 
 def joined(calls, which):
@@ -58,11 +115,76 @@ def joined(calls, which):
     return torch.cat(tensors) if tensors and len({tensor.shape[1] for tensor in tensors}) == 1 else None
 
 
+def recorded(run, one):
+    """Return what every rank and one process have recorded, and the modules, in the order in which forward leaves them."""
+    of_ranks, right = ([seen["steps"][-1]["activations"] for seen in side.ranks] for side in (run, one))
+    return of_ranks, right[0], [name for name in right[0] if any(name in seen for seen in of_ranks)]
+
+
+def trace_back(run, one, shape, exactness, words):
+    """Return (module, text), module "" if the gradients of all outputs are right; None if there are none to compare."""
+    of_ranks, right, names = recorded(run, one)
+    points, factor = {}, None
+    for name in reversed(names):
+        ours, theirs = with_gradients(right, name), [with_gradients(of, name) for of in of_ranks]
+        if ours and factor is None:                       # accumulation and dp may scale what backward begins with
+            found = sorted(Gradients(theirs, ours, exactness).factors)
+            factor = found[len(found) // 2] if found else None
+        point = ours and Gradients(theirs, ours, exactness, factor or 1.0)
+        points |= {name: point} if point and point.known else {}
+
+    def takes(name):
+        """Return the modules whose input is this module's output."""
+        given = {other: joined(right[other], 0) for other in names}
+        return [other for other in names
+                if other != name and given[other] is not None and torch.equal(given[other], joined(right[name], 1))]
+
+    def right_below(name):
+        """Tell whether a module around this one has an input with the right gradient: then this one only has another form."""
+        around = {other for other in names if name.startswith(f"{other}.")}
+        return any(point.right and around & {*takes(other)} for other, point in points.items())
+    first = next((name for name, point in points.items() if not point.right and not right_below(name)), None)
+    if first is None:
+        return ("", "") if points else None
+    passed = [*itertools.takewhile(lambda name: name != first, points)]
+    partial = [*itertools.takewhile(lambda name: points[name].partial, reversed(passed))]
+    place, text = between(partial[-1] if partial else first, passed, right, takes)
+    if partial:
+        text = f"in the backward of {place}: that of its input is a partial sum on each rank, and is not added up as it should be"
+    elif not any(place in of_ranks[rank] for rank in points[first].wrong_ranks):
+        place, text = first, f"between {takes(first)[-1]} and {first}, which lie on different ranks"
+    return place, f"the gradients go wrong {text}{where(points[first], shape, words, len(of_ranks))}"
+
+
+def with_gradients(of, name):
+    """Return the rows of a module's output, and those of its gradient; None if they are not known."""
+    calls = [call for call in of.get(name, ()) if call[2] is not None]
+    rows = joined(calls, 1), joined(calls, 2)
+    return None if any(part is None for part in rows) else rows
+
+
+def between(first, passed, right, takes):
+    """Return the place where backward goes wrong, if it first does so at this module's output, and what is to say of it."""
+    users = takes(first)
+    outer = [name for name in users if not any(name.startswith(f"{other}.") for other in users)]
+    inner = [name for name in users if not any(other.startswith(f"{name}.") for other in users)]
+    if users:
+        place = inner[0] if len(inner) == 1 else outer[0]
+        known = "that of its output is right, that of its input is wrong" if place in passed else "that of its input is wrong"
+        return place, f"in the backward of {place}: {known}"
+    around = [name for name in right if first.startswith(f"{name}.")]
+    if not passed or not around:
+        return first, f"before they come to {first}: that of its output is wrong"
+    place, given = max(around, key=len), joined(right[first], 0)
+    beside = [name for name in passed if given is not None and torch.equal(given, joined(right[name], 0))]
+    later = [name for name in reversed(passed) if name.startswith(f"{place}.") and name not in beside]
+    first, then = (name[len(place) + 1:].partition(".")[0] for name in (first, (later or [f"{place}.its end"])[0]))
+    return place, f"in the backward of {place}, between {first} and {then}"
+
+
 def trace(run, one, shape, exactness, words):
     """Return (cause, module, text), module "" if all activations are right; None if there are none to compare."""
-    of_ranks = [seen["steps"][-1]["activations"] for seen in run.ranks]
-    right = one.ranks[0]["steps"][-1]["activations"]
-    names = [name for name in right if any(name in seen for seen in of_ranks)]     # in the order in which forward leaves them
+    of_ranks, right, names = recorded(run, one)
 
     def rows(name, which):
         return [joined(of[name], which) if name in of else None for of in of_ranks], joined(right[name], which)
@@ -112,6 +234,8 @@ def descend(parent, names, outputs, seen):
 
 def rows_in_words(output, shape):
     batch, seq = shape
+    if output.total != batch * seq and len(output.missing) == output.total:
+        return "all rows"
     if output.total != batch * seq:
         return f"{len(output.missing)} of {output.total} rows"
     sequences, positions = {row // seq for row in output.missing}, {row % seq for row in output.missing}
