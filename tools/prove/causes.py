@@ -96,7 +96,7 @@ CAUSES = {
         "gradients are right from the loss down to a module, and wrong from there on",
         "look at the backward of that module: the reduction where a sharded region begins, or keys of other ranks"),
     "gradients of weights": Cause(
-        "gradients of some weights, though those of what all modules put out are right",
+        "gradients of some weights, though those of all activations are right",
         "look at how these modules compute or reduce the gradients of their weights: from other inputs, rows or micro-batches"),
     "gradients": Cause(
         "gradients are wrong, and not a multiple of the right ones",

@@ -360,7 +360,7 @@ class Diagnosis:
         cause = first.kind if first.kind in CAUSES else "gradients"
         text = f"the gradients of {which}: {first.text}"
         if cause == "gradients" and found is not None:
-            cause, text = "gradients of weights", text + "; those of all outputs of modules are right"
+            cause, text = "gradients of weights", text + "; those of all activations are right"
         return Finding(cause, text + late, looks, place)
 
     def backward(self, step, looks, late):

@@ -35,7 +35,7 @@ class Seen:
 
 
 def look_up(rows, right, exactness):
-    """Return the first of these columns in one process, and [rows, its rows]: which are equal; None if columns cannot be compared."""
+    """Return where these columns begin in one process, and [rows, its rows]: which are equal; None if they cannot be compared."""
     width, whole = rows.shape[1], right.shape[1]
     if width > whole or whole % width:
         return None
@@ -57,13 +57,12 @@ class Gradients:
     """
     def __init__(self, of_ranks, right, exactness, factor=1.0):
         value, gradient = right
-        self.known, self.partial, self.factors, self.total, self.missing, wrong_ranks = False, False, [], len(value), set(), set()
+        self.partial, self.factors, self.total, self.missing, wrong_ranks = False, [], len(value), set(), set()
+        found = [(rank, rows[1], look_up(rows[0], value, exactness)) for rank, rows in enumerate(of_ranks) if rows]
+        found = [(rank, mine, *part) for rank, mine, part in found if part]
+        self.known = bool(found) and all(equal.any(1).all() for *_, equal in found)            # the activations are right
         held = {}                                         # {columns: those of equal rows, sums of ranks' rows, their number, wrong}
-        for rank, rows in enumerate(of_ranks):
-            start, equal = rows and look_up(rows[0], value, exactness) or (0, torch.zeros(0, 1, dtype=bool))
-            if not equal.any():
-                continue
-            self.known, mine, equal = True, rows[1][equal.any(1)], equal[equal.any(1)]
+        for rank, mine, start, equal in found if self.known else ():
             columns = slice(start, start + mine.shape[1])
             part = gradient[:, columns]
             self.factors += factors(mine, part, equal)
@@ -115,6 +114,10 @@ def joined(calls, which):
     return torch.cat(tensors) if tensors and len({tensor.shape[1] for tensor in tensors}) == 1 else None
 
 
+def same_rows(a, b):
+    return a is not None and b is not None and torch.equal(a, b)
+
+
 def recorded(run, one):
     """Return what every rank and one process have recorded, and the modules, in the order in which forward leaves them."""
     of_ranks, right = ([seen["steps"][-1]["activations"] for seen in side.ranks] for side in (run, one))
@@ -122,7 +125,7 @@ def recorded(run, one):
 
 
 def trace_back(run, one, shape, exactness, words):
-    """Return (module, text), module "" if the gradients of all outputs are right; None if there are none to compare."""
+    """Return (module, text), module "" if the gradients of all activations are right; None if there are none to compare."""
     of_ranks, right, names = recorded(run, one)
     points, factor = {}, None
     for name in reversed(names):
@@ -135,9 +138,7 @@ def trace_back(run, one, shape, exactness, words):
 
     def takes(name):
         """Return the modules whose input is this module's output."""
-        given = {other: joined(right[other], 0) for other in names}
-        return [other for other in names
-                if other != name and given[other] is not None and torch.equal(given[other], joined(right[name], 1))]
+        return [other for other in names if other != name and same_rows(joined(right[other], 0), joined(right[name], 1))]
 
     def right_below(name):
         """Tell whether a module around this one has an input with the right gradient: then this one only has another form."""
@@ -175,8 +176,8 @@ def between(first, passed, right, takes):
     around = [name for name in right if first.startswith(f"{name}.")]
     if not passed or not around:
         return first, f"before they come to {first}: that of its output is wrong"
-    place, given = max(around, key=len), joined(right[first], 0)
-    beside = [name for name in passed if given is not None and torch.equal(given, joined(right[name], 0))]
+    place = max(around, key=len)
+    beside = [name for name in passed if same_rows(joined(right[first], 0), joined(right[name], 0))]
     later = [name for name in reversed(passed) if name.startswith(f"{place}.") and name not in beside]
     first, then = (name[len(place) + 1:].partition(".")[0] for name in (first, (later or [f"{place}.its end"])[0]))
     return place, f"in the backward of {place}, between {first} and {then}"

@@ -43,7 +43,7 @@ def place(run: object) -> dict:
 
 
 def modules(run: object) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield (name, module), named alike under every layout: then a report says where a forward pass goes wrong."""
+    """Yield (name, module), named alike under every layout: then a report says where a forward or backward pass goes wrong."""
 
 
 def save(run: object, folder: str) -> None:
