@@ -138,15 +138,18 @@ def trace_back(run, one, shape, exactness, words):
 
     def takes(name):
         """Return the modules whose input is this module's output."""
-        return [other for other in names if other != name and same_rows(joined(right[other], 0), joined(right[name], 1))]
+        return [other for other in names if other != name and same_rows(joined(right[other], 0), joined(right[name], 1))
+                and not any(call[1] is not None and call[2] is None for call in right[other])]       # as for a rotary table
 
     def right_below(name):
         """Tell whether a module around this one has an input with the right gradient: then this one only has another form."""
         around = {other for other in names if name.startswith(f"{other}.")}
         return any(point.right and around & {*takes(other)} for other, point in points.items())
+    if 2 * len(points) <= sum(with_gradients(right, name) is not None for name in names):
+        return None                                       # most activations are not those of one process
     first = next((name for name, point in points.items() if not point.right and not right_below(name)), None)
     if first is None:
-        return ("", "") if points else None
+        return "", ""
     passed = [*itertools.takewhile(lambda name: name != first, points)]
     partial = [*itertools.takewhile(lambda name: points[name].partial, reversed(passed))]
     place, text = between(partial[-1] if partial else first, passed, right, takes)
@@ -168,11 +171,11 @@ def between(first, passed, right, takes):
     """Return the place where backward goes wrong, if it first does so at this module's output, and what is to say of it."""
     users = takes(first)
     outer = [name for name in users if not any(name.startswith(f"{other}.") for other in users)]
-    inner = [name for name in users if not any(other.startswith(f"{name}.") for other in users)]
     if users:
-        place = inner[0] if len(inner) == 1 else outer[0]
-        known = "that of its output is right, that of its input is wrong" if place in passed else "that of its input is wrong"
-        return place, f"in the backward of {place}: {known}"
+        place, known = outer[0], "that of its output is right, " * (outer[0] in passed)
+        inner = [name[len(place) + 1:] for name in users if name.startswith(f"{place}.")]      # a residual passes by
+        begins = f", which begins with {', '.join(inner[:3])}" * bool(inner)
+        return place, f"in the backward of {place}{begins}: {known}that of its input is wrong"
     around = [name for name in right if first.startswith(f"{name}.")]
     if not passed or not around:
         return first, f"before they come to {first}: that of its output is wrong"
