@@ -57,6 +57,7 @@ class Gradients:
     """
     def __init__(self, of_ranks, right, exactness, factor=1.0):
         value, gradient = right
+        allowed = max(exactness, 1e-5)                    # many trainers compute the loss in float32
         self.partial, self.factors, self.total, self.missing, wrong_ranks = False, [], len(value), set(), set()
         found = [(rank, rows[1], look_up(rows[0], value, exactness)) for rank, rows in enumerate(of_ranks) if rows]
         found = [(rank, mine, *part) for rank, mine, part in found if part]
@@ -74,7 +75,7 @@ class Gradients:
             total.index_add_(0, at, mine)
             number.index_add_(0, at, torch.ones(len(at)))
             distance = torch.cdist(mine, factor * part, compute_mode="donot_use_mm_for_euclid_dist")
-            for row in at[~((distance <= exactness * norms(factor * part)) & equal).any(1)].tolist():
+            for row in at[~((distance <= allowed * norms(factor * part)) & equal).any(1)].tolist():
                 wrong.setdefault(row, set()).add(rank)
         for (start, stop), (same, total, number, wrong) in held.items():
             part = factor * gradient[:, start:stop]
@@ -82,7 +83,7 @@ class Gradients:
                 equal = same == row
                 copies, wanted = int(number[row]) // int(equal.sum()), part[equal].sum(0)
                 counts = (n for n in range(1, copies + 1) if copies % n == 0)
-                if any((total[row] - n * wanted).norm() <= exactness * copies * norms(part)[equal].sum() for n in counts):
+                if any((total[row] - n * wanted).norm() <= allowed * copies * norms(part)[equal].sum() for n in counts):
                     self.partial = True
                 else:
                     self.missing |= {*equal.nonzero().flatten().tolist()}
