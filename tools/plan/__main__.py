@@ -12,7 +12,7 @@ import explain
 import models
 import page
 from plan import Question
-from speed import GPUS, NETWORKS, Cluster, gpus
+from speed import GPUS, NETWORKS, full_nodes, gpus
 from trainer import TOO_LARGE as MOST, Refused, fail
 from trainers import TRAINERS, constants_of, load_constants
 
@@ -104,27 +104,25 @@ def check(args):
 
 
 def cluster_of(args):
-    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
-        fail(f"--gpus {args.gpus}: must be a multiple of --gpus_per_node {args.gpus_per_node}, or at most that")
     gpu = GPUS[args.gpu]
     own = dict(bfloat16=args.flops, hbm=args.hbm, memory=args.memory, nvlink=args.nvlink)
     gpu = gpu._replace(**{name: value for name, value in own.items() if value})
     if args.power:
         gpu = gpus.at_power(gpu, args.power)
-    return Cluster(args.gpus, gpu, args.network, args.gpus_per_node)
+    return full_nodes(args.gpus, gpu, args.network, args.gpus_per_node)
 
 
 def main():
     args = parse_args()
     cluster, c = cluster_of(args), models.load(args.model)
-    constants = constants_of(load_constants(args.constants), args.trainer, args.compile, args.precision, args.gpu,
-                             args.balance)
-    question = Question(args.model, c, args.gpu, cluster, args.seq_len, args.global_batch_tokens / args.seq_len, constants,
-                        (args.tokens, args.price))
+    asked = dict(known=load_constants(args.constants), trainer=args.trainer, compiled=args.compile, precision=args.precision,
+                 balance=args.balance)
+    question = Question(args.model, c, args.gpu, cluster, args.seq_len, args.global_batch_tokens / args.seq_len,
+                        constants_of(**asked, gpu=args.gpu), (args.tokens, args.price))
     if args.html:
         try:
             open(args.html, "a").close()                  # the search takes seconds
-            return page.write(question, args.config, args.html)
+            return page.write(question, asked, args.config, args.html)
         except OSError as error:
             fail(f"--html {args.html}: {error.strerror}")
     if args.config:

@@ -7,11 +7,12 @@ import plan
 import trust
 from costs import DEFAULT_SCHEDULE
 from plan import MEMORY_ERROR, RECOMPUTE, evaluate, fits, limit
-from speed import KINDS, Cluster
-from trainer import SCHEDULES
+from speed import KINDS, Cluster, Times, span
+from trainer import SCHEDULES, make, simulate
 from trainers import ABOUT
 
 COLUMNS = ("dp", "tp", "cp", "pp", "ep", "zero", "schedule", "mbs", "acc", "batch", "recompute")
+KNOBS = ("tp", "cp", "pp", "ep", "zero", "schedule", "v", "mbs", "recompute")       # of the page; dp is what is left
 BUILTIN = 460_000                                         # tokens: the trainer's builtin text has at least this many
 EQUAL = 0.03                                              # layouts closer than this are not told apart
 SLURM_HOST = '"$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500"'
@@ -99,6 +100,17 @@ def wanted(question, one):
         hours = tokens / one.tokens_per_s / 3600
         yield (f"{tokens:.3g} tokens: {hours / question.cluster.gpus / 24:,.1f} days, {hours:,.0f} GPU-hours"
                + f", ${hours * price:,.0f} at ${price:g} a GPU-hour" * bool(price))
+
+
+def search_in_words(question, search, best):
+    """Yield lines about what a search found; best are its best layouts."""
+    if not best:
+        yield nothing_fits(question)
+        return
+    yield from two_answers(question, search)
+    yield from wanted(question, best[0])
+    if len(best) > 1:
+        yield why_not("The second", best[0], best[1])
 
 
 def nothing_fits(question):
@@ -249,6 +261,46 @@ def commands(question, one):
             "# " * bool(c.untrained) + dry_run(c, question.model, l, hardware(question))]
 
 
+# ---------------------------------------------------------------------- to draw it
+WIRE = dict(all_reduce=2, all_gather=1, reduce_scatter=1, all_to_all=1)      # of a payload, how many (n - 1)/n go over the link
+
+
+def transfers(question, one):
+    """Return for each dimension what the first GPU sends in a step, to whom and over which link; how long the link needs for
+    that; and for how long the step waits for it."""
+    l, cluster, found = one.layout, question.cluster, {}
+    held = (l.dp * l.cp, l.tp) if l.dp * l.cp > 1 else (l.expert_ranks, l.ep)             # by experts alone
+    rings = dict(dp=held, tp=(l.tp, 1), cp=(l.cp, l.tp), pp=(2, l.dp * l.cp * l.tp), ep=(l.ep, 1))
+    for (dimension, what), payload in costs.sent(question.c, l).items():
+        dimension = "tp" if dimension == "kv_heads" else dimension
+        ranks, stride = rings[dimension]
+        if ranks == 1:
+            continue
+        neighbours, nodes = span(cluster, ranks, stride)
+        wire = payload * WIRE[what] * (ranks - 1) / ranks if what in WIRE else payload
+        _, seconds, link = cluster.hardware(question.constants["time"]).travel(what, wire, ranks, math.ceil(nodes), neighbours)
+        row = found.setdefault(dimension, dict(ranks=l.pp if dimension == "pp" else ranks, stride=stride, link=link, bytes=0,
+                                               alone=0.0, waits=one.seconds.get(dimension, 0.0)))
+        row["bytes"] += payload
+        row["alone"] += seconds
+    return {dimension: row | dict(hidden=max(0.0, 1 - row["waits"] / row["alone"])) for dimension, row in found.items()}
+
+
+def timeline(question, one, most_ranks=16):
+    """Return the schedule's events with this layout's F, I and W, for some of its micro-batches and ranks."""
+    l = one.layout
+    times = Times(question.c, l, question.cluster, question.constants["time"])
+    every = -(-l.pp // most_ranks)                        # draw one rank in this many
+    m = min(l.accumulation, 3 * l.pp + 2 if every == 1 else 2 * l.pp)
+    share = question.c.num_hidden_layers / l.pp / l.stages_per_rank
+    F, I, W = (share * seconds for seconds in (times.F, times.I, times.W))
+    events = simulate(make(l.schedule, l.pp, m, l.stages_per_rank), F, I, W)
+    not_drawn = (l.accumulation - m) * (times.F + times.I + times.W) * share * l.stages_per_rank
+    drawn = [(rank, action.kind, action.stage // l.pp, action.micro_batch, start, end)
+             for rank, action, start, end in events if rank % every == 0]
+    return dict(every=every, shown=m, not_drawn=not_drawn, events=drawn)
+
+
 # ---------------------------------------------------------------------- to run it
 def train_flags(model, l, steps=1000, lr=3e-4):
     flags = ["--model", model, "--seq_len", l.seq_len, "--global_batch_size", l.batch,
@@ -276,7 +328,7 @@ def hardware(question):
     """Return the tools/simulate flags that describe the cluster, where they differ from the usual ones."""
     flags, cluster = f"--gpu {question.gpu} " * (question.gpu != "h100"), question.cluster
     flags += f"--gpus_per_node {cluster.gpus_per_node} " * (cluster.gpus_per_node != cluster.gpu.node)
-    return flags + f"--network {cluster.network / 1e9} " * (cluster.network != Cluster(1).network)
+    return flags + f"--network {cluster.network / 1e9:g} " * (cluster.network != Cluster(1).network)
 
 
 def dry_run(c, model, l, more=""):
@@ -297,5 +349,6 @@ def as_json(question, one):
         provenance=provenance(question, l), unmeasured=trust.unmeasured(c, l),
         interval=[round(low, 1), round(high, 1)], ranked_by=round(one.held_back, 1), **l._asdict(),
         stages_per_rank=l.stages_per_rank, global_batch_size=l.batch, memory=one.memory, seconds=one.seconds,
+        transfers=transfers(question, one),
         command=command(question.model, l, cluster),
         dry_run=dry_run(c, question.model, l, hardware(question)))

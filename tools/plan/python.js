@@ -68,6 +68,7 @@ const py = (() => {
     : isSequence(a) ? isSequence(b) && compare([...a], [...b]) === 0 : a instanceof Dict ? a.size === b.size && [...a].every(key => b.has(key) && eq(a.at(key), b.at(key)))
     : a instanceof PySet ? a.size === b.size && [...a].every(one => b.has(one)) : false);
   function compare(a, b) {                                // negative, 0 or positive
+    if (typeof a === "number") return a - b;
     if (!isSequence(a)) return eq(a, b) ? 0 : a < b ? -1 : 1;
     const [x, y] = [[...a], [...b]];
     for (let i = 0; i < Math.min(x.length, y.length); i++) if (compare(x[i], y[i])) return compare(x[i], y[i]);
@@ -146,7 +147,7 @@ const py = (() => {
   const quote = text => text && !/[^\w@%+=:,./-]/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
 
   // ---------------------------------------------------------------- built-in functions
-  function iter(x) {
+  function each(x) {
     if (x == null || typeof x[Symbol.iterator] !== "function") throw new TypeError_(`${str(x)} is not iterable`);
     return x;
   }
@@ -198,6 +199,10 @@ const py = (() => {
   const dict = (...parts) => new Dict(parts.flatMap(part => [...pairsOf(part)]));
   dict.fromkeys = (all, value = null) => new Dict([...all].map(key => [key, value]));
   const object = x => Object.fromEntries(items(x));
+  const from_json = x => x === null || typeof x !== "object" ? x : Array.isArray(x) ? x.map(from_json)
+    : new Dict(Object.entries(x).map(([key, value]) => [key, from_json(value)]));
+  const to_json = x => x instanceof Dict ? Object.fromEntries([...items(x)].map(([key, value]) => [key, to_json(value)]))
+    : isSequence(x) ? [...x].map(to_json) : x ?? null;
   function call(f, args, keywords) {                      // f(*args, **keywords)
     const names = f._fields ?? f.parameters, given = { ...keywords }, last = names.at(-1)?.startsWith("**");
     for (const name of names.slice(args.length, last ? -1 : undefined)) { args.push(given[name]); delete given[name]; }
@@ -229,11 +234,11 @@ const py = (() => {
   return {
     Exception, RuntimeError, ValueError, KeyError, TypeError: TypeError_, NamedTuple, Dict,
     truth, and, or, eq, add, mul, sub: (a, b) => a - b, mod, floordiv, bit_and, bit_or, iadd, ior, in: isIn, get_item, set_item, del_item, slice, unpack,
-    repr, str, formatted, format, iter, next, max, max_with, min, min_with, sum, sum_with: sum, sorted: all => sorted_with(all), sorted_with, range,
-    enumerate: all => enumerate_with(all), enumerate_with, zip, zip_with: zip, map, filter, count, round, dict, object, call, replaced, cached, math,
+    repr, str, formatted, format, each, iter: x => each(x)[Symbol.iterator](), next, max, max_with, min, min_with, sum, sum_with: sum, sorted: all => sorted_with(all), sorted_with, range,
+    enumerate: all => enumerate_with(all), enumerate_with, zip, zip_with: zip, map, filter, count, round, dict, object, from_json, to_json, call, replaced, cached, math,
     shlex: { quote, join: all => [...all].map(quote).join(" ") },
     abs: Math.abs, all: all => { for (const one of all) if (!truth(one)) return false; return true; }, any: all => { for (const one of all) if (truth(one)) return true; return false; },
-    bool: truth, int: x => Math.trunc(Number(x)), float: Number, len: x => x.length ?? x.size ?? [...x].length, list: (x = []) => [...x], tuple: (x = []) => [...x],
+    bool: truth, int: (x = 0) => Math.trunc(Number(x)), float: (x = 0) => Number(x), len: x => x.length ?? x.size ?? [...x].length, list: (x = []) => [...x], tuple: (x = []) => [...x],
     set: x => new PySet(x), deque: (x = []) => [...x], reversed: x => [...x].reverse(), defaultdict: make => new Dict([], make), Counter: (all = []) => {
       const found = new Dict([], () => 0); for (const one of all) found.set(one, found.at(one) + 1); return found; },
     getattr: (x, name, otherwise) => { if (x[name] === undefined && otherwise === undefined) throw new Exception(`no attribute ${name}`); return x[name] ?? otherwise ?? null; },

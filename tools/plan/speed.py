@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import costs
 from costs import BF16, FLOAT32, Layout, expert_layer, kv_width, product_widths
-from trainer import SCHEDULES, bubble, make, simulate
+from trainer import SCHEDULES, bubble, fail, make, simulate
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from simulate import gpus                                                           # noqa: E402
@@ -31,6 +31,13 @@ class Cluster(NamedTuple):
         k = k or USUAL
         gpu = self.gpu._replace(nvlink=self.gpu.nvlink * k["nvlink"])
         return gpus.Cluster(gpu, self.gpus_per_node, self.network * k["network"], taken=k["taken"])
+
+
+def full_nodes(gpus, gpu, network, gpus_per_node):
+    """Return a cluster; refuse one whose last node is not full."""
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        fail(f"--gpus {gpus}: must be a multiple of --gpus_per_node {gpus_per_node}, or at most that")
+    return Cluster(gpus, gpu, network, gpus_per_node)
 
 
 # ---------------------------------------------------------------------- overlays

@@ -57,9 +57,8 @@ class Module:
                     self.imported[alias.asname or alias.name] = (alias.name, None)
             elif isinstance(statement, ast.ImportFrom):
                 for alias in statement.names:
-                    whole = alias.name in modules and statement.module not in modules      # from simulate import gpus
-                    self.imported[alias.asname or alias.name] = (alias.name, None) if whole else (
-                        statement.module.split(".")[-1], alias.name)
+                    place = statement.module.split(".")[-1], alias.name
+                    self.imported[alias.asname or alias.name] = (alias.name, None) if alias.name in modules else place
             else:
                 self.statements.update(dict.fromkeys(names_of(statement), statement))
 
@@ -121,18 +120,15 @@ def translate(trees, wanted=None):
     for name, module in modules.items():
         mine = [statement for one, statement in module.statements.items() if (name, one) in needed]
         if mine:
-            lines = [line for statement in dict.fromkeys(mine) for line in Writer(modules, name, by_name).statement(statement)]
-            defined = [safe(one) for one in module.statements if (name, one) in needed]
+            writer = Writer(modules, name, by_name)
+            lines = [line for statement in dict.fromkeys(mine) for line in writer.statement(statement)]
+            defined = [writer.safe(one) for one in module.statements if (name, one) in needed]
             parts.append(f"const {name} = (() => {{\n" + "\n".join(indented(lines)) + f"\n  return {{{', '.join(defined)}}};\n}})();\n")
     return "\n".join(parts)
 
 
 def indented(lines):
     return ["  " + line for line in lines]
-
-
-def safe(name):
-    return name + "_" if name in RESERVED else name
 
 
 def quoted(text):
@@ -145,6 +141,9 @@ class Writer:
         self.modules, self.module, self.by_name = modules, module, by_name
         self.scopes = []                                  # of the functions that we are in: the names that each one binds
         self.local = {}                                   # functions defined in functions
+
+    def safe(self, name):
+        return name + "_" * (name in RESERVED or name in self.modules)
 
     def refuse(self, node, what=None):
         raise Untranslated(f"{self.module}.py line {getattr(node, 'lineno', '?')}: {what or type(node).__name__} is not translated")
@@ -195,7 +194,7 @@ class Writer:
                 value = f"py.unpack({value}, {stars[0]}, {len(target.elts) - 1 - stars[0]})"
                 target = ast.Tuple([one.value if isinstance(one, ast.Starred) else one for one in target.elts])
             else:
-                value = f"py.iter({value})"
+                value = f"py.each({value})"
         return f"{self.target(target)} = {value};" if not self.target(target).startswith("[") else f"({self.target(target)} = {value});"
 
     def target(self, node):
@@ -203,7 +202,7 @@ class Writer:
             return f"[{', '.join('' if getattr(one, 'id', '') == '_' else self.target(one) for one in node.elts)}]"
         if isinstance(node, ast.Starred):
             return "..." + self.target(node.value)
-        return safe(node.id) if isinstance(node, ast.Name) else self.value(node)
+        return self.safe(node.id) if isinstance(node, ast.Name) else self.value(node)
 
     def do_AugAssign(self, node):
         name = {ast.Add: "iadd", ast.BitOr: "ior"}.get(type(node.op), DYNAMIC.get(type(node.op)))
@@ -223,7 +222,7 @@ class Writer:
         return [f"while ({self.test(node.test)}) {{", *self.body(node.body), "}"]
 
     def do_For(self, node):
-        return [f"for ({self.target(node.target)} of py.iter({self.value(node.iter)})) {{", *self.body(node.body), "}"]
+        return [f"for ({self.target(node.target)} of py.each({self.value(node.iter)})) {{", *self.body(node.body), "}"]
 
     def do_Try(self, node):
         lines = ["try {", *self.body(node.body), "} catch (error) {"]
@@ -231,7 +230,7 @@ class Writer:
         for handler in node.handlers:
             kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
             is_one = " || ".join(f"error instanceof {self.value(kind)}" for kind in kinds)
-            lines += indented([f"if ({is_one}) {{", *indented([f"{safe(handler.name)} = error;"] * bool(handler.name)),
+            lines += indented([f"if ({is_one}) {{", *indented([f"{self.safe(handler.name)} = error;"] * bool(handler.name)),
                                *self.body(handler.body), "} else"])
         return [*lines, "  throw error;", "}"]
 
@@ -254,39 +253,39 @@ class Writer:
         named = self.params(arguments, skip=method)
         lines = self.body(node.body)
         self.scopes.pop()
-        own = indented([f"const {safe(params[0])} = this;"] * method + [f"let {', '.join(map(safe, sorted(bound)))};"] * bool(bound))
+        own = indented([f"const {self.safe(params[0])} = this;"] * method + [f"let {', '.join(map(self.safe, sorted(bound)))};"] * bool(bound))
         if method:
             kind = "get " if is_property else ""
-            name = "toString" if node.name == "__str__" else "constructor" if node.name == "__init__" else safe(node.name)
+            name = "toString" if node.name == "__str__" else "constructor" if node.name == "__init__" else node.name
             return [f"{kind}{star}{name}({named}) {{", *own, *lines, "}"]
-        head = f"function{star} {safe(node.name)}({named}) {{"
+        head = f"function{star} {self.safe(node.name)}({named}) {{"
         lines = [head, *own, *lines, "}"]
         if cached:
-            lines = [f"const {safe(node.name)} = py.cached({head}", *lines[1:-1], "});"]
+            lines = [f"const {self.safe(node.name)} = py.cached({head}", *lines[1:-1], "});"]
         if node.name in self.by_name or arguments.kwarg:
             marked = ["**" * (argument is arguments.kwarg) + argument.arg for argument in [*arguments.args, arguments.kwarg] if argument]
-            lines.append(f"{safe(node.name)}.parameters = {json.dumps(marked)};")
+            lines.append(f"{self.safe(node.name)}.parameters = {json.dumps(marked)};")
         return lines
 
     def params(self, arguments, skip=False):
         names = [argument.arg for argument in arguments.args]
         defaults = [None] * (len(names) - len(arguments.defaults)) + arguments.defaults
-        found = [safe(name) + (f" = {self.value(default)}" if default else "") for name, default in zip(names, defaults)][skip:]
-        found += [f"...{safe(arguments.vararg.arg)}"] if arguments.vararg else []
+        found = [self.safe(name) + (f" = {self.value(default)}" if default else "") for name, default in zip(names, defaults)][skip:]
+        found += [f"...{self.safe(arguments.vararg.arg)}"] if arguments.vararg else []
         if arguments.kwonlyargs:
             self.refuse(arguments.kwonlyargs[0], "a parameter after *")
-        return ", ".join(found + ([f"{safe(arguments.kwarg.arg)} = py.dict()"] if arguments.kwarg else []))
+        return ", ".join(found + ([f"{self.safe(arguments.kwarg.arg)} = py.dict()"] if arguments.kwarg else []))
 
     def do_ClassDef(self, node):
         kind = getattr(node.bases[0], "id", "") if node.bases else ""
         fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
         methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
         record = kind == "NamedTuple" or bool(node.decorator_list)           # dataclass
-        base = "py.NamedTuple" if kind == "NamedTuple" else f"py.{kind}" if kind in EXCEPTIONS else safe(kind)
-        lines = [f"class {safe(node.name)}{f' extends {base}' * bool(kind)} {{"]
+        base = "py.NamedTuple" if kind == "NamedTuple" else f"py.{kind}" if kind in EXCEPTIONS else self.safe(kind)
+        lines = [f"class {self.safe(node.name)}{f' extends {base}' * bool(kind)} {{"]
         if record:
-            named = ", ".join(safe(one.target.id) + (f" = {self.value(one.value)}" if one.value else "") for one in fields)
-            inside = ["super();"] * bool(kind) + [f"this.{one.target.id} = {safe(one.target.id)};" for one in fields]
+            named = ", ".join(self.safe(one.target.id) + (f" = {self.value(one.value)}" if one.value else "") for one in fields)
+            inside = ["super();"] * bool(kind) + [f"this.{one.target.id} = {self.safe(one.target.id)};" for one in fields]
             defaults = ", ".join(f"[{quoted(one.target.id)}, {self.value(one.value)}]" for one in fields if one.value)
             lines += indented([f"static _fields = {json.dumps([one.target.id for one in fields])};",
                                f"static get _field_defaults() {{ return py.dict([{defaults}]); }}",
@@ -315,12 +314,12 @@ class Writer:
     def of_Name(self, node):
         name = node.id
         if any(name in scope for scope in self.scopes):
-            return safe(name)
+            return self.safe(name)
         if name in self.modules[self.module].statements:
-            return safe(name)
+            return self.safe(name)
         place = find(self.modules, self.module, node)
         if place:
-            return f"{place[0]}.{safe(place[1])}"
+            return f"{place[0]}.{self.safe(place[1])}"
         if name in BUILTINS | EXCEPTIONS:
             return "py." + name
         of, inside = self.modules[self.module].imported.get(name, (None, None))
@@ -330,7 +329,7 @@ class Writer:
 
     def of_Attribute(self, node):
         place = None if self.is_local(node.value) else find(self.modules, self.module, node)
-        return f"{place[0]}.{safe(place[1])}" if place and place[0] != self.module else safe(place[1]) if place else (
+        return f"{place[0]}.{self.safe(place[1])}" if place and place[0] != self.module else self.safe(place[1]) if place else (
             f"{self.value(node.value)}.{node.attr}")
 
     def is_local(self, node):
@@ -345,7 +344,7 @@ class Writer:
         return f"py.set([{', '.join(self.value(one) for one in node.elts)}])"
 
     def of_Starred(self, node):
-        return f"...py.iter({self.value(node.value)})"
+        return f"...py.each({self.value(node.value)})"
 
     def of_Dict(self, node):
         pairs = [f"[{self.value(key)}, {self.value(value)}]" if key else f"...py.items({self.value(value)})"
@@ -353,7 +352,7 @@ class Writer:
         return f"py.dict([{', '.join(pairs)}])"
 
     def of_NamedExpr(self, node):
-        return f"({safe(node.target.id)} = {self.value(node.value)})"
+        return f"({self.safe(node.target.id)} = {self.value(node.value)})"
 
     def of_IfExp(self, node):
         return f"({self.test(node.test)} ? {self.value(node.body)} : {self.value(node.orelse)})"
@@ -368,7 +367,7 @@ class Writer:
         return f"yield {self.value(node.value)}"
 
     def of_YieldFrom(self, node):
-        return f"yield* py.iter({self.value(node.value)})"
+        return f"yield* py.each({self.value(node.value)})"
 
     def of_BoolOp(self, node):
         if all(isinstance(one, TRUE_OR_FALSE) or isinstance(getattr(one, "op", None), ast.Not) for one in node.values):
@@ -431,7 +430,7 @@ class Writer:
         tests = "".join(f"if ({self.test(one)}) " for one in first.ifs)
         deep = self.loops(rest, inside) if rest else inside()
         self.scopes.pop()
-        return f"for (const {self.target(first.target)} of py.iter({values})) {tests}{deep}"
+        return f"for (const {self.target(first.target)} of py.each({values})) {tests}{deep}"
 
     def of_ListComp(self, node):
         return f"(() => {{ const all = []; {self.loops(node.generators, lambda: f'all.push({self.value(node.elt)});')} return all; }})()"

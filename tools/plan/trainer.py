@@ -5,13 +5,18 @@ needs neither, so this module executes config.py and schedules.py without their 
 each technique only the function check.
 """
 import ast
-import math
+import math                                               # noqa: F401
 from pathlib import Path
 from types import SimpleNamespace
 
 STEP = Path(__file__).resolve().parents[2] / "step08_5d"
 LEFT_OUT = ("torch", "messages")
+TECHNIQUES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 torch = SimpleNamespace(bfloat16="bfloat16")    # the planner's checks need no more of torch
+
+
+class Refused(Exception):
+    """An input was refused; the message is one line."""
 
 
 def is_left_out(node):
@@ -19,28 +24,23 @@ def is_left_out(node):
     return imports and (getattr(node, "module", None) or node.names[0].name) in LEFT_OUT
 
 
-class Refused(Exception):
-    """An input was refused; the message is one line."""
-
-
-for path in (STEP / "schedules.py", STEP / "config.py"):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def part(name):
+    """Return what the planner takes of a file of the trainer, as a tree. A technique's check gets a name of its own."""
+    tree = ast.parse((STEP / f"{name}.py").read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if not is_left_out(node)]
-    exec(compile(tree, path, "exec"))
+    if name in TECHNIQUES:
+        tree.body = [node for node in tree.body if getattr(node, "name", None) == "check"]
+        tree.body[0].name = f"check_{name}"
+    return tree
+
+
+PARTS = {name: part(name) for name in ("schedules", "config", *TECHNIQUES)}
+for name, tree in PARTS.items():
+    exec(compile(tree, STEP / f"{name}.py", "exec"))
+schedules = SimpleNamespace(SCHEDULES=globals()["SCHEDULES"])             # as pipeline_parallel.py calls it
+CHECKS = [globals()[f"check_{name}"] for name in TECHNIQUES]
 
 
 def fail(message):
     """Raise Refused. The trainer's own fail would end the program, but the planner goes on to the next layout."""
     raise Refused(message)
-
-
-def check_of(technique):
-    """Return the function with which a technique refuses layouts."""
-    tree = ast.parse((STEP / f"{technique}.py").read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if getattr(node, "name", None) == "check"]
-    names = globals() | dict(math=math, schedules=SimpleNamespace(SCHEDULES=globals()["SCHEDULES"]))
-    exec(compile(tree, technique, "exec"), names)
-    return names["check"]
-
-
-CHECKS = [check_of(name) for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")]
