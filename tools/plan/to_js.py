@@ -253,7 +253,7 @@ class Writer:
         named = self.params(arguments, skip=method)
         lines = self.body(node.body)
         self.scopes.pop()
-        own = indented([f"const {self.safe(params[0])} = this;"] * method + [f"let {', '.join(map(self.safe, sorted(bound)))};"] * bool(bound))
+        own = indented([f"const {self.safe(one)} = this;" for one in params[:method]] + [f"let {', '.join(map(self.safe, sorted(bound)))};"] * bool(bound))
         if method:
             kind = "get " if is_property else ""
             name = "toString" if node.name == "__str__" else "constructor" if node.name == "__init__" else node.name
