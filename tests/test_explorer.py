@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from browser import Browser
 from steps import ROOT
 
 PLANNER = ROOT / "tools/plan"
@@ -46,12 +47,12 @@ f"{'ab':>5}|{'ab':<5}|{'ab':^5}|{7:>4}|{7:4}|{'x'}|{7:>{2 + 3}}|{3.14159:>9.2f}|
 (1, 2) == (1, 2), [1, [2]] == [1, [2]], 1 == True, "1" == 1, (1, 2) < (1, 3), None is None, [] == [], {"a": 1} == {"a": 1}
 not [], not [0], not "", not {}, not (), not 0, bool([]) or "x", [] or {} or "z", 0 and 1, 1 and [], (1 if [] else 2)
 2 in [1, 2], (1, 2) in [(1, 2)], "bc" in "abcd", "a" in {"a": 1}, (1, 2) in {(1, 2): 3}, 3 not in (1, 2), 1 in {1, 2}
-{**{"a": 1, "b": 2}, "a": 3}, {"a": 1} | {"b": 2}, dict(a=1, **{"b": 2}), [*dict.fromkeys([3, 1, 3])], {1: "x", (1, 2): "y"}[1, 2]
+{**{"a": 1, "b": 2}, "a": 3}, {"a": 1} | {"b": 2}, dict(a=1, **{"b": 2}), [*dict.fromkeys([3, 1, 3])], {(1, 2): "y"}[1, 2]
 [i * j for i in range(4) if i % 2 for j in (1, 2)], {i: i * i for i in range(3)}, sorted({3, 1, 2}), [*range(5, 0, -2)]
-sum(x for x in [0.1, 0.2, 0.3]), sum([1, 2], 5), max([3, 1], key=lambda n: -n), min([], default=7), max("ab", "aa"), max((1, 2), (1, 3))
-sorted(["b", "aa", "c"], key=lambda s: (len(s), s)), sorted([1, 3, 2], reverse=True), [*reversed([1, 2])], [*enumerate("ab", start=1)]
-[*zip([1, 2, 3], "ab")], [*map(sum, zip([1, 2], [3, 4]))], all([]), any(n > 1 for n in [1, 2]), next((n for n in [1] if n > 1), None)
-math.gcd(12, 18), math.lcm(4, 6), math.prod([2, 3]), math.ceil(2.1), math.floor(-2.1), math.comb(8, 3), math.log2(8), math.hypot(3, 4)
+sum(x for x in [0.1, 0.2, 0.3]), sum([1, 2], 5), max([3, 1], key=lambda n: -n), min([], default=7), max((1, 2), (1, 3))
+sorted(["b", "aa", "c"], key=lambda s: (len(s), s)), sorted([1, 3, 2], reverse=True), [*reversed("ab")], [*enumerate("ab", start=1)]
+[*zip([1, 2, 3], "ab")], [*map(sum, zip([1, 2], [3, 4]))], all([]), any(n > 1 for n in [1, 2]), next((n for n in [] if n), None)
+math.gcd(12, 18), math.lcm(4, 6), math.prod([2, 3]), math.ceil(2.1), math.floor(-2.1), math.comb(8, 3), math.hypot(3, 4)
 "a,b".split(","), "a=b=c".partition("="), ", ".join(str(n) for n in (1, 2)), "12".isdecimal(), "{:,.0f} to {}".format(1234.5, "x")
 0 < 1 < 2, 0 < 2 < 2, 1 <= 1 != 2, shlex.quote("a b"), shlex.quote("it's"), shlex.join(["a", "b c", "--x=1"])
 """
@@ -134,11 +135,12 @@ def results():
     total = (lambda n, m=2: n * m)(3)
     if (squared := total**2) > 5:
         squared += 1
-    return [p, p.size, p.moved(4).x, p.y, list(p), [*counted.items()], [*made.items()], waiting.popleft(), len(waiting), first, middle, last,
-            front, end, shared, sorted(names), i, a, b, said, [f() for f in later], squared, slow(p), slow(Point(1)), slow(Point(1), k=4), calls,
-            list(evens(5)), keywords(1, c=3), keywords(b=5, a=4), keywords(**{"a": 1, "d": 2}), Point(**{"y": 5, "x": 6}), {**p._asdict()},
-            p == Point(1), p != Point(2), {Point(1): "found"}[Point(1)], getattr(p, "size"), getattr(p, "z", 9), hasattr(p, "z"),
-            isinstance("a", str), isinstance(p, Point), [*sorted([Point(2), Point(1, 9)])], [x for x in p if x], Box([1, 2]).twice]
+    return [p, p.size, p.moved(4).x, p.y, list(p), [*counted.items()], [*made.items()], waiting.popleft(), len(waiting), first,
+            middle, last, front, end, shared, sorted(names), i, a, b, said, [f() for f in later], squared, slow(p), slow(Point(1)),
+            slow(Point(1), k=4), calls, list(evens(5)), keywords(1, c=3), keywords(b=5, a=4), keywords(**{"a": 1, "d": 2}),
+            Point(**{"y": 5, "x": 6}), {**p._asdict()}, p == Point(1), p != Point(2), {Point(1): "found"}[Point(1)],
+            getattr(p, "size"), getattr(p, "z", 9), hasattr(p, "z"), isinstance("a", str), isinstance(p, Point),
+            [*sorted([Point(2), Point(1, 9)])], [x for x in p if x], Box([1, 2]).twice]
 '''
 
 
@@ -157,16 +159,19 @@ def test_the_translator_says_what_python_says():
     exec(source, here)
     wanted = as_json([here["results"](), *(here[f"line{i}"]() for i in range(len(lines)))])
     script = to_js.script({"tried": to_js.ast.parse(source)})
-    show = "const show = x => x instanceof py.Dict ? [...py.items(x)].map(show) : typeof x === 'string' || x == null ? x : x[Symbol.iterator] ? [...x].map(show) : x;"
+    show = ("const show = x => x instanceof py.Dict ? [...py.items(x)].map(show) : typeof x === 'string' || x == null ? x : "
+            "x[Symbol.iterator] ? [...x].map(show) : x;")
     calls = ", ".join(["tried.results()", *(f"tried.line{i}()" for i in range(len(lines)))])
     found = in_node(f"{script}\n{show}\nconst answer = () => show([{calls}]);")
-    wrong = [(line, differences(ours, theirs)) for line, ours, theirs in zip(["results", *lines], wanted, found, strict=True) if differences(ours, theirs)]
-    assert not wrong
+    each = zip(["results", *lines], wanted, found, strict=True)
+    assert not [(line, differences(ours, theirs)) for line, ours, theirs in each if differences(ours, theirs)]
 
 
 def test_what_it_does_not_know_it_refuses():
-    for text, why in (("def f():\n    with open('x') as g:\n        pass", "line 2: With"), ("def f(a):\n    return a @ a", "line 2: BinOp"),
-                      ("def f(a):\n    return print_all(a)", "line 2: the name print_all"), ("@wraps\ndef f(a):\n    pass", "this decorator"),
+    for text, why in (("def f():\n    with open('x') as g:\n        pass", "line 2: With"),
+                      ("def f(a):\n    return a @ a", "line 2: MatMult"),
+                      ("def f(a):\n    return print_all(a)", "line 2: the name print_all"),
+                      ("@wraps\ndef f(a):\n    pass", "this decorator"),
                       ("def f(a, *, b):\n    return a", "line 1: a parameter after *")):
         with pytest.raises(to_js.Untranslated, match=re.escape(why)):
             to_js.translate({"m": to_js.ast.parse(text)})
@@ -174,28 +179,32 @@ def test_what_it_does_not_know_it_refuses():
 
 # ------------------------------------------------------------------------------------------- the planner, translated
 ANSWER = """
+function questionOf(row, constants) {
+  const cluster = speed.full_nodes(row.gpus, gpus.GPUS.at(row.gpu), row.network, row.node);
+  const c = py.call(models.Model, [], given.models[row.model]);
+  return new plan.Question(row.model, c, row.gpu, cluster, row.seq_len, row.batch, constants, row.training);
+}
+function constantsOf(row) {
+  return trainers.constants_of(py.from_json(row.known), row.trainer, row.compiled, row.precision, row.gpu, row.balance);
+}
 function answerOne(row) {
   try {
-    const constants = trainers.constants_of(py.from_json(row.known), row.trainer, row.compiled, row.precision, row.gpu, row.balance);
-    const cluster = speed.full_nodes(row.gpus, gpus.GPUS.at(row.gpu), row.network, row.node);
-    const question = new plan.Question(row.model, py.call(models.Model, [], given.models[row.model]), row.gpu, cluster, row.seq_len, row.batch, constants, row.training);
+    const constants = constantsOf(row), question = questionOf(row, constants), c = question.c;
     const start = py.call(costs.Layout, [], {seq_len: row.seq_len, ...py.object(constants.at("layout"))});
-    const l = plan.changed_to(start, row.gpus, row.batch, py.dict(row.knobs)), c = question.c;
+    const l = plan.changed_to(start, row.gpus, row.batch, py.dict(row.knobs));
     const why = typeof l === "string" ? l : plan.impossible(c, l, constants);
     if (why) return why;
-    const one = question.timed(l);
-    return py.to_json([explain.as_json(question, one), costs.sent(c, l), [...py.range(l.pp)].map(rank => plan.memory(c, l, constants.at("slack"), rank)),
-      explain.name_of(l), explain.known_by(question, l), explain.commands(question, one), explain.timeline(question, one),
-      row.more ? [...explain.one_in_brief(question, one), ...explain.one_in_detail(question, one), ...explain.heading(question)] : []]);
+    const one = question.timed(l), ranks = [...py.range(l.pp)].map(rank => plan.memory(c, l, constants.at("slack"), rank));
+    const more = [explain.one_in_brief(question, one), explain.one_in_detail(question, one), explain.heading(question)];
+    return py.to_json([explain.as_json(question, one), costs.sent(c, l), ranks, explain.name_of(l), explain.known_by(question, l),
+      explain.commands(question, one), explain.timeline(question, one), row.more ? more.flatMap(lines => [...lines]) : []]);
   } catch (error) {
     if (error instanceof trainer.Refused) return error.message;
     throw error;
   }
 }
-function searched({model, gpu, gpus: count, seq_len, batch}) {
-  const constants = trainers.constants_of(py.from_json(given.rows[0].known), "this");
-  const question = new plan.Question(model, py.call(models.Model, [], given.models[model]), gpu, new speed.Cluster(count, gpus.GPUS.at(gpu)), seq_len, batch, constants);
-  const all = question.search(), best = all.best();
+function searched(row) {
+  const question = questionOf(row, constantsOf(row)), all = question.search(), best = all.best();
   return py.to_json([all.ordered.length, best.map(one => one.layout), [...explain.search_in_words(question, all, best)]]);
 }
 const answer = ({rows, searches}) => [rows.map(answerOne), searches.map(searched)];
@@ -205,37 +214,49 @@ USED = ANSWER + (PLANNER / "page.html").read_text()
 
 def drawn(count, draw):
     """Draw questions and layouts. Some of each are impossible."""
-    known = trainers.load_constants(None)
     for i in range(count):
-        gpu, name = draw.choice([*speed.GPUS]), draw.choice([*trainers.TRAINERS])
         gpus = draw.choice([1, 2, 8, 16, 64, 64, 128, 512, 1024, 24, 96])
         few = [n for n in plan.divisors(gpus) if n <= 16]
-        knobs = dict(tp=draw.choice([1, *few]), cp=draw.choice([1, 1, 1, 2, 4]), pp=draw.choice([1, 1, *few, 3]), ep=draw.choice([1, 1, 1, 2, 8]),
-                     zero=draw.randrange(4), schedule=draw.choice([*trainer.SCHEDULES]), virtual=draw.choice([2, 2, 3, 4]),
-                     micro_batch=draw.choice([1, 1, 2, 4]), recompute=draw.choice(plan.RECOMPUTE))
-        yield dict(known=known, trainer=name, compiled=draw.random() < 0.5, precision=draw.choice(["bfloat16"] * 4 + ["float8", "nvfp4"]),
-                   gpu=gpu, gpus=gpus, network=draw.choice([50e9, 50e9, 12.5e9]), node=draw.choice([4, 8, 8, 64]), balance=draw.choice([1.0, 1.3]),
-                   model=draw.choice([*models.PRESETS]), seq_len=draw.choice([2048, 4096, 8192, 8192, 131072, 5000]),
-                   batch=draw.choice([64, 512, 512, 1024, 96, 500]), training=[0, 0], knobs=knobs, more=i % 10 == 0)
+        knobs = dict(tp=draw.choice([1, *few]), cp=draw.choice([1, 1, 1, 2, 4]), pp=draw.choice([1, 1, *few, 3]),
+                     ep=draw.choice([1, 1, 1, 2, 8]), zero=draw.randrange(4), schedule=draw.choice([*trainer.SCHEDULES]),
+                     virtual=draw.choice([2, 2, 3, 4]), micro_batch=draw.choice([1, 1, 2, 4]),
+                     recompute=draw.choice(plan.RECOMPUTE))
+        theirs = dict(trainer=draw.choice([*trainers.TRAINERS]), compiled=draw.random() < 0.5, balance=draw.choice([1.0, 1.3]),
+                      precision=draw.choice(["bfloat16"] * 4 + ["float8", "nvfp4"]))
+        yield asked(draw.choice([*models.PRESETS]), draw.choice([*speed.GPUS]), gpus,
+                    draw.choice([2048, 4096, 8192, 8192, 131072, 5000]), draw.choice([64, 512, 512, 1024, 96, 500]), **theirs,
+                    network=draw.choice([50e9, 50e9, 12.5e9]), node=draw.choice([4, 8, 8, 64]), knobs=knobs, more=i % 10 == 0)
+
+
+def asked(model, gpu, gpus, seq_len, batch, **more):
+    usual = dict(known=trainers.load_constants(None), trainer="this", compiled=False, precision="bfloat16", network=50e9, node=8,
+                 balance=1.0, training=[0, 0])
+    return usual | dict(model=model, gpu=gpu, gpus=gpus, seq_len=seq_len, batch=batch) | more
+
+
+def question_of(row):
+    constants = trainers.constants_of(*(row[name] for name in ("known", "trainer", "compiled", "precision", "gpu", "balance")))
+    cluster = speed.full_nodes(row["gpus"], speed.GPUS[row["gpu"]], row["network"], row["node"])
+    c = models.PRESETS[row["model"]]
+    return plan.Question(row["model"], c, row["gpu"], cluster, row["seq_len"], row["batch"], constants, row["training"])
 
 
 def answered(row):
     try:
-        constants = trainers.constants_of(row["known"], row["trainer"], row["compiled"], row["precision"], row["gpu"], row["balance"])
-        cluster = speed.full_nodes(row["gpus"], speed.GPUS[row["gpu"]], row["network"], row["node"])
-        c = models.PRESETS[row["model"]]
-        question = plan.Question(row["model"], c, row["gpu"], cluster, row["seq_len"], row["batch"], constants, row["training"])
-        l = plan.changed_to(costs.Layout(seq_len=row["seq_len"], **constants["layout"]), row["gpus"], row["batch"], **row["knobs"])
+        question = question_of(row)
+        c, constants = question.c, question.constants
+        start = costs.Layout(seq_len=row["seq_len"], **constants["layout"])
+        l = plan.changed_to(start, row["gpus"], row["batch"], **row["knobs"])
         why = l if isinstance(l, str) else plan.impossible(c, l, constants)
     except trainer.Refused as refused:
         why = str(refused)
     if why:
         return why
     one = question.timed(l)
-    more = [*explain.one_in_brief(question, one), *explain.one_in_detail(question, one), *explain.heading(question)] if row["more"] else []
+    more = [*explain.one_in_brief(question, one), *explain.one_in_detail(question, one), *explain.heading(question)]
     return [explain.as_json(question, one), {",".join(key): size for key, size in costs.sent(c, l).items()},
-            [plan.memory(c, l, constants["slack"], rank) for rank in range(l.pp)], explain.name_of(l), explain.known_by(question, l),
-            explain.commands(question, one), explain.timeline(question, one), more]
+            [plan.memory(c, l, constants["slack"], rank) for rank in range(l.pp)], explain.name_of(l),
+            explain.known_by(question, l), explain.commands(question, one), explain.timeline(question, one), more if row["more"] else []]
 
 
 def differences(a, b, where=""):
@@ -253,7 +274,7 @@ def differences(a, b, where=""):
 def test_the_pages_planner_is_the_planner():
     """Compare a thousand questions about layouts: every number to 1e-12, every sentence word for word; and two searches."""
     rows = [*drawn(1000, random.Random(8))]
-    searches = [dict(model="llama-1b", gpu="h100", gpus=16, seq_len=8192, batch=256), dict(model="mixtral-8x7b", gpu="a100", gpus=4, seq_len=4096, batch=64)]
+    searches = [asked("llama-1b", "h100", 16, 8192, 256), asked("mixtral-8x7b", "a100", 4, 4096, 64)]
     shapes = {name: one._asdict() for name, one in models.PRESETS.items()}
     theirs, found = in_node(page.formulas(USED) + ANSWER, dict(rows=rows, searches=searches, models=shapes))
     ours = [answered(row) for row in rows]
@@ -261,11 +282,87 @@ def test_the_pages_planner_is_the_planner():
     assert sum(isinstance(one, list) for one in ours) > 200 and len(refused) > 20
     for row, one, other in zip(rows, ours, theirs, strict=True):
         assert not differences(one, other), (row, differences(one, other)[:5])
-    for asked, (timed, best, words) in zip(searches, found, strict=True):
-        cluster = speed.Cluster(asked["gpus"], speed.GPUS[asked["gpu"]])
-        constants = trainers.constants_of(trainers.load_constants(None))
-        question = plan.Question(asked["model"], models.PRESETS[asked["model"]], asked["gpu"], cluster, asked["seq_len"], asked["batch"], constants)
+    for row, (timed, best, words) in zip(searches, found, strict=True):
+        question = question_of(row)
         search = question.search()
         layouts = [one.layout for one in search.best()]
         assert [len(search.ordered), layouts] == [timed, [costs.Layout(*one) for one in best]]
         assert words == [*explain.search_in_words(question, search, search.best())]
+
+
+# ------------------------------------------------------------------------------------------- the page
+def planner(*flags):
+    done = subprocess.run([sys.executable, PLANNER, *map(str, flags)], capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout) if "--json" in flags else done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="apt install chromium")
+def test_the_page_in_a_browser(tmp_path):
+    """Move sliders and search with keys alone. The numbers are those of --json; nothing is requested; a narrow page does not scroll
+    sideways."""
+    question = ["--model", "llama-1b", "--gpus", 16, "--seq_len", "4k", "--global_batch_tokens", "1M"]
+    assert planner(*question, "--config", "pp=2,mbs=2", "--html", tmp_path / "page.html") == ""
+
+    def compare(browser, config):
+        one = planner(*question, "--config", config, "--json")
+        text = lambda query: browser.value(f"document.querySelector({json.dumps(query)}).textContent")
+        low, high = one["interval"]
+        said = f"{one['tokens_per_s_per_gpu']:,.0f}four of five: {low:,.0f} to {high:,.0f}"
+        assert text("[data-name='tokens/s/GPU']") == said
+        assert text("[data-name=step]").startswith(f"{one['step_s']:.2f} s")
+        assert text("[data-name=MFU]").startswith(f"{one['mfu']:.1%}")
+        assert text("#verdict").split(":")[0] == ("Fits" if one["fits"] else "Does not fit")
+        assert f": {one['memory_gib']:.1f} GiB of {one['limit_gib']:.1f} " in text("#verdict")
+        for where, parts, form in (("memory", one["memory"], "{:.1f} GiB"), ("time", one["seconds"], "{:.3f} s")):
+            for name, size in parts.items():
+                if size > 0.001 * sum(parts.values()):
+                    assert form.format(size) in text(f"#{where} [data-name='{name}'] b"), name
+        commands = browser.value("[...document.querySelectorAll('pre')].map(one => one.textContent)")
+        assert commands == [one["command"], one["dry_run"]]
+        rows = "[...document.querySelectorAll('#sent tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+        sent = browser.value(rows)
+        links = dict(nvlink="NVLink", network="network")
+        assert [[row[0], *row[2:6]] for row in sent] == [
+            [name, links[t["link"]], f"{t['bytes'] / 1e9:,.2f}", f"{t['alone']:.3f}", f"{t['waits']:.3f}"]
+            for name, t in one["transfers"].items()]
+
+    with Browser(tmp_path, width=1280) as browser:
+        browser.open(f"file://{tmp_path}/page.html")
+        compare(browser, "pp=2,mbs=2,acc=16")
+        browser.value("document.getElementById('tp').focus()")
+        browser.press("ArrowRight", 2)
+        compare(browser, "tp=4,pp=2,mbs=2,acc=64")
+        assert "&tp=4&" in browser.value("location.hash") and browser.value("document.activeElement.id") == "tp"
+        assert browser.value("document.querySelectorAll('#ranks .first').length") == 2, "the first group of pp"
+        browser.press("ArrowRight", 2)                    # 16 x 2 GPUs
+        assert browser.value("document.querySelector('#verdict').textContent") == "16 GPUs are not a multiple of tp x cp x pp = 32"
+        browser.press("ArrowLeft")
+        browser.press("Tab", 4)                           # past the words of cp and pp, to pp's slider
+        assert browser.value("document.activeElement.id") == "pp"
+        browser.press("Home")
+        compare(browser, "tp=8,mbs=2,acc=64")
+        browser.press("End")
+        browser.value("document.getElementById('tp').focus()")
+        browser.press("Home")
+        error = planner(*question, "--config", "pp=16,mbs=1,schedule=dualpipe,zero=0,acc=8")
+        browser.value("location.hash = '#pp=16&tp=1&mbs=1&schedule=dualpipe&batch=8'")
+        said = browser.wait_for("document.body.classList.contains('refused') && document.querySelector('#verdict').textContent")
+        assert error.removeprefix("error: --config pp=16,mbs=1,schedule=dualpipe,zero=0,acc=8: ").strip() == said
+        browser.value("location.hash = ''; document.getElementById('find').focus()")
+        browser.press("Enter")
+        browser.wait_for("!document.getElementById('find').disabled && document.getElementById('found').open")
+        best = planner(*question, "--json")
+        compare(browser, ",".join(f"{name}={best[0][key]}" for name, key in (
+            ("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("ep", "ep"), ("zero", "zero"), ("mbs", "micro_batch"),
+            ("acc", "accumulation"), ("recompute", "recompute"))))
+        assert browser.value("document.querySelectorAll('#found tbody tr').length") == len(best)
+        light = browser.value("getComputedStyle(document.body).backgroundColor")
+        assert not browser.noted and {address.partition(":")[0] for address in browser.requested} <= {"file", "blob"}
+        assert sum(address.startswith("file") for address in browser.requested) == 1
+        browser.resize(390, 844)
+        browser.scheme("dark")
+        assert browser.value("getComputedStyle(document.body).backgroundColor") != light
+        browser.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        assert browser.wait_for("document.querySelector('#notches tr') && document.documentElement.scrollWidth") == 390
+        assert not browser.noted

@@ -55,10 +55,9 @@ def test_it_runs_without_torch_wherever_it_is_copied_to_with_what_it_needs(tmp_p
         loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
         assert done.returncode == 0 and {"plan", "costs", "trainer"} <= loaded, done.stderr
         assert not {"torch", "numpy", "config", "schedules"} & loaded
-    text = (tmp_path / "plan.html").read_text()           # all that the page draws is in it
-    data = json.loads(re.search(r"^const data = (.*);$", text, re.M)[1])
-    turned = {stop["config"] for stops in data["stops"].values() for stop in stops if not stop["why"]}
-    assert data["reports"][data["shown"]]["tp"] == 2 and {data["shown"], *turned} <= set(data["reports"]) and len(turned) > 10
+    text = (tmp_path / "plan.html").read_text()           # all that the page needs is in it
+    asked = json.loads(re.search(r"^const asked = (.*);$", text, re.M)[1])
+    assert asked["state"]["tp"] == 2 and asked["state"]["model"] == "llama-1b" and "const plan = " in text
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|src=", text)
 
 

@@ -40,7 +40,11 @@ SIMULATED = {                                             # steps of few micro-b
     7: "4 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --ep 4",
     8: "8 --model tiny-moe --dtype bfloat16 --global_batch_size 8 --micro_batch_size 1 --pp 2 --tp 2 --ep 2",
 }
-PLANNED = "--model llama-8b --gpus 64 --seq_len 8k --global_batch_tokens 4M"        # the planner's page, computed beforehand
+# what the layout explorer shows first
+EXPLORED = "--model llama-70b --gpus 64 --seq_len 8k --global_batch_tokens 4M --config tp=8,pp=2,zero=1,mbs=1"
+EMBEDDED = """
+<iframe class="explorer" src="explorer.html?embedded" title="Layout explorer" loading="lazy"></iframe>
+"""
 
 
 # ------------------------------------------------------------------------------------------------ code as HTML
@@ -227,6 +231,8 @@ def texts():
         if name == f"{step}/README.md":
             links += toctree(*(Path(page).stem for page in pages_of(step)[1:]), "diff", "by_hand", "timeline")
         if name == "README.md":
+            title, first, rest = re.split(r"\n\n+", links.strip(), maxsplit=2)
+            links = "\n\n".join([title, first, raw(EMBEDDED), rest])
             links += toctree(*(f"{step}/index" for step in STEPS), "matrix", caption="Steps")
             rest = [page_of(ROOT / one).removesuffix(".md") for one in TEXTS if one != name and Path(one).parts[0] not in STEPS]
             links += toctree(*[one for one in rest if "workshop" not in one], caption="More")
@@ -362,19 +368,12 @@ def ran(python, kind, step):
     return found
 
 
-def planner_page(python):
-    """Return the planner's own page for one question, its links leading to pages of the site."""
-    digest = hashlib.sha256(PLANNED.encode())
-    for path in sorted(one for one in [*(ROOT / "tools/plan").iterdir(), ROOT / "tools/simulate/gpus.py"] if one.is_file()):
-        digest.update(path.read_bytes())
-    kept = RAN / f"planner-{digest.hexdigest()[:16]}.html"
-    if not kept.exists():
-        for old in RAN.glob("planner-*"):
-            old.unlink()
-        command = [python, "tools/plan", *shlex.split(PLANNED), "--html", kept]
-        subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.DEVNULL)
+def explorer(python):
+    """Return the layout explorer, its links leading to pages of the site."""
+    kept = RAN / "explorer.html"
+    subprocess.run([python, "tools/plan", *shlex.split(EXPLORED), "--html", kept], cwd=ROOT, check=True)
     page = re.sub(r'"([\w/]+)/README\.md"', r'"\1/index.html"', kept.read_text())
-    return page.replace("docs/names.md", "docs/names.html")         # both lie two folders deep, so root stays
+    return page.replace("docs/names.md", "docs/names.html").replace('"root": "../../"', '"root": ""')
 
 
 MENDED = {                                                # what Sphinx and Furo leave out for readers without a mouse or sight
@@ -401,10 +400,11 @@ def main(python):
     RAN.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {(kind, step): pool.submit(ran, python, kind, step) for step in STEPS for kind in ("timeline", "by_hand")}
-        page = pool.submit(planner_page, python)
+        page = pool.submit(explorer, python)
         texts()
         with open(SOURCE / "tools/plan/index.md", "a") as file:
-            file.write("\n\n" + raw('<p><a href="page.html">The page for an 8B on 64 H100</a>, computed beforehand.</p>'))
+            written = '<p><a href="../../explorer.html">The layout explorer</a> is what <code>--html</code> writes.</p>'
+            file.write("\n\n" + raw(written))
         matrix()
         for step in STEPS:
             diff_page(step)
@@ -414,7 +414,7 @@ def main(python):
     kept = str(ROOT / "out/site-doctrees")
     wrong = build_main(["-q", "-W", "--keep-going", "-j", "2", "-c", str(HERE), "-d", kept, str(SOURCE), str(OUT)])
     mend()
-    (OUT / "tools/plan/page.html").write_text(page.result())
+    (OUT / "explorer.html").write_text(page.result())
     for step in STEPS[1:]:
         shutil.copy(played_page(step), OUT / step / "play.html")
     return wrong

@@ -11,7 +11,7 @@ FLAGS = ("--headless --no-sandbox --disable-gpu --disable-background-networking 
 
 class Browser:
     """One page. `noted` has what it wrote to the console, exceptions too; `requested` the addresses that it asked for."""
-    def __init__(self, folder, width=1280, height=900, dark=False, seconds=120):
+    def __init__(self, folder, width=1280, height=900):
         to_read, their_write = os.pipe()
         their_read, to_write = os.pipe()
         # Chromium reads commands from file 3 and writes to file 4
@@ -25,8 +25,8 @@ class Browser:
         self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.ask(f"{domain}.enable")
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        self.ask("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value="dark" if dark else "light")])
+        self.resize(width, height)
+        self.scheme("light")
 
     def __enter__(self):
         return self
@@ -61,6 +61,12 @@ class Browser:
             self.noted.append(params)
         if method == "Network.requestWillBeSent":
             self.requested.append(params["request"]["url"])
+
+    def resize(self, width, height):
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+
+    def scheme(self, name):
+        self.ask("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value=name)])
 
     def open(self, address):
         self.ask("Page.navigate", url=address)

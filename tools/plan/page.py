@@ -50,9 +50,10 @@ def write(question, settings, config, path):
         shown = best[0].layout if best else costs.Layout()
     known = {**models.PRESETS, question.model: question.c}
     asked = dict(
-        state=state_of(question, shown, batch), best=[state_of(question, one.layout, batch) for one in best], words=words, settings=settings,
-        models={name: one._asdict() for name, one in known.items()}, gpu=question.gpu, hardware=question.cluster.gpu._asdict(),
-        network=question.cluster.network, gpus_per_node=question.cluster.gpus_per_node, training=question.training,
+        state=state_of(question, shown, batch), best=[state_of(question, one.layout, batch) for one in best], words=words,
+        settings=settings, training=question.training, models={name: one._asdict() for name, one in known.items()},
+        gpu=question.gpu, hardware=question.cluster.gpu._asdict(),
+        network=question.cluster.network, gpus_per_node=question.cluster.gpus_per_node,
         root=os.path.relpath(HERE.parents[1], Path(path).resolve().parent) + "/")
     text = (HERE / "page.html").read_text(encoding="utf-8")
     text = text.replace("/*FORMULAS*/", formulas(text)).replace("/*ASKED*/null", json.dumps(asked).replace("<", "\\u003c"))

@@ -102,7 +102,6 @@ const py = (() => {
     return found;
   }
   const set_item = (all, key, value) => all instanceof Dict ? all.set(key, value) : all[key < 0 ? key + all.length : key] = value;
-  const del_item = (all, key) => all instanceof Dict ? all.map.delete(keyOf(key)) : all.splice(key, 1);
   function slice(all, from, to, step) {
     const values = typeof all === "string" ? all : [...all];
     if (step == null || step === 1) return values.slice(from ?? 0, to ?? values.length);
@@ -233,7 +232,7 @@ const py = (() => {
     comb(n, k) { if (k > n) return 0; let c = 1; for (let i = 1; i <= k; i++) c = c * (n - k + i) / i; return c; } };
   return {
     Exception, RuntimeError, ValueError, KeyError, TypeError: TypeError_, NamedTuple, Dict,
-    truth, and, or, eq, add, mul, sub: (a, b) => a - b, mod, floordiv, bit_and, bit_or, iadd, ior, in: isIn, get_item, set_item, del_item, slice, unpack,
+    truth, and, or, eq, add, mul, mod, floordiv, bit_and, bit_or, iadd, ior, in: isIn, get_item, set_item, slice, unpack,
     repr, str, formatted, format, each, iter: x => each(x)[Symbol.iterator](), next, max, max_with, min, min_with, sum, sum_with: sum, sorted: all => sorted_with(all), sorted_with, range,
     enumerate: all => enumerate_with(all), enumerate_with, zip, zip_with: zip, map, filter, count, round, dict, object, from_json, to_json, call, replaced, cached, math,
     shlex: { quote, join: all => [...all].map(quote).join(" ") },
@@ -242,21 +241,21 @@ const py = (() => {
     set: x => new PySet(x), deque: (x = []) => [...x], reversed: x => [...x].reverse(), defaultdict: make => new Dict([], make), Counter: (all = []) => {
       const found = new Dict([], () => 0); for (const one of all) found.set(one, found.at(one) + 1); return found; },
     getattr: (x, name, otherwise) => { if (x[name] === undefined && otherwise === undefined) throw new Exception(`no attribute ${name}`); return x[name] ?? otherwise ?? null; },
-    hasattr: (x, name) => x[name] !== undefined, divmod: (a, b) => [floordiv(a, b), mod(a, b)],
+    hasattr: (x, name) => x[name] !== undefined,
     SimpleNamespace: (...parts) => Object.assign({}, ...parts),
     // methods
     items, get, keys: x => [...x], values: x => [...x.map.values()].map(pair => pair[1]),
-    setdefault: (x, key, value = null) => x.has(key) ? x.at(key) : x.set(key, value).at(key), update: ior, copy: x => x instanceof Dict ? new Dict(items(x)) : [...x],
-    append: (x, one) => { x.push(one); return null; }, extend: (x, more) => { x.push(...more); return null; }, popleft: x => x.shift(),
+    setdefault: (x, key, value = null) => x.has(key) ? x.at(key) : x.set(key, value).at(key),
+    append: (x, one) => { x.push(one); return null; }, popleft: x => x.shift(),
     pop: (x, key = -1) => { if (x instanceof Dict) { const value = x.at(key); x.map.delete(keyOf(key)); return value; } return x.splice(key, 1)[0]; },
     add_to: (x, one) => x.map.set(keyOf(one), one), remove: (x, one) => { if (!x.has(one)) throw new KeyError(repr(one)); x.map.delete(keyOf(one)); return null; },
-    discard: (x, one) => x.map.delete(keyOf(one)), union: bit_or, index: (x, one) => {
+    index: (x, one) => {
       const i = typeof x === "string" ? x.indexOf(one) : [...x].findIndex(other => eq(other, one)); if (i < 0) throw new ValueError(`${repr(one)} is not in it`); return i; },
     sort: x => { x.splice(0, x.length, ...sorted_with(x)); return null; }, sort_with: (x, key, reverse) => { x.splice(0, x.length, ...sorted_with(x, key, reverse)); return null; },
-    join: (text, all) => [...all].join(text), split: (text, by) => by === undefined ? text.trim().split(/\s+/) : text.split(by), lower: x => x.toLowerCase(), upper: x => x.toUpperCase(),
+    join: (text, all) => [...all].join(text), split: (text, by) => by === undefined ? text.trim().split(/\s+/) : text.split(by), lower: x => x.toLowerCase(),
     partition: (text, by) => { const i = text.indexOf(by); return i < 0 ? [text, "", ""] : [text.slice(0, i), by, text.slice(i + by.length)]; },
-    startswith: (text, start) => text.startsWith(start), endswith: (text, end) => text.endsWith(end), strip: text => text.trim(),
-    removeprefix: (text, start) => text.startsWith(start) ? text.slice(start.length) : text, replace: (text, old, by) => text.replaceAll(old, by),
-    removesuffix: (text, end) => end && text.endsWith(end) ? text.slice(0, -end.length) : text, isdecimal: text => /^\d+$/.test(text), _asdict: x => dict({ ...x }),
+    startswith: (text, start) => text.startsWith(start), endswith: (text, end) => text.endsWith(end),
+    removeprefix: (text, start) => text.startsWith(start) ? text.slice(start.length) : text,
+    isdecimal: text => /^\d+$/.test(text), _asdict: x => dict({ ...x }),
   };
 })();

@@ -4,6 +4,8 @@ document.addEventListener("DOMContentLoaded", () => {
   const cards = [...document.querySelectorAll(".card")];
   if (cards.length) panel(cards);
   document.querySelectorAll(".timeline").forEach(timeline);
+  const explorer = document.querySelector("iframe.explorer");
+  addEventListener("message", ({ source, data }) => { if (explorer && source === explorer.contentWindow) explorer.style.height = `${data}px`; });
 });
 
 function panel(cards) {
