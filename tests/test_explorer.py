@@ -256,7 +256,8 @@ def answered(row):
     more = [*explain.one_in_brief(question, one), *explain.one_in_detail(question, one), *explain.heading(question)]
     return [explain.as_json(question, one), {",".join(key): size for key, size in costs.sent(c, l).items()},
             [plan.memory(c, l, constants["slack"], rank) for rank in range(l.pp)], explain.name_of(l),
-            explain.known_by(question, l), explain.commands(question, one), explain.timeline(question, one), more if row["more"] else []]
+            explain.known_by(question, l), explain.commands(question, one), explain.timeline(question, one),
+            more if row["more"] else []]
 
 
 def differences(a, b, where=""):
