@@ -18,7 +18,10 @@ const py = (() => {
     if (typeof x === "string" || typeof x === "number") return x;
     if (typeof x === "boolean") return Number(x);
     if (x == null) return null;
-    if (Array.isArray(x)) return "\u0001" + x.map(text => typeof (text = keyOf(text)) === "string" ? "'" + text : text).join("\u0002") + "\u0003";
+    if (Array.isArray(x)) {
+      const parts = x.map(keyOf);
+      return "\u0001" + parts.map(part => typeof part === "string" ? "'" + part : part).join("\u0002") + "\u0003";
+    }
     if (isRecord(x)) {
       if (!keys.has(x)) keys.set(x, keyOf([...x]));
       return keys.get(x);
@@ -64,9 +67,14 @@ const py = (() => {
     : x instanceof Dict || x instanceof PySet ? x.size > 0 : true;
   const and = (a, b) => truth(a) ? b() : a;
   const or = (a, b) => truth(a) ? a : b();
-  const eq = (a, b) => a === b || (a == null ? b == null : typeof a === "boolean" || typeof b === "boolean" ? Number(a) === Number(b)
-    : isSequence(a) ? isSequence(b) && compare([...a], [...b]) === 0 : a instanceof Dict ? a.size === b.size && [...a].every(key => b.has(key) && eq(a.at(key), b.at(key)))
-    : a instanceof PySet ? a.size === b.size && [...a].every(one => b.has(one)) : false);
+  function eq(a, b) {
+    if (a === b) return true;
+    if (a == null || b == null) return a == b;
+    if (typeof a === "boolean" || typeof b === "boolean") return Number(a) === Number(b);
+    if (isSequence(a)) return isSequence(b) && compare(a, b) === 0;
+    if (a instanceof Dict) return a.size === b.size && [...a].every(key => b.has(key) && eq(a.at(key), b.at(key)));
+    return a instanceof PySet && a.size === b.size && [...a].every(one => b.has(one));
+  }
   function compare(a, b) {                                // negative, 0 or positive
     if (typeof a === "number") return a - b;
     if (!isSequence(a)) return eq(a, b) ? 0 : a < b ? -1 : 1;
@@ -139,7 +147,8 @@ const py = (() => {
       if (comma) text = text.replace(/^\d+/, whole => whole.replace(/\B(?=(\d{3})+$)/g, ","));
       text = (x < 0 || Object.is(x, -0) ? "-" : sign ?? "") + text;
     }
-    const space = Math.max(0, (width ?? 0) - text.length), left = { "<": 0, "^": Math.floor(space / 2), ">": space }[align ?? (typeof x === "string" ? "<" : ">")];
+    const space = Math.max(0, (width ?? 0) - text.length), side = align ?? (typeof x === "string" ? "<" : ">");
+    const left = { "<": 0, "^": Math.floor(space / 2), ">": space }[side];
     return (fill ?? " ").repeat(left) + text + (fill ?? " ").repeat(space - left);
   }
   const format = (text, ...values) => text.replace(/\{(?::([^}]*))?\}/g, (_, spec) => formatted(values.shift(), spec ?? ""));
@@ -221,41 +230,74 @@ const py = (() => {
     };
   }
 
-  // ---------------------------------------------------------------- methods of built-in types
-  const items = x => x instanceof Dict ? x.map.values() : x.items();
-  const get = (x, key, otherwise = null) => x.has(key) ? x.at(key) : otherwise;
+  function getattr(x, name, otherwise) {
+    if (x[name] === undefined && otherwise === undefined) throw new Exception(`no attribute ${name}`);
+    return x[name] ?? otherwise ?? null;
+  }
+  function Counter(all = []) {
+    const found = new Dict([], () => 0);
+    for (const one of all) found.set(one, found.at(one) + 1);
+    return found;
+  }
   const gcd = (...all) => all.reduce((a, b) => { while (b) [a, b] = [b, a % b]; return Math.abs(a); }, 0);
   const whole = x => { if (!isFinite(x)) throw new Exception(`${x} is no integer`); return x; };
   const math = {
-    inf: Infinity, gcd, lcm: (...all) => all.reduce((a, b) => a && b ? Math.abs(a * b) / gcd(a, b) : 0, 1), prod: all => { let p = 1; for (const x of all) p *= x; return p; },
-    ceil: x => whole(Math.ceil(x)), floor: x => whole(Math.floor(x)), log2: Math.log2, log1p: Math.log1p, log: Math.log, exp: Math.exp, sqrt: Math.sqrt, hypot: Math.hypot,
-    comb(n, k) { if (k > n) return 0; let c = 1; for (let i = 1; i <= k; i++) c = c * (n - k + i) / i; return c; } };
-  return {
-    Exception, RuntimeError, ValueError, KeyError, TypeError: TypeError_, NamedTuple, Dict,
-    truth, and, or, eq, add, mul, mod, floordiv, bit_and, bit_or, iadd, ior, in: isIn, get_item, set_item, slice, unpack,
-    repr, str, formatted, format, each, iter: x => each(x)[Symbol.iterator](), next, max, max_with, min, min_with, sum, sum_with: sum, sorted: all => sorted_with(all), sorted_with, range,
-    enumerate: all => enumerate_with(all), enumerate_with, zip, zip_with: zip, map, filter, count, round, dict, object, from_json, to_json, call, replaced, cached, math,
-    shlex: { quote, join: all => [...all].map(quote).join(" ") },
-    abs: Math.abs, all: all => { for (const one of all) if (!truth(one)) return false; return true; }, any: all => { for (const one of all) if (truth(one)) return true; return false; },
-    bool: truth, int: (x = 0) => Math.trunc(Number(x)), float: (x = 0) => Number(x), len: x => x.length ?? x.size ?? [...x].length, list: (x = []) => [...x], tuple: (x = []) => [...x],
-    set: x => new PySet(x), deque: (x = []) => [...x], reversed: x => [...x].reverse(), defaultdict: make => new Dict([], make), Counter: (all = []) => {
-      const found = new Dict([], () => 0); for (const one of all) found.set(one, found.at(one) + 1); return found; },
-    getattr: (x, name, otherwise) => { if (x[name] === undefined && otherwise === undefined) throw new Exception(`no attribute ${name}`); return x[name] ?? otherwise ?? null; },
-    hasattr: (x, name) => x[name] !== undefined,
-    SimpleNamespace: (...parts) => Object.assign({}, ...parts),
-    // methods
-    items, get, keys: x => [...x], values: x => [...x.map.values()].map(pair => pair[1]),
+    inf: Infinity, gcd, log2: Math.log2, log1p: Math.log1p, log: Math.log, exp: Math.exp, sqrt: Math.sqrt, hypot: Math.hypot,
+    ceil: x => whole(Math.ceil(x)), floor: x => whole(Math.floor(x)),
+    lcm: (...all) => all.reduce((a, b) => a && b ? Math.abs(a * b) / gcd(a, b) : 0, 1),
+    prod: all => { let product = 1; for (const x of all) product *= x; return product; },
+    comb: (n, k) => { let found = k > n ? 0 : 1; for (let i = 1; i <= k; i++) found = found * (n - k + i) / i; return found; },
+  };
+  const builtins = {
+    abs: Math.abs, bool: truth, all: all => [...all].every(truth),
+    any: all => { for (const one of all) if (truth(one)) return true; return false; },
+    int: (x = 0) => Math.trunc(Number(x)), float: (x = 0) => Number(x), len: x => x.length ?? x.size ?? [...x].length,
+    list: (x = []) => [...x], tuple: (x = []) => [...x], set: x => new PySet(x), deque: (x = []) => [...x],
+    reversed: x => [...x].reverse(), defaultdict: make => new Dict([], make), hasattr: (x, name) => x[name] !== undefined,
+    iter: x => each(x)[Symbol.iterator](), SimpleNamespace: (...parts) => Object.assign({}, ...parts),
+    enumerate: all => enumerate_with(all), sorted: all => sorted_with(all), sum_with: sum, zip_with: zip,
+    repr, str, next, max, max_with, min, min_with, sum, sorted_with, range, enumerate_with, zip, map, filter, count, round, dict,
+    getattr, Counter, math, shlex: { quote, join: all => [...all].map(quote).join(" ") },
+  };
+
+  // ---------------------------------------------------------------- methods of built-in types
+  const items = x => x instanceof Dict ? x.map.values() : x.items();
+  const methods = {
+    items, keys: x => [...x], values: x => [...x.map.values()].map(pair => pair[1]),
+    get: (x, key, otherwise = null) => x.has(key) ? x.at(key) : otherwise,
     setdefault: (x, key, value = null) => x.has(key) ? x.at(key) : x.set(key, value).at(key),
-    append: (x, one) => { x.push(one); return null; }, popleft: x => x.shift(),
-    pop: (x, key = -1) => { if (x instanceof Dict) { const value = x.at(key); x.map.delete(keyOf(key)); return value; } return x.splice(key, 1)[0]; },
-    add_to: (x, one) => x.map.set(keyOf(one), one), remove: (x, one) => { if (!x.has(one)) throw new KeyError(repr(one)); x.map.delete(keyOf(one)); return null; },
-    index: (x, one) => {
-      const i = typeof x === "string" ? x.indexOf(one) : [...x].findIndex(other => eq(other, one)); if (i < 0) throw new ValueError(`${repr(one)} is not in it`); return i; },
-    sort: x => { x.splice(0, x.length, ...sorted_with(x)); return null; }, sort_with: (x, key, reverse) => { x.splice(0, x.length, ...sorted_with(x, key, reverse)); return null; },
-    join: (text, all) => [...all].join(text), split: (text, by) => by === undefined ? text.trim().split(/\s+/) : text.split(by), lower: x => x.toLowerCase(),
-    partition: (text, by) => { const i = text.indexOf(by); return i < 0 ? [text, "", ""] : [text.slice(0, i), by, text.slice(i + by.length)]; },
+    append: (x, one) => { x.push(one); return null; },
+    popleft: x => x.shift(),
+    pop(x, key = -1) {
+      const value = get_item(x, key);
+      if (x instanceof Dict) x.map.delete(keyOf(key)); else x.splice(key, 1);
+      return value;
+    },
+    add_to: (x, one) => x.map.set(keyOf(one), one),
+    remove(x, one) {
+      if (!x.map.delete(keyOf(one))) throw new KeyError(repr(one));
+      return null;
+    },
+    index(x, one) {
+      const i = typeof x === "string" ? x.indexOf(one) : [...x].findIndex(other => eq(other, one));
+      if (i < 0) throw new ValueError(`${repr(one)} is not in it`);
+      return i;
+    },
+    sort: x => methods.sort_with(x),
+    sort_with: (x, key, reverse) => { x.splice(0, x.length, ...sorted_with(x, key, reverse)); return null; },
+    join: (text, all) => [...all].join(text), format, lower: x => x.toLowerCase(),
+    split: (text, by) => by === undefined ? text.trim().split(/\s+/) : text.split(by),
+    partition(text, by) {
+      const i = text.indexOf(by);
+      return i < 0 ? [text, "", ""] : [text.slice(0, i), by, text.slice(i + by.length)];
+    },
     startswith: (text, start) => text.startsWith(start), endswith: (text, end) => text.endsWith(end),
     removeprefix: (text, start) => text.startsWith(start) ? text.slice(start.length) : text,
     isdecimal: text => /^\d+$/.test(text), _asdict: x => dict({ ...x }),
+  };
+  return {
+    Exception, RuntimeError, ValueError, KeyError, TypeError: TypeError_, NamedTuple, Dict, ...builtins, ...methods,
+    truth, and, or, eq, add, mul, mod, floordiv, bit_and, bit_or, iadd, ior, in: isIn, get_item, set_item, slice, unpack,
+    formatted, each, object, from_json, to_json, call, replaced, cached,
   };
 })();
