@@ -488,6 +488,9 @@ def test_trace_plot_and_numbers(tmp_path):
         assert all(after[0] >= before[1] for before, after in zip(spans, spans[1:]))
     assert {event["name"] for event in events if names.get((event["pid"], event.get("tid"))) == "actions"} >= {
         "F0 of stage 0", "B3 of stage 1"}
+    links = {(names[event["pid"], event["tid"]], event["args"]["at"]) for event in events if event["ph"] == "X"}
+    links = {one for one in links if one[0] not in ("compute", "actions")}
+    assert links == {("pp", "network"), ("world", "network"), ("shard", "nvlink")}
     most = max(event["args"]["GiB"] for event in events if event["ph"] == "C" and event["pid"] == 0)
     assert most * 2**30 == pytest.approx(seen["peak_bytes"])
     assert seen["step_seconds"] * 1e6 == pytest.approx(max(event["ts"] + event["dur"] for event in events if event["ph"] == "X"))

@@ -24,7 +24,7 @@ class Event(NamedTuple):
     name: str
     start: float
     end: float
-    about: str                                            # the layer, or the line that waits
+    about: str                                            # the layer, the line that waits, or a transfer's link
     action: str = ""                                      # such as "F3 of stage 0"
 
 
@@ -185,5 +185,6 @@ class Player:
                 self.try_to_begin(self.queues[queue][0])
         for rank in {rank for rank, _ in transfer.needs}:
             if len(operation.ranks) > 1:                  # with one rank nothing travels
-                self.events.append(Event(rank, operation.dimension, operation.what, transfer.ready, transfer.end, ""))
+                link = transfer.lanes[0][0]
+                self.events.append(Event(rank, operation.dimension, operation.what, transfer.ready, transfer.end, link))
             self.advance(rank)
