@@ -18,6 +18,9 @@ from pathlib import Path
 
 import diffs
 from diffs import ROOT, STEPS
+
+sys.path.append(str(ROOT / "dev/figures"))
+import lanes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
@@ -223,13 +226,21 @@ def toctree(*names, caption=""):
     return "\n\n```{toctree}\n:hidden:\n" + (f":caption: {caption}\n" if caption else "") + "\n" + "\n".join(names) + "\n```\n"
 
 
+def with_pages_of_the_site(text, name):
+    """Return the text with links where it names a page that only the site has, such as `out/site/step08_5d/scale.html`."""
+    here = Path(page_of(ROOT / name)).parent
+    return re.sub(r"`out/site/([\w/]+\.html)`", lambda found: f'<a href="{os.path.relpath(found[1], here)}">{found[1]}</a>', text)
+
+
 def texts():
     for name in TEXTS:
         text = re.sub("<!-- badges -->.*<!-- end of badges -->", "", (ROOT / name).read_text(), flags=re.DOTALL)   # only on GitHub
         step = Path(name).parts[0]
         links = with_links(with_cards(text, name) if step in STEPS else text, name)
+        links = with_pages_of_the_site(links, name)
         if name == f"{step}/README.md":
-            links += toctree(*(Path(page).stem for page in pages_of(step)[1:]), "diff", "by_hand", "timeline")
+            own = ["scale"] if step == STEPS[-1] else []
+            links += toctree(*(Path(page).stem for page in pages_of(step)[1:]), *own, "diff", "by_hand", "timeline")
         if name == "README.md":
             title, first, rest = re.split(r"\n\n+", links.strip(), maxsplit=2)
             links = "\n\n".join([title, first, raw(EMBEDDED), rest])
@@ -320,21 +331,51 @@ def by_hand(step, output):
 
 def timeline(step, output, events):
     number = int(step[4:6])
-    names = [*dict.fromkeys(event["name"] for event in events if event["ph"] == "X")]
-    places = [*dict.fromkeys(event["args"]["at"] for event in events if event["ph"] == "X")]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     ranks = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    streams = [*dict.fromkeys(threads.values())]
-    shown = [[e["pid"], streams.index(threads[e["tid"]]), names.index(e["name"]), places.index(e["args"]["at"]),
-              round(e["ts"] * 10), round(e["dur"] * 10)] for e in events if e["ph"] == "X"]
-    data = json.dumps(dict(names=names, places=places, streams=streams, ranks=ranks, events=shown), separators=(",", ":"))
+    rows = [(e["pid"], threads[e["tid"]], e["name"], e["args"]["at"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     write(f"{step}/timeline.md", f"# Step {number} as simulated\n\nOne training step on GPUs that nobody has here: "
-          "the step's own trainer, played by the simulator. Drag over a stretch to zoom, point at a bar to read it; with the "
-          "keyboard ← and → move, + and − zoom, 0 shows all.\n\n```bash\npython tools/simulate "
-          f"{number} {SIMULATED[number]}\n```\n\n"
-          + raw(f'<div class="timeline"><noscript>The picture needs JavaScript; the numbers are below.</noscript>'
-                f'<script type="application/json">{data.replace("</", "<" + chr(92) + "/")}</script></div>')
+          f"the step's own trainer, played by the simulator. {KEYS}\n\n```bash\npython tools/simulate "
+          f"{number} {SIMULATED[number]}\n```\n\n" + picture(rows, ranks, [*dict.fromkeys(threads.values())])
           + f"\n```text\n{output.rstrip()}\n```\n")
+
+
+KEYS = ("Drag over a stretch to zoom, point at a bar to read it; with the keyboard ← and → move, + and − zoom, 0 shows all.")
+
+
+def picture(rows, ranks, streams, memory=None):
+    """Return the timeline of rows (rank, stream, name, place, start, microseconds), and memory under them, for site.js to draw."""
+    names, places = ([*dict.fromkeys(row[i] for row in rows)] for i in (2, 3))
+    number = {name: i for i, name in enumerate(names)}, {place: i for i, place in enumerate(places)}
+    events = [[rank, streams.index(stream), number[0][name], number[1][place], round(start * 10), round(length * 10)]
+              for rank, stream, name, place, start, length in rows]
+    data = dict(names=names, places=places, streams=streams, ranks=ranks, events=events) | (dict(memory=memory) if memory else {})
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<" + chr(92) + "/")
+    return raw(f'<div class="timeline"><noscript>The picture needs JavaScript.</noscript>'
+               f'<script type="application/json">{text}</script></div>')
+
+
+def scale(traces):
+    """Write the page with the lanes that dev/figures/step08.py draws as a picture, {name: trace}, all on one axis of time."""
+    rows = [(i, *row) for i, (name, trace) in enumerate(traces.items()) for row in lanes.rows(trace, lanes.LANES[name].rank)]
+    held = {i: thinned(lanes.memory(trace, lanes.LANES[name].rank)) for i, (name, trace) in enumerate(traces.items())}
+    titles = {i: lanes.LANES[name].title for i, name in enumerate(traces)}
+    commands = "".join(f"python tools/simulate {one.command}{' ' * 3}# {one.title}\n" for one in lanes.LANES.values())
+    write(f"{STEPS[-1]}/scale.md", "# One training step, drawn to scale\n\n"
+          f"A training step of {lanes.GPUS} H100s under each layout, as the simulator plays it, all on one axis of time. A lane "
+          "shows what one rank does: its passes, its kernels (red: it waits), what NVLink and the network carry, and the memory "
+          f"that it holds. {KEYS} [The chapter](LAYOUTS.md#one-step-drawn-to-scale) says what to look for, and in what the "
+          "layouts differ.\n\n"
+          + picture(rows, titles, ["actions", "compute", "NVLink", "network"], held) + f"\n```bash\n{commands}```\n")
+
+
+def thinned(points):
+    """Return the points, in tenths of microseconds and GiB, without those that differ little from the one kept before them."""
+    kept = []
+    for when, size in points:
+        if not kept or abs(size - kept[-1][1]) > 0.05:
+            kept.append([round(when * 10), round(size, 2)])
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------ what runs
@@ -342,27 +383,31 @@ def played_page(step):
     return RAN / f"{step}-play.html"
 
 
-def ran(python, kind, step):
-    """Return what a program printed, and its trace. Run it again only if its code has changed."""
+def ran(python, kind, name):
+    """Return what a program printed, and its trace. Run it again only if its code has changed. The name is a step's or a lane's."""
+    step = STEPS[lanes.STEP - 1] if kind == "lane" else name
     number = int(step[4:6])
-    digest = hashlib.sha256(SIMULATED[number].encode())
+    words = lanes.LANES[name].command if kind == "lane" else f"{number} {SIMULATED[number]}"
+    digest = hashlib.sha256(words.encode())
     files = [*(ROOT / step).glob("*.py"), *(ROOT / "tools/simulate").glob("*.py"), *(ROOT / "tools/plan").glob("*.py")]
-    files = sorted(files if kind == "timeline" else [ROOT / step / "by_hand.py", *(ROOT / "tools/play").rglob("*.*")])
+    files = sorted([ROOT / step / "by_hand.py", *(ROOT / "tools/play").rglob("*.*")] if kind == "by_hand" else files)
     for path in files:
         digest.update(path.read_bytes())
-    kept = RAN / f"{step}-{kind}-{digest.hexdigest()[:16]}.json"
+    kept = RAN / f"{name}-{kind}-{digest.hexdigest()[:16]}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    trace = RAN / f"{step}.trace"
-    by_hand = f"{step}/by_hand.py" if number == 1 else f"tools/play --out {played_page(step)} {step}/by_hand.py"
-    command = {"by_hand": by_hand, "timeline": f"tools/simulate {number} {SIMULATED[number]} --trace {trace}"}[kind]
-    done = subprocess.run([python, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+    trace = RAN / f"{name}.trace"
+    command = f"tools/simulate {words} --trace {trace}"
+    if kind == "by_hand":
+        command = f"{step}/by_hand.py" if number == 1 else f"tools/play --out {played_page(step)} {step}/by_hand.py"
+    done = subprocess.run([python, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, timeout=600,
                           env=os.environ | dict(OMP_NUM_THREADS="1"))
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stdout}{done.stderr}")
     output = done.stdout if "tools/play" not in command else done.stdout[:done.stdout.rindex(f"{played_page(step)}: ")]
-    found = [output, json.loads(trace.read_text())["traceEvents"] if kind == "timeline" else []]
-    for old in RAN.glob(f"{step}-{kind}-*"):
+    events = [] if kind == "by_hand" else json.loads(trace.read_text())["traceEvents"]
+    found = [output, [event for event in events if kind != "lane" or event["pid"] == lanes.LANES[name].rank]]
+    for old in RAN.glob(f"{name}-{kind}-*"):
         old.unlink()
     kept.write_text(json.dumps(found))
     return found
@@ -400,6 +445,7 @@ def main(python):
     RAN.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {(kind, step): pool.submit(ran, python, kind, step) for step in STEPS for kind in ("timeline", "by_hand")}
+        played = {name: pool.submit(ran, python, "lane", name) for name in lanes.LANES}
         page = pool.submit(explorer, python)
         texts()
         with open(SOURCE / "tools/plan/index.md", "a") as file:
@@ -410,11 +456,14 @@ def main(python):
             diff_page(step)
             by_hand(step, jobs["by_hand", step].result()[0])
             timeline(step, *jobs["timeline", step].result())
+        scale({name: job.result()[1] for name, job in played.items()})
     shutil.rmtree(OUT, ignore_errors=True)
     kept = str(ROOT / "out/site-doctrees")
     wrong = build_main(["-q", "-W", "--keep-going", "-j", "2", "-c", str(HERE), "-d", kept, str(SOURCE), str(OUT)])
     mend()
     (OUT / "explorer.html").write_text(page.result())
+    bubble = [python, "tools/schedule.py", "--step", STEPS[5], "--page", OUT / STEPS[5] / "bubble.html"]
+    subprocess.run(bubble, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     for step in STEPS[1:]:
         shutil.copy(played_page(step), OUT / step / "play.html")
     return wrong

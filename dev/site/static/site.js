@@ -67,6 +67,7 @@ function panel(cards) {
   follow();
 }
 
+const LINKS = { NVLink: "#009e73", network: "#8064a2" };     // as in the picture of which the page is a larger form
 const COLOURS = ["#66727f", "#c9a227", "#9a80bb", "#e08e45", "#4f9d9d", "#b05c8a", "#7a7a3a"];
 
 function timeline(box) {
@@ -75,12 +76,17 @@ function timeline(box) {
   const streams = data.streams.map((name, i) => [name, i]).filter(([name]) => name !== "actions" || data.events.some((e) => data.streams[e[1]] === name));
   const canvas = document.createElement("canvas"), out = document.createElement("output"), bar = document.createElement("div");
   const key = document.createElement("p"), lane = 26, left = 92, title = 20, foot = 20;
+  if (data.memory) streams.push(["memory", -1]);
   const rows = ranks.flatMap((rank) => streams.map(([name, i]) => [Number(rank), i, name]));
+  const most = Math.max(...Object.values(data.memory ?? {}).flat().map(([, size]) => size));
   const colour = (event) => data.names[event[2]].startsWith("wait for") ? "#d9534f" : data.streams[event[1]] === "actions"
-    ? { F: "#9ec5e8", B: "#3f76ad", I: "#3f76ad", W: "#6aa56e" }[data.names[event[2]][0]] || "#a9a9a9" : COLOURS[event[1] % COLOURS.length];
+    ? { F: "#9ec5e8", B: "#3f76ad", I: "#3f76ad", W: "#6aa56e" }[data.names[event[2]][0]] || "#a9a9a9" : shade(event[1]);
+  const shade = (i) => LINKS[data.streams[i]] ?? COLOURS[i % COLOURS.length];
   let from = 0, to = end, drag = null, at = null, picked = -1;
   const by_row = new Map(rows.map(([rank, stream]) => [`${rank} ${stream}`, data.events.filter((e) => e[0] === rank && e[1] === stream)
     .sort((a, b) => a[4] - b[4])]));
+  const until = new Map(ranks.map((rank) => [Number(rank), Math.max(...rows.filter((row) => row[0] === Number(rank))
+    .flatMap(([, stream]) => by_row.get(`${rank} ${stream}`).slice(-1).map((e) => e[4] + e[5])))]));
   const order = data.events.toSorted((a, b) => a[4] - b[4]);
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "application");
@@ -88,7 +94,7 @@ function timeline(box) {
   out.setAttribute("aria-live", "polite");
   out.textContent = "point at a bar: here stands what it is";
   key.className = "key";
-  const kinds = streams.filter(([name]) => name !== "actions").map(([name, i]) => [name === "compute" ? "kernels" : `${name} on a link`, COLOURS[i % COLOURS.length]]);
+  const kinds = streams.filter(([name]) => name !== "actions" && name !== "memory").map(([name, i]) => [name === "compute" ? "kernels" : name in LINKS ? name : `${name} on a link`, shade(i)]);
   for (const [name, shade] of [...kinds, ["waiting", "#d9534f"], ["forward", "#9ec5e8"], ["backward", "#3f76ad"], ["the rest", "#a9a9a9"]]) {
     const entry = document.createElement("span"), square = document.createElement("i");
     square.style.background = shade;
@@ -132,6 +138,7 @@ function timeline(box) {
       pen.fillStyle = style.color;
       if (row % streams.length === 0) pen.fillText(data.ranks[rank], 4, y - title / 2);
       pen.fillText(name === "compute" ? "kernels" : name, 12, y + lane / 2, left - 16);
+      if (name === "memory") return hold(rank, y);
       let drawn = -1;
       for (const event of by_row.get(`${rank} ${stream}`)) {
         const a = Math.max(x_of(event[4]), left), b = Math.min(x_of(event[4] + event[5]), left + width());
@@ -151,9 +158,10 @@ function timeline(box) {
       }
     });
     pen.fillStyle = style.color;
-    for (let i = 0; i <= 4; i++) {
-      pen.textAlign = i === 4 ? "right" : i ? "center" : "left";
-      pen.fillText(micro(from + (to - from) * i / 4), left + width() * i / 4, height - foot / 2);
+    const ticks = width() < 400 ? 2 : 4;                    // more would run into each other
+    for (let i = 0; i <= ticks; i++) {
+      pen.textAlign = i === ticks ? "right" : i ? "center" : "left";
+      pen.fillText(micro(from + (to - from) * i / ticks), left + width() * i / ticks, height - foot / 2);
     }
     pen.textAlign = "left";
     if (drag !== null && at !== null) {
@@ -161,10 +169,24 @@ function timeline(box) {
       pen.fillRect(Math.min(drag, at), 0, Math.abs(at - drag), height - foot);
     }
   }
+  function hold(rank, y) {                                // the memory, and how high the fullest rank's is
+    const pen = canvas.getContext("2d"), base = y + lane - 2;
+    pen.fillStyle = "#9a9a9a";
+    pen.beginPath();
+    pen.moveTo(left, base);
+    let high = base;
+    for (const [when, size] of [...data.memory[rank], [until.get(rank), 0]]) {
+      const x = Math.min(Math.max(x_of(when), left), left + width());
+      pen.lineTo(x, high);
+      high = base - size / most * (lane - 4);
+      pen.lineTo(x, high);
+    }
+    pen.fill();
+  }
   function micro(tenths) { return tenths >= 1e4 ? `${(tenths / 1e4).toPrecision(4)} ms` : `${(tenths / 10).toPrecision(3)} µs`; }
   function say(event) {
     const place = data.places[event[3]];
-    out.textContent = `rank ${event[0]}, ${data.streams[event[1]]}: ${data.names[event[2]]}${place ? `, ${place}` : ""}\n`
+    out.textContent = `${data.memory ? data.ranks[event[0]] : `rank ${event[0]}`}, ${data.streams[event[1]]}: ${data.names[event[2]]}${place ? `, ${place}` : ""}\n`
       + `from ${micro(event[4])}, for ${micro(event[5])}`;
   }
   canvas.addEventListener("pointerdown", (press) => { drag = at = press.offsetX; canvas.setPointerCapture(press.pointerId); });
@@ -174,6 +196,11 @@ function timeline(box) {
     const row = rows.findIndex((_, i) => point.offsetY >= y_of(i) && point.offsetY < y_of(i) + lane);
     if (row < 0) return;
     const when = when_of(at), slack = (to - from) / width();
+    if (rows[row][2] === "memory") {
+      const held = data.memory[rows[row][0]].findLast(([since]) => since <= when);
+      if (held) out.textContent = `${data.ranks[rows[row][0]]}: ${held[1].toFixed(1)} GiB\nat ${micro(when)}`;
+      return;
+    }
     const near = by_row.get(`${rows[row][0]} ${rows[row][1]}`).find((e) => e[4] - slack <= when && when <= e[4] + e[5] + slack);
     if (near) say(near);
   });
