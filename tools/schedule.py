@@ -1,6 +1,7 @@
 """Show a pipeline schedule: its timeline, how long the ranks idle, how many micro-batches they keep, and a picture.
 
     python tools/schedule.py --schedule 1f1b --pp 4 --micro_batches 8
+    python tools/schedule.py --page schedules.html       # a page on which you change all of it
 
 `as_it_runs` records what a step's Pipeline really does, as events that can be shown in the same ways.
 """
@@ -80,6 +81,16 @@ def as_it_runs(pipeline):
     return events
 
 
+def page(step):
+    """Return an HTML page that computes with the step's schedules.py, and needs nothing else."""
+    sys.path.append(str(ROOT / "tools/plan"))
+    import to_js
+    wanted = ["make", "simulate", "bubble", "max_in_flight"]
+    made = to_js.script({"schedules": to_js.parse(ROOT / step / "schedules.py")}, [f"schedules.{name}" for name in wanted])
+    text = (ROOT / "tools/schedule.html").read_text()
+    return text.replace("/*FILE*/", f"{step}/schedules.py").replace("/*SCHEDULES*/", made.replace("</", "<\\/"))
+
+
 def main():
     parser = argparse.ArgumentParser(description="Show a pipeline schedule: its timeline, how long ranks idle, what they keep.")
     parser.error = refuse
@@ -89,9 +100,13 @@ def main():
     parser.add_argument("--micro_batches", type=int, default=8, help="micro-batches per training step (8)")
     parser.add_argument("--stages_per_rank", type=int, help="pipeline stages per rank (what the schedule needs)")
     parser.add_argument("--picture", default="schedule.png", help="the picture to draw (schedule.png)")
+    parser.add_argument("--page", metavar="FILE", help="instead write a page for a browser, on which you change all of this")
     args = parser.parse_args()
     if not (ROOT / args.step / "schedules.py").is_file():
         refuse(f"--step {args.step}: has no schedules.py; choose step06_pp, step07_ep or step08_5d")
+    if args.page:
+        Path(args.page).write_text(page(args.step))
+        return print(f"the page is in {args.page}")
     sys.path.insert(0, str(ROOT / args.step))
     import schedules
     if args.schedule not in schedules.SCHEDULES:
