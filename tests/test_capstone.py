@@ -7,6 +7,7 @@ import certify
 import pytest
 from capstone_mistakes import MISTAKES, PAIRS, SOLUTIONS, planted
 from certify import CERTIFICATES, COPIED, HAVE, SOURCE, beyond
+from programs import run_program
 from prove.__main__ import flags_of, layout_of
 from steps import ROOT, copy_repository, run
 
@@ -174,7 +175,7 @@ def judged_for_real(tmp_path, solution, *words):
         copy_repository(tmp_path)
         assert run([sys.executable, "exercises/certify.py", "capstone"], tmp_path, timeout=60)[0] == 0
         (mine / "trainer.py").write_text((SOLUTIONS / f"{solution}.py").read_text())
-    status, output = run([sys.executable, "exercises/certify.py", *words], tmp_path, timeout=900)
+    status, output = run_program(["exercises/certify.py", *words], tmp_path, timeout=900)
     signed = json.loads((mine / "certificates.json").read_text())
     assert all(one["largest_difference"] < 1e-9 for one in signed.values())
     assert all(bool(one["parts_of_torch"]) == (solution == "of_torch") for one in signed.values())
@@ -202,7 +203,7 @@ def test_a_solution_of_torchs_parts_earns_what_it_can(tmp_path):
 
 
 def refused_for(pairs):
-    status, output = run([sys.executable, "tests/support/capstone_mistakes.py", *pairs], ROOT, timeout=1800)
+    status, output = run_program(["tests/support/capstone_mistakes.py", *pairs], ROOT, timeout=1800)
     assert status == 0, output
     return json.loads("{" + output.rpartition("\n{")[2])
 

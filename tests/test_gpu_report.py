@@ -8,6 +8,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
+from programs import run_program
 from steps import NAMES, ROOT, run
 
 
@@ -50,7 +51,7 @@ def test_all_parts_on_the_cpu(tmp_path):
 def test_the_steps_take_the_models_that_are_no_presets(tmp_path, monkeypatch, model):
     monkeypatch.setattr(gpu, "OUT", tmp_path)
     flags = ["--ep" if "num_local_experts" in model else "--tp", "2", "--global_batch_size", "2", "--micro_batch_size", "1"]
-    status, output = run([sys.executable, ROOT / "tools/simulate", "7", "2", "--model", gpu.model_flag(model), *flags], ROOT, 300)
+    status, output = run_program(["tools/simulate", "7", "2", "--model", gpu.model_flag(model), *flags], ROOT, timeout=300)
     assert status == 0 and "tokens/s/GPU" in output, output
 
 

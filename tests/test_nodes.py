@@ -65,10 +65,11 @@ def undisturbed(pool):
     return pool.train(STEP, FLAGS.replace("--save_every 3 --resume", ""), world=2, weights=False).losses
 
 
-@pytest.mark.slow
-def test_a_killed_rank_of_either_node_comes_back(pool, nodes, tmp_path):
+@pytest.mark.parametrize("killed", [pytest.param((1, 0), marks=pytest.mark.slow),
+                                    pytest.param((1, 0, 1, 1, 0), marks=pytest.mark.sweep)], ids=len)
+def test_a_killed_rank_of_either_node_comes_back(pool, nodes, tmp_path, killed):
     log, two = tmp_path / "log", [nodes(number, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for number in (0, 1)]
-    for kill, number in enumerate((1, 0, 1, 1, 0)):
+    for kill, number in enumerate(killed):
         wait_for(10 * kill + 5, log, two)
         os.kill(two[number].rank(), signal.SIGKILL)
     assert [node.agent.wait(timeout=600) for node in two] == [0, 0]

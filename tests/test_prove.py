@@ -16,6 +16,7 @@ import torch
 from layouts import in_table
 from patched import not_in, planted_mistakes
 from plants import STEPS, judged, table_of
+from programs import run_program
 from prove import CannotRun
 from prove.__main__ import listed, main, pairwise
 from prove.causes import CAUSES
@@ -24,7 +25,7 @@ from prove.diagnose import Diagnosis
 from prove.ranks import watch
 from prove.trace import Seen, trace_back
 from prove.words import Words, ranges
-from steps import ROOT, clean_environment
+from steps import ROOT, clean_environment, run
 
 from readme import with_tables
 
@@ -32,17 +33,15 @@ PROVE, ADAPTERS = ROOT / "tools/prove", ROOT / "tools/prove/adapters"
 README, DIAGNOSES = ((PROVE / name).read_text() for name in ("README.md", "DIAGNOSES.md"))
 
 
-def prove(adapter, tmp_path, *flags, layouts="", tool=PROVE, **environment):
-    """Run the tool as a user does. Return its exit status, output, and what it wrote for programs."""
+def prove(adapter, tmp_path, *flags, layouts="", run=run_program, **environment):
+    """Run the tool. Return its exit status, output, and what it wrote for programs."""
     if layouts:
         (tmp_path / "layouts").write_text(layouts)
         flags = [*flags, "--layouts", tmp_path / "layouts"]
-    environment = clean_environment() | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | environment
-    command = [sys.executable, tool, adapter, *map(str, flags), "--json", tmp_path / "said.json"]
-    done = subprocess.run(command, text=True, env=environment, capture_output=True, timeout=1800)
+    status, output = run([PROVE, adapter, *flags, "--json", tmp_path / "said.json"], tmp_path, timeout=1800, **environment)
     written = (tmp_path / "said.json").read_text() if (tmp_path / "said.json").exists() else ""
     said = json.loads(written or "[]")                    # empty if the run with one process failed
-    return done.returncode, done.stdout + done.stderr, said
+    return status, output, said
 
 
 def equal(result):
@@ -164,10 +163,9 @@ def test_what_it_says_of_torchtitan_0_2_2(tmp_path):
 
 
 def verdicts(names, tmp_path):
-    command = [sys.executable, ROOT / "tests/support/plants.py", *names, "--json", tmp_path / "plants.json"]
-    environment = clean_environment() | dict(CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=environment)
-    assert done.returncode == 0, done.stderr
+    words = [ROOT / "tests/support/plants.py", *names, "--json", tmp_path / "plants.json"]
+    status, output = run_program(words, tmp_path, timeout=7200)
+    assert status == 0, output
     return json.loads((tmp_path / "plants.json").read_text())
 
 
@@ -733,12 +731,17 @@ class MyModel(torch.nn.Sequential):
 '''
 
 
+def as_a_user_does(words, folder, timeout):
+    """Start Python anew, with a copy of the tool: it must import all that it needs."""
+    return run([sys.executable, folder / "copy/prove", *map(str, words[1:])], folder, timeout)
+
+
 def test_the_adapter_on_the_page_and_tools_are_all_of_it(tmp_path):
     """Check that nothing else of this repository is needed: somebody may copy tools/prove alone."""
     shutil.copytree(PROVE, tmp_path / "copy/prove")
     (shown,) = re.findall(r"```text\n(def build\(.*?)```", README, re.S)
     (tmp_path / "mine.py").write_text(MY_MODEL + shown)
-    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2, tool=tmp_path / "copy/prove")
+    status, output, said = prove(tmp_path / "mine.py", tmp_path, "--world", 2, run=as_a_user_does)
     assert status == 0 and equal(said[0]), output
     assert "a rank holds 100% of the numbers, reads 50% of the tokens, and issues " in output
     assert "warning: every rank holds all of the numbers, as in DDP" in output

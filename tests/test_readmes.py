@@ -13,7 +13,7 @@ from patched import planted_mistakes
 
 from readme import (DOCS, FROM, PAGES, READMES, block_problems, blocks, broken_anchors, broken_links, diff_problems, diffs_of,
                     mistake_table, to_run, with_tables)
-from steps import ROOT, STEPS, copy_repository, full_name, pairs, run, step_files, text_of
+from steps import ROOT, STEPS, clean_environment, copy_repository, full_name, pairs, run, step_files, text_of
 
 
 def runs_something(page):
@@ -23,8 +23,11 @@ def runs_something(page):
 @pytest.mark.slow
 @pytest.mark.parametrize("readme", list(filter(runs_something, [*READMES, *DOCS])))
 def test_blocks_run(readme, tmp_path):
+    """Run a page's blocks with a torchrun that forks its ranks, but those of steps 2 and 8 with torch's own."""
     copy_repository(tmp_path)
-    status, output = run([sys.executable, "dev/readme.py", "--run", readme], tmp_path, timeout=900)
+    path = clean_environment()["PATH"]
+    path = path if readme in ("step02_dp/README.md", "step08_5d/README.md") else f"{ROOT / 'tests/support/bin'}:{path}"
+    status, output = run(["env", f"PATH={path}", sys.executable, "dev/readme.py", "--run", readme], tmp_path, timeout=900)
     assert status == 0, output[-5000:]
 
 

@@ -6,9 +6,10 @@ import sys
 import pytest
 import toy
 from harness import Refused
+from programs import run_program
 from simulate.kernels import Kernel
 from simulate.play import Player
-from steps import NAMES, ROOT, clean_environment, full_name, run, text_of
+from steps import NAMES, ROOT, full_name, text_of
 from toy import operation
 
 STEP = "step08_5d"
@@ -229,7 +230,7 @@ KEYS = {"step_seconds", "tokens_per_s_per_gpu", "mfu", "peak_bytes", "exposed", 
 
 def printed(words, timeout=300):
     """Run the command. Return what it prints, and its table of memory: {kind: MiB between steps, at the peak, at most}."""
-    status, output = run([clean_environment()["PYTHON"], "tools/simulate", *words.split()], cwd=ROOT, timeout=timeout)
+    status, output = run_program(["tools/simulate", *words.split()], ROOT, timeout)
     assert status == 0, output
     number = r" +([\d,]+\.\d\d)"
     rows = re.findall(f"^([a-z][a-z ]*?){number}{number}(?:{number})?$", output, re.MULTILINE)

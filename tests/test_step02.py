@@ -11,7 +11,7 @@ import pytest
 from harness import JobFailed
 from jobs import assert_refused, ledger_rows, main_job
 from observe import check
-from prove.processes import torchrun
+from programs import run_ranks
 from steps import step_dir
 
 STEP = "step02_dp"
@@ -193,6 +193,5 @@ def test_no_thread_of_gloo_outlives_main(tmp_path, step, more):
     """A thread that drops its last tensor while the interpreter ends would abort the process."""
     script = tmp_path / "threads.py"
     script.write_text(THREADS)
-    command = torchrun(2, script, step_dir(step), "--steps", 1, "--seq_len", 16, *more.split())
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    ranks = run_ranks(2, [script, step_dir(step), "--steps", 1, "--seq_len", 16, *more.split()], tmp_path, timeout=120)
+    assert [status for status, _ in ranks] == [0, 0], ranks

@@ -4,7 +4,7 @@ import layouts
 import pytest
 import toy
 from harness import assert_same_run
-from jobs import assert_loads, assert_refused, memory_job, storage_bytes, trained_parts
+from jobs import assert_loads, assert_refused, memory_job, storage_bytes, traced_job, trained_parts
 from layouts import Layout
 from observe import check
 
@@ -38,7 +38,7 @@ def flags(tmp_path_factory):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_compile(pool, tmp_path, stage):
     flags = cases.make(tmp_path, num_hidden_layers=2) + " --micro_batch_size 6 --steps 3"
-    trained = pool.train(STEP, f"{flags} --zero {stage} --compile", world=2, timeout=200)
+    trained = pool.train(STEP, f"{flags} --zero {stage} --compile", world=2, timeout=200, job=traced_job)
     assert_same_run(trained, pool.train(BASELINE, flags), 1e-4, weights=False)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, SHAPE, VOCAB
 from harness import assert_same_run
-from jobs import assert_loads, assert_refused, compiled_job, kept_by_a_layer, kept_job, memory_job
+from jobs import assert_loads, assert_refused, kept_by_a_layer, kept_job, memory_job, traced_job
 from layouts import Layout
 from observe import check
 
@@ -53,7 +53,7 @@ def flags(tmp_path_factory):
 def test_compile(pool, flags, more, graphs):
     """Check that even with recomputation the pieces of a layer are compiled, and not only the loss."""
     base = f"{flags} --steps 3 --micro_batch_size 12"
-    trained = pool.train(STEP, f"{base} --tp 2 --compile {more}", world=2, timeout=200, job=compiled_job)
+    trained = pool.train(STEP, f"{base} --tp 2 --compile {more}", world=2, timeout=200, job=traced_job)
     assert min(trained.answers) >= graphs
     assert_same_run(trained, pool.train(BASELINE, base), 1e-4, weights=False)
 

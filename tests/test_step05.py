@@ -4,7 +4,7 @@ import layouts
 import pytest
 from cases import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP
 from harness import Refused, assert_same_run, train_job
-from jobs import assert_refused, attention_job, check_job, compiled_job, kept_by_a_layer
+from jobs import assert_refused, attention_job, check_job, kept_by_a_layer, traced_job
 from layouts import Layout
 from observe import check
 
@@ -46,7 +46,7 @@ def flags(tmp_path_factory):
     ("--recompute full", 3), ("--cp_mode ulysses", 1)])])
 def test_compile(pool, flags, more, graphs):
     base = f"{flags} --steps 3 --micro_batch_size 12"
-    trained = pool.train(STEP, f"{base} --cp 2 --compile {more}", world=2, timeout=200, job=compiled_job)
+    trained = pool.train(STEP, f"{base} --cp 2 --compile {more}", world=2, timeout=200, job=traced_job)
     assert min(trained.answers) >= graphs
     assert_same_run(trained, pool.train(BASELINE, base), 1e-4, weights=False)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import toy
 from harness import assert_same_run
-from jobs import assert_loads, assert_refused, compiled_job, ledger_rows
+from jobs import assert_loads, assert_refused, ledger_rows, traced_job
 from layouts import Layout
 from observe import check
 from rendezvous import rendezvous
@@ -85,7 +85,7 @@ def flags(tmp_path_factory):
 @pytest.mark.parametrize("more, graphs", [("--recompute full", 3), pytest.param("", 1, marks=pytest.mark.sweep)])
 def test_compile(pool, flags, more, graphs):
     base = f"{flags[3]} --steps 3 --micro_batch_size 6"
-    trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile {more}", world=2, timeout=200, job=compiled_job)
+    trained = pool.train(STEP, f"{base} --pp 2 --schedule zerobubble --compile {more}", world=2, timeout=200, job=traced_job)
     assert min(trained.answers) >= graphs
     assert_same_run(trained, pool.train(BASELINE, base), 1e-4, weights=False)
 

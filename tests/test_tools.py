@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import JobFailed
 from operations import assert_none_waits_for_ever
+from programs import run_ranks
 from prove.processes import new_store
 from readme import real_diff
 from steps import CHANGES, NAMES, ROOT, clean_environment, pairs, run
@@ -261,11 +262,10 @@ def test_memory_is_what_counting_again_finds(pool, flags):
     pytest.param(NAMES[7], 4, "--tp 2 --pp 2", marks=pytest.mark.slow)])
 def test_memory_is_drawn(tmp_path, step, ranks, flags):
     out = tmp_path / "new/folder"
-    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split() if ranks > 1 else []
     flags += " --dtype float32 --steps 5 --seq_len 32 --global_batch_size 4"
-    status, output = run([sys.executable, *torchrun, "tools/memory.py", f"{step}/train.py", "--out", out, *flags.split()], ROOT,
-                         timeout=300)
-    assert status == 0, output
+    found = run_ranks(ranks, ["tools/memory.py", f"{step}/train.py", "--out", out, *flags.split()], ROOT, timeout=300)
+    assert [status for status, _ in found] == [0] * ranks, found
+    output = found[0][1]
     line = r"^step 3/5 .*\nmemory of a rank: ([\d.]+) MiB between steps, ([\d.]+) MiB at the peak\nstep 4/5 "
     (between, peak), = re.findall(line, output, re.M)
     if step != NAMES[7]:                                  # weights, gradients, and two moments

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from jobs import ledger_rows
+from programs import run_program
 from readme import blocks
 from steps import ROOT, STEPS, full_name, run
 from test_readmes import called, refused, trainings
@@ -79,7 +80,7 @@ def test_the_sheet_asks_what_the_key_answers():
 @pytest.mark.parametrize("command", commands("dry", "dry_long"))
 def test_what_is_simulated(command, room, tmp_path):
     words = as_called(command, room)
-    status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
+    status, output = run_program([*words[1:], "--json", tmp_path / "seen.json"], ROOT, timeout=600)
     assert status == 0, output
     seen = json.loads((tmp_path / "seen.json").read_text())
     for what, answer in commands("dry", "dry_long")[command]:
@@ -104,7 +105,7 @@ LAYOUTS = re.findall(r"^\| `(--.*)` \| ([\d.]+) \| ([\d,]+) \|$", (FOLDER / "tea
     pytest.param(*layout, marks=pytest.mark.sweep if i else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
 def test_the_layouts_of_the_competition(flags, gib, speed, room, tmp_path):
     words = as_called(f"dry 8 8 --model llama-8b --global_batch_size 32 {flags}", room)
-    status, output = run([*words, "--json", tmp_path / "seen.json"], ROOT, timeout=600)
+    status, output = run_program([*words[1:], "--json", tmp_path / "seen.json"], ROOT, timeout=600)
     assert status == 0, output
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["peak_bytes"] / 2**30 == pytest.approx(float(gib), abs=0.051)
@@ -133,6 +134,6 @@ def test_what_a_laptop_runs(command, room, pool):
 @pytest.mark.parametrize("command", commands("python"))
 def test_what_a_schedule_idles(command, tmp_path):
     words = [str(ROOT / word) if word.startswith("tools/") else word for word in shlex.split(command)]
-    status, output = run(words, tmp_path, timeout=120)
+    status, output = run_program(words[1:], tmp_path, timeout=120)
     (_, answer), = commands("python")[command]
     assert status == 0 and f"units: [{int(answer)}, " in output

@@ -197,6 +197,17 @@ def compiled_job(argv, optimizer):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def traced_job(argv, optimizer):
+    """Do what compiled_job does, but run the graphs as they were traced: generating C++ of them takes twenty seconds of CPU, and
+    what is generated for a layer hardly depends on the technique. Steps 1 and 7 generate it."""
+    from functools import partial
+    from unittest.mock import patch
+
+    import torch
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return compiled_job(argv, optimizer)
+
+
 def compiled_calls_job(argv):
     """Train. Return for each step how often compiled code was called."""
     from unittest.mock import patch
