@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from harness import assert_same_run, relative
-from jobs import assert_refused, compiled_job
+from jobs import assert_refused, traced_job
 
 STEP = "step01_single_gpu"
 S, WHOLE, TAIL = 16, 70, 5                                # tokens of a sequence, sequences of the file, tokens left over
@@ -104,16 +104,6 @@ def test_the_head_takes_a_chunk_at_a_time_and_no_gradients(pool):
     (alone, with_gradients, whole, sizes), = pool.call(head_job, STEP, vocab=640, tokens=300, chunk=640 * 20)
     assert relative(alone, whole) < 1e-12 and relative(alone, with_gradients) < 1e-12
     assert max(sizes) == 640 * 20 and sizes.count(640 * 8) == 1                     # only the weight, and no gradient of it
-
-
-def traced_job(argv, optimizer):
-    """Compile with a backend that skips the code generation at the end, which takes a minute."""
-    import functools
-    from unittest.mock import patch
-
-    import torch
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
-        return compiled_job(argv, optimizer)
 
 
 def test_compiled(pool, tmp_path):

@@ -18,7 +18,7 @@ import observe
 import pytest
 import toy
 from harness import assert_same_run
-from jobs import assert_refused, compiled_job, kept_by_a_layer
+from jobs import assert_refused, kept_by_a_layer, traced_job
 
 STEP, ONE = "step04_tp_sp", "step01_single_gpu"
 TOKENS, EXACT = 24 * 16, "--dtype float64"
@@ -67,7 +67,7 @@ def test_products_that_selective_recomputation_keeps(pool, tmp_path):
 
 def test_compiles_what_lies_between(pool):
     base = observe.case(pool, "dense-1") + " --steps 2 --micro_batch_size 12"
-    run = pool.train(STEP, f"{base} --tp 2 --tp_ring --compile --recompute full", 2, 200, weights=False, job=compiled_job)
+    run = pool.train(STEP, f"{base} --tp 2 --tp_ring --compile --recompute full", 2, 200, weights=False, job=traced_job)
     assert min(run.answers) > 1
     assert_same_run(run, pool.reference(ONE, base), 1e-4, weights=False)
 
