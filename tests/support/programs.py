@@ -1,7 +1,7 @@
 """Run Python programs in processes that have already imported torch: they are forked from where the pool's workers come from.
 
-    status, output = run_program(["tools/simulate", "8", "4", "--tp", "2"], ROOT, timeout=60)         # python tools/simulate 8 4 ...
-    run_ranks(2, ["step02_dp/train.py", "--steps", "1"], ROOT, timeout=60)         # on two ranks; return (status, output) of each
+    status, output = run_program(["tools/simulate", "8", "4", "--tp", "2"], ROOT, timeout=60)
+    (status, output), (status1, output1) = run_ranks(2, ["step02_dp/train.py", "--steps", "1"], ROOT, timeout=60)
 
 A program that forgets an import may still run here. So one test of each program starts it with steps.run.
 """
