@@ -60,7 +60,7 @@ SIXTEEN = [layout._replace(shape="top2-5") for layout in SIXTEEN]               
 @pytest.mark.parametrize("layout", [*layouts.every_layout(8),
     pytest.param(Layout(STEP, 4, "dense-2-kv2", "adamw", "--dtype float64 --recompute none --micro_batch_size 6 --tp 4 --sp on"),
                  id="shared heads", marks=slow),
-    pytest.param(SIXTEEN[34]._replace(optimizer="sgd"), id="sixteen ranks", marks=slow)])
+    pytest.param(SIXTEEN[34], id="sixteen ranks", marks=slow)])
 def test_layout(pool, layout):
     check(pool, layout)
 
