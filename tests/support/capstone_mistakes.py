@@ -1,6 +1,7 @@
 """Plant each mistake of capstone/mistakes.toml in a solution of the capstone, and print what the certificates say, as JSON.
 
     python tests/support/capstone_mistakes.py dp/same_rows tp/copy_without_sum      # these; without arguments, all
+    python tests/support/capstone_mistakes.py dp/                                   # the solution as it is
 """
 import json
 import os
@@ -20,8 +21,11 @@ PAIRS = [f"{certificate}/{name}" for certificate in CERTIFICATES for name, one i
 
 
 def planted(name):
-    """Return the solution with a mistake."""
-    source, one = (SOLUTIONS / "collectives.py").read_text(), MISTAKES[name]
+    """Return the solution with a mistake; without a name, as it is."""
+    source = (SOLUTIONS / "collectives.py").read_text()
+    if not name:
+        return source
+    one = MISTAKES[name]
     assert source.count(one["old"]) == 1, f"{name}: occurs {source.count(one['old'])} times: {one['old']}"
     return source.replace(one["old"], one["new"])
 
