@@ -77,7 +77,8 @@ def dry_job(argv, ranks=None):
 
 # ---------------------------------------------------------------------------------------------- against reality
 @pytest.mark.parametrize("layout", [
-    pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 6, 8) else pytest.mark.slow) for i, layout in enumerate(LAYOUTS)])
+    pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 6, 8) else pytest.mark.slow)
+    for i, layout in enumerate(LAYOUTS)])
 def test_says_what_is_seen_in_a_real_run(pool, layout):
     assert_what_is_seen(pool, STEP, layout)
 
