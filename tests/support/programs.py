@@ -5,6 +5,7 @@
 
 A program that forgets an import may still run here. So one test of each program starts it with steps.run.
 """
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -48,7 +49,7 @@ def run_programs(words, cwd, timeout, environments):
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")                     # as Pool.start does, for what is preloaded
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    words, found, deadline = [*map(str, words)], [], time.monotonic() + timeout
+    words, found = [*map(str, words)], []
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(number)) for number in range(len(environments))]
         for output in outputs:
@@ -56,11 +57,14 @@ def run_programs(words, cwd, timeout, environments):
         children = [context.Process(target=program, args=(words, str(cwd), clean_environment() | more, str(output)))
                     for more, output in zip(environments, outputs)]
         for child in children:
-            child.start()
+            child.start()                                 # the first one waits until all is preloaded
+        deadline = time.monotonic() + timeout
         for child, output in zip(children, outputs):
             child.join(max(0, deadline - time.monotonic()))
             if child.exitcode is None:
-                os.killpg(child.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):      # it has no group of its own yet
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.kill()
                 child.join()
                 output.write_text(f"did not end within {timeout} seconds: {' '.join(words)}\n{output.read_text()}")
             found.append((child.exitcode, output.read_text()))
