@@ -24,14 +24,15 @@ from prove.processes import Processes, frames
 from refuse import refuse
 
 HINTS = HERE.parent.parent / "exercise/hangs"             # counts the hints shown; exercise/ belongs to the reader
-RANKS, NUMBERS = 4, range(1, 9)
+RANKS, NUMBERS = 4, range(1, 10)
 # A run counts as hung when no rank has called anything for QUIET beats of each rank's heart. A beat takes a fifth of a second, and
 # longer if the machine is busy: then a rank needs longer for its next call, too.
 BEAT, QUIET, LATEST, AGAIN = 0.2, 20, 40, 30              # seconds; in beats: quiet, latest first look, pause before the next
 LIMIT = 180                                               # seconds, after which everything is stopped
 #          arguments: output, input, peer
-CALLS = {"all_reduce": (0, 0, None), "all_gather_into_tensor": (0, 1, None), "all_to_all_single": (0, 1, None),
-         "barrier": (None, None, None), "send": (None, 0, 1), "isend": (None, 0, 1), "recv": (0, None, 1), "irecv": (0, None, 1)}
+CALLS = {"all_reduce": (0, 0, None), "all_gather_into_tensor": (0, 1, None), "reduce_scatter_tensor": (0, 1, None),
+         "all_to_all_single": (0, 1, None), "barrier": (None, None, None),
+         "send": (None, 0, 1), "isend": (None, 0, 1), "recv": (0, None, 1), "irecv": (0, None, 1)}
 FIELDS = ["collective_seq_id", "p2p_seq_id", "profiling_name", "process_group", "input_sizes", "output_sizes", "state"]
 
 
@@ -230,7 +231,7 @@ def hint(number):
 
 def main(words):
     number, answer = [*words, "", ""][:2]
-    if not re.fullmatch("[1-8]", number) or len(words) > 2:
+    if not re.fullmatch("[1-9]", number) or len(words) > 2:
         refuse(f"N={number}: must be a program, 1 to {NUMBERS[-1]}")
     number = int(number)
     if not answer:
