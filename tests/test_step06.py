@@ -1,7 +1,9 @@
 """Step 6: every schedule trains as one process does; its lists are complete, meet on the network, and cost what the table says."""
 import importlib.util
 import json
+import re
 import sys
+from collections import deque
 from unittest.mock import patch
 
 import cases
@@ -227,6 +229,92 @@ def test_activations_in_flight(schedules):
         kept = [schedules.max_in_flight(actions) for actions in schedules.make(name, p, m, v)]
         if name in KEPT:
             assert kept == [KEPT[name](p, m, v, r) for r in range(p)], (name, p, m, v)
+
+
+def repeat(p, m, steps, turns, room=None):
+    """Return lists for a V that repeats one block of F and I every six half units. F takes steps[0] half units from a rank to the
+    next on the way down and steps[1] on the way up, I steps[2] and steps[3]. W follows its I; with `room` it fills a gap, or makes
+    room for an F."""
+    last, time, block = 2 * p - 1, 0, []
+    for stage in range(last + 1):
+        block.append((time, "F", stage))
+        time += turns[1] if stage == last else turns[0] if stage == p - 1 else steps[stage >= p]
+    for stage in reversed(range(last + 1)):
+        block.append((time, "I", stage))
+        time += turns[2] if stage == p else steps[2 + (stage < p)]
+    schedules, lists = load_schedules(), [[] for _ in range(p)]
+    left = [deque(schedules.Action(kind, stage, i) for _, kind, stage, i in sorted(
+        (time + 6 * i, kind, stage, i) for time, kind, stage in block if stage in (rank, last - rank) for i in range(m)))
+        for rank in range(p)]
+    if room is None:
+        return [[each for action in actions for each in ([action, action._replace(kind="W")] if action.kind == "I" else [action])]
+                for actions in left]
+    arrived, without_W, held = {None}, [deque() for _ in range(p)], [0] * p
+    while any(left) or any(without_W):
+        sent = set()
+        for rank in range(p):
+            following = left[rank][0] if left[rank] else None
+            if following and schedules.receives(following, last) in arrived and (following.kind == "I" or held[rank] < room):
+                lists[rank].append(left[rank].popleft())
+                held[rank] += following.kind == "F"
+                without_W[rank].extend([following._replace(kind="W")] * (following.kind == "I"))
+                sent.add(schedules.sends(following, last))
+            elif without_W[rank]:
+                lists[rank].append(without_W[rank].popleft())
+                held[rank] -= 1
+        arrived |= sent
+    return lists
+
+
+def test_the_puzzle_v_half(schedules):
+    """Check that V-half fits the puzzle's bounds and meets on the network, and that wrong schedules are refused."""
+    import puzzle06_v_half as puzzle
+
+    def judged(lists, p, m):
+        _, kept, idle = puzzle.judge(lambda rank, p, m: lists[rank], p, m)
+        return kept, idle, puzzle.refused(kept, idle, p)
+
+    for p, m in puzzle.CASES + [(2, 2), (4, 9), (6, 6), (8, 61)]:
+        lists = repeat(p, m, (1, 2, 1, 2), (4, 2, 4), room=p + 2)
+        kept, idle, wrong = judged(lists, p, m)
+        assert (max(kept), idle, wrong) == (p + 2, 1.5 * p - 2.5 + (p == 2) / 2, []), (p, m)
+        assert rendezvous(programs(schedules, lists), schedules.receives) == []
+    lists = repeat(4, 8, (1, 2, 1, 2), (4, 2, 4), room=6)                          # below, the third wrong one is V-min
+
+    keeps, idles = "pairs (stage, micro-batch); at most 6", "units; at most 4.5"
+    for wrong, saying in [(schedules.make("dualpipe", 4, 8), [f"rank 0 keeps 9 {keeps} are allowed"]),
+                          (repeat(4, 8, (1, 2, 1, 2), (4, 2, 4)), [f"each rank idles for 5.5 {idles} are allowed"]),
+                          (repeat(4, 8, (1, 1, 1, 1), (1, 1, 1), room=4), [f"each rank idles for 5.5 {idles} are allowed"])]:
+        assert judged(wrong, 4, 8)[2] == saying
+
+    def edited(rank, edit):
+        return [edit(list(actions)) if r == rank else actions for r, actions in enumerate(lists)]
+
+    def W_first(actions):
+        i, w = (next(j for j, action in enumerate(actions) if action == (kind, 4, 3)) for kind in "IW")
+        actions[i], actions[w] = actions[w], actions[i]
+        return actions
+
+    Action = schedules.Action
+    for wrong, saying in [
+            (schedules.make("interleaved", 4, 8, 2), "rank 0 does F0 of stage 4: its stages are 0 and 7"),
+            (edited(1, lambda actions: actions[:-1]), "rank 1 does W7 of stage 1 0 times instead of once"),
+            (edited(2, lambda actions: [*actions, Action("B", 2, 5)]), "rank 2 does I5 of stage 2 2 times instead of once"),
+            (edited(3, W_first), "rank 3 does not do F3, I3, W3 of stage 4 in this order"),
+            (edited(0, lambda actions: [Action("F", 0, 8), *actions]), "rank 0 does F8: an action is F, B, I or W, then"),
+            (edited(0, lambda actions: sorted(actions, key=lambda action: "IFW".index(action.kind))), "rank 0 does not do F0, I0"),
+            (edited(1, lambda actions: sorted(actions, key=lambda action: action.stage != 6)), "deadlocks: rank 0 waits before")]:
+        with pytest.raises((ValueError, RuntimeError), match=re.escape(saying)):
+            judged(wrong, 4, 8)
+
+
+def test_the_puzzle_begins_with_a_schedule(tmp_path):
+    import puzzle06_v_half as puzzle
+    file = tmp_path / "v_half.py"
+    file.write_text(puzzle.FIRST)
+    with patch.dict(sys.modules), patch.object(sys, "path", [*sys.path]):
+        _, kept, idle = puzzle.judge(puzzle.load(file), 4, 8)
+    assert kept == [16] * 4 and idle == 9 and len(puzzle.refused(kept, idle, 4)) == 2
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
