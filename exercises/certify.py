@@ -129,7 +129,8 @@ def beyond(row, found):
     for what, right in [*row.get("exactly", {}).items(), *row.get("limits", {}).items()]:
         most = max(found[what])
         if what in ("reads", "length", "at_once") and not most:
-            return "no rank calls an embedding, a module that has a weight and is given the tokens; so nobody knows what it reads"
+            return ("no rank calls an embedding, a module that has a weight and is given the tokens, so nobody knows what it "
+                    "reads; call it as a module, embed(tokens), and not F.embedding")
         exactly = what in row.get("exactly", {})
         if most > right + 1e-9 or exactly and most < right - 1e-9:
             said, wanted = (f"{number:.3g}" if what == "keeps" else f"{100 * number:.4g}%" for number in (most, right))

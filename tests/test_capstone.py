@@ -159,6 +159,48 @@ def test_a_rank_may_have_its_share_only(name, found, message):
     assert said is None if message is None else said.startswith(message) and "\n" not in said
 
 
+READERS = """
+import json, os, sys
+folder, source = sys.argv[1:]
+sys.path.insert(0, source)
+os.environ.update(TRAINER=folder, MEASURED=folder, RANK="0", WORLD_SIZE="2")
+import torch
+import torch.nn.functional as F
+from torch import nn
+import judge
+class Gathers(nn.Module):                                 # its own weight, in forward
+    def __init__(self):
+        super().__init__()
+        self.shard = nn.Embedding(64, 2).weight
+    def forward(self, tokens):
+        return F.embedding(tokens, self.shard * 1)
+class Positions(nn.Module):
+    def forward(self, tokens):
+        return tokens * 1.0
+plain, gathered = nn.Embedding(64, 2), nn.Embedding(64, 2)
+gathered.shard = gathered._parameters.pop("weight")       # a hook gathers its weight
+gathered.register_forward_pre_hook(lambda module, args: setattr(module, "weight", module.shard * 1))
+gathered.register_forward_hook(lambda module, args, out: delattr(module, "weight"))
+ways = dict(plain=plain, gathered=gathered, inside=nn.Sequential(gathered), gathers=Gathers(), positions=Positions(),
+            function=lambda tokens: F.embedding(tokens, plain.weight))
+for name, embed in ways.items():
+    judge.trainer.step = lambda run, inputs, targets: embed(inputs.chunk(4)[0])
+    judge.measured["keeps"] = 1
+    judge.step(None, *[torch.zeros(judge.BATCH, judge.SEQ, dtype=torch.int64)] * 2)
+    with open(f"{folder}/0") as file:
+        ways[name] = json.load(file)["reads"]
+    os.remove(f"{folder}/0")
+print(json.dumps(ways))
+"""
+
+
+def test_the_judge_sees_what_an_embedding_reads(tmp_path):
+    (tmp_path / "trainer.py").write_text("")
+    status, output = run([sys.executable, "-c", READERS, tmp_path, SOURCE], tmp_path, timeout=120)
+    assert status == 0, output
+    assert json.loads(output) == dict(plain=.25, gathered=.25, inside=.25, gathers=.25, positions=0, function=0)
+
+
 def test_every_certificate_is_refused_for_three_mistakes():
     for name in CERTIFICATES:
         assert sum(pair.startswith(f"{name}/") for pair in PAIRS) >= 3, name

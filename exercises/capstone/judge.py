@@ -58,11 +58,12 @@ def step(run, inputs, targets):
     # in the first step, torch's pipelines also run a micro-batch of nothing, to learn its shapes
     calls = [torch.empty(0, 0)]
 
-    def note(module, args):
+    def note(module, args, result):                       # after the module, whose weight a pre-hook may have gathered
         forward = torch._C._current_graph_task_id() == -1         # and not recomputation
-        if forward and args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and hasattr(module, "weight"):
+        has_weight = hasattr(module, "weight") or module._parameters and not module._modules
+        if forward and args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64 and has_weight:
             calls.append(args[0])
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    handle = torch.nn.modules.module.register_module_forward_hook(note)
     result = trainer.step(run, inputs, targets)
     handle.remove()
     read = [tokens.numel() / inputs.numel() for tokens in calls]
