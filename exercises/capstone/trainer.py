@@ -29,8 +29,13 @@ def step(run: object, inputs: torch.Tensor, targets: torch.Tensor) -> tuple:
 def parts(run: object) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None, dict | list | None]]:
     """Yield (name, weight, gradient, where) of everything that this rank holds: the memory itself, not a copy.
 
+    The judge writes the initial weights of the one process into it, after build and before the first step.
+
     Names are those of model.py. where says which part of the whole this is: None for all of it, {0: 1} for the second of equal
     parts along dimension 0, [32, 0] for the offsets in it. A DTensor knows, so None will do.
+
+    The gradient is that of the global batch. If ZeRO-1 has reduce-scattered it, gather it again for the whole weight; or yield
+    this rank's part of both, and gather the weights in a function loaded(run), which the judge calls when it has written them.
     """
     raise NotImplementedError("parts")
 
