@@ -67,7 +67,8 @@ CAUSES = {
         "these are reduced twice, not divided, or divided by the size of another group"),
     "not reduced": Cause(
         "copies of a gradient differ between ranks, and their sum or mean is right",
-        "they are not reduced over these ranks; the weights will drift apart"),
+        "they are not reduced over these ranks, and the weights drift apart; if the weights are right, they are "
+        "reduced in other memory than parts() yields"),
     "reduced in part": Cause(
         "copies of a gradient differ between ranks, and their sum is not right either",
         "they are not reduced over these ranks, and wrong before that"),
