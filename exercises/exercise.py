@@ -461,8 +461,11 @@ def what_was_printed(last):
 # ------------------------------------------------------------------------------------------------ what is wanted, hints, ours
 def wanted(test):
     places = "; ".join(f"{', '.join(names)} in {file}" for file, names in test.rung["write"].items())
-    text = " ".join(test.__doc__.split())
-    return f"write:   {places}\nwanted:  {text}"
+    return f"write:   {places}\n{wrapped('wanted:  ', ' '.join(test.__doc__.split()))}"
+
+
+def wrapped(title, text):
+    return textwrap.fill(text, 120, initial_indent=title, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
 
 
 def memory(folder):
@@ -497,7 +500,7 @@ def hint(number, folder):
     hints = memory(folder)["hints"]
     shown = min(hints.get(str(now), 0) + 1, len(test.rung["hints"]))
     for i in range(shown):
-        print(f"hint {i + 1} of {len(test.rung['hints'])}: {test.rung['hints'][i]}\n")
+        print(wrapped(f"hint {i + 1} of {len(test.rung['hints'])}: ", test.rung["hints"][i]) + "\n")
     remember(folder, hints=hints | {str(now): shown})
 
 

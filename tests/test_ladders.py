@@ -53,13 +53,13 @@ def test_as_a_reader_goes_up(tmp_path):
     status, output = make("solution")
     assert '-        raise NotImplementedError("rung 1: finish")\n+        for param in self.params:' in output
     assert status == 0 and "Overlap" not in output
-    wrong = "print('mine')\n        for param in self.params[1:]:\n            dist.all_reduce(param.main_grad)"
+    wrong = "print('mine')\n        for param in self.params[1:]:\n            dist.all_reduce(param.main_grad, group=self.group)"
     text = mine.read_text()
     mine.write_text(text.replace('raise NotImplementedError("rung 1: finish")', wrong))
     status, output = make("check")
     assert status == RED and "came:    AssertionError: in step 1 there were all-reduces of [3, 40] numbers" in output, output
     assert "printed: rank 0: mine\n         rank 0: mine\n         rank 1: mine\n         rank 1: mine\n" in output
-    right = "[dist.all_reduce(param.main_grad) for param in self.params]"
+    right = "[dist.all_reduce(param.main_grad, group=self.group) for param in self.params]"
     mine.write_text(text.replace('raise NotImplementedError("rung 1: finish")', right))
     status, output = make("check")
     assert status == RED and f"1 of {RUNGS}  a sum after backward: green" in output, output
@@ -200,7 +200,7 @@ def test_watching(tmp_path):
         child = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=file)
     try:
         wait_for(child, said, "rung 1: finish")
-        right = "[dist.all_reduce(param.main_grad) for param in self.params]"
+        right = "[dist.all_reduce(param.main_grad, group=self.group) for param in self.params]"
         mine.write_text(mine.read_text().replace('raise NotImplementedError("rung 1: finish")', right))
         wait_for(child, said, f"1 of {RUNGS}  a sum after backward: green")
         wait_for(child, said, "rung 2: __init__")

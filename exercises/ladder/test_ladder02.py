@@ -31,16 +31,18 @@ class Watch:
     """Stands in for dist.all_reduce. It notes each call's number of elements, when it started (`now`: the step, and where in it),
     and when it was waited for. As over nccl, an asynchronous call has its sum only after the wait."""
 
-    def __init__(self):
-        self.all_reduce, self.calls, self.now = dist.all_reduce, [], (1, "before micro-batch 1")
+    def __init__(self, group):
+        self.group, self.all_reduce, self.calls, self.now = group, dist.all_reduce, [], (1, "before micro-batch 1")
 
     def gradient(self, param):
         step, where = self.now
         self.now = step, f"{where.split(',')[0]}, after the gradient of {param.numel()} numbers"
 
-    def __call__(self, tensor, *args, **kwargs):
+    def __call__(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        assert tensor is not None, "all_reduce got None: after backward param.grad is None, and the gradient is in main_grad"
+        assert group is self.group, "all_reduce without group=self.group: from step 4 on, other ranks are in the world, too"
         result, waits = tensor.clone(), []
-        work = self.all_reduce(result, *args, **kwargs)
+        work = self.all_reduce(result, op, group, async_op)
         self.calls.append(SimpleNamespace(numbers=tensor.numel(), step=self.now[0], where=self.now[1], waits=waits,
                                           asynchronous=work is not None))
 
@@ -58,12 +60,13 @@ def two_steps_job(mode, sizes):
     """Run two steps of two micro-batches. All gradients are 1 and then 10 on rank 0, 100 and then 1000 on rank 1."""
     import data_parallel
     dist.init_process_group("gloo")
-    watch, sums, share = Watch(), [], 100 ** dist.get_rank()
+    group, sums, share = dist.new_group(), [], 100 ** dist.get_rank()
+    watch = Watch(group)
     params = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     for param in params:
         add_hook(param, watch.gradient)
     with patch.object(dist, "all_reduce", watch):
-        reducer = data_parallel.make_reducer(params, dist.group.WORLD, SimpleNamespace(dp_mode=mode, **ARGS))
+        reducer = data_parallel.make_reducer(params, group, SimpleNamespace(dp_mode=mode, **ARGS))
         assert hasattr(reducer, "finish"), f"with dp_mode {mode} make_reducer must return a reducer, not {reducer!r}"
         for step in (1, 2):
             for micro_batch in (1, 2):
@@ -158,6 +161,7 @@ def counted_job():
         add_hook(param, lambda param: came.append(number[param]))
 
     def start(param):
+        assert param in number, "start was called with a tensor that is no parameter: some hooks get the gradient instead"
         called.append([number[param]])
         shares.append(int(param.main_grad[0]))
         assert came[-1:] == called[-1], ("start was called for a parameter only after the gradient of another had come: it "

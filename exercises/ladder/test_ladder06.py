@@ -116,7 +116,8 @@ def test_all_forwards_all_backwards(pool):
     AFAB (each backward in a list of its own: `[[Action("B", rank, i)] for i in range(m)]`), and num_warmup=num_ranks - rank.""")
 def test_one_forward_one_backward(pool):
     """Write `one_f_one_b(rank, num_ranks, m)`. It returns the list of 1F1B. First come as many forwards as there are ranks from
-    this one to the last, counting both (or all m, if m is smaller). Then B and F alternate. The remaining backwards come last."""
+    this one to the last, counting both (or all m, if m is smaller). Then B and F alternate. The remaining backwards come last. You
+    may call warmup_steady_cooldown; its `backwards` is a list of lists, [[B0], [B1], ...]."""
     assert_lists(pool, "1f1b", {
         (2, 3): ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"],
         (3, 2): ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"],
@@ -282,7 +283,7 @@ def three_stages_job():
     """Run three stages in one process. Return the micro-batches' activations, the gradients that are sent back, and what is
     left."""
     pipeline, weights = small_pipeline([2.0, 5.0, 2.0])
-    there, back = [], []
+    there, back, queue = [], [], pipeline.queue
     for i in range(2):
         x = None
         for stage in range(3):
@@ -298,6 +299,7 @@ def three_stages_job():
         for stage in (2, 1, 0):
             grad = pipeline.input_gradient(stage, i, grad)
             back.append(grad if grad is None else grad.item())
+    assert pipeline.queue is queue, "empty self.queue, but do not put another list in its place: the linears hold the old one"
     assert not pipeline.loss.requires_grad, \
         "detach the loss before you add it to self.loss: its history would keep all activations in memory"
     deferred = {key: len(queue) for key, queue in pipeline.weight_grad_queues.items()}
@@ -452,8 +454,8 @@ def test_several_stages_on_a_rank(pool):
     bubble should be as long as 1F1B's, but in stages, which are shorter: 3 (num_ranks - 1) units of a stage, if m is a multiple of
     num_ranks. For that, rank r may hold stages_per_rank * num_ranks + num_ranks - 1 - 2 r micro-batches of a stage, or fewer. The
     lists must also run with any other m above num_ranks. For these, use m // num_ranks rounds, as equal as possible, the longest
-    first. On two ranks with two stages and two micro-batches, rank 1 does F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then
-    B0 B1 of stage 1."""
+    first; which micro-batches are in which round does not matter. On two ranks with two stages and two micro-batches, rank 1 does
+    F0 F1 of stage 1, F0 of stage 3, B0 of it, F1, B1, then B0 B1 of stage 1."""
     cases = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 2, 2), (2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 16, 3))]
     no_multiple = [("interleaved", ranks, m, stages) for ranks, m, stages in ((2, 5, 2), (4, 9, 2), (4, 5, 3), (4, 9, 3))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases + no_multiple)[0].items():

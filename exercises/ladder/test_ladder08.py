@@ -52,8 +52,8 @@ def list_job(folder):
     return sorted(Path(args.checkpoint).glob("step_" + "[0-9]" * 8 + suffix)).""")
 def test_own_names_only(pool, tmp_path):
     """Write `list_checkpoints(args, suffix="")`. It returns a list of the checkpoints in the directory args.checkpoint, as Path,
-    the one with the fewest steps first. Their names are `step_`, exactly eight digits, and the suffix. Leave out all other names,
-    because they belong to somebody else. If the directory does not exist, the list is empty."""
+    the one with the fewest steps first. Their names are `step_`, exactly eight of the digits 0 to 9, and the suffix. Leave out all
+    other names, because they belong to somebody else. If the directory does not exist, the list is empty."""
     folder = tmp_path / "run"
     right = {"": ["step_00000002", "step_00000010", "step_00000011", "step_00000200"],
              ".tmp": ["step_00000004.tmp", "step_00000012.tmp"], ".aside": ["step_00000005.aside"]}
@@ -66,8 +66,10 @@ def test_own_names_only(pool, tmp_path):
     *came, nowhere = pool.call(list_job, STEP, folder=str(folder))[0]
     there = f"a directory has {sorted(os.listdir(folder))}"
     for (suffix, expected), listed in zip(right.items(), came):
-        assert listed == expected, \
+        wrong = [ascii(name) for name in listed if name not in expected] if isinstance(listed, list) else []
+        assert listed == expected, (
             f"{there}. list_checkpoints with the suffix {suffix!r} should return the list of {expected}, not {listed}"
+            + f": leave out {', '.join(wrong)}" * bool(wrong))
     assert nowhere == [], f"for a directory that does not exist, list_checkpoints must return an empty list, not {nowhere}"
 
 
@@ -781,7 +783,8 @@ def test_what_must_not_be_lost(pool, tmp_path):
     """Write `Checkpoints.state()`. It returns {key: box} of everything that this rank has of the training state, as `boxes` returns
     them: for each of self.optimizer.params the master, under the parameter's name, and Adam's "exp_avg" and "exp_avg_sq", under the
     name + ".exp_avg" and ".exp_avg_sq". Boxes are views: writing to them writes to the optimizer. Before the first step, Adam has
-    no moments; then allocate them, as zeros, and its count "step", a tensor of no dimension. In a model with experts, add
+    no moments; then allocate them, as zeros, and its count "step", a tensor of no dimension. With ZeRO, a param is a piece of a
+    parameter, and its `origin` is (parameter, index of its first element there). In a model with experts, add
     `balance.bias[LAYER, 0]` for each layer of self.model.model.layers, whose keys are the layers' numbers: the layer's row of
     self.balancer.bias, as a box of 1 x experts."""
     alone = {}
