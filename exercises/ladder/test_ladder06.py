@@ -546,11 +546,11 @@ def test_weights_can_wait(pool):
     """Write `zero_bubble(rank, num_ranks, m)`. It returns a list with I and W instead of B. Each rank may idle for num_ranks - 1
     units, where 1F1B idles for 3 (num_ranks - 1), and for one unit more for each micro-batch that m is below num_ranks. It may hold
     at most num_ranks micro-batches. Write `linear_weight_grad(grad, x)`. It returns the gradient of a linear's weight, [outputs,
-    inputs], from the gradient of its output and its input. Write `defer_weight_grads(linears, queue, comm)`. It returns a function
-    of x that returns the list of the linears' outputs. Their backward computes only the gradient of x, and for each call of the
-    function puts one function into the queue, which computes W: accumulate_weight_grads, with x and, in grads, the gradient of each
-    linear's output. (DeferWeightGrads does that, and keep_grad stores a gradient.) With tp there is a comm: then x goes through
-    enter_region(x, comm) before the linears."""
+    inputs], from the gradient of its output, [batch, seq, outputs], and its input, [batch, seq, inputs]. Write
+    `defer_weight_grads(linears, queue, comm)`. It returns a function of x that returns the list of the linears' outputs. Their
+    backward computes only the gradient of x, and for each call of the function puts one function into the queue, which computes W:
+    accumulate_weight_grads, with x and, in grads, the gradient of each linear's output. (DeferWeightGrads does that, and keep_grad
+    stores a gradient.) With tp there is a comm: then x goes through enter_region(x, comm) before the linears."""
     cases = [("zerobubble", ranks, m, 1) for ranks, m in ((2, 2), (2, 5), (3, 4), (4, 8), (4, 2))]
     for case, (lists, idle, kept) in pool.call(lists_job, STEP, cases=cases)[0].items():
         assert_runs(case, lists, idle)

@@ -710,7 +710,8 @@ def test_when_to_save_and_when_to_end(pool):
                                                         checkpoint=checkpoint)):
             where = f"8 steps, save_every 3, --checkpoint {checkpoint}, on rank 1 a signal in step {signal_at}: rank {rank}"
             assert saved == saves, f"{where} should call save with {saves}, but called it with {saved}"
-            assert ended == end, f"{where} should get True from save_if_due in step {end}, but got it in {ended} (None: never)"
+            right, came = ("in no step" if step is None else f"in step {step}" for step in (end, ended))
+            assert ended == end, f"{where} should get True from save_if_due {right}, but got it {came}"
 
 
 # ------------------------------------------------------------------------------------------------ what is saved
