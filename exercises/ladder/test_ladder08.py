@@ -895,17 +895,17 @@ def incomplete_job(argv):
     fill(self.state(), [folder / name for name in index["digests"]]): fail("..."); for param, master in zip(self.optimizer.params,
     self.optimizer.masters): adamw.state[master]["step"].fill_(int(folder.name[5:])); param.data.copy_(master).""")
 def test_resumes_under_another_layout(pool, tmp_path):
-    """Write `Checkpoints.write(folder, state)`, which all ranks call. folder, a Path, is step_00000200.tmp; the first rank creates
-    it. If an element of the state is not finite, call fail(message, 3); the decorator makes all ranks exit. Write the boxes that
-    this rank has to write (self.local_keys, a list of keys) to the file rank_00003.safetensors (on rank 3) and return (file name,
-    its digest). Write `Checkpoints.finish(folder, digests)`, which all ranks call when all have written, with {file name: digest}
-    of all ranks, and which acts only on rank 0: it writes index.json, {"steps": 200, "digests": digests, "run": self.run,
-    "planned_steps": self.args.steps}, renames the folder to step_00000200, and deletes all checkpoints but the newest
-    self.args.keep; first rename each of these to its name + ".tmp", so that a half-deleted one never looks complete. (Write inside
-    `with fail_on_io_error(folder, self.args):`, which fails with one line if the disk is full.) Write `Checkpoints.restore(folder,
-    index)`, which fills self.state() from the files of index["digests"], fails if a box is not filled, sets Adam's "step" to the
-    number of steps that are done, and copies the masters to the parameters. A run of two ranks with --ep 2 and ZeRO-2, resumed
-    after two steps by two ranks with --tp 2, must have the losses, norms and weights of one process."""
+    """Write `Checkpoints.write(folder, state)`, which all ranks call. folder, a Path, is step_00000200.tmp; whichever rank comes
+    first creates it. If an element of the state is not finite, call fail(message, 3); the decorator makes all ranks exit. Write the
+    boxes that this rank has to write (self.local_keys, a list of keys) to the file rank_00003.safetensors (on rank 3) and return
+    (file name, its digest). Write `Checkpoints.finish(folder, digests)`, which all ranks call when all have written, with {file
+    name: digest} of all ranks, and which acts only on rank 0: it writes index.json, {"steps": 200, "digests": digests, "run":
+    self.run, "planned_steps": self.args.steps}, renames the folder to step_00000200, and deletes all checkpoints but the newest
+    self.args.keep; first rename each of these to its name + ".tmp", so that a half-deleted one never looks complete. (Create and
+    write inside `with fail_on_io_error(folder, self.args):`, which fails with one line if the disk is full.) Write
+    `Checkpoints.restore(folder, index)`, which fills self.state() from the files of index["digests"], fails if a box is not filled,
+    sets Adam's "step" to the number of steps that are done, and copies the masters to the parameters. A run of two ranks with --ep
+    2 and ZeRO-2, resumed after two steps by two ranks with --tp 2, must have the losses, norms and weights of one process."""
     from safetensors.torch import load_file
     case, folder = cases.make(tmp_path / "case", **cases.shape("top2-2")) + " --dtype float64", tmp_path / "run"
     one = pool.train(STEP, f"{case} --micro_batch_size 12")
@@ -956,7 +956,8 @@ def test_resumes_under_another_layout(pool, tmp_path):
     broken = pool.call(train_job, STEP, world=2, argv=argv, optimizer="adamw", breaks="folder")
     said = "".join(pool.last.printed.values())
     assert broken == [2, 2] and "cannot be written" in said, \
-        f"if the folder cannot be written, all ranks should exit with status 2, by fail_on_io_error, not {broken}; printed: {said}"
+        (f"if the folder cannot be created or written, fail_on_io_error should make all ranks exit with status 2, and say that it "
+         f"cannot be written; they exited with {broken}, and printed: {said}")
     argv = f"{case} --micro_batch_size 12 --checkpoint {folder} --resume --steps 6".split()
     came = pool.call(incomplete_job, STEP, argv=argv)[0]
     assert failed(came), f"if a box is in no file, restore should call fail; the run returned {came}"
