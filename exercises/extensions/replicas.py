@@ -25,9 +25,9 @@ can abort NCCL's collectives. FT-HSDP (arXiv 2602.00277, about 100,000 GPUs) con
 the data, and a replica catches up without blocking the others. It reports stalls of 3 minutes instead of 10, and 80% of the time
 spent on training instead of 44%. Here all wait for the one who catches up, and the lighthouse must not die.
 
-**Break it.** Two mistakes are planted below, and both are silent. *The planned count*: the division by 12 above; AdamW hides the
-factor. *Weights only*: the returning replica begins with moments of zero, so from then on replicas differ. The comparison with one
-process, on the batches that counted, sees both.
+**Break it.** Two mistakes are planted below, and both are silent. *The planned count*: the division by 12 above. The logged
+loss shrinks, which looks like progress, and AdamW hides the factor from the weights. *Weights only*: the returning replica begins
+with moments of zero, so from then on replicas differ. The comparison with one process, on the batches that counted, sees both.
 """
 import asyncio
 import contextlib
@@ -210,6 +210,11 @@ class Replicas:
         self.serving.set()
         loop.run_forever()
         server.close()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
 
     def run(self, during=lambda: None):
         """Train to the end, starting each replica again that dies. Call `during` now and then."""
