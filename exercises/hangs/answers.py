@@ -57,13 +57,14 @@ ANSWERS = {
     9: dict(ranks=[3],
             lines=["if len(rows)", "complete = len(grads)", "    reduce(grads)", "dist.all_to_all_single(tokens",
                    "((6, 2),        (8, 0))"],
-            hints=["Rank 2 waits for rank 3, and in which group? Rank 3 waits for rank 2, and in which?",
-                   "In every step all ranks make the same three calls. In which order did rank 3 make them before, and now?"],
-            why="All ranks make the same calls, but in step 2 no token of ranks 2 and 3 chose rank 3's expert. Without rows it "
-                "gets no gradient, so rank 3 reduces at the end of backward, and the others between the two all-to-alls. Now "
-                "rank 2 waits in the reduce-scatter for rank 3, which waits for rank 2 in the second all-to-all. The order must "
-                "not depend on the data: reduce after both all-to-alls, and give an expert without rows a gradient of zeros. "
-                "With nccl this program hangs, too. With an asynchronous reduction, as FSDP has, it may pass, and hangs when the "
-                "two operations do not fit on the GPU together. KempnerForge reported a reduction between the two all-to-alls as a "
-                "deadlock; its cure was one unit for attention and one for the experts, which reduces after both."),
+            hints=["In which group does rank 2 wait for rank 3? In which does rank 3 wait for rank 2?",
+                   "In every step all ranks make the same three calls. In which order did rank 3 make them before, and how now?"],
+            why="All ranks make the same calls, but when `step` is 2, no token of ranks 2 and 3 chose rank 3's expert. Without "
+                "rows the expert gets no gradient, so rank 3 reduces at the end of backward, and the others between the two "
+                "all-to-alls. Now rank 2 waits in the reduce-scatter for rank 3, which waits for rank 2 in the second all-to-all."
+                " The order must not depend on the data: reduce after both all-to-alls, and give an expert without rows a "
+                "gradient of zeros. With nccl this program hangs, too. With an asynchronous reduction, as FSDP has, it may pass, "
+                "and hangs when the two operations do not fit on the GPU together. KempnerForge reported a reduction between the "
+                "two all-to-alls as a deadlock; its cure was one unit for attention and one for the experts, which reduces after "
+                "both."),
 }

@@ -1,4 +1,4 @@
-"""Backward through a layer of experts, placed as in hang5. The layer is one unit of FSDP: it reduces when it has both gradients."""
+"""Backward through a layer of experts, placed as in hang5. The layer is one unit of FSDP: it reduces once both gradients exist."""
 import torch
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ CHOSEN = [((5, 3),        (4, 4)),
 
 
 def reduce(grads):
-    dist.reduce_scatter_tensor(torch.empty(16), grads["router"])                   # the expert's, over its copies, is left out
+    dist.reduce_scatter_tensor(torch.empty(16), grads["router"])                   # left out: the expert's, over its copies
 
 
 def main(rank, world):
@@ -18,7 +18,7 @@ def main(rank, world):
     for step in range(4):
         sends = CHOSEN[step][rank // 2]
         gets = [sends[rank % 2]] * 2
-        grads = dict(router=torch.ones(world * 16))       # needs no rows of other ranks
+        grads = dict(router=torch.ones(world * 16))       # the router's needs no rows of other ranks
         rows = torch.empty(sum(gets), 16)
         dist.all_to_all_single(rows, torch.ones(sum(sends), 16), gets, sends, group=pairs[rank // 2])      # to the experts
         if len(rows):
