@@ -2,7 +2,7 @@
 
     python exercises/puzzle06_v_half.py     # judge exercise/v_half.py; create it first if it does not exist
 
-The file has a function v_half(rank, num_ranks, m), which returns a rank's list of actions, as those in step06_pp/schedules.py do.
+The file has a function v_half(rank, num_ranks, m), which returns the list of actions of a rank, as in step06_pp/schedules.py.
 As in DualPipeV, rank r has the stages r and 2 num_ranks - 1 - r. F, I and W of a stage take half a unit of time each; B is I and W.
 At first the function does all forwards, then all backwards. For an even number p of ranks and at least p micro-batches, write one
 that

@@ -1,4 +1,4 @@
-"""fp8.patch: for every kind of scale, quantized bits equal those of one process. Also who must agree, what is sent, and training.
+"""fp8.patch: with every kind of scale, the quantized bits are those of one process. Also who must agree, what is sent, and training.
 
 Tensor cores multiply 8-bit floats twice as fast as bfloat16. But an 8-bit float has only two or three bits of fraction and a small
 range, so numbers are divided by a scale first. --fp8 says how many numbers share a scale: a tensor, a row along the dimension that
@@ -19,9 +19,9 @@ numbers that share one, and one number is all-reduced over tp. With a scale per 
 down_proj in forward, the others in backward), and one number per row is all-reduced. Blocks that a cut would cross are refused.
 
 A tensor is quantized along both dimensions, because backward sums over the other one. A scale is multiplied with the sum of its
-block's products, so the numbers of a block must be terms of one sum. Of a million normal numbers in e4m3, this many bytes differ
-between the two copies, and this many of the numbers for which they stand. The last column is one copy's error, relative to the
-norm:
+block's products, so the numbers of a block must be terms of one sum. The table compares the two copies of a million normally
+distributed numbers in e4m3: how many bytes differ, and how many of the numbers for which they stand. The last column is the error
+of one copy, relative to the norm:
 
 | | bytes differ | numbers differ | error |
 |---|---|---|---|
@@ -34,7 +34,7 @@ With another power of two, most numbers keep their bits and change only their ex
 bits. Even so mx32 needs both copies, because the scales along one dimension are of no use in a sum along the other.
 
 These stay out of 8 bits: masters and sums of gradients (an update would round to nothing), norms, softmax, embedding, head, and
-whatever is sent. A product with blocks is a sum of products.
+whatever is sent.
 
 To agree, each rank of tp sends this payload per layer and micro-batch, in bytes: tensor 4 x 28, row 4 x 7 x (tokens + hidden),
 block and mx32 0. Simulated seconds per step on H100s, which cannot multiply mx32 in one product:
@@ -49,9 +49,9 @@ block and mx32 0. Simulated seconds per step on H100s, which cannot multiply mx3
     python tools/simulate exercise/fp8 8 --model llama-8b --dtype bfloat16 --zero 3 --tp 2 --seq_len 8192 --global_batch_size 8
         --micro_batch_size 1 --fp8 row
 
-With rows, the layers' products take 0.27 s (0.54 s before), quantizing takes 0.36 s, and adding and casting float32 results 0.21 s.
-If these two were fused, together they would take 0.17 s: --compile simulates that, but torch does not compile these functions. In
-total this is 1.56 times the time of bfloat16's products, or 0.81 times when fused; the planner's FLOAT8 assumes 0.6.
+With rows, the layers' products take 0.27 s (0.54 s in bfloat16), quantizing takes 0.36 s, and adding and casting float32 results
+0.21 s. If the last two were fused, they would take 0.17 s together: --compile simulates that, but torch does not compile these
+functions. In total this is 1.56 times the time of bfloat16's products, or 0.81 times when fused; the planner's FLOAT8 assumes 0.6.
 
 Loss of tiny, the mean of the last 20 of 300 steps with 512 tokens: bfloat16 2.380, tensor 2.364, row 2.383, blocks of 16 2.365,
 mx32 2.384.

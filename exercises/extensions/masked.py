@@ -6,15 +6,16 @@ targets out (-100 in torch). So sequences, micro-batches and ranks have differen
 By hand: rank 0 has one target, with a loss of 6, and rank 1 has three, each with a loss of 2. The loss of the batch is their sum
 over their number, 12 / 4 = 3. The mean of both ranks' means is (6 + 2) / 2 = 4: one target counts as much as the other three.
 
-**So every rank divides by the number of targets in the global batch.** This number covers dp, cp and all micro-batches, but
-counts the targets that the ranks of tp and pp share only once. Who counts, and when? Here a global batch is a pure function of
-(data, step), and the data holds ~token where a token is no target. So each rank reads the whole batch, counts for itself, divides
-before backward, and sends nothing. For four million tokens it reads 16 MB.
+**So every rank divides by the number of targets in the global batch.** This number covers dp, cp and all micro-batches, but counts
+a target once, however many ranks of tp and pp share it. Who counts, and when? Here a global batch is a pure function of (data,
+step), and the data holds ~token where a token is no target. So each rank reads the whole batch, counts for itself, divides before
+backward, and sends nothing. For four million tokens it reads 16 MB.
 
 In most trainers a rank knows only its own sequences, so an all-reduce over dp x cp adds the counts. It runs *before the first
-backward*, when all micro-batches have been read, as in torchtitan since 2206. Or it runs *after the last one*: backward starts
-from the sum, and the gradients are scaled. Megatron's --calculate-per-token-loss does this, and so every pipeline stage needs the
-count; before backward, only the last one does. Where DDP or FSDP averages gradients, multiply by its number of ranks.
+backward*, when all micro-batches have been read, as in torchtitan since pull request 2206. Or it runs *after the last one*:
+backward starts from the sum, and the gradients are scaled. Megatron's --calculate-per-token-loss does this, and so every pipeline
+stage needs the count; before backward, only the last one does. Where DDP or FSDP averages gradients, multiply by its number of
+ranks.
 
 The patch is on step 5, the first with dp, cp and accumulation. Pipelines need no more: a test carries it into step 8.
 
@@ -30,7 +31,7 @@ The patch is on step 5, the first with dp, cp and accumulation. Pipelines need n
 The first two are silent. With the built-in pairs and cp 2, the loss over steps 51 to 60 is 2.902; it is 2.901 with the first, and
 2.933 with the second. And where all counts are equal, no test fails, so the tests' masks are uneven.
 
-`tools/prove --mask` is the other net. It calls the first two a mean of means. Of the third it says that all activations are
+`tools/prove --mask` finds all three, too. It calls the first two a mean of means. Of the third it says that all activations are
 right, and names the count inside the loss.
 
     EXERCISE=5=exercise/masked PYTHONPATH=tools:tests/support:exercises python exercises/extensions/masked.py      # these losses
