@@ -1,4 +1,4 @@
-"""fp8.patch: with every kind of scale, the quantized bits are those of one process. Also who must agree, what is sent, and training.
+"""fp8.patch: with every kind of scale, quantized bits are those of one process. Also who must agree, what is sent, and training.
 
 Tensor cores multiply 8-bit floats twice as fast as bfloat16. But an 8-bit float has only two or three bits of fraction and a small
 range, so numbers are divided by a scale first. --fp8 says how many numbers share a scale: a tensor, a row along the dimension that
