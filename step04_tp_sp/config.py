@@ -268,7 +268,7 @@ def check_writable(flag, folder):
 def must_divide(flag, n, what, whole, also=0):
     """Fail unless n divides whole: "--tp 3: must divide num_attention_heads 8; choose from 1, 2, 4, 8".
 
-    What is to choose from divides `also`, too.
+    The suggested values divide `also`, too.
     """
     if whole % n:
         fail(f"--{flag} {n}: must divide {what} {whole}; choose from {divisors(math.gcd(whole, also))}")

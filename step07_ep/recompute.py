@@ -13,7 +13,7 @@ def save_matmuls_policy(hidden, ctx, op, *args, **kwargs):
     torchtitan's "selective" is similar. Megatron's is the opposite: it recomputes only attention.
 
     Norms, rotary embeddings and SwiGLU are cheap to repeat. So is a product with a short inner dimension:
-    to store its result would take much memory and avoid little work.
+    storing its result would take much memory and avoid little work.
     """
     product = op.name().endswith("mm") and args[0].shape[-1] >= hidden
     expensive = product or "attention" in op.name() or "flash_attn" in op.name()

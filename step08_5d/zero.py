@@ -22,7 +22,7 @@ parameters lie side by side in a flat tensor, padded so that it divides into equ
 FSDP1 does the same. FSDP2 shards each parameter along dimension 0, and copies the shards into a flat buffer
 to communicate.
 
-A block's experts are a unit of their own if other ranks hold copies of them than of the rest of the block.
+A block's experts are a unit of their own, unless the ranks that share them also share the rest of the block.
 """
 import itertools
 import math
