@@ -58,7 +58,7 @@ def parse_args():
     add("--hbm", type=float, help="bytes per second of a GPU's memory, if not those of --gpu")
     add("--memory", type=float, help="GiB of memory, if not those of --gpu")
     add("--nvlink", type=float, help="bytes per second inside a node, if not those of --gpu")
-    add("--power", type=float, help="watts that a GPU may draw, if fewer than in its datasheet")
+    add("--power", type=float, help="watts that a GPU may draw, if fewer than in its data sheet")
     add("--trainer", choices=TRAINERS, default="this", help="the trainer whose speed and memory to estimate")
     add("--compile", action="store_true", help="use torch.compile (and with torchtitan, asynchronous tp)")
     fewer_bits = parser.add_mutually_exclusive_group().add_argument

@@ -60,7 +60,7 @@ NOTHING = (0.0, 0.0, 0.0)
 
 # The kinds of time in a step. The first six are work, by what bounds it; the others are mostly waits.
 KINDS = dict(
-    products="the model's matrix products, at the datasheet's peak",
+    products="the model's matrix products, at the data sheet's peak",
     kernels="what large matrix products lose against that peak",
     shape="what products of this layout's shapes lose against large ones",
     attention="flash attention", memory="norms, rotary, SwiGLU, residuals, softmax, all bound by memory",
