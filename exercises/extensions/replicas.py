@@ -1,4 +1,4 @@
-"""replicas.patch: groups of ranks, each with a whole model, of which one may die and come back while the others train on.
+"""replicas.patch: groups of ranks with a whole model each; one group may die and come back while the others train on.
 
 With `--zero_shard 2`, six ranks hold three replicas of the model, and one dead rank ends all six. Here each replica is a world of
 two ranks, with a torchrun of its own. Replicas share only the sum of gradients, so they can go on without one.
@@ -6,16 +6,16 @@ two ranks, with a torchrun of its own. Replicas share only the sum of gradients,
 **One step.** The living replicas *join*: they are the quorum. Each trains on its share of the batch, rank i of each sums gradients
 with rank i of the others, and all *vote*. If every rank of the quorum has the sum, all update. If one has died, all drop their
 gradients, join again, and repeat the step. So nobody applies half a step. A process without a model, the lighthouse, collects the
-questions. It sees a death at once, because the system closes a dead process's connection.
+ranks' questions. It sees a death at once, because the system closes a dead process's connection.
 
-**Which batch?** The share of the dead is left out, as in torchft, and the sum is divided by the number of targets that counted.
-The living could train it, too, but 12 sequences do not divide among 5 replicas, and every step would take longer. By hand: three
-replicas have 4 targets each, and their gradients add up to 4, 8 and 12. The mean is 24 / 12 = 2. Without the second replica it is
-16 / 8 = 2; divided by the planned 12, it would be 1.33.
+**Which batch?** The share of the dead is left out, as in torchft, and the sum is divided by the number of targets that counted. The
+living replicas could train on that share, too, but 12 sequences do not divide among 5 replicas, and every step would take longer.
+By hand: three replicas have 4 targets each, and their gradients add up to 4, 8 and 12. The mean is 24 / 12 = 2. Without the second
+replica it is 16 / 8 = 2; divided by the planned 12, it would be 1.33.
 
 **Coming back.** A new process has initial weights. Its rank i takes weights, AdamW's moments and the step from rank i of a living
-replica; no disk is read. Then it trains that step with the others. If all who have the weights die, the run ends in one line:
-starting again at step 1 would look like training.
+replica; no disk is read. Then it trains that step with the others. If all replicas that have the weights die, the run ends in one
+line: starting again at step 1 would look like training.
 
 **Kill one.** The lighthouse prints the processes of each replica. `kill -9` or `kill -STOP` one, and watch the loss. A death costs
 the others one repeated step. A rank that hangs costs up to three times `--timeout`: once in the sum, twice at the lighthouse.
@@ -23,7 +23,7 @@ the others one repeated step. A rank that hangs costs up to three times `--timeo
 **In the field.** torchft forms the quorum during forward, lets a returning replica contribute zeros until it has the weights, and
 can abort NCCL's collectives. FT-HSDP (arXiv 2602.00277, about 100,000 GPUs) controls the all-reduce from the CPU while GPUs move
 the data, and a replica catches up without blocking the others. It reports stalls of 3 minutes instead of 10, and 80% of the time
-spent on training instead of 44%. Here all wait for the one who catches up, and the lighthouse must not die.
+spent on training instead of 44%. Here all replicas wait for the one that catches up, and the lighthouse must not die.
 
 **Break it.** Two mistakes are planted below, and both are silent. *The planned count*: the division by 12 above. The logged
 loss shrinks, which looks like progress, and AdamW hides the factor from the weights. *Weights only*: the returning replica begins
