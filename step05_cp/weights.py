@@ -22,7 +22,8 @@ def materialize(model, config, args):
     """Replace the meta-device parameters with real ones, one at a time."""
     saved = open_weights(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
-        weight = read_weight(name, meta, saved, args) if saved else initial_weight(name, meta, config, args)
+        weight = (read_weight(name, meta, saved, args) if args.init_from
+                  else initial_weight(name, meta, config, args))
         # copy: memory of its own, not a part of a larger tensor or of a mapped file
         param = nn.Parameter(weight.to(args.device, args.dtype, copy=True))
         module, _, leaf = name.rpartition(".")

@@ -24,7 +24,8 @@ def materialize(model, config, args):
     """Replace the meta-device parameters with real ones, one at a time."""
     saved = open_weights(args.init_from) if args.init_from else None
     for name, meta in list(model.named_parameters()):
-        weights = [read_weight(*tensor, saved, args) if saved else initial_weight(*tensor, config, args)
+        weights = [read_weight(*tensor, saved, args) if args.init_from
+                   else initial_weight(*tensor, config, args)
                    for tensor in to_hf_tensors(name, meta, config)]
         weight = torch.stack(weights) if ".experts." in name else weights[0]
         # copy: memory of its own, not a part of a larger tensor or of a mapped file

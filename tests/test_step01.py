@@ -492,6 +492,7 @@ def wrong_inputs(folder, tokenizer):
     write_config(folder / "theta", rope_theta=0)
     write_config(folder / "vast", vocab_size=10**12)
     os.mkfifo(folder / "pipe.npy")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     return {
         "--no_such_flag": "unrecognized arguments: --no_such_flag",
         "--dtype float16": "invalid choice: 'float16'",
@@ -508,6 +509,7 @@ def wrong_inputs(folder, tokenizer):
         f"--model {folder}/vast": "vocab_size is 1000000000000, not a positive int below 100000000",
         f"--dataset {folder}/pipe.npy": "pipe.npy: is not a regular file; give a .npy or .bin file",
         f"--init_from {folder}/nowhere": "not found or corrupt (",
+        f"--init_from {folder}": "no tensor model.embed_tokens.weight",
         "--dataset nowhere.npy": "No such file",
         f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not a text",
         f"--dataset {folder}/two.jsonl --tokenizer {tokenizer}": "needs documents in a column 'text'",
