@@ -151,7 +151,9 @@ PRESETS = {
 
 def load_config(args):
     config = PRESETS.get(args.model) or read_config("--model", args.model)
-    if args.init_from and os.path.isfile(os.path.join(args.init_from, "config.json")):
+    path = os.path.join(args.init_from or "", "config.json")
+    # a directory may hold weights alone; a hub id names a model that has a config.json
+    if args.init_from and (os.path.isfile(path) or not os.path.isdir(args.init_from)):
         for name, saved in asdict(read_config("--init_from", args.init_from)).items():
             if saved != asdict(config)[name] and name not in NOT_ARCHITECTURE:
                 fail(f"--init_from {args.init_from}: its {name} is {saved}, but --model {args.model} has "

@@ -508,7 +508,7 @@ def wrong_inputs(folder, tokenizer):
         f"--model {folder}/theta": "rope_theta is 0, not a positive float",
         f"--model {folder}/vast": "vocab_size is 1000000000000, not a positive int below 100000000",
         f"--dataset {folder}/pipe.npy": "pipe.npy: is not a regular file; give a .npy or .bin file",
-        f"--init_from {folder}/nowhere": "not found or corrupt (",
+        f"--init_from {folder}/nowhere": "nowhere: not found or unsupported (",
         f"--init_from {folder}": "no tensor model.embed_tokens.weight",
         "--dataset nowhere.npy": "No such file",
         f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not a text",
