@@ -108,7 +108,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3Config", FIELDS, qk_norm=True),
 }
 ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
-                      quantization_config=None)           # in all families
+                      attention_dropout=0.0, quantization_config=None)               # in all families
 
 
 @dataclass

@@ -116,7 +116,7 @@ FAMILIES = {
                         dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]), qk_norm=True),
 }
 ONLY_SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None,
-                      quantization_config=None)           # in all families
+                      attention_dropout=0.0, quantization_config=None)               # in all families
 
 
 @dataclass

@@ -488,6 +488,7 @@ def wrong_inputs(folder, tokenizer):
     write_config(folder / "gpt2", model_type="gpt2")
     write_config(folder / "yarn", rope_scaling=dict(rope_type="yarn", factor=2.0))
     write_config(folder / "bias", attention_bias=True)
+    write_config(folder / "dropout", attention_dropout=0.1)
     write_config(folder / "heads", num_attention_heads=8, num_key_value_heads=3)
     write_config(folder / "theta", rope_theta=0)
     write_config(folder / "vast", vocab_size=10**12)
@@ -504,6 +505,7 @@ def wrong_inputs(folder, tokenizer):
         f"--model {folder}/gpt2": "model_type is 'gpt2'; supported: llama",
         f"--model {folder}/yarn": "rope_type is 'yarn'; only 'default' and 'llama3' are supported",
         f"--model {folder}/bias": "attention_bias is True; only False is supported",
+        f"--model {folder}/dropout": "attention_dropout is 0.1; only 0.0 is supported",
         f"--model {folder}/heads": "num_attention_heads 8 must be a multiple of num_key_value_heads 3",
         f"--model {folder}/theta": "rope_theta is 0, not a positive float",
         f"--model {folder}/vast": "vocab_size is 1000000000000, not a positive int below 100000000",
