@@ -108,7 +108,10 @@ def test_the_page_works_in_a_browser(tmp_path):
 
 def test_what_cannot_be_played_is_refused_in_one_line(tmp_path):
     (tmp_path / "one.py").write_text("print(1)\n")
-    for words, message in ((["x.py"], "x.py: no such file"), (["--ranks", "0", "one.py"], "--ranks 0: must be from 1 to 16"),
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    for words, message in ((["x.py"], "x.py: no such file"), (["latin.py"], "latin.py: cannot be read as text ('utf-8' codec can't "
+                            "decode byte 0xe9 in position 2: invalid continuation byte); give a Python program in UTF-8"),
+                           (["--ranks", "0", "one.py"], "--ranks 0: must be from 1 to 16"),
                            (["one.py"], "one.py: no rank has called init_process_group; does torchrun have to start it? "
                                         "Try --ranks 4")):
         _, error, _ = play(tmp_path, *words, status=2)

@@ -44,6 +44,10 @@ def parse_args(argv):
     for file in (args.program, *map(Path, args.also)):
         if not file.is_file():
             refuse(f"{file}: no such file")
+        try:
+            file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            refuse(f"{file}: cannot be read as text ({error}); give a Python program in UTF-8")
     if args.ranks is not None and not 1 <= args.ranks <= 16:
         refuse(f"--ranks {args.ranks}: must be from 1 to 16")
     if args.seconds < 1:
@@ -131,8 +135,11 @@ def main(argv=None):
         refuse(f"{args.program}: no rank has called init_process_group" + "; does torchrun have to start it? Try --ranks 4"
                * (args.ranks is None))
     out = args.out or Path("out/play") / f"{args.program.resolve().parent.name}_{args.program.stem}.html"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(events, ranks, args.program, args.also, ended))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page(events, ranks, args.program, args.also, ended))
+    except OSError as error:
+        refuse(f"--out {out}: cannot be written ({error.strerror}); choose another name")
     print(f"{out}: {len(events):,} events of {ranks} ranks, {out.stat().st_size / 1000:.0f} kB"
           + "; the program did not end well" * (not ended))
     return 0
