@@ -91,20 +91,26 @@ def kill_all(out):
 def sweep(args):
     """Run what is not in the file yet, and return the rows of all these combinations."""
     kill_all(args.out)                                    # processes left by a sweep that was killed
-    done, rows = {}, []
-    if os.path.exists(args.out):
-        with open(args.out, newline="") as file:
-            done = {tuple(row.values())[:13]: row for row in csv.DictReader(file) if tuple(row) == COLUMNS}
-        done or refuse(f"--out {args.out}: already exists and is not a sweep with these columns; choose another name")
+    try:
+        open(args.out, "a").close()                       # refuse before the first run what cannot be written after it
+        text = Path(args.out).read_text()
+    except (OSError, ValueError) as error:
+        refuse(f"--out {args.out}: cannot be written ({error}); choose another name")
+    done = {tuple(row.values())[:13]: row for row in csv.DictReader(io.StringIO(text)) if tuple(row) == COLUMNS}
+    if text and not done:
+        refuse(f"--out {args.out}: already exists and is not a sweep with these columns; choose another name")
     wanted = list(combinations(args)) or refuse("the trainer refuses every one of these combinations; run one of them by itself "
                                                 "to see why")
     print(f"{len(wanted)} layouts, of which {sum(tuple(row.values()) in done for row, _ in wanted)} are already done", flush=True)
+    rows = []
     for row, flags in wanted:
         key = tuple(row.values())
         if key not in done:
             done[key] = row | run(flags, int(row["gpus"]), args)
-            with open(args.out, "w", newline="") as file:
+            unfinished = f"{args.out}.tmp"                # a kill or a full disk must not cost the rows that exist
+            with open(unfinished, "w", newline="") as file:
                 csv.DictWriter(file, COLUMNS, restval="").writerows([dict(zip(COLUMNS, COLUMNS)), *done.values()])
+            os.replace(unfinished, args.out)
         rows.append(found := done[key])
         speed = f"{float(found['tok_s_gpu']):>12,.0f} tokens/s/GPU" if found["status"] == "ok" else found["reason"][:100]
         print(f"{short(row):<60}{found['status']:<7}{speed}", flush=True)
@@ -141,6 +147,8 @@ def main():
     args.trainer_flags = sys.argv[len(own) + 2:]
     if args.steps < 3:
         refuse(f"--steps {args.steps}: must be at least 3, because the first two do not count")
+    if not Path(args.trainer).is_file():
+        refuse(f"--trainer {args.trainer}: no such file; give a step's train.py")
     report(sweep(args))
 
 
