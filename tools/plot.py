@@ -66,7 +66,7 @@ def draw(runs, out):
     for axis in axes[1]:
         axis.set_xlabel("step")
     figure.legend(axes[1, 0].lines, runs, loc="outside upper center", ncols=min(5, len(runs)), frameon=False)
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=120, format=Path(out).suffix[1:])
 
 
 def plain(axis, steps, values, index, count):

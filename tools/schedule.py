@@ -55,7 +55,7 @@ def draw(events, path, title):
     patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
     meanings = ["F forward", "B or I backward, of the input", "W of the weights"]
     axes.legend(patches, meanings, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure.savefig(path, dpi=130, bbox_inches="tight", format=Path(path).suffix[1:])
     plt.close(figure)
 
 
@@ -123,7 +123,10 @@ def main():
     print(text(events))
     print(f"idle, of {max(event.end for event in events)} units: {schedules.bubble(events)}")
     print(f"kept at most, micro-batches of a stage: {[schedules.max_in_flight(actions) for actions in schedule]}")
-    draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
+    try:
+        draw(events, args.picture, f"{args.schedule}: {args.pp} ranks, {args.micro_batches} micro-batches")
+    except (OSError, ValueError) as error:                # the path cannot be written, or its suffix is not an image format
+        refuse(f"--picture {args.picture}: {error}")
     print(f"the picture is in {args.picture}")
 
 

@@ -74,7 +74,11 @@ def main():
     if args.json:
         Path(args.json).write_text(json.dumps(result.as_json(), indent=1))
     args.trace and trace(result, Path(args.trace))
-    args.plot and plot(result, args.plot, args.gpu)
+    if args.plot:
+        try:
+            plot(result, args.plot, args.gpu)
+        except ValueError as error:                       # its suffix is not an image format
+            refuse(f"--plot {args.plot}: {error}")
 
 
 if __name__ == "__main__":
