@@ -230,6 +230,8 @@ def looks_like(name):
 def main():
     sys.path += [path for path in PYTHONPATH if path not in sys.path]
     what, *words = sys.argv[1:] or ["hunt"]
+    if unknown := [word for word in words if "=" not in word]:
+        refuse(f"{unknown[0]}: not understood; write NAME=VALUE, such as SEED=today")
     given = dict(word.split("=", 1) for word in words if not word.endswith("="))   # make passes FLAG= where nothing is set
     if what == "probe":
         return probe(given.get("OF", ""), given.get("RANK", "0"), given.get("AT", "1"), given.get("NAME", ""))
