@@ -287,7 +287,7 @@ def make_units(model, mesh: DeviceMesh, args):
 def add_to_unit(param, unit):
     """Add a materialized parameter. Once its unit is complete, shard the unit.
 
-    So with stage 3, no rank ever holds the whole weights of all units.
+    So under stage 3, no rank ever holds the whole weights of all units while it makes or loads them.
     """
     param.unit = unit                                     # make_units has set it on the meta parameter
     unit.params.append(param)

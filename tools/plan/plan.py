@@ -167,7 +167,7 @@ def fullest(c, l):
     """Return the rank of pp that needs the most memory.
 
     Among ranks with the same stages, the first keeps the most. Where W is delayed, memory may instead grow from one rank
-    to the next, except at the very last, which delays every W.
+    to the next, except at the very last, which keeps all micro-batches but one for W alone.
     """
     stages = costs.our_stages(c, l)
     ranks = {stages.index(stage) for stage in stages}
