@@ -105,7 +105,10 @@ def main():
     if not (ROOT / args.step / "schedules.py").is_file():
         refuse(f"--step {args.step}: has no schedules.py; choose step06_pp, step07_ep or step08_5d")
     if args.page:
-        Path(args.page).write_text(page(args.step))
+        try:
+            Path(args.page).write_text(page(args.step))
+        except OSError as error:
+            refuse(f"--page {args.page}: cannot be written ({error.strerror}); choose another name")
         return print(f"the page is in {args.page}")
     sys.path.insert(0, str(ROOT / args.step))
     import schedules
