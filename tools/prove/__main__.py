@@ -32,7 +32,11 @@ def refuse(message):
 def flags_of(text):
     """Read 'tp=2 mode=ddp' as a dict; whole numbers become ints."""
     flags = {}
-    for word in shlex.split(text, comments=True):
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}; write name=value, as in \"tp=2 pp=2\"") from None
+    for word in words:
         key, equals, value = word.partition("=")
         if not key or not equals:
             raise argparse.ArgumentTypeError(f"{word}: not a flag; write name=value, as in \"tp=2 pp=2\"")
