@@ -84,7 +84,7 @@ def test_torchruns_that_share_their_store_with_the_ranks_are_refused(nodes):
     assert [node.agent.wait(timeout=600) for node in two] == [1, 1]
     said = two[0].output.read_text()
     assert "error: --max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun" in said
-    assert "train.py" in said and "Traceback" not in said.split("torch/distributed/elastic")[0], said
+    assert "Traceback" not in said.split("torch/distributed/elastic")[0], said
 
 
 @pytest.mark.slow
