@@ -27,7 +27,7 @@ CAUSES = {
         "it is divided by a rank's or a micro-batch's own count, or means are summed"),
     "other data": Cause(
         "the loss and the gradients: those of a batch in which some sequences count more than once, others less or not at all",
-        "ranks read the same data, or the data of one rank is left out"),
+        "ranks or micro-batches use the same data, or the data of one is left out"),
     "mean of means": Cause(
         "the loss and the gradients: those of a batch in which a target counts more if its micro-batch or rank has fewer targets",
         "each rank or micro-batch divides by its own number of targets; divide by that of the global batch"),
@@ -48,7 +48,8 @@ CAUSES = {
         "there it computes with weights other than the updated ones: they were gathered too early, or not at all"),
     "forward": Cause(
         "the loss; activations are right up to a module, and wrong from there on",
-        "look there. Embedding: rows that another rank holds. Attention: positions, mask, keys of other ranks"),
+        "look there. Embedding: rows that another rank holds. Attention: positions, mask, the order of heads, keys of other ranks. "
+        "A stage's first module: what is sent to it. Any: dropout, a sum over ranks"),
     "end of forward": Cause(
         "the loss, though all activations are right",
         "targets (shifted within a rank's part?), or the sums inside the loss: its maximum, its count"),

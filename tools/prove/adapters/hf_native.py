@@ -1,6 +1,8 @@
 """transformers' own parallelism in a plain loop: tp= fsdp= replicas= ep= acc= (its DistributedConfig; on CPUs).
 
-    python tools/prove tools/prove/adapters/hf_native.py --world 2 --flags "tp=2 acc=4"
+    python tools/prove tools/prove/adapters/hf_native.py --world 2 --flags tp=2
+
+With tp=2 acc=4, this release is APART: docs/wild.md tells why.
 
 Flags for the model, in --both: model=, one of MODELS (qwen3 by default); aux=1, with the router's auxiliary loss.
 """
