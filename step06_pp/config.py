@@ -172,7 +172,8 @@ def read_config(flag, name):
         config = from_hugging_face(hf_config)
     except Exception as error:                            # the file may contain anything
         reason = " ".join(str(error).split())
-        fail(f"{flag} {name}: not found or unsupported ({reason}); the presets are {', '.join(PRESETS)}")
+        presets = f"; the presets are {', '.join(PRESETS)}" if flag == "--model" else ""
+        fail(f"{flag} {name}: not found or unsupported ({reason}){presets}")
     if flag == "--model" and hf_config.tie_word_embeddings:
         print0(f"--model {name}: ties the head to the embedding; this trainer trains them separately")
     return config

@@ -2,6 +2,7 @@
 import contextlib
 import datetime
 import gc
+import glob
 import hashlib
 import os
 import sys
@@ -97,13 +98,14 @@ def all_gather_object(value):
 
 @fail_together()
 def check_same_on_all_ranks(args, config, tokens):
-    """Fail if ranks were started with different flags or read different data, or if one has no GPU."""
-    settings = all_gather_object({**vars(args), **vars(config), "data": dataset_digest(tokens)})
+    """Fail if ranks were started with different flags or read different files, or if one has no GPU."""
+    files = {"data": dataset_digest(tokens), "content of --init_from": weights_digest(args.init_from)}
+    settings = all_gather_object({**vars(args), **vars(config), **files})
     for rank, rank_settings in enumerate(settings):
         for name, value in rank_settings.items():
             if value != settings[0][name]:
                 fail(f"{name} differs between ranks: {settings[0][name]} on rank 0, {value} on rank {rank}; "
-                     "start all ranks with the same flags and data")
+                     "start all ranks with the same flags and files")
     if args.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
         fail(f"more processes than GPUs on this machine; use --nproc_per_node {torch.cuda.device_count()}")
 
@@ -112,6 +114,18 @@ def dataset_digest(tokens):
     """Return a string that tells one dataset from another: its length and a hash of a thousand tokens."""
     sample = [int(tokens[i:i + 1][0]) for i in range(0, len(tokens), len(tokens) // 1000 + 1)]
     return f"{len(tokens)} tokens, {hashlib.sha256(str(sample).encode()).hexdigest()[:16]}"
+
+
+def weights_digest(folder):
+    """Return a string that tells the weight files in one folder from others, by a hundred parts of each."""
+    sample = hashlib.sha256()
+    for path in sorted(glob.glob(f"{folder}/*.safetensors")):
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            for start in range(0, size, size // 100 + 1):
+                file.seek(start)
+                sample.update(file.read(1000))
+    return sample.hexdigest()[:16]
 
 
 def build_mesh(args) -> DeviceMesh:

@@ -157,7 +157,7 @@ def test_a_rank_without_the_data_ends_all(pool, tmp_path, step, rank):
     assert line.startswith("error: " + "rank 1: " * rank + "--dataset gone.npy: not a token file (") and "No such file" in line
 
 
-SAME = "start all ranks with the same flags and data"
+SAME = "start all ranks with the same flags and files"
 
 
 @pytest.mark.parametrize("step", STEPS[1:])
@@ -183,6 +183,27 @@ def other_data_job(argv, rank, other):
     open_token_file = data.open_token_file
     name = other if int(os.environ["RANK"]) == rank else argv[argv.index("--dataset") + 1]
     with patch.object(data, "open_token_file", lambda path: open_token_file(name)):
+        main_job(argv)
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+def test_ranks_that_read_other_weights_under_the_same_name_do_not_train(pool, tmp_path, step):
+    for folder, seed in (("weights", 1), ("other", 2)):
+        pool.call(main_job, ONE, argv=["--steps", "0", "--seed", str(seed), "--save", str(tmp_path / folder)])
+    argv = f"{TINY} --init_from {tmp_path / 'weights'}".split()
+    line = refused(pool, step, argv, other_weights_job, world=2, rank=1, other=str(tmp_path / "other"))
+    assert re.fullmatch(rf"error: content of --init_from differs between ranks: \w+ on rank 0, \w+ on rank 1; {SAME}", line), line
+
+
+def other_weights_job(argv, rank, other):
+    """Train, but let rank `rank` find other weights under the same name, as on another machine."""
+    import mesh
+    import weights
+    digest, open_weights = mesh.weights_digest, weights.open_weights
+    if int(os.environ["RANK"]) != rank:
+        return main_job(argv)
+    with patch.object(mesh, "weights_digest", lambda name: digest(other)), \
+         patch.object(weights, "open_weights", lambda name: open_weights(other)):
         main_job(argv)
 
 

@@ -130,6 +130,7 @@ def report(rows):
     failed = [row["status"] for row in rows if row["status"] != "ok"]
     counts = ", ".join(f"{failed.count(status)} {status}" for status in sorted(set(failed)))
     print(f"{len(rows)} runs; failed: {counts or 'none'}")
+    return bool(ran)
 
 
 def main():
@@ -149,7 +150,7 @@ def main():
         refuse(f"--steps {args.steps}: must be at least 3, because the first two do not count")
     if not Path(args.trainer).is_file():
         refuse(f"--trainer {args.trainer}: no such file; give a step's train.py")
-    report(sweep(args))
+    sys.exit(0 if report(sweep(args)) else 1)
 
 
 if __name__ == "__main__":
