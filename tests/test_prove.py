@@ -601,11 +601,12 @@ def test_the_template_has_every_function_and_every_adapter_the_three():
 
 
 # ------------------------------------------------------------------------------------------- in words
-def words(places, **flags):
+def words(places, holds=lambda place, name: True, **flags):
     names = ["embed.weight", "layers.0.a.weight", "layers.0.b.weight", "layers.1.a.weight", "layers.1.b.weight"]
     tensor = torch.ones(1)
-    own = [(name, (0,), tensor) for name in names]
-    return Words(Run([dict(place=place, steps=[], own=own) for place in places]), names, flags, len(places), 8, 1e-4)
+    own = [[(name, (0,), tensor) for name in names if holds(place, name)] for place in places]
+    run = Run([dict(place=place, steps=[], own=of) for place, of in zip(places, own)])
+    return Words(run, names, flags, len(places), 8, 1e-4)
 
 
 def test_factors_ranks_and_names_have_words():
@@ -619,6 +620,9 @@ def test_factors_ranks_and_names_have_words():
     assert of.which(["layers.0.a.weight", "layers.1.a.weight"]) == "layers.*.a"
     assert of.which(["layers.1.b.weight"]) == "layers.*.b of layer 1"
     assert of.which([f"layers.{i}.{name}.weight" for i in (0, 1) for name in "ab"]) == "all parameters but embed"
+    stages = words([dict(pp=0), dict(pp=1)], lambda place, name: ("1" in name) == place["pp"])
+    assert stages.which(["layers.1.a.weight", "layers.1.b.weight"]) == "all parameters of pp 1"
+    assert stages.which(["layers.0.a.weight", "layers.0.b.weight"]) == "all parameters of layer 0 (pp 0)"
     assert ranges([0, 1, 2, 3, 6, 8, 9]) == "0 to 3, 6, 8, 9"
 
 

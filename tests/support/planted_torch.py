@@ -297,6 +297,12 @@ def stage_with_other_positions(run):
         rotary.forward = lambda x, positions: forward(x, positions * 2)
 
 
+@planted(torch_pp, "2 pp=2 acc=4", "sent", r"layers\.1\b")
+def sends_the_micro_batch_before(run):
+    stage, sends = run.schedule._stage, {}
+    own, stage.get_fwd_send_ops = stage.get_fwd_send_ops, lambda i: sends.update({i: own(i)}) or sends[max(i - 1, 0)]
+
+
 @planted(torch_pp, "2 pp=2 acc=4", "end of forward, other data")
 def targets_of_another_micro_batch(run):
     with_batch(run, lambda inputs, targets: (inputs, targets.roll(2, 0)))

@@ -46,10 +46,13 @@ CAUSES = {
     "other weights": Cause(
         "the loss; on some ranks a module gets the right input, and every row of its output is wrong",
         "there it computes with weights other than the updated ones: they were gathered too early, or not at all"),
+    "sent": Cause(
+        "the loss; activations are right on one rank, and what the next module gets on another rank is something else",
+        "what is sent between these ranks: other micro-batches in another order, or a buffer that was used again too early"),
     "forward": Cause(
         "the loss; activations are right up to a module, and wrong from there on",
         "look there. Embedding: rows that another rank holds. Attention: positions, mask, the order of heads, keys of other ranks. "
-        "A stage's first module: what is sent to it. Any: dropout, a sum over ranks"),
+        "Any: dropout, a sum over ranks"),
     "end of forward": Cause(
         "the loss, though all activations are right",
         "targets (shifted within a rank's part?), or the sums inside the loss: its maximum, its count"),

@@ -199,14 +199,25 @@ def trace(run, one, shape, exactness, words):
     outputs = {name: seen(name, 1) for name in names}
     if not any(output.known for output in outputs.values()):
         return None
+
+    def elsewhere(place):
+        """Return the module on other ranks whose output is the input of this one, if that output is right; otherwise None."""
+        senders = (name for name in names if same_rows(joined(right[name], 1), joined(right[place], 0)) and outputs[name].right)
+        return next((name for name in senders if not any(name in of and place in of for of in of_ranks)), None)
     place, sentence = descend("", names, outputs, seen)
     if place is None:
-        last = [output for output in outputs.values() if output.known][-1]
-        if last.missing:
-            return "other data", "", f"the loss: no rank computes {rows_in_words(last, shape)}"
-        return "end of forward", "", "the loss; all activations are right"
-    text = f"the forward pass goes wrong at {place}, {sentence}" + where(outputs.get(place), shape, words, len(of_ranks))
-    given, (shares, whole) = seen(place, 0), rows(place, 1)
+        known = [name for name in names if outputs[name].known]
+        if not outputs[known[-1]].missing:
+            return "end of forward", "", "the loss; all activations are right"
+        lost = rows_in_words(outputs[known[-1]], shape)
+        first = next(name for name in known if outputs[name].missing)
+        if (sender := elsewhere(first)) and not outputs[sender].missing:
+            return "sent", first, f"the loss: from {first} on, no rank computes {lost}, though on other ranks {sender} does"
+        return "other data", "", f"the loss: no rank computes {lost}"
+    wrong_for, given, (shares, whole) = where(outputs.get(place), shape, words, len(of_ranks)), seen(place, 0), rows(place, 1)
+    if given.known and not given.right and (sender := elsewhere(place)):
+        return "sent", place, f"the forward pass goes wrong between {sender} and {place}, on different ranks{wrong_for}"
+    text = f"the forward pass goes wrong at {place}, {sentence}{wrong_for}"
     if all(share is not None and whole is not None and share.shape == whole.shape for share in shares) and len(shares) > 1 \
             and (sum(shares) - whole).norm() <= exactness * whole.norm():
         return "partial sum", place, text + "; the sum over the ranks is right"

@@ -63,11 +63,18 @@ class Words:
         cut_off = [k for k in kinds(names) if not all(name in names for name in self.names if kind(name) == k)]
         rest = [k for k in kinds(self.names) if k not in kinds(names)]
         layers = {int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)} if cut_off else set()
+        if layers and all((".*." in k) == (k in kinds(names)) for k in kinds(self.names)):
+            rest = []                                     # all of these layers
         most = len(rest) < len(kinds(names))
         few = [k.removesuffix(".weight") for k in (rest if most else kinds(names))]
         text = "all parameters" + " but " * bool(few) if most else ""
         text += ", ".join(few[:4]) + f" and {len(few) - 4} more" * (len(few) > 4)
-        boxes = self.run.boxes(-1, "weights")
-        holders = {rank for name in names for held in boxes[name].values() for rank in held}
-        stage = f" ({self.ranks(holders)})" * (0 < len(holders) < len(self.places))
+        of = {name: {rank for held in boxes.values() for rank in held} for name, boxes in self.run.boxes(-1, "weights").items()}
+        holders = set().union(*(of[name] for name in names))
+        if not 0 < len(holders) < len(self.places):
+            stage = ""
+        elif {name for name in self.names if of[name] <= holders} == {*names}:
+            return f"all parameters of {self.ranks(holders)}"
+        else:
+            stage = f" ({self.ranks(holders)})"
         return text + f" of layer{'s' * (len(layers) > 1)} {ranges(layers)}" * bool(layers) + stage
