@@ -52,7 +52,7 @@ def open_token_file(path):
 
 
 def tokenize(args):
-    """Tokenize a text, with an end-of-text token after each document. The datasets library caches it."""
+    """Tokenize text, with an end-of-text token after each document. The datasets library caches it."""
     if not args.tokenizer:
         fail(f"--dataset {args.dataset}: text needs --tokenizer (a directory or hub id)")
     from datasets import load_dataset
@@ -76,7 +76,7 @@ def tokenize(args):
 
     def encode(batch):
         if not all(isinstance(text, str) for text in batch[column]):
-            raise ValueError(f"a document in column {column!r} is not a text")
+            raise ValueError(f"a document in column {column!r} is not text")
         rows = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
         return {"tokens": np.concatenate([np.array([*row, end], dtype=np.uint32) for row in rows])}
     key = Hasher.hash((documents._fingerprint, column, tokenizer.backend_tokenizer.to_str(), end))

@@ -311,7 +311,7 @@ class UlyssesAllToAll(torch.autograd.Function):
 def ulysses(inner_attention, group: ProcessGroup):
     """Return an attention that runs `inner_attention` on whole sequences, with this rank's heads."""
     def ulysses_attention(q, k, v):                                      # [batch, seq/cp, heads, head_dim]
-        # The number of kv heads may be no multiple of cp. Repeat each until it is.
+        # If the number of kv heads is not a multiple of cp, repeat each until it is.
         repeats = group.size() // math.gcd(k.shape[2], group.size())
         k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
         q, k, v = (UlyssesAllToAll.apply(t, 2, 1, group) for t in (q, k, v))

@@ -107,7 +107,7 @@ def defaults(args):
 def check(args, config):
     if config.num_local_experts and args.save and args.balance == "bias":
         print0("warning: --balance bias: a Hugging Face checkpoint (--save) cannot hold the biases, and "
-               "without them some tokens select other experts; to avoid this, use --balance aux or none")
+               "without them some tokens select different experts; to avoid this, use --balance aux or none")
 
 
 def traffic(model, mesh, args):

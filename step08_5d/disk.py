@@ -72,8 +72,8 @@ def check_save(args):
             fail(f"--{flag} {vars(args)[flag]}: the folders {save} and {unfinished} are for --save alone; "
                  "choose a path outside them")
     if save.endswith(".unfinished") or os.path.lexists(unfinished) and not only_model_files(unfinished):
-        fail(f"--save {args.save}: names in .unfinished are for models that are not complete, and no killed "
-             f"run left {unfinished}; choose another directory")
+        fail(f"--save {args.save}: must not end in .unfinished, and {unfinished} must not exist, unless a "
+             "killed run left it; choose another directory")
 
 
 def only_model_files(folder):

@@ -42,7 +42,7 @@ def apply(model, config, mesh: DeviceMesh, args):
     sizes = (args.dp * args.cp * args.tp // args.ep, args.ep)
     ep_mesh = stage_mesh(mesh)._unflatten(0, sizes, ("expert_dp", "ep"))
     for moe in moe_layers(model):
-        for linear in moe.experts.children():             # with ep 1, too: the ranks of tp have other tokens
+        for linear in moe.experts.children():             # with ep 1, too: tp ranks have different tokens
             shard_experts(linear, ep_mesh)
         if args.ep > 1:
             moe.dispatch = TokenDispatcher(ep_mesh.get_group("ep"))

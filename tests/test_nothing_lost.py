@@ -465,10 +465,10 @@ def test_what_would_keep_the_model_from_its_place_is_found_before_training(pool,
                            f"--save {save} --log_file {save}/log": "--log_file",
                            f"--save {save} --profile {save}/trace": "--profile",
                            f"--save {save} --log_file {save}.unfinished/log": "--log_file",
-                           f"--save {tmp_path / 'mine'}": "no killed run left",
-                           f"--save {tmp_path / 'file'}": "no killed run left",
-                           f"--save {tmp_path / 'link'}": "no killed run left",
-                           f"--save {tmp_path / 'mine.unfinished'}": "names in .unfinished"}.items():
+                           f"--save {tmp_path / 'mine'}": "killed run left it",
+                           f"--save {tmp_path / 'file'}": "killed run left it",
+                           f"--save {tmp_path / 'link'}": "killed run left it",
+                           f"--save {tmp_path / 'mine.unfinished'}": "must not end in .unfinished"}.items():
         assert message in refused(pool, LAST, f"{TINY} {flags}", check_job, world_size=1), flags
     assert (mine / "precious").exists()
 

@@ -473,7 +473,7 @@ def test_saved_config_means_the_same_to_transformers(pool, small, initial):
 
 # ------------------------------------------------------------------------------------- bad input: one line, status 2
 def wrong_inputs(folder, tokenizer):
-    """Return {flags: what the trainer says}. It refuses what would train on other numbers without a word, and each kind of flag."""
+    """Return {flags: what the trainer says}: for what would silently train on wrong numbers, and for each kind of bad flag."""
     np.save(folder / "short.npy", np.zeros(100, dtype=np.uint16))
     np.save(folder / "square.npy", np.zeros((200, 200), dtype=np.uint16))
     np.save(folder / "floats.npy", np.zeros(1000))
@@ -513,7 +513,7 @@ def wrong_inputs(folder, tokenizer):
         f"--init_from {folder}/nowhere": "nowhere: not found or unsupported (",
         f"--init_from {folder}": "no tensor model.embed_tokens.weight",
         "--dataset nowhere.npy": "No such file",
-        f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not a text",
+        f"--dataset {folder}/null.jsonl --tokenizer {tokenizer}": "a document in column 'text' is not text",
         f"--dataset {folder}/two.jsonl --tokenizer {tokenizer}": "needs documents in a column 'text'",
         f"--dataset {folder}/text.txt --tokenizer {folder}/endless": "has no end-of-text token",
         f"--dataset {folder}/short.npy": "needs seq_len + 1 = 129; use a larger dataset or a smaller --seq_len",

@@ -94,8 +94,8 @@ def test_a_linear_called_by_itself_computes_from_its_input(pool, tmp_path, step)
 
 # ------------------------------------------------------------------------------------- the four pairs, by finite differences
 def gradcheck_job(sp, kind):
-    """Check gradients by finite differences, on every rank for the whole map, from all inputs to all outputs. To this end, rank r's
-    input is row r of a tensor that all ranks know, or the tensor itself if all have the same input; likewise the output."""
+    """Check gradients by finite differences. Every rank checks the whole map, from the inputs of all ranks to the outputs of all: a
+    rank's input is its row of a tensor that all ranks have, or this tensor itself if all have the same input. So is its output."""
     import os
 
     import torch.distributed as dist

@@ -325,7 +325,7 @@ def test_the_time_of_a_save_is_not_that_of_a_step(pool, flags, tmp_path):
 
 
 def told_to_end_job(argv, rank, at):
-    """Train, but send one rank SIGTERM in the middle of a step. Every rank must end with the status of one that it has killed."""
+    """Train, but send one rank SIGTERM in the middle of a step. Every rank must end with the status of a process killed by it."""
     import train
     own, calls = train.pipeline_parallel.Pipeline.forward_backward, itertools.count()
 

@@ -2,8 +2,8 @@
 
     python tests/support/plants.py [NAME ...] [--json FILE]       # all, or those whose names contain NAME
 
-A plant is a mistake of exercises/mistakes.toml, planted in a copy of step 8, or one of planted_torch.py. For each it is said which
-causes of tools/prove/causes.py would be the right name, and which place the right place. `judged` compares them with what was said.
+A plant is a mistake of exercises/mistakes.toml, planted in a copy of step 8, or one of planted_torch.py. Each says which causes of
+tools/prove/causes.py would name it rightly, and which places are right. `judged` compares these with what the prover said.
 """
 import argparse
 import json
