@@ -321,7 +321,7 @@ def dualpipe_picture(traced=0):
     axes.set_title(f"dualpipe: {idle_words(events)}; at most {kept} micro-batches in flight", fontsize=10, loc="left")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in "FBW"]
     line = plt.Line2D([], [], color="black", lw=1.3)
-    axes.legend([*patches, line], ["F", "B, or I alone", "W", f"the way of micro-batch {traced}; numbers are stages"], ncols=4,
+    axes.legend([*patches, line], ["F", "B, or I alone", "W", f"the path of micro-batch {traced}; numbers are stages"], ncols=4,
                 loc="upper center", bbox_to_anchor=(0.4, -0.19), frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2)
     figure.savefig(os.path.join(FIGURES, "dualpipe.png"), dpi=150, bbox_inches="tight")
     plt.close(figure)

@@ -290,9 +290,9 @@ def scale_tables():
         f"micro-batches. A rank waits for {waits(zero3):.0%} of it, where a forward begins and where the last backward ends.",
         f"**tp: gaps in every layer**, four of them in forward. A rank waits for {waits(tp):.0%} of the step. NVLink is busy "
         f"for {tp.share('NVLink'):.0%}: in backward, computing hides most of it.",
-        "**cp: slivers.** Seven hops take keys and values round the ring in each layer of forward, and attention hides nearly "
-        f"all of them: a rank waits for {waits(cp):.0%}. The step is the longest because a token attends to a sequence eight "
-        "times as long.",
+        "**cp: slivers.** Seven transfers take keys and values round the ring in each layer of forward, and attention hides "
+        f"nearly all of them: a rank waits for {waits(cp):.0%}. The step is the longest because a token attends to a sequence "
+        "eight times as long.",
         f"**pp: a hole at both ends.** The lane is the last stage. It waits {before:.2f} s for its first micro-batch, and "
         f"{after:.2f} s for the other stages after its last one. Its messages take {pp.share('network'):.0%} of the network's "
         "time.",
