@@ -9,7 +9,7 @@ A conflict is written into the later step's file, between markers, and all else 
 each extension's patch is merged with the changes in its step. At a conflict, out/carry/NAME gets the step's files in a/, and those
 of the extension in b/, with markers: edit them in b/, and carry again. At the end dev/readme.py writes the READMEs' tables.
 
-Nothing is remembered from one carry to the next. So before you edit a line again that has been carried, commit (you can amend), or
+Nothing is remembered from one carry to the next. So before you edit a line again after carrying it, commit (you can amend it), or
 start over: git checkout HEAD -- step0[2-8]* exercises/extensions, and remove out/carry. A conflict that you resolve by keeping the
 later step's lines as they are comes back until you commit.
 

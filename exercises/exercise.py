@@ -1,6 +1,6 @@
 """Exercises: a step without its technique, for the reader to put back, rung by rung.
 
-    python exercises/exercise.py 4                 # copy step 4 to exercise/step04, with the functions of its technique emptied
+    python exercises/exercise.py 4                 # copy step 4 to exercise/step04, without the function bodies of its technique
     python exercises/exercise.py 4 FROM=3          # the same, but keep our code for the rungs before the third
     python exercises/exercise.py 4 LEVEL=blank     # copy step 3 instead, and add only signatures and docstrings
     python exercises/exercise.py 4 restart         # start again (FROM and LEVEL work here, too); the old folder becomes step04.1
@@ -230,7 +230,7 @@ def start(number, folder, blank, first):
     print(f"Edit {shown}/*.py. Then, here or in {shown}:\n"
           f"    make check STEP={number}       test rung by rung; make watch STEP={number} does so whenever you save\n"
           f"    make hint STEP={number}        if you are stuck\n"
-          f"    EXERCISE={number}={shown} make test STEP={number}        the tests of step {number}, but for the long ones")
+          f"    EXERCISE={number}={shown} make test STEP={number}        the tests of step {number}, except the long ones")
 
 
 def restart(number, folder, blank, first):
@@ -310,7 +310,7 @@ def files_of(ladder):
 
 
 def all_tests(number, folder):
-    return f"To run the step's tests, but for the long ones: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
+    return f"To run the step's tests, except the long ones: EXERCISE={number}={folder.relative_to(ROOT)} make test STEP={number}"
 
 
 def watch(number, folder):

@@ -56,7 +56,7 @@ def start(patch):
         print(f"{shown} is {step} with {said['what']}")
     print(f"    diff -u -N -r -x '*.md' -x 'by_hand*' -x figures -x __pycache__ {step} {shown}\n"
           f"    {said['run'].format(folder=shown)}\n"
-          f"    EXERCISE={said['step']}={shown} make test STEP={said['step']}        its tests, but for the long ones, on the copy")
+          f"    EXERCISE={said['step']}={shown} make test STEP={said['step']}        its tests, except the long ones, on the copy")
 
 
 def show_list():

@@ -162,8 +162,8 @@ TOO_LARGE = "r04", "r11", "r19", "r21", "r59"             # not simulated: each 
 
 
 def unseen(kept):
-    """Print a row for each run, then the errors by kind of layout and by source; and once more those of all runs, predicted without
-    what no flag of the tools can say."""
+    """Print a row for each run, then the errors by kind of layout and by source; and then those of all runs again,
+    predicted with only what the tools' own flags can say."""
     runs = planned.read("published_unseen.csv")
     print("| run | published | simulated | planned | four of five |\n|---|---|---|---|---|")
     for run in runs:

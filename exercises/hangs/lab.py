@@ -195,7 +195,7 @@ def print_calls(calls):
 
 # ------------------------------------------------------------------------------------------- judging
 def lines_of(number):
-    """Return the line that has to change, and the lines where the rank stands or that lead there. Each counts, and so do its
+    """Return the line that has to change, and the lines where the rank waits or that lead there. Each counts, and so do its
     neighbours."""
     from answers import ANSWERS
     lines = (HERE / f"hang{number}.py").read_text().splitlines()

@@ -3,8 +3,8 @@
     python exercises/wild/tp_plans.py                    # all models; or name some: apertus phi
 
 Such a parameter is whole on every rank, but its gradient comes only from the rank's own columns or heads, so somebody has to sum
-it. A model on this list is a suspect, no more: what only feeds a cut matrix, like q_a_proj, is right. tp_gradients.py tells. Run
-with transformers 5.24.0.
+it. A model on this list is a suspect, no more: what only feeds a cut matrix, like q_a_proj, is right. tp_gradients.py tells
+you which it is. Run with transformers 5.24.0.
 """
 import inspect
 import re

@@ -1,5 +1,5 @@
 """Say how far an answer can be trusted: whether runs like it were measured (the README explains the four words), and
-how far off it may be. Four of five runs should lie in the interval; docs/predictions.md has how many did.
+how far off it may be. Four of five runs should lie in the interval; docs/predictions.md says how many do.
 """
 import math
 

@@ -6,7 +6,7 @@
 
 The program runs as always, and prints what it always prints. Beside it, every rank is recorded (record.py) from the moment at which
 it joins the process group. Then the recording is written as one HTML file, which needs nothing else. If the program hangs, it is
-ended after --seconds, and the last picture shows where each rank stands and for whom it waits.
+ended after --seconds, and the last picture shows where each rank is and which rank it waits for.
 """
 import argparse
 import contextlib

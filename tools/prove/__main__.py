@@ -3,7 +3,7 @@
     python tools/prove ADAPTER.py --world 4 --flags "tp=2 pp=2"
 
 An adapter is a file with three functions; tools/prove/adapters/template.py explains them. Exit status 0: all is equal, 1: it is
-not, 2: it cannot run, 3: this tool has a mistake of its own.
+not, 2: it cannot run, 3: this tool has a bug of its own.
 """
 import argparse
 import ast
@@ -70,7 +70,7 @@ def parse_args(argv):
     add("--sweep", metavar='"tp=1,2 acc=1,4"', help="layouts in which every two values meet, on --world ranks")
     add("--self_test", action="store_true", help="plant three mistakes in the layout, too, and say whether they are seen")
     add("--resume", type=layout_of, metavar='"2 tp=2"', help="resume the layout from what this one saved after two steps")
-    add("--same_rows", action="store_true", help="make all sequences of a batch equal, for losses that are no sums of theirs")
+    add("--same_rows", action="store_true", help="make all sequences of a batch equal, for losses other than sums over tokens")
     add("--dtype", choices=["float64", "float32", "bfloat16"], default="float64", help="dtype that build has to use (float64)")
     add("--mask", action="store_true", help="give some targets no loss (-100), a different number in each sequence")
     add("--unforgiving", action="store_true", help="make results of asynchronous operations NaN until they are waited for (gloo)")
@@ -80,7 +80,7 @@ def parse_args(argv):
     if args.list:
         return args
     if args.adapter is None:
-        refuse("ADAPTER.py: missing; --list shows those that exist, and tools/prove/adapters/template.py is a beginning")
+        refuse("ADAPTER.py: missing; --list shows those that exist, and tools/prove/adapters/template.py is one to start from")
     if not Path(args.adapter).is_file():
         refuse(f"ADAPTER.py {args.adapter}: no such file; copy tools/prove/adapters/template.py")
     if args.layouts and not Path(args.layouts).is_file():
@@ -167,7 +167,7 @@ def in_parallel(holds, reads, issues, steps):
     if len(holds) > 1 and min(holds) >= 1:
         yield "warning: every rank holds all of the numbers" + (
             ", as in DDP; if the flags should shard them, they had no effect" if any(issues) else
-            " and issues no collective: nothing ran in parallel, so EQUAL says nothing of this layout")
+            " and issues no collective: nothing ran in parallel, so EQUAL says nothing about this layout")
 
 
 def lines_of(adapter, said):
@@ -261,7 +261,7 @@ def self_test(args, baseline, world, flags):
         elif said["status"]:
             yield f"planted: {what}\n    seen in step {said['step']}: {said['seen']}", True
         else:
-            yield (f"planted: {what}\n    NOT SEEN: so EQUAL says nothing of such a mistake; do parts and step return "
+            yield (f"planted: {what}\n    NOT SEEN: so EQUAL says nothing about such a mistake; do parts and step return "
                    "what the trainer uses?"), False
 
 

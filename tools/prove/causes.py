@@ -72,7 +72,7 @@ CAUSES = {
     "not reduced": Cause(
         "copies of a gradient differ between ranks, and their sum or mean is right",
         "they are not reduced over these ranks, and the weights drift apart; if the weights are right, they are "
-        "reduced in other memory than parts() yields"),
+        "reduced in memory other than what parts() yields"),
     "reduced in part": Cause(
         "copies of a gradient differ between ranks, and their sum is not right either",
         "they are not reduced over these ranks, and wrong before that"),

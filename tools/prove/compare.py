@@ -78,7 +78,7 @@ def numbers_held(boxes):
 
 
 def distances(run, one, step):
-    """Return a Row of relative differences, each that of the worst rank; NaN, which is beyond no limit, if one side has none."""
+    """Return a Row of relative differences, each that of the worst rank; NaN, which exceeds no limit, if one side has no number."""
     row = [max((relative(a, b) for a in run.numbers(step, kind) for b in one.numbers(step, kind)), default=math.nan)
            for kind in ("loss", "norm")]
     for kind in ("gradients", "weights"):

@@ -1,4 +1,4 @@
-"""Start ranks on this machine, and learn what became of each: what it answered, what it printed, where it stands.
+"""Start ranks on this machine, and learn what became of each: what it answered, what it printed, where it is.
 
     with Processes(function, "fork", arguments) as ranks:
         ranks.start(4)                                    # each calls function(rank, folder, pipe, *arguments)
@@ -128,7 +128,7 @@ class Processes:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def stack(self, rank):
-        """Return where a rank stands, innermost call first, as faulthandler writes it; for a dead one, where it crashed."""
+        """Return where a rank is, innermost call first, as faulthandler writes it; for a dead one, where it crashed."""
         process, deadline = self.processes[rank], time.monotonic() + 30
         if process.is_alive():
             os.kill(process.pid, STACK)

@@ -304,12 +304,12 @@ def why(ranks, world, answers, seconds):
         printed = [ranks.read(rank, "out").strip()[-500:] for rank in sorted(failed) if "SystemExit" in first]
         return "\n    ".join([first.splitlines()[0], *filter(None, printed)]) if any(printed) else first
     stood = ["it has finished" if rank in answers else stands(ranks, rank) for rank in range(world)]
-    return "\n".join([f"--seconds {seconds}: the ranks did not finish. Each stands here, innermost call first:",
+    return "\n".join([f"--seconds {seconds}: the ranks did not finish. Each of them is here, innermost call first:",
                       *(f"    rank {rank}: {where}" for rank, where in enumerate(stood))])
 
 
 def stands(ranks, rank):
-    """Return where a rank stands: the innermost call, and those outside the libraries."""
+    """Return where a rank is: the innermost call, and those outside the libraries."""
     calls = frames(ranks.stack(rank))
     own = [call for call in calls if "/lib/python" not in call[0] and Path(call[0]).parent != Path(__file__).parent]
     shown = dict.fromkeys(calls[:1] + (own or calls)[:3])
