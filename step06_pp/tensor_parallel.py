@@ -202,7 +202,7 @@ def apply(model, config, mesh: DeviceMesh, args):
         return
     group, rank, comm = mesh.get_group("tp"), mesh.get_local_rank("tp"), make_comm(mesh, args)
     kv_shards, kv_group = min(args.tp, config.num_key_value_heads), None
-    if kv_shards < args.tp:                               # fewer kv heads than ranks: neighbors share one
+    if kv_shards < args.tp:                               # fewer kv heads than ranks: neighbours share one
         # groups of consecutive ranks, since tp is the innermost dimension of the mesh
         kv_group, _ = dist.new_subgroups(args.tp // kv_shards, group_desc="kv_heads")
     for path, module in list(model.named_modules()):

@@ -245,9 +245,9 @@ def check(args, config):
 
 def traffic(model, mesh, args):
     stages, num_stages = local_stages(mesh, args), args.pp * args.stages_per_rank
-    neighbors = [neighbor for stage in stages for neighbor in (stage - 1, stage + 1)]
+    neighbours = [neighbour for stage in stages for neighbour in (stage - 1, stage + 1)]
     # activations go to the stage after, gradients to the stage before, if another rank holds it
-    messages = sum(0 <= neighbor < num_stages and neighbor not in stages for neighbor in neighbors)
+    messages = sum(0 <= neighbour < num_stages and neighbour not in stages for neighbour in neighbours)
     tokens = args.global_batch_size // args.dp * args.seq_len // args.cp
     if args.sp == "on":
         tokens //= args.tp

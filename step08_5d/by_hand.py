@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-PP, DP, CP, TP = 2, 2, 2, 2                               # outermost first: the ranks of tp are neighbors
+PP, DP, CP, TP = 2, 2, 2, 2                               # outermost first: the ranks of tp are neighbours
 EP = 4                                                    # divides dp x cp x tp: ep adds no ranks of its own
 RANKS = PP * DP * CP * TP
 NODE = 8                                                  # ranks that share the fast links

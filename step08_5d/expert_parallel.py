@@ -5,7 +5,7 @@ uneven splits), runs its experts on the tokens that it has received, and sends t
 comes from GShard (https://arxiv.org/abs/2006.16668), which gives each expert a fixed capacity instead.
 
 ep needs no ranks of its own. It is folded into dp x cp x tp, the ranks that hold the same layers: groups of
-ep neighbors, in each of which every expert is on one rank. (Megatron calls this parallel folding,
+ep neighbours, in each of which every expert is on one rank. (Megatron calls this parallel folding,
 https://arxiv.org/abs/2504.14960.) No expert is cut, so the ranks of tp must have different tokens for them.
 With --sp on they do: between two regions of tp, each has its part of the sequence. With --sp off each rank
 takes its part before it routes, and afterwards the ranks gather the outputs.

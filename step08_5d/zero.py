@@ -298,11 +298,11 @@ def make_units(model, mesh: DeviceMesh, args):
     decoder, units, shard_meshes = model.model, [], {}
     for data, _ in group_by_mesh(model.parameters()):
         # Every stride-th rank holds the same elements; the stride is tp, or for experts ep. Those among
-        # lcm(zero_shard x tp, stride) neighbors share the shards. With zero_shard 4, tp 1 and ep 2, an expert
-        # has two shards; with zero_shard 2 and ep 4 it has one, since no neighbor holds it.
+        # lcm(zero_shard x tp, stride) neighbours share the shards. With zero_shard 4, tp 1 and ep 2, an
+        # expert has two shards; with zero_shard 2 and ep 4 it has one, since no neighbour holds it.
         stride = args.dp * args.cp * args.tp // data.size()
-        neighbors = args.zero_shard * args.tp
-        num_shards = neighbors // math.gcd(neighbors, stride)
+        neighbours = args.zero_shard * args.tp
+        num_shards = neighbours // math.gcd(neighbours, stride)
         names = ("replicate", "shard") if data == data_mesh(mesh) else ("ep_copies", "ep_shard")
         shard_meshes[data] = data._unflatten(0, (data.size() // num_shards, num_shards), names)
     layers = ([layer] for layer in decoder.layers.values())

@@ -592,13 +592,13 @@ def traffic_job(layouts):
 @pytest.mark.slow
 @rung({"pipeline_parallel.py": ["traffic"]}, hints="""
     The ledger compares the bytes sent with what `expected_traffic` returns. A stage sends activations to the stage after it, and
-    gradients to the stage before. Which neighbors of this rank's stages are on another rank? Each rank counts only what it sends.
+    gradients to the stage before. Which neighbours of this rank's stages are on another rank? Each rank counts only what it sends.
 
     Stage s sends F's output to s + 1 and I's or B's to s - 1, if there is such a stage, and if it is not on the same rank: the two
-    stages of dualpipe's last rank are neighbors. In a step, a stage sends each neighbor as much as the activations of all tokens
+    stages of dualpipe's last rank are neighbours. In a step, a stage sends each neighbour as much as the activations of all tokens
     of the rank: its part of the batch (dp) and of the sequence (cp), which sequence parallelism divides by tp as well.
 
-    messages = how many of the neighbors (s - 1 and s + 1 of all s in local_stages(mesh, args)) are 0 <= n < num_stages and not in
+    messages = how many of the neighbours (s - 1 and s + 1 of all s in local_stages(mesh, args)) are 0 <= n < num_stages and not in
     local_stages. Without any, return []. tokens = args.global_batch_size // args.dp * args.seq_len // args.cp, and // args.tp if
     args.sp == "on"; bytes = messages * tokens * model.model.config.hidden_size * args.dtype.itemsize; return
     `[(mesh.get_group("pp"), "send", bytes)]`.""")
@@ -608,7 +608,7 @@ def test_a_training_run(pool, shape, schedule):
     """Write `traffic(model, mesh, args)`. It returns a list of what this rank sends in a step: one entry,
     (mesh.get_group("pp"), "send", bytes), or none if it sends nothing. This must equal the ledger's bytes, with dp, cp and tp, too.
     Four steps on two ranks must give the losses, gradient norms and weights of one process."""
-    one = 24 * 16 * 5 * 4                                 # to one neighbor
+    one = 24 * 16 * 5 * 4                                 # to one neighbour
     right = {(1, 1, 1, 1, "on"): [[]], (3, 1, 1, 1, "on"): [[one], [2 * one], [one]],
              (2, 2, 1, 1, "on"): [[one // 2]] * 2, (2, 1, 2, 1, "on"): [[one // 2]] * 2,
              (2, 1, 1, 2, "on"): [[one // 2]] * 2, (2, 1, 1, 2, "off"): [[one]] * 2}

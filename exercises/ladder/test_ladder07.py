@@ -412,7 +412,7 @@ def apply_job(pp, dp, cp, tp, ep):
 @rung({"expert_parallel.py": ["apply", "shard_experts"]}, hints="""
     The ranks of a stage all route different tokens: those of dp and cp have different ones anyway, and those of tp each take a part
     of the sequence (rung 6). Write these ranks down in a row, as they are numbered: tp is the innermost dimension of the mesh, then
-    come cp and dp. Cut the row into groups of ep neighbors, and write the groups below each other, as the rows of a grid. In each
+    come cp and dp. Cut the row into groups of ep neighbours, and write the groups below each other, as the rows of a grid. In each
     group, every expert is on one rank. Which ranks have the same experts as rank 0, but have seen other tokens?
 
     Those in the same column. `stage_mesh(mesh)` is the row, a 1D mesh, and `stage_mesh(mesh)._unflatten(0, (dp * cp * tp // ep,
@@ -434,8 +434,8 @@ def test_who_has_which_experts(pool):
     of ep equal parts along dimension 0; rank i of ep gets the i-th. The new parameter takes over the old placement: add a Shard to
     its shards, divide num_replicas (how many ranks have these elements) by ep, and let data_mesh (over which gradients are summed)
     be the 1D mesh of "expert_dp". Write `apply(model, config, mesh, args)`. ep is folded into dp x cp x tp, the ranks of
-    `stage_mesh(mesh)`, in their order: ep neighbors are a group in which every expert is on one rank. Make this grid once. For each
-    MoE layer (`moe_layers(model)` lists them) shard gate_proj, up_proj and down_proj with it. If ep > 1, the layer's dispatch
+    `stage_mesh(mesh)`, in their order: ep neighbours are a group in which every expert is on one rank. Make this grid once. For
+    each MoE layer (`moe_layers(model)` lists them) shard gate_proj, up_proj and down_proj with it. If ep > 1, the layer's dispatch
     becomes a `TokenDispatcher` of this rank's group of ep. If tp > 1, call `route_own_part(layer, group of tp, args)`, of rung 6.
     If ep and tp are 1, or the model has no experts, change nothing."""
     for rank, came in enumerate(pool.call(shard_experts_job, STEP, world=4)):
