@@ -3,8 +3,9 @@
     python exercises/puzzle06.py            # judge exercise/puzzle06.txt; create it first if it does not exist
 
 Three ranks have one stage each, and there are four micro-batches. F, I and W take one unit of time each; B is I and W. The file has
-a line for each rank, with its actions in order, such as F0 F1 I0 W0 ... At first it contains 1F1B, where each rank idles for 6
-units and the ranks keep 3, 2 and 1 micro-batches, 6 in all. You can do better: lists exist for each column of this table.
+a line for each rank, with its actions in order, such as F0 F1 I0 W0 ... A rank keeps a micro-batch from F to W. The gradient
+leaves after I, and messages take no time. At first the file contains 1F1B, where each rank idles for 6 units and the ranks keep
+3, 2 and 1 micro-batches, 6 in all. You can do better: lists exist for each column of this table.
 
     kept, by all ranks together     3   4   5   6   7   9
     idle, each rank                16  10   5   4   3   2

@@ -4,6 +4,7 @@
 
 The file has a function v_half(rank, num_ranks, m), which returns the list of actions of a rank, as in step06_pp/schedules.py.
 As in DualPipeV, rank r has the stages r and 2 num_ranks - 1 - r. F, I and W of a stage take half a unit of time each; B is I and W.
+A rank keeps a pair (stage, micro-batch) from F to W.
 At first the function does all forwards, then all backwards. For an even number p of ranks and at least p micro-batches, write one
 that
 
