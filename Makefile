@@ -25,9 +25,9 @@ Learn
   make hint STEP=4                     the next of three hints for the first red rung
   make solution STEP=4                 how your functions differ from ours
   make restart STEP=4                  start the exercise over; your old folder is renamed
-  make hang N=3 [ANSWER="2 hang3.py:14"]         a run that hangs: which rank, which line?
+  make hang N=3 [ANSWER="RANK FILE:LINE"]        a run that hangs: which rank, which line?
   make play STEP=5, or N=4, or FILE=mine.py RANKS=4       step 5's by_hand.py, or hang 4, or your program, rank by rank in a browser
-  make hunt SEED=today [ANSWER="zero.py:120"]    find a planted mistake, one number at a time
+  make hunt SEED=today [ANSWER="FILE:LINE"]      find a planted mistake, one number at a time
   make probe OF=gradient RANK=0 [AT=1] [NAME=model.norm.weight]    one number of one rank, with and without the mistake
   make extend [NAME=muon]              list the extensions, or copy one to exercise/
   make capstone                        copy the model for a trainer of your own, which you write from nothing, to exercise/
@@ -36,7 +36,7 @@ Learn
 
 Ask
   make plan FLAGS="--model llama-8b --gpus 64"             which layout should I use?
-  make simulate STEP=8 RANKS=16 FLAGS="--pp 2 --tp 4"      what would it do, on GPUs I do not have?
+  make simulate STEP=4 RANKS=8 FLAGS="--model llama-8b --tp 8"    what would it do, on GPUs I do not have?
   make prove ADAPTER=mine.py WORLD=4 FLAGS="tp=2 pp=2"     does my trainer train to the same numbers as one process?
   make gpu                             what do the steps do on my GPUs? a report within 20 minutes: docs/gpus.md
 

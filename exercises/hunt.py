@@ -28,6 +28,7 @@ from steps import PYTHONPATH, ROOT, full_name
 
 HUNT = ROOT / "exercise/hunt"
 HIDDEN = HUNT / ".planted"                                # the copy with the planted mistake, and the numbers of both runs
+NUMBERS = ("loss", "grad_norm", "gradient", "weight", "bytes", "operations")
 NEAR, WRONG = 3, 3                                        # lines; the exit status of a wrong answer, which is not an error
 RUN = "--seq_len 16 --global_batch_size 8 --micro_batch_size 1 --steps 6 --lr 1e-2 --warmup 2"
 # ranks and flags: the first layout where a planted mistake changes a number is used
@@ -140,6 +141,9 @@ def begin(pool, seed, level):
     print(f"A mistake is planted in a copy of {where}. The losses without and with it:")
     for t, (right, planted) in enumerate(zip(hunt["right"][0], hunt["planted"][0]), 1):
         print(f"    training step {t}   {right['loss']:.4f}   {planted['loss']:.4f}")
+    print("Ask for numbers until you know the file and the line:\n    make probe OF=grad_norm RANK=0 AT=1\n"
+          f"    OF is {', '.join(NUMBERS)}; with gradient or weight, NAME=model.norm.weight asks for one parameter\n"
+          "Answer:\n    make hunt ANSWER=\"FILE.py:LINE\"")
 
 
 def remember(hunt):
@@ -155,9 +159,8 @@ def present():
 
 def probe(of, rank="0", at="1", name=""):
     hunt = present()
-    asked = ("loss", "grad_norm", "gradient", "weight", "bytes", "operations")
-    if of not in asked:
-        refuse(f"OF={of}: must be one of {', '.join(asked)}")
+    if of not in NUMBERS:
+        refuse(f"OF={of}: must be one of {', '.join(NUMBERS)}")
     for key, text, first, last in (("RANK", rank, 0, len(hunt["planted"]) - 1), ("AT", at, 1, len(hunt["planted"][0]))):
         if not re.fullmatch("[0-9]{1,6}", text) or not first <= int(text) <= last:
             refuse(f"{key}={text}: must be from {first} to {last}")

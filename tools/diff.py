@@ -4,7 +4,9 @@ The files come first, with the size of each change: those of the lesson and, bel
 (steps.LESSON and steps.SUPPORT, as in the READMEs' tables). Their diffs follow in the same order, with the same line between them.
 It leaves out the pages, by_hand*.py and figures/ (steps.NOT_IN_DIFF), and colours its output on a terminal.
 """
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,7 +64,16 @@ def main(number="", *wanted):
     parts = [diff(*names, name, colour) for name in wanted or [*lesson, *support]]
     if not wanted:
         parts = [head(*names, lesson, support), *parts[:len(lesson)], *[LINE] * bool(support), *parts[len(lesson):]]
-    print("\n\n".join(parts))
+    show("\n\n".join(parts))
+
+
+def show(text):
+    """Print it; on a terminal through a pager, as git does."""
+    pager = os.environ.get("PAGER") or shutil.which("less")
+    if not pager or not sys.stdout.isatty():
+        return print(text)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)         # the reader may leave before the end
+    subprocess.run(pager, shell=True, input=text + "\n", text=True, env={"LESS": "FRX", **os.environ})
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ def main():
     if args.html:
         try:
             open(args.html, "a").close()                  # the search takes seconds
-            return page.write(question, asked, args.config, args.html)
+            page.write(question, asked, args.config, args.html)
+            return print(f"{args.html}: open it in a browser")
         except OSError as error:
             fail(f"--html {args.html}: {error.strerror}")
     if args.config:
