@@ -71,6 +71,8 @@ def test_every_end_is_recorded_and_nothing_is_left(tmp_path):
     assert gone(tmp_path)
     status, output = bench(tmp_path, *flags, "1", "2", "4", "8")
     assert status == 0 and "4 layouts, of which 4 are already done" in output and len(rows_of(tmp_path)) == 4
+    status, output = bench(tmp_path, *flags, "2")         # recorded, too; of these runs none has succeeded
+    assert status == 1 and "1 runs; failed: 1 crash" in output, output
 
 
 @pytest.mark.slow

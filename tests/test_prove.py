@@ -23,7 +23,7 @@ from prove.causes import CAUSES
 from prove.compare import Row, Run, limits
 from prove.diagnose import Diagnosis
 from prove.ranks import watch
-from prove.trace import Seen, trace_back
+from prove.trace import Seen, trace, trace_back
 from prove.words import Words, ranges
 from steps import ROOT, clean_environment, run
 
@@ -671,6 +671,26 @@ def test_a_wrong_backward_has_a_place_and_a_sum_that_is_still_partial_is_not_wro
     run, one = Run([seen(Residual(residual, rank), 4) for rank in range(2)]), Run([seen(Residual(residual), 1)])
     found, text = trace_back(run, one, (2, 4), 1e-7, words([dict(tp=0), dict(tp=1)]))
     assert found == place and ("in the backward of up: that of its output is right" in text) == bool(place)
+
+
+@pytest.mark.parametrize("arrives, cause, text", [
+    ([0, 1, 2, 3], "end of forward", "the loss; all activations are right"),
+    ([0, 1, 1, 3], "sent", "from second.up on, no rank computes sequences 1 and positions 0 of 2, though"),
+    ([0, 1, 2, None], "sent", "between first and second.up, on different ranks, for sequences 1 and positions 1 of 2 on pp 1")])
+def test_what_is_sent_to_a_stage_is_told_from_what_the_stage_computes(arrives, cause, text):
+    rows = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))       # between modules
+
+    def calls(*modules):
+        return dict(place={}, own=[], steps=[dict(activations={name: [(given, gives, None)] for name, given, gives in modules})])
+
+    def second(received):
+        inside = torch.stack([received @ weight for weight in rows[1:]])
+        return [("second.up", received, inside[0]), ("second.down", inside[0], inside[1]), ("second", received, inside[1])]
+    sent = rows[0]
+    got = torch.stack([torch.zeros(4, dtype=torch.float64) if at is None else sent[at] for at in arrives])
+    run = Run([calls(("first", sent, sent)), calls(*second(got))])
+    found = trace(run, Run([calls(("first", sent, sent), *second(sent))]), (2, 2), 1e-7, words([dict(pp=0), dict(pp=1)]))
+    assert found[0] == cause and text in found[2], found
 
 
 def test_a_norm_that_is_equal_by_chance_does_not_set_its_limit():

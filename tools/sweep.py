@@ -5,7 +5,7 @@
 
 The sweep runs every combination of these lists that the trainer accepts, and passes the flags after -- on to it. Each run has its
 own processes, its own time limit and its own row in the CSV file. If you start the sweep again, it skips the rows that the file
-already has. dev/bench/fit_own.py fits the planner's constants to the file.
+already has. It ends with status 1 if no run has succeeded. dev/bench/fit_own.py fits the planner's constants to the file.
 """
 import argparse
 import contextlib
