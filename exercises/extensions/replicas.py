@@ -66,7 +66,7 @@ MOMENTS = ("join", "joined", "connect", "connected", "transfer", "forward", "bac
 
 
 # ------------------------------------------------------------------------------------- on a rank
-def on_rank(replica, rank, ranks, port, folder, argv, mistake):
+def on_rank(trainer, replica, rank, ranks, port, folder, argv, mistake):
     """Train as torchrun would start it, and write a digest of the state at the end. Die at the moment that the test names."""
     os.environ.update(environment(rank, ranks, port) | dict(GLOO_SOCKET_IFNAME=LOOPBACK, HF_HUB_OFFLINE="1"))
     output = open(folder / f"said {replica} {rank}", "a", buffering=1)
@@ -74,7 +74,7 @@ def on_rank(replica, rank, ranks, port, folder, argv, mistake):
         os.dup2(output.fileno(), descriptor)
     sys.stdout = sys.stderr = output
     torch.set_num_threads(1)
-    sys.path[:0] = [str(step_dir(STEP)), *PYTHONPATH]
+    sys.path[:0] = [str(trainer), *PYTHONPATH]
     import quorum
     import train
 
@@ -192,7 +192,8 @@ class Replicas:
     def start(self, replica):
         store = new_store()
         for rank in range(self.num_ranks):
-            arguments = replica, rank, self.num_ranks, store.port, self.folder, self.argv, self.mistake
+            # step_dir here, because the forkserver may be older than the variable that step_dir reads
+            arguments = step_dir(STEP), replica, rank, self.num_ranks, store.port, self.folder, self.argv, self.mistake
             process = self.context.Process(target=on_rank, args=arguments, daemon=True)
             process.start()
             self.alive[replica, rank] = process, store
@@ -251,7 +252,8 @@ class Replicas:
         if all(ended) and len(ended) < len(ranks):
             return                                        # the others are about to end, too
         for who, process in ranks.items():
-            assert process.exitcode != 2 or replica in self.lighthouse.seen, self.said_by(replica)     # it refuses its flags
+            # else it would fail again and again: it refuses its flags, or cannot start
+            assert process.exitcode not in (1, 2) or replica in self.lighthouse.seen, self.said_by(replica)
             process.kill()
             process.join()
             del self.alive[who]
