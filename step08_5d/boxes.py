@@ -19,8 +19,6 @@ from safetensors import safe_open
 from mesh import all_gather_object
 from shards import local_slices
 
-OLDER_NAMES = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}    # of experts' matrices
-
 
 def boxes(name, param, start, elements):
     """Return {key: box} for consecutive elements of this rank's part of a parameter, from index `start`."""
@@ -75,10 +73,7 @@ def fill(state, paths):
     for path in paths:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():
-                name = key.split("[")[0]
-                for older, newer in OLDER_NAMES.items():
-                    name = name.replace(older, newer)
-                for box_offsets, box in boxes_of.get(name, []):
+                for box_offsets, box in boxes_of.get(key.split("[")[0], []):
                     copy_overlap(box, box_offsets, file.get_slice(key), offsets(key))
     return next((key for key, box in state.items() if box.isnan().any()), None)
 

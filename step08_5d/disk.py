@@ -116,7 +116,7 @@ def suggest_intact(folder, args):
     """Return what to do about a corrupt checkpoint: resume from the newest intact one before it, if any."""
     for path in reversed(list_checkpoints(args)):
         if path < folder and not find_corruption(path, index_of(path)):
-            return f"use --resume {path.name}, which is older and intact"
+            return f"to continue from {path.name}, which is older and intact, move the newer ones away"
     return "no older checkpoint is intact, so start a new run in another --checkpoint directory"
 
 

@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,14 +25,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from boxes import assign_writers, boxes, fill
-from config import FAMILIES, NOT_ARCHITECTURE, Family, ModelConfig, at_least, check_writable
+from config import FAMILIES, NOT_ARCHITECTURE, at_least, check_writable
 from disk import (check_save, digest, fail_on_io_error, find_corruption, find_wrong_file, index_of,
                   join_names, list_checkpoints, lock, only_model_files, steps_of, suggest_intact)
 from mesh import all_gather_object, dataset_digest, fail_together
 from messages import RANK, fail, print0
 
-# the values of settings that did not exist yet when an older version of this trainer saved a checkpoint
-DEFAULTS = {field.name: field.default for field in fields(ModelConfig)} | Family._field_defaults
 # of the fields of a model and its family, those that do not say what is computed
 NO_SETTING = {"family", "config_class", "fields", "only_supported", "renamed", *NOT_ARCHITECTURE}
 
@@ -45,8 +43,6 @@ class Checkpoints:
         self.run = fingerprint(balancer.config, tokens, args)
         self.signals = install_signal_handlers() if args.checkpoint else []
         self.local_keys = None                            # the keys of the boxes that this rank writes
-        self.gone_back = Path(args.checkpoint or "", ".gone_back")
-        self.gone_back_to = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {args.resume}"
 
     def state(self):
         """Return {key: box}: everything this rank has to save or to fill, as views of its memory."""
@@ -151,7 +147,6 @@ class Checkpoints:
         self.check(folder, index)
         self.claim_save(steps_of(folder))
         self.restore(folder, index)
-        self.go_back(folder)
         return steps_of(folder)
 
     @fail_together()
@@ -178,40 +173,33 @@ class Checkpoints:
         """Choose the checkpoint to resume from, on rank 0. Return (folder, index), or None to start anew."""
         if dist.get_rank() > 0:
             return None
-        directory, resume = self.args.checkpoint, self.args.resume
+        directory = self.args.checkpoint
         self.lock_file = open(Path(directory, ".lock"), "a")       # kept open: closing it would unlock it
         lock(self.lock_file, f"--checkpoint {directory}")
         for unfinished in list_checkpoints(self.args, ".tmp"):     # a killed run left them
             shutil.rmtree(unfinished, ignore_errors=True)
         checkpoints = list_checkpoints(self.args)
-        if checkpoints and not resume:
+        if checkpoints and not self.args.resume:
             fail(f"--checkpoint {directory}: already contains {checkpoints[-1].name}; "
                  "add --resume to continue from it, or choose another directory")
-        if resume not in (None, "newest") and self.has_gone_back():
-            print0(f"--resume {resume}: this run has already gone back to it, so it continues from the "
-                   f"newest checkpoint; to go back again, remove {self.gone_back}")
-            resume = "newest"
-        candidates = [path for path in checkpoints if resume in (path.name, "newest")]
-        if resume not in (None, "newest") and not candidates:
-            fail(f"--resume {resume}: not found in {directory}; "
-                 f"available checkpoints: {join_names(checkpoints)}")
-        if resume:
-            print0(f"resuming from {candidates[-1]}" if candidates else
-                   f"--resume: {directory} contains no checkpoint yet; starting from the beginning")
-        return (candidates[-1], index_of(candidates[-1])) if candidates else None
+        if checkpoints:
+            print0(f"resuming from {checkpoints[-1]}")
+            return checkpoints[-1], index_of(checkpoints[-1])
+        if self.args.resume:
+            print0(f"--resume: {directory} contains no checkpoint yet; starting from the beginning")
 
     @fail_together()
     def check(self, folder, index):
         """Fail unless the checkpoint is intact and belongs to this run. Warn if the learning rate jumps."""
         problem = find_corruption(folder, index, dist.get_rank(), dist.get_world_size())
         if problem:
-            fail(f"--resume {folder.name}: corrupt ({problem}); {suggest_intact(folder, self.args)}")
+            fail(f"--resume: {folder.name} is corrupt ({problem}); {suggest_intact(folder, self.args)}")
         for name in self.run | index["run"]:
-            saved, current = (run.get(name, DEFAULTS.get(name)) for run in (index["run"], self.run))
+            saved, current = index["run"].get(name), self.run.get(name)
             if saved != current:
-                fail(f"--resume {folder.name}: saved with {name} {saved}, but this run has {current}; "
+                fail(f"--resume: {folder.name} was saved with {name} {saved}, but this run has {current}; "
                      "use the same value, or start a new run in another --checkpoint directory")
-        steps, planned_steps = self.args.steps, index.get("planned_steps", self.args.steps)
+        steps, planned_steps = self.args.steps, index["planned_steps"]
         if self.args.lr_schedule == "cosine" and steps_of(folder) < steps != planned_steps:
             print0(f"--steps {steps}: saved with --steps {planned_steps}, so the learning rate continues on "
                    f"another cosine; use --steps {planned_steps} to stay on the old one")
@@ -222,7 +210,7 @@ class Checkpoints:
         """Fill weights and optimizer states from the files of the checkpoint."""
         incomplete = fill(self.state(), [folder / name for name in index["digests"]])
         if incomplete:
-            fail(f"--resume {folder.name}: corrupt (elements of {incomplete} are missing); "
+            fail(f"--resume: {folder.name} is corrupt (elements of {incomplete} are missing); "
                  f"{suggest_intact(folder, self.args)}")
         steps = steps_of(folder)
         for param, master in zip(self.optimizer.params, self.optimizer.masters):
@@ -230,28 +218,6 @@ class Checkpoints:
             param.data.copy_(master)                      # rounds; in float32 they are the same memory
         if steps >= self.args.steps:
             print0(f"--steps {self.args.steps}: {steps} steps are already done; nothing is left to train")
-
-    # Rank 0 notes which checkpoint the run has gone back to: if torchrun restarts it, with the same --resume
-    # NAME, it must continue from a newer one. TORCHELASTIC_RUN_ID is --rdzv_id, which all restarts share, or
-    # "none"; then only the number of restarts tells them from a run that the user has started.
-    def has_gone_back(self):
-        env = os.environ
-        restarted = env.get("TORCHELASTIC_RUN_ID") != "none" or env.get("TORCHELASTIC_RESTART_COUNT") != "0"
-        return restarted and self.gone_back.exists() and self.gone_back.read_text() == self.gone_back_to
-
-    @fail_together()
-    def go_back(self, folder):
-        """Set newer checkpoints aside on rank 0, or --resume would take them for this run's newest.
-
-        And note which checkpoint the run has gone back to.
-        """
-        if RANK > 0 or self.args.resume == "newest":
-            return
-        for path in list_checkpoints(self.args):
-            if path > folder:
-                path.rename(f"{path}.aside_{time.time_ns()}")
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            self.gone_back.write_text(self.gone_back_to)
 
 
 def fingerprint(config, tokens, args):
@@ -288,8 +254,8 @@ def flags(add):
     add("--checkpoint", metavar="DIR", help="directory for checkpoints to resume from")
     add("--save_every", type=at_least(1), default=100, help="training steps between two checkpoints")
     add("--keep", type=at_least(1), default=2, help="how many of the newest checkpoints to keep")
-    add("--resume", nargs="?", const="newest", metavar="NAME",
-        help="continue from the checkpoint NAME in --checkpoint; without NAME, from the newest, if any")
+    add("--resume", action="store_true",
+        help="continue from the newest checkpoint in --checkpoint, if there is one")
 
 
 def check(args, config):

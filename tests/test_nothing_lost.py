@@ -621,44 +621,13 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one(pool, copy, what, world
     with pytest.raises(Refused) as damaged:
         pool.call(main_job, LAST, world=world, argv=goes_on(copy).split())
     line = str(damaged.value).splitlines()[-1]
-    assert "--resume step_00000004: corrupt (" in line and message in line, line
-    assert "use --resume step_00000002, which is older and intact" in line, line
+    assert "--resume: step_00000004 is corrupt (" in line and message in line, line
+    assert "to continue from step_00000002, which is older and intact, move the newer ones away" in line, line
     if what == "zeroed":
-        trained = pool.train(LAST, goes_on(copy, "step_00000002"), world=world)
+        (copy / "step_00000004").rename(copy / "step_00000004.away")
+        trained = pool.train(LAST, goes_on(copy), world=world)
         assert [line["step"] for line in trained.lines] == [2, 3, 4, 5]
-        names = sorted(name.partition("_1")[0] for name in os.listdir(copy))
-        assert names == [".lock", "step_00000002", "step_00000004.aside", "step_00000006"]
-
-
-def restarted_job(argv):
-    with patch.dict(os.environ, TORCHELASTIC_RUN_ID="7"):
-        main_job(argv)
-
-
-def test_an_older_one_twice_and_after_a_restart(pool, copy):
-    """Check that newer checkpoints are set aside each time, except after torchrun has restarted a run that has gone back already:
-    then it goes on from the newest."""
-    def train(more):
-        return [line["step"] for line in pool.train(LAST, goes_on(copy, more)).lines]
-    assert train("step_00000002") == train("step_00000002") == [2, 3, 4, 5]
-    names = sorted(name.partition("_1")[0] for name in os.listdir(copy))
-    assert names == [".lock", "step_00000002", "step_00000004.aside", "step_00000006", "step_00000006.aside"]
-    for name in ("step_00000002", "step_00000006"):
-        pool.call(restarted_job, LAST, argv=goes_on(copy, "step_00000002").split())
-        assert f"resuming from {copy}/{name}\n" in pool.output
-
-
-def killed_while_resuming_job(argv):
-    import resume
-    with patch.object(resume, "fill", side_effect=Killed), contextlib.suppress(Killed):
-        restarted_job(argv)
-
-
-def test_a_restart_knows_which_one_to_go_back_to_whenever_the_run_was_killed(pool, copy):
-    argv = goes_on(copy, "step_00000002").split()
-    pool.call(killed_while_resuming_job, LAST, argv=argv)
-    pool.call(restarted_job, LAST, argv=argv)
-    assert f"resuming from {copy}/step_00000002\n" in pool.output
+        assert sorted(os.listdir(copy)) == [".lock", "step_00000002", "step_00000004.away", "step_00000006"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

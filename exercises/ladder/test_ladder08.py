@@ -147,25 +147,24 @@ def fill_job(folder):
     from boxes import fill
     from safetensors.torch import save_file
     whole = torch.arange(24.0).view(4, 6)
-    others = {"w.exp_avg[0, 0]": 100 + whole, "v[0]": torch.arange(5.0), "other[0, 0]": torch.ones(4, 6),
-              "mlp.experts.w3.weight[0]": torch.arange(50.0, 53)}
+    others = {"w.exp_avg[0, 0]": 100 + whole, "v[0]": torch.arange(5.0), "other[0, 0]": torch.ones(4, 6)}
     found, paths = {}, {}
     for how, stored in STORED.items():
         paths[how] = [Path(folder, f"{how}_{i}.safetensors") for i in range(len(stored))]
         for i, (row, column, rows, columns) in enumerate(stored):
             part = whole[row:row + rows, column:column + columns].contiguous()
             save_file({f"w[{row}, {column}]": part} | (others if i == 0 else {}), paths[how][i])
-    memory = torch.zeros(12, 6)                           # all boxes are views of it, as they are of an optimizer's memory
+    memory = torch.zeros(11, 6)                           # all boxes are views of it, as they are of an optimizer's memory
 
     def state():
         memory.fill_(7)
         return {"w[0, 0]": memory[:4], "w[1, 2]": memory[4:6, :3], "w.exp_avg[2, 0]": memory[6:8], "v[3]": memory[8, :2],
-                "w.exp_avg[0, 5]": memory[9:10, :1], "mlp.experts.up_proj.weight[1]": memory[10, :2]}
+                "w.exp_avg[0, 5]": memory[9:10, :1]}
     for how in STORED:
         left = fill(state(), paths[how])
-        rest = [memory[4:6, 3:], memory[8, 2:], memory[9, 1:], memory[10, 2:], memory[11:]]
+        rest = [memory[4:6, 3:], memory[8, 2:], memory[9, 1:], memory[10:]]
         found[how] = (memory[:4].tolist(), memory[4:6, :3].tolist(), memory[6:8].tolist(), memory[8, :2].tolist(),
-                      memory[9, 0].item(), memory[10, :2].tolist(), left, all(bool((part == 7).all()) for part in rest))
+                      memory[9, 0].item(), left, all(bool((part == 7).all()) for part in rest))
     # the last column is in no file; a box that no file has at all; nothing that is read is missing
     gaps = [fill({"w[0, 0]": memory[:4], "w[0, 1]": memory[4:8, :2]}, paths["columns"][:2]),
             fill({"w[0, 1]": memory[4:8, :2], "w[0, 0]": memory[:4]}, paths["columns"][:2]),
@@ -184,23 +183,20 @@ def fill_job(folder):
     missing.
 
     for box in state.values(): box.fill_(math.nan). Then for path in paths: with safe_open(path, framework="pt") as file: for key in
-    file.keys(): name = key.split("[")[0]; for older, newer in OLDER_NAMES.items(): name = name.replace(older, newer); for
-    local_key, box in state.items(): if local_key.split("[")[0] == name: copy_overlap(box, offsets(local_key), file.get_slice(key),
-    offsets(key)). Last, return next((key for key, box in state.items() if box.isnan().any()), None).""")
+    file.keys(): for local_key, box in state.items(): if local_key.split("[")[0] == key.split("[")[0]: copy_overlap(box,
+    offsets(local_key), file.get_slice(key), offsets(key)). Last, return next((key for key, box in state.items() if
+    box.isnan().any()), None).""")
 def test_from_any_files(pool, tmp_path):
     """Write `fill(state, paths)`, which fills the boxes of a rank from files. `state` is {key: box}, and so is a file. A key is the
     tensor's name and the offsets of the box in it, like "w[2, 0]"; `offsets(key)` returns the list, [2, 0]. The boxes are views of
-    memory: fill them in place, and ignore what they contain. Files also have boxes of other tensors. Older files call an expert's
-    matrices w1, w2 and w3 instead of gate_proj, down_proj and up_proj: OLDER_NAMES says which part of a name to replace by which.
-    Return None, or the key of a box that has an element which no file contains. To find such elements, start with nan
-    everywhere."""
+    memory: fill them in place, and ignore what they contain. Files also have boxes of other tensors. Return None, or the key of a
+    box that has an element which no file contains. To find such elements, start with nan everywhere."""
     found, gaps = pool.call(fill_job, STEP, folder=str(tmp_path))[0]
     whole = [[6 * i + j for j in range(6)] for i in range(4)]
-    right = (whole, [line[2:5] for line in whole[1:3]], [[100 + a for a in line] for line in whole[2:]], [3, 4], 105, [51, 52],
-             None, True)
+    right = (whole, [line[2:5] for line in whole[1:3]], [[100 + a for a in line] for line in whole[2:]], [3, 4], 105, None,
+             True)
     texts = ["w[0, 0], 4 x 6", "w[1, 2], 2 x 3", "w.exp_avg[2, 0], 2 x 6 (100 + w)", "v[3], of 0 1 2 3 4", "w.exp_avg[0, 5], 1 x 1",
-             "mlp.experts.up_proj.weight[1], of 50 51 52, which is mlp.experts.w3.weight there", "fill returns",
-             "memory outside these boxes stays as it is"]
+             "fill returns", "memory outside these boxes stays as it is"]
     for how, parts in found.items():
         for text, expected, came in zip(texts, right, parts):
             assert came == expected, f"w, 0 to 23 in 4 x 6, is in files by {how}: {text}: expected {expected}, got {came}"
@@ -503,10 +499,9 @@ def choose_job(folder):
         disk.lock(file, f"--checkpoint {directory}")
         return file
 
-    def choose(where, name, back=False):
+    def choose(where, resumes):
         checkpoints = object.__new__(resume.Checkpoints)
-        checkpoints.args, checkpoints.gone_back = SimpleNamespace(checkpoint=where, resume=name), Path(where, ".gone_back")
-        checkpoints.has_gone_back = lambda: back
+        checkpoints.args = SimpleNamespace(checkpoint=where, resume=resumes)
         with patch("resume.print0", printed.append):
             answer = outcome(checkpoints.choose)
         dist.barrier()
@@ -520,12 +515,12 @@ def choose_job(folder):
         return answer, again
     full, empty = f"{folder}/run", f"{folder}/empty"
     other = lock(full) if rank == 0 else None
-    found["in use"] = choose(full, "newest")[0], sorted(os.listdir(full))
+    found["in use"] = choose(full, True)[0], sorted(os.listdir(full))
     other and other.close()
     dist.barrier()
-    for case, where in zip(CASES, (empty, empty, full, full, full, full, full, full, full, full, empty)):
+    for case in CASES:
         printed.clear()
-        found[case] = *choose(where, *CASES[case]), "".join(printed)
+        found[case] = *choose(empty if "nothing there" in case else full, "no --resume" not in case), "".join(printed)
         if case == "--resume":
             left = sorted(os.listdir(full))
     dist.barrier()
@@ -544,11 +539,7 @@ def choose_job(folder):
     return found, left
 
 
-CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("newest",), "--resume": ("newest",),
-         "--resume step_00000004": ("step_00000004",), "no --resume": (None,), "--resume step_00000005": ("step_00000005",),
-         "--resume notes": ("notes",), "--resume 00000004": ("00000004",),
-         "gone back before, --resume step_00000004": ("step_00000004", True), "gone back before, no --resume": (None, True),
-         "gone back before, nothing there": ("step_00000004", True)}
+CASES = "nothing there, no --resume", "nothing there, --resume", "--resume", "no --resume"
 
 
 @rung({"disk.py": ["lock"], "resume.py": ["Checkpoints.choose"]}, hints="""
@@ -557,28 +548,23 @@ CASES = {"nothing there, no --resume": (None,), "nothing there, --resume": ("new
     process ends, however it ends.
 
     `fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)` locks an open file, or raises BlockingIOError if another process has locked
-    it. Opening with "a" creates the file if it does not exist, and loses nothing in it. choose: which checkpoints exist, and which
-    one does self.args.resume ask for? If the run has gone back to it before, a name means "newest". Choose the newest of those with
-    this name, or of all.
+    it. Opening with "a" creates the file if it does not exist, and loses nothing in it. choose: list_checkpoints(self.args) returns
+    the oldest first. What if there are some, and self.args.resume is False? And what if there are none, and it is True?
 
     lock: try: flock; except BlockingIOError: fail("..."); except OSError: print0("..."). choose: if dist.get_rank() > 0: return
     None; self.lock_file = open(Path(self.args.checkpoint, ".lock"), "a"); lock(self.lock_file, f"--checkpoint ..."); for
-    unfinished in list_checkpoints(self.args, ".tmp"): shutil.rmtree(unfinished, ignore_errors=True); checkpoints, resume =
-    list_checkpoints(self.args), self.args.resume; if checkpoints and not resume: fail("..."); if resume not in (None, "newest") and
-    self.has_gone_back(): print0("..."); resume = "newest"; candidates = [path for path in checkpoints if resume in (path.name,
-    "newest")]; if resume not in (None, "newest") and not candidates: fail("..."); if resume and not candidates: print0("...");
-    return (candidates[-1], index_of(candidates[-1])) if candidates else None.""")
+    unfinished in list_checkpoints(self.args, ".tmp"): shutil.rmtree(unfinished, ignore_errors=True); checkpoints =
+    list_checkpoints(self.args); if checkpoints and not self.args.resume: fail("..."); if checkpoints: return checkpoints[-1],
+    index_of(checkpoints[-1]); if self.args.resume: print0("...").""")
 def test_where_to_resume(pool, tmp_path):
     """Write `lock(file, flag)`. It locks an open file with fcntl.flock, without waiting. It calls fail(message) if another run has
     locked the file; if locks are not supported (any other OSError) it says so, with `print0`, and returns. Both messages name
     `flag`. Write `Checkpoints.choose()`, which all ranks call; its decorator makes all of them exit if fail is called on rank 0. It
     returns None on all ranks but rank 0, which does this: open the file .lock in the directory self.args.checkpoint without
     changing its text, lock it, and keep it open in self.lock_file; delete what killed runs have left (the checkpoints with the
-    suffix ".tmp"); and return (path, index_of(path)) of the checkpoint to resume from. That is the newest one if self.args.resume
-    is "newest", and otherwise the one of this name; fail if it does not exist. If there are no checkpoints at all, return None for
-    "newest", and print that there are none. If self.args.resume is None, return None, too, but fail if there are checkpoints, which
-    a new run would mix with its own. If torchrun has restarted a run that has already gone back to the checkpoint with this name
-    (self.has_gone_back() returns True), the name means the newest, too; say so with print0."""
+    suffix ".tmp"); and, if self.args.resume is True, return (path, index_of(path)) of the newest checkpoint. If there is none,
+    return None, and print that the run starts from the beginning. If self.args.resume is False, return None, too, but fail if there
+    are checkpoints, which a new run would mix with its own."""
     run, empty, steps = tmp_path / "run", tmp_path / "empty", (2, 4, 10)
     for name in [*(f"step_{step:08d}" for step in steps), "step_00000006.tmp", "step_00000012.tmp", "notes", "notes.tmp"]:
         (run / name).mkdir(parents=True)
@@ -586,8 +572,7 @@ def test_where_to_resume(pool, tmp_path):
         (run / name / "index.json").write_text(json.dumps(index))
     empty.mkdir()
     (found, left), (other, _) = pool.call(choose_job, STEP, world=2, folder=str(tmp_path))
-    newest, older = (["step_00000010"], 10), (["step_00000004"], 4)
-    right = dict(zip(CASES, (None, None, newest, older, "fail", "fail", "fail", "fail", newest, "fail", None)))
+    right = dict(zip(CASES, (None, None, (["step_00000010"], 10), "fail")))
     came, there = found.pop("in use")
     other.pop("in use")
     assert failed(came) and "step_00000006.tmp" in there, (
