@@ -180,7 +180,7 @@ class Replicas:
         self.folder, self.replicas, self.num_ranks, self.mistake, self.said = folder, replicas, ranks, mistake, []
         self.argv = [*argv.split(), "--save", str(folder / "save"), "--replicas", str(replicas), "--lighthouse"]
         self.lighthouse = Held(replicas, timeout, open(folder / "history", "w"))
-        self.context, self.alive, self.dead, self.deaths = multiprocessing.get_context("forkserver"), {}, {}, 0
+        self.context, self.alive, self.dead, self.deaths = multiprocessing.get_context("forkserver"), {}, set(), 0
         self.allowed = lambda step, living: step + 1
 
     def history(self):
@@ -232,9 +232,10 @@ class Replicas:
                 multiprocessing.connection.wait([process.sentinel for process, _ in self.alive.values()], 0.02)
                 for replica in {who[0] for who, (process, _) in self.alive.items() if not process.is_alive()}:
                     self.bury(replica)
-                for replica, steps in [*self.dead.items()]:          # a step without it comes first, if somebody is there
-                    if len(self.history()) > steps or not self.lighthouse.living() or self.lighthouse.end:
-                        del self.dead[replica]
+                for replica in [*self.dead]:          # a step without it comes first, if somebody is there
+                    missed = any(replica not in line["members"] for line in self.history()[-1:])
+                    if missed or not self.lighthouse.living() or self.lighthouse.end:
+                        self.dead.remove(replica)
                         if not self.lighthouse.end:
                             self.start(replica)
                 during()
@@ -259,7 +260,7 @@ class Replicas:
             del self.alive[who]
         if not all(ended):
             self.deaths += 1
-            self.dead[replica] = len(self.history())
+            self.dead.add(replica)
 
 
 class Killer:
@@ -384,7 +385,13 @@ def test_alone_it_is_the_step_itself(pool):
 def test_a_rank_that_hangs_is_left_out(pool, tmp_path):
     """Stop a rank: the others go on without its replica. When it wakes up, it ends in one line, and comes back as a new process."""
     run = Replicas(tmp_path, base(pool, 8, "--zero 3 --micro_batch_size 1"), 2, 2, timeout=15)
-    stopped = []
+    stopped, bury = [], run.bury
+
+    def bury_when_awake(replica):
+        """Let the rank wake up and say why it ends, even if the other one of its replica has ended before."""
+        if len(stopped) == 2:
+            stopped[0].join(TIMEOUT)
+            bury(replica)
 
     def during():
         history = run.history()
@@ -397,6 +404,7 @@ def test_a_rank_that_hangs_is_left_out(pool, tmp_path):
     # two steps of both; then, without replica 1, two; then the others of both
     allowed = {0: (0, 2), 1: (4, 4), 2: (4, 8)}           # by those who live
     run.allowed = lambda step, living: allowed[len(stopped)][len(living) - 1]
+    run.bury = bury_when_awake
     run.run(during)
     assert "replica 1, rank 0 does not answer" in run.said
     assert run.history()[-1]["members"] == [0, 1]
