@@ -1,4 +1,4 @@
-"""Six kernels in Triton, each with a twin in torch. They run on a GPU, or without one in Triton's interpreter.
+"""Kernels in Triton, each with a twin in torch. They run on a GPU, or without one in Triton's interpreter.
 
 A kernel is the program of ONE block of threads. The grid sets how many blocks there are, and program_id says which one this is.
 Triton deals a block of numbers to the block's warps, 32 threads each, neighbours to neighbours.
