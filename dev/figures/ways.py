@@ -42,13 +42,14 @@ def ask(model, flags, mlps, rank):
 
     def note(seen, llama, optimizer, mesh):
         shape = SimpleNamespace(vocab_size=SEQUENCES * TOKENS + 1)
-        for inputs, _, _ in data.micro_batches(np.arange(shape.vocab_size), shape, mesh, seen.args, step=0):
+        args = SimpleNamespace(**{**vars(seen.args), "device": "cpu"})             # a simulated rank's tokens are meta tensors
+        for inputs, _, _ in data.micro_batches(np.arange(shape.vocab_size), shape, mesh, args, step=0):
             has.tokens.flat[inputs.flatten()] = True
         for index, layer in llama.model.layers.items():
             q, mlp = layer.self_attn.q_proj.weight, (layer.mlp.experts.gate_proj if mlps > 1 else layer.mlp.gate_proj).weight
             own = np.concatenate([columns(q, FINE // 4).any(0), columns(mlp, 3 * FINE // 4).any(0) if mlps == 1
                                   else columns(mlp, 3 * FINE // 4)])
-            has.flat_param[int(index)] = has.states[int(index)] = own
+            has.weights[int(index)] = has.states[int(index)] = own
             if seen.args.zero:
                 unit, at = q.unit, np.arange(FINE) / FINE
                 assert unit is mlp.unit                   # a block is one unit, and a shard is a slice of its weights laid in a row
@@ -92,7 +93,7 @@ def panel(axis, ranks, what, name, flags, sent, mlps):
         frame(axis, 0, 3.15 - row, 1.95, 0.62)
     for layer in range(LAYERS):
         y = layer * 1.02 - 0.05
-        fill(axis, [rank.flat_param[layer] for rank in ranks], 3.3, y + 0.4, 5.6, 0.5)
+        fill(axis, [rank.weights[layer] for rank in ranks], 3.3, y + 0.4, 5.6, 0.5)
         fill(axis, [rank.states[layer] for rank in ranks], 3.3, y, 5.6, 0.4)
         frame(axis, 3.3, y + 0.4, 1.4, 0.5)
         for expert in range(mlps):
