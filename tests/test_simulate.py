@@ -6,11 +6,12 @@ import sys
 import pytest
 import toy
 from harness import Refused
+from jobs import storage_bytes
 from programs import run_program
 from simulate.kernels import Kernel
 from simulate.play import Player
 from steps import NAMES, ROOT, full_name, text_of
-from toy import operation
+from toy import operation, record_job
 
 STEP = "step08_5d"
 SHAPE = "--device cpu --seq_len 64 --global_batch_size 16 --steps 2"
@@ -32,10 +33,6 @@ ALONE = ["--model tiny", "--model tiny-moe --balance aux"]
 
 
 # ---------------------------------------------------------------------------------------------- on every rank
-def storage_bytes(tensors):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def real_job(argv):
     """Train for real, except that a router gives every expert the same number of tokens. Return the recorded second step."""
     import contextlib
@@ -66,15 +63,6 @@ def real_job(argv):
     return steps[1]
 
 
-def dry_job(argv, ranks=None):
-    """Record the training step of this worker's rank, without running it, if it is one of these ranks."""
-    import os
-
-    from simulate.record import record
-    rank = int(os.environ["RANK"])
-    return record(argv, int(os.environ["WORLD_SIZE"]), rank) if ranks is None or rank in ranks else None
-
-
 # ---------------------------------------------------------------------------------------------- against reality
 @pytest.mark.parametrize("layout", [
     pytest.param(layout, marks=pytest.mark.sweep if i in (1, 3, 4, 6, 8) else pytest.mark.slow)
@@ -95,7 +83,7 @@ def test_says_it_of_steps_without_a_pipeline(pool, step, layout):
 
 def assert_what_is_seen(pool, step, layout):
     ranks = 0, 2, 5, 7                                    # in every dimension of two, the first and the last
-    answers = pool.call(dry_job, step, world=8, timeout=300, argv=f"{SHAPE} {layout}".split(), ranks=ranks)
+    answers = pool.call(record_job, step, world=8, timeout=300, argv=f"{SHAPE} {layout}".split(), ranks=ranks)
     dry = [answers[rank] for rank in ranks]
     # gloo's threads may release a tensor late, and then too much is measured
     for last_try in (False, False, True):
@@ -154,7 +142,7 @@ def test_a_step_has_what_step_8_has(pool, step):
         world = 1 if step == 1 else 4 if "dp 2" not in flags else 2
         argv = f"--seq_len 64 --global_batch_size 16 {flags}".split()
         ranks = {0, world - 1}
-        early, late = (pool.call(dry_job, folder, world=world, argv=argv, ranks=ranks) for folder in (NAMES[step - 1], STEP))
+        early, late = (pool.call(record_job, folder, world=world, argv=argv, ranks=ranks) for folder in (NAMES[step - 1], STEP))
         for one, other in ((early[rank], late[rank]) for rank in ranks):
             theirs = sizes_of(other)
             if step == 2:                                 # its gradients are whole, so it need not sum the norm over two ranks
@@ -178,7 +166,7 @@ def test_flops_are_those_of_the_products(pool):
     which a causal kernel computes half."""
     layers, hidden, tokens, seq = 8, 64, 4 * 128, 128
     weights = layers * (2 * hidden * hidden + 2 * hidden * 32 + 3 * hidden * 192) + 256 * hidden
-    seen = pool.call(dry_job, STEP, argv=["--seq_len", "128", "--global_batch_size", "4"])[0]
+    seen = pool.call(record_job, STEP, argv=["--seq_len", "128", "--global_batch_size", "4"])[0]
     assert seen.flops == 6 * weights * tokens + layers * 7 * 2 * tokens * seq * hidden // 2
 
 
@@ -187,7 +175,7 @@ def test_norms_keep_less_with_the_kernels_of_cuda(pool):
     """Check that norms keep less on CUDA, where a single kernel keeps only its input. On the CPU, a float32 copy of the input
     and the normalized input are kept."""
     argv = "--dtype bfloat16 --seq_len 64 --global_batch_size 2".split()
-    cpu, cuda = (pool.call(dry_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
+    cpu, cuda = (pool.call(record_job, STEP, argv=[*argv, "--device", device])[0] for device in ("cpu", "auto"))
     assert (cpu.sent, cpu.flops, cpu.between) == (cuda.sent, cuda.flops, cuda.between)
     assert 0 < cuda.most["activations"] < cpu.most["activations"]
 

@@ -14,7 +14,7 @@ import torch
 
 import huggingface
 from harness import Refused, assert_same_run, assert_same_tensors, distance, relative
-from jobs import main_job, memory_job
+from jobs import main_job, memory_job, save_in_pieces_job
 from steps import step_dir
 
 STEP = "step01_single_gpu"
@@ -428,7 +428,7 @@ def tokenize_twice_job(argv, cache):
 
 # ------------------------------------------------------------------------------------- checkpoints, configs
 def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
-    pool.call(save_job, STEP, folder=str(tmp_path / "a"), shard_bytes=200_000)
+    pool.call(save_in_pieces_job, STEP, argv=["--steps", "0", "--save", str(tmp_path / "a")])
     index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -438,17 +438,6 @@ def test_save_and_init_from_round_trip_in_several_files(pool, tmp_path):
     assert_same_tensors(again.weights, fresh.weights, 0.0)
     theirs = huggingface.load(tmp_path / "a", torch.float32, exact=False)
     assert_same_tensors({name: p.detach() for name, p in theirs.named_parameters()}, fresh.weights, 0.0)
-
-
-def save_job(folder, shard_bytes):
-    """Save in files of at most `shard_bytes` instead of 5 GB."""
-    import functools
-
-    import weights
-    import train
-    split = functools.partial(weights.split_torch_state_dict_into_shards, max_shard_size=shard_bytes)
-    with patch.object(weights, "split_torch_state_dict_into_shards", split):
-        train.main(["--steps", "0", "--save", folder])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import MLP, SHAPE
 from harness import assert_same_run, assert_same_tensors, relative
-from jobs import assert_refused, compiled_job, storage_bytes, trained_parts
+from jobs import assert_refused, compiled_job, save_in_pieces_job, storage_bytes, trained_parts
 from layouts import Layout
 from observe import check, observed_job
 from safetensors.torch import load_file
@@ -210,17 +210,6 @@ def test_several_files_have_an_index_of_the_experts(pool, flags, tmp_path):
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     back = huggingface.load(tmp_path, torch.float64)
     assert_same_tensors(huggingface.on_disk(back, tmp_path / "again"), one.weights, 0)
-
-
-def save_in_pieces_job(argv):
-    import functools
-    from unittest.mock import patch
-
-    import weights
-    import train
-    split = functools.partial(weights.split_torch_state_dict_into_shards, max_shard_size=200_000)
-    with patch.object(weights, "split_torch_state_dict_into_shards", split):
-        train.main(argv)
 
 
 # The parameters of the released models: all of them, and those that are active for one token, where these are fewer. The small ones

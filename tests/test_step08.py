@@ -18,7 +18,7 @@ import layouts
 import pytest
 import torch
 from harness import Refused, assert_same_run, assert_same_tensors, relative
-from jobs import assert_refused, main_job
+from jobs import assert_refused, check_job, main_job, told_job
 from layouts import SCHEDULES, Layout, all_of_a_world, rest
 from observe import check
 from safetensors.torch import save_file
@@ -212,19 +212,14 @@ def test_boxes_come_back_under_any_other_cut(pool):
 @slow
 def test_the_newest_are_kept_and_the_log_goes_on(pool, flags, tmp_path):
     log, base = tmp_path / "log", f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path / 'c'} --save_every 1 --keep 2"
-    pool.call(train_with_log_job, STEP, world=2, argv=f"{base} --log_file {log}".split())
+    pool.call(main_job, STEP, world=2, argv=f"{base} --log_file {log}".split())
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step_00000003", "step_00000004"]
     whole = log.read_text().splitlines()
     shutil.rmtree(tmp_path / "c" / "step_00000004")
-    pool.call(train_with_log_job, STEP, world=4, argv=f"{base} --log_file {log} --resume".split())
+    pool.call(main_job, STEP, world=4, argv=f"{base} --log_file {log} --resume".split())
     again = log.read_text().splitlines()
     assert again[:3] == whole[:3] and [json.loads(line)["step"] for line in again] == [0, 1, 2, 3]
     assert relative(json.loads(again[3])["loss"], json.loads(whole[3])["loss"]) < 1e-9
-
-
-def train_with_log_job(argv):
-    import train
-    train.main(argv)
 
 
 def test_a_torn_checkpoint_is_not_picked_up(pool, flags, one_process, saved, tmp_path):
@@ -324,20 +319,7 @@ def test_the_time_of_a_save_is_not_that_of_a_step(pool, flags, tmp_path):
 
 def told_to_end_job(argv, rank, at):
     """Train, but send one rank SIGTERM in the middle of a step. Every rank must end with the status of a process killed by it."""
-    import train
-    own, calls = train.pipeline_parallel.Pipeline.forward_backward, itertools.count()
-
-    def run(self, micro_batches):
-        if next(calls) == at and int(os.environ["RANK"]) == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return own(self, micro_batches)
-    before, train.pipeline_parallel.Pipeline.forward_backward = signal.getsignal(signal.SIGTERM), run
-    try:
-        with pytest.raises(SystemExit, match="143"):
-            train.main(argv)
-    finally:
-        train.pipeline_parallel.Pipeline.forward_backward = own
-        signal.signal(signal.SIGTERM, before)
+    assert told_job(argv, signal.SIGTERM, rank, at) == 143
 
 
 @pytest.mark.parametrize("more", ["--zero 1 --micro_batch_size 6", pytest.param("--tp 2 --ep 2 --micro_batch_size 6", marks=slow)])
@@ -463,12 +445,8 @@ def test_bad_flags_are_refused(pool, flags, tmp_path, more, message):
 
 def mounted_job(argv):
     """Check the flags as if every directory were a mount point."""
-    import config
-    import messages
-    import train
-    with patch("os.path.ismount", lambda path: True), messages.clean_exit():
-        args = config.parse_args(argv, train.TECHNIQUES)
-        config.check(args, config.load_config(args), train.TECHNIQUES)
+    with patch("os.path.ismount", lambda path: True):
+        check_job(argv)
 
 
 def test_a_mount_point_cannot_be_saved_to(pool, flags, tmp_path):
@@ -505,10 +483,10 @@ def test_a_resumed_run_has_a_ledger_and_a_profile_too(pool, flags, saved, tmp_pa
     shutil.copytree(saved(*SAVED[0]), tmp_path / "c")
     argv = (f"{flags['moe']} --micro_batch_size 6 --ep 2 --checkpoint {tmp_path / 'c'} --resume --steps 8 --ledger "
             f"--profile {tmp_path / 'profile'}")
-    pool.call(train_with_log_job, STEP, world=2, argv=argv.split())
+    pool.call(main_job, STEP, world=2, argv=argv.split())
     assert "all_to_all" in pool.output
     assert set(os.listdir(tmp_path / "profile")) == {f"trace_rank{rank}.json" for rank in range(2)}
-    pool.call(train_with_log_job, STEP, argv=argv.replace("--ep 2", "").split())
+    pool.call(main_job, STEP, argv=argv.replace("--ep 2", "").split())
     assert "--steps 8: 8 steps are already done; nothing is left to train" in pool.output
 
 

@@ -1,7 +1,11 @@
 """Jobs that more than one test file runs on ranks, and helpers that read what they print. (The jobs that simply train are in
 harness.py and observe.py.)"""
+import functools
 import gc
+import itertools
+import os
 import re
+import signal
 import time
 
 from harness import assert_same_run, train_job
@@ -13,9 +17,8 @@ def main_job(argv):
     train.main(argv)
 
 
-def check_job(argv, world_size):
+def check_job(argv, world_size=1):
     """Parse and check the flags as rank 0 of `world_size` ranks. One rank is enough: every rank refuses the same flags."""
-    import os
     from unittest.mock import patch
 
     import config
@@ -47,6 +50,37 @@ def assert_loads(pool, step, folder, base, *layouts):
     one = pool.train(baseline, base)
     for world, more in layouts:
         assert_same_run(pool.train(step, f"{base} {more}", world=world), one, 1e-9, more)
+
+
+def save_in_pieces_job(argv):
+    """Train, and save in files of at most 200,000 bytes instead of 5 GB."""
+    from unittest.mock import patch
+
+    import weights
+    split = functools.partial(weights.split_torch_state_dict_into_shards, max_shard_size=200_000)
+    with patch.object(weights, "split_torch_state_dict_into_shards", split):
+        main_job(argv)
+
+
+# ------------------------------------------------------------------------------------- signals
+def told_job(argv, number, rank=1, at=1):
+    """Train, but send one rank this signal in the middle of step `at`. Return the exit status, or None if the run ends normally."""
+    import train
+    own, calls, before = train.pipeline_parallel.Pipeline.forward_backward, itertools.count(), signal.getsignal(number)
+
+    def run(self, micro_batches):
+        if next(calls) == at and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), number)
+        return own(self, micro_batches)
+    train.pipeline_parallel.Pipeline.forward_backward = run
+    signal.signal(number, signal.SIG_DFL)                 # under nohup it may be ignored here, and a trainer respects that
+    try:
+        train.main(argv)
+    except SystemExit as stopped:
+        return stopped.code
+    finally:
+        train.pipeline_parallel.Pipeline.forward_backward = own
+        signal.signal(number, before)
 
 
 # ------------------------------------------------------------------------------------- the ledger's table
@@ -200,11 +234,10 @@ def compiled_job(argv, optimizer):
 def traced_job(argv, optimizer):
     """Do what compiled_job does, but run the graphs as they were traced: generating C++ of them takes twenty seconds of CPU, and
     what is generated for a layer hardly depends on the technique. Steps 1 and 7 generate it."""
-    from functools import partial
     from unittest.mock import patch
 
     import torch
-    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+    with patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")):
         return compiled_job(argv, optimizer)
 
 

@@ -58,10 +58,11 @@ def notes_of_program(schedules, number, program, last):
     return rank(*notes, operations=operations)
 
 
-def record_job(argv):
-    """Record the training step of the rank that this worker has."""
+def record_job(argv, ranks=None):
+    """Record the training step of this worker's rank, without running it, if it is one of these ranks."""
     from simulate.record import record
-    return record(argv, int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    return record(argv, int(os.environ["WORLD_SIZE"]), rank) if ranks is None or rank in ranks else None
 
 
 def run(pool, step, world, flags, **model):
