@@ -12,14 +12,14 @@ leaves after I, and messages take no time. At first the file contains 1F1B, wher
 
 No list idles less without keeping more; `least_idle` tries all of them.
 """
-import importlib.util
 import itertools
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from schedule import text
+from steps import ROOT, load_module
+
 FILE = ROOT / "exercise/puzzle06.txt"
 RANKS, M = 3, 4
 ONE_F_ONE_B = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3\n"
@@ -27,10 +27,7 @@ ONE_F_ONE_B = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 
 
 def ours():
     """Load schedules.py of step 6."""
-    spec = importlib.util.spec_from_file_location("schedules", ROOT / "step06_pp/schedules.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / "step06_pp/schedules.py")
 
 
 def read(lists, schedules):

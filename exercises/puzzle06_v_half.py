@@ -13,12 +13,12 @@ that
 
 The picture of each attempt is in exercise/v_half.png.
 """
-import importlib.util
 import sys
 from collections import Counter
 
 from puzzle06 import ROOT, ours
 from schedule import draw
+from steps import load_module
 
 FILE = ROOT / "exercise/v_half.py"
 CASES = [(4, 8), (2, 4), (4, 16), (8, 16)]                # ranks, micro-batches
@@ -73,10 +73,7 @@ def refused(kept, idle, p):
 
 def load(file):
     sys.path.insert(0, str(ROOT / "step06_pp"))           # for `from schedules import Action`
-    spec = importlib.util.spec_from_file_location("v_half", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.v_half
+    return load_module(file).v_half
 
 
 def main():

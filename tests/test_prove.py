@@ -1,6 +1,5 @@
 """tools/prove has no false alarm, names what is planted in step08_5d and elsewhere, and says what is wrong with an adapter."""
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ from prove.diagnose import Diagnosis
 from prove.ranks import watch
 from prove.trace import Seen, trace, trace_back
 from prove.words import Words, ranges
-from steps import ROOT, clean_environment, run
+from steps import ROOT, clean_environment, load_module, run
 
 from readme import with_tables
 
@@ -593,9 +592,7 @@ def test_the_template_has_every_function_and_every_adapter_the_three():
     for path in ADAPTERS.glob("*.py"):
         functions = set(re.findall(r"\b(build|step|parts)\b", path.read_text()))
         assert {"build", "step", "parts"} <= functions, path.name
-    spec = importlib.util.spec_from_file_location("template", ADAPTERS / "template.py")
-    template = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(template)
+    template = load_module(ADAPTERS / "template.py")
     names = "build", "step", "parts", "place", "modules", "save", "load", "loaded"
     assert all(getattr(template, name).__annotations__ for name in names)
 

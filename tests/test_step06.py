@@ -1,5 +1,4 @@
 """Step 6: every schedule trains as one process does; its lists are complete, meet on the network, and cost what the table says."""
-import importlib.util
 import json
 import re
 import sys
@@ -16,17 +15,14 @@ from jobs import assert_loads, assert_refused, ledger_rows, traced_job
 from layouts import Layout
 from observe import check
 from rendezvous import rendezvous
-from steps import ROOT, run, step_dir
+from steps import ROOT, load_module, run, step_dir
 
 STEP, BASELINE = "step06_pp", "step01_single_gpu"
 
 
 def load_schedules():
     """Load schedules.py for the test process itself, apart from the modules of jobs."""
-    spec = importlib.util.spec_from_file_location("schedules", step_dir(STEP) / "schedules.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(step_dir(STEP) / "schedules.py")
 
 
 SCHEDULES = load_schedules().SCHEDULES

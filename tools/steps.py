@@ -1,4 +1,5 @@
 """Describe the steps and the repository for the tests and the tools: plain data, with only the standard library."""
+import importlib.util
 import os
 import shutil
 import signal
@@ -58,6 +59,14 @@ def step_dir(step):
     if folder and full_name(number) == full_name(step):
         return Path(folder).resolve()
     return ROOT / full_name(step)
+
+
+def load_module(path):
+    """Load a Python file as a module of its own: no import finds it, and it replaces no module of the same name."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pairs():

@@ -15,7 +15,6 @@ Some layouts have names, below. The others are in tests/data/layouts.txt, and te
 `make sweep` draws layouts at random.
 """
 import functools
-import importlib.util
 import itertools
 import os
 import random
@@ -25,12 +24,9 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from cases import FAMILIES
-from steps import NAMES, ROOT, full_name
+from steps import NAMES, ROOT, full_name, load_module
 
-spec = importlib.util.spec_from_file_location("table_of_schedules", ROOT / "step06_pp/schedules.py")
-table = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(table)
-SCHEDULES = table.SCHEDULES
+SCHEDULES = load_module(ROOT / "step06_pp/schedules.py").SCHEDULES
 
 #                      from step, values
 FACTORS = {"dtype":         (1, ["float64", "float32", "bfloat16"]),
