@@ -39,14 +39,11 @@ from simulate.ranks import Ranks, look, record_all        # noqa: E402
 
 GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66, 0.68, 0.70], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
             MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6])
-NAMES = dict(layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads", kv_heads="num_key_value_heads",
-             head_dim="head_dim", intermediate="intermediate_size", vocab="vocab_size", experts="num_local_experts",
-             experts_chosen="num_experts_per_tok")
 
 
 def model_of(run, folder):
     """Write the config.json of a run's model into the folder."""
-    shape = {theirs: int(run[ours]) for ours, theirs in NAMES.items() if run.get(ours)}
+    shape = {theirs: int(run[ours]) for ours, theirs in planned.SHAPE.items() if run.get(ours)}
     shape.setdefault("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     kind = "mixtral" if "num_local_experts" in shape else "llama"
     (Path(folder) / "config.json").write_text(json.dumps(dict(shape, model_type=kind, max_position_embeddings=2**20)))
