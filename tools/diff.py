@@ -11,14 +11,10 @@ import signal
 import subprocess
 import sys
 
+from refuse import refuse
 from steps import BORDER, LESSON, NAMES, ROOT, STEPS, SUPPORT, step_files
 
 LINE = f"== {BORDER} =="
-
-
-def refuse(message):
-    print(message, file=sys.stderr)
-    raise SystemExit(2)
 
 
 def changed_files(old, new):
