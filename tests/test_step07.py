@@ -17,7 +17,7 @@ from layouts import Layout
 from observe import check, observed_job
 from safetensors.torch import load_file
 
-STEP, DENSE_BASELINE = "step07_ep", "step01_single_gpu"
+STEP = "step07_ep"
 EXACT = "--dtype float64 --recompute none"
 EXPERTS, HIDDEN = 8, 40
 MOE = SHAPE | cases.EXPERTS

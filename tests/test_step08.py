@@ -282,7 +282,7 @@ def nan_job(argv, at):
         train.pipeline_parallel.Pipeline.forward_backward = own
 
 
-def test_a_loss_of_nan_stops_the_run_and_saves_nothing(pool, flags, tmp_path, capfd):
+def test_a_loss_of_nan_stops_the_run_and_saves_nothing(pool, flags, tmp_path):
     argv = f"{flags['dense']} --micro_batch_size 6 --checkpoint {tmp_path} --save_every 1 --keep 9".split()
     assert pool.call(nan_job, STEP, world=2, argv=argv, at=2) == [3, 3]
     assert sorted(os.listdir(tmp_path)) == [".lock", "step_00000001", "step_00000002"]
