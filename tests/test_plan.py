@@ -18,7 +18,7 @@ import published
 import pytest
 import torch
 import transformers
-from steps import ROOT, step_dir
+from steps import ROOT, on_page, step_dir
 
 STEP, PLANNER = step_dir("step08_5d"), ROOT / "tools/plan"
 sys.path[:0] = [str(STEP), str(PLANNER)]
@@ -103,7 +103,7 @@ def test_runs_of_2026(capsys):
     inside their interval; Megatron's dense runs are all inside."""
     published.of_2026()
     printed = capsys.readouterr().out
-    assert table_on_page("of_2026").endswith(printed)
+    assert on_page(published.PAGE, "of_2026").endswith(printed)
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines()]
     found = {name: (float(error.rstrip("%")), float(inside.rstrip("%"))) for name, _, _, error, _, inside in rows[2:]}
     assert found["MoE"][0] <= 12 and found["MoE"][1] >= 80 and found["tp, pp"][0] <= 6 and found["tp, pp"][1] == 100
@@ -111,18 +111,13 @@ def test_runs_of_2026(capsys):
 
 def test_the_table_of_published_runs():
     """Compare docs/predictions.md with what `python dev/bench/published.py --write published` would write."""
-    assert table_on_page("published").endswith("\n".join(planned.table()) + "\n")
-
-
-def table_on_page(name):
-    page = (ROOT / "docs/predictions.md").read_text()
-    return re.search(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", page, re.S)[1]
+    assert on_page(published.PAGE, "published").endswith("\n".join(planned.table()) + "\n")
 
 
 def test_the_answer_in_the_readme():
     """Compare the answer, except for how many layouts were tried: every new schedule adds some."""
     tried = re.compile(r"of [\d,]+ layouts")
-    assert tried.sub("", planned.ANSWER.search(planned.README.read_text())[2]) == tried.sub("", planned.answer())
+    assert tried.sub("", on_page(planned.README, "query")) == tried.sub("", planned.answer())
 
 
 def test_the_memory_that_can_be_used():

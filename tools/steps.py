@@ -1,6 +1,7 @@
 """Describe the steps and the repository for the tests and the tools: plain data, with only the standard library."""
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,19 @@ def pages_of(step):
 def text_of(step):
     """Return the text of all pages of a step."""
     return "\n".join((ROOT / name).read_text() for name in pages_of(step))
+
+
+def on_page(page, name):
+    """Return what stands on a page between <!-- measured: NAME -->, which it must have once, and <!-- end -->."""
+    places = re.findall(rf"<!-- measured: {name} -->\n(.*?)<!-- end -->", page.read_text(), re.S)
+    assert len(places) == 1, f"{page.name} has {len(places)} places for {name}"
+    return places[0]
+
+
+def replace_on_page(page, name, new):
+    """Put `new` there instead."""
+    mark = f"<!-- measured: {name} -->\n"
+    page.write_text(page.read_text().replace(mark + on_page(page, name), mark + new))
 
 
 def step_files(folder):

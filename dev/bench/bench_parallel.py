@@ -25,7 +25,6 @@ import contextlib
 import functools
 import gc
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -47,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 from prove.processes import torchrun
-from steps import PYTHONPATH, step_dir
+from steps import PYTHONPATH, on_page, replace_on_page, step_dir
 from watch import Storages
 
 sys.path += PYTHONPATH
@@ -431,14 +430,10 @@ PAGE = ROOT / "docs/FAQ.md"
 
 def write(step, found):
     """Put a step's ratios, (name, values, aim), into the page's table, in the place of those that it had before."""
-    def new(place):
-        head, line, *rows = place[2].splitlines()
-        rows = [row for row in rows if not row.startswith(f"| {step} |")]
-        rows += [f"| {step} | {name} | {statistics.median(values):.2f} | {target or ''} |" for name, values, target in found]
-        return place[1] + "\n".join([head, line, *sorted(rows, key=lambda row: row.split(" | ")[0]), ""]) + place[3]
-    text, places = re.subn(r"(<!-- measured: speed -->\n)(.*?)(<!-- end -->)", new, PAGE.read_text(), flags=re.S)
-    assert places == 1, f"{PAGE.name} has {places} places for the table"
-    PAGE.write_text(text)
+    head, line, *rows = on_page(PAGE, "speed").splitlines()
+    rows = [row for row in rows if not row.startswith(f"| {step} |")]
+    rows += [f"| {step} | {name} | {statistics.median(values):.2f} | {target or ''} |" for name, values, target in found]
+    replace_on_page(PAGE, "speed", "\n".join([head, line, *sorted(rows, key=lambda row: row.split(" | ")[0]), ""]))
 
 
 def seconds_of_message(times=50):

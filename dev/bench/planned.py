@@ -25,6 +25,7 @@ import trust                                               # noqa: E402
 from models import PRESETS, Model                          # noqa: E402
 from plan import SCHEDULES                                 # noqa: E402
 from speed import GPUS                                     # noqa: E402
+from steps import replace_on_page                          # noqa: E402
 
 DATA = ROOT / "tests/data"
 SHAPE = dict(vocab="vocab_size", hidden="hidden_size", intermediate="intermediate_size", layers="num_hidden_layers",
@@ -187,20 +188,19 @@ def table():
 
 # ------------------------------------------------------------------------------------------- the planner's README
 README = ROOT / "tools/plan/README.md"
-ANSWER = re.compile(r"(<!-- measured: query -->\n```text\n)(.*?)(```\n<!-- end -->)", re.S)
 
 
 def answer():
-    """Return what the first command of the README prints."""
+    """Return what the first command of the README prints, as a block of code."""
     words = re.search(r"^python tools/plan (.*)$", README.read_text(), re.M)[1]
     done = subprocess.run([sys.executable, README.parent, *words.split()], capture_output=True, text=True, check=True)
-    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    return "\n".join(["```text", *map(str.rstrip, done.stdout.splitlines()), "```\n"])
 
 
 def main(argv):
     if argv != ["--readme"]:
         return print("\n".join(table()))
-    README.write_text(ANSWER.sub(lambda place: place[1] + answer() + place[3], README.read_text()))
+    replace_on_page(README, "query", answer())
 
 
 if __name__ == "__main__":

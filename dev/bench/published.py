@@ -17,7 +17,6 @@ import json
 import math
 import pickle
 import platform
-import re
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import trainers                                           # noqa: E402
 from simulate import gpus                                  # noqa: E402
 from simulate.play import Player                          # noqa: E402
 from simulate.ranks import Ranks, look, record_all        # noqa: E402
+from steps import replace_on_page                          # noqa: E402
 
 GRID = dict(h100=[0.56, 0.58, 0.60, 0.62, 0.64, 0.66, 0.68, 0.70], a100=[0.72, 0.74, 0.76, 0.78, 0.80, 0.82, 0.84, 0.86],
             MEMORY=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95], TAKEN=[0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6])
@@ -297,10 +297,7 @@ def write(name, command, printer, *args):
     with redirect_stdout(io.StringIO()) as printed:
         printer(*args)
     made = f"*`{command}`, with torch {torch.__version__} and Python {platform.python_version()} on {platform.machine()}*"
-    text, found = re.subn(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)",
-                          lambda place: f"{place[1]}{made}\n\n{printed.getvalue()}{place[2]}", PAGE.read_text(), flags=re.S)
-    assert found == 1, f"{PAGE.name} has {found} places for {name}"
-    PAGE.write_text(text)
+    replace_on_page(PAGE, name, f"{made}\n\n{printed.getvalue()}")
 
 
 def main():

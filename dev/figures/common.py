@@ -1,7 +1,6 @@
 """Helpers that all makers of figures share: find a step's code and pictures, run under torchrun, put tables into a page."""
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from prove import processes
-from steps import PYTHONPATH, ROOT, full_name
+from steps import PYTHONPATH, ROOT, full_name, replace_on_page
 
 sys.path += PYTHONPATH
 from jobs import storage_bytes as bytes_of                # noqa: F401  counts every storage once
@@ -30,11 +29,9 @@ def paths_of(number):
 def put_into_pages(folder, tables):
     """Write each table into the page of the folder that has its marks, between them."""
     for name, rows in tables.items():
-        place = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", re.S)
-        pages = [page for page in folder.glob("*.md") for _ in place.findall(page.read_text())]
-        assert len(pages) == 1, f"{folder.name} has {len(pages)} tables of the name {name}"
-        text = "\n".join(rows) + "\n"
-        pages[0].write_text(place.sub(lambda found: found[1] + text + found[2], pages[0].read_text()))
+        pages = [page for page in folder.glob("*.md") if f"<!-- measured: {name} -->" in page.read_text()]
+        assert len(pages) == 1, f"{folder.name} has {len(pages)} pages with a table of the name {name}"
+        replace_on_page(pages[0], name, "\n".join([*rows, ""]))
 
 
 def torchrun(world, *words, **how):
