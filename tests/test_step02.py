@@ -2,7 +2,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import cases
@@ -12,6 +11,7 @@ from harness import JobFailed
 from jobs import assert_refused, ledger_rows, main_job
 from observe import check
 from programs import run_ranks
+from prove.processes import torchrun
 from steps import step_dir
 
 STEP = "step02_dp"
@@ -125,8 +125,7 @@ def test_rank_0_alone_says_so_and_all_end(pool, more, message):
 
 @slow
 def test_torchrun_ends_at_once_on_bad_input():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py",
-               "--micro_batch_size", "3"]
+    command = torchrun(2, step_dir(STEP) / "train.py", "--micro_batch_size", 3)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 1 and "train.py\", line" not in done.stderr
     assert done.stderr.count("error: --micro_batch_size 3: must divide") == 1
@@ -157,8 +156,7 @@ def test_a_time_out_names_the_rank_and_the_operation(pool):
 
 @slow
 def test_a_killed_rank_takes_the_run_down():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", step_dir(STEP) / "train.py",
-               "--steps", "100000"]
+    command = torchrun(2, step_dir(STEP) / "train.py", "--steps", 100000)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:

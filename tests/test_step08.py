@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from unittest.mock import patch
@@ -21,6 +20,7 @@ from harness import Refused, assert_same_run, assert_same_tensors, relative
 from jobs import assert_refused, check_job, main_job, told_job
 from layouts import SCHEDULES, Layout, all_of_a_world, rest
 from observe import check
+from prove.processes import torchrun
 from safetensors.torch import save_file
 from steps import step_dir
 
@@ -331,10 +331,6 @@ def test_told_to_end_it_saves_and_ends(pool, flags, one_process, tmp_path, more)
     assert_goes_on(pool, flags, one_process, tmp_path / "c", tmp_path, *RESUMED[0])
 
 
-def torchrun(*more, script=step_dir(STEP) / "train.py"):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *more, str(script)]
-
-
 def start(tmp_path, command):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "output", "a") as output:
@@ -388,7 +384,7 @@ def test_torchrun_starts_a_killed_job_again_and_passes_a_signal_on(pool, flags, 
     script.write_text(KILLED)
     base = f"{flags['dense']} --micro_batch_size 6 --lr_schedule constant"
     words = f"{base} --steps 300 --checkpoint {folder} --save_every 2 --resume --zero 2 --log_file {log}".split()
-    process = start(tmp_path, torchrun("--max-restarts", "2", script=script) + [str(step_dir(STEP)), *words])
+    process = start(tmp_path, torchrun(2, "--max-restarts", 2, script, step_dir(STEP), *words))
     try:
         wait_until(lambda: len(lines_of(log)) >= 8, process)
         process.terminate()
@@ -408,7 +404,7 @@ def killed_at_random(pool, flags, tmp_path, draw):
     """Kill a run at a random moment, while it saves after every step, and check that its checkpoints are usable."""
     log, folder = tmp_path / "log", tmp_path / "c"
     more = f"--checkpoint {folder} --save_every 1 --zero {draw.choice([0, 1, 3])} --log_file {log}"
-    process = start(tmp_path, torchrun() + f"{flags} --micro_batch_size 6 {more}".split())
+    process = start(tmp_path, torchrun(2, step_dir(STEP) / "train.py", *f"{flags} --micro_batch_size 6 {more}".split()))
     try:
         wait_until(lambda: len(lines_of(log)) >= 2, process)
         time.sleep(draw.random() * 0.4)

@@ -2,10 +2,10 @@
 import importlib.metadata
 import re
 import subprocess
-import sys
 
 import pytest
 from patched import planted_mistakes
+from prove.processes import torchrun
 from steps import ROOT, clean_environment
 
 TEXT = (ROOT / "docs/wild.md").read_text()
@@ -43,8 +43,7 @@ def test_a_program_without_the_tool_shows_the_mistake(program):
         if found != version:
             pytest.skip(f"pip install {package}=={version}")
     file, *arguments = program.split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-               ROOT / "exercises/wild" / file, *arguments]
+    command = torchrun(ranks, ROOT / "exercises/wild" / file, *arguments)
     environment = clean_environment() | dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     done = subprocess.run(command, text=True, capture_output=True, timeout=600, env=environment)
     assert shown in done.stdout, done.stdout + done.stderr
