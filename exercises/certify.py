@@ -24,7 +24,7 @@ import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from refuse import refuse
+from refuse import refuse, run_and_exit
 from steps import ROOT, full_name
 
 SOURCE, FOLDER = ROOT / "exercises/capstone", ROOT / "exercise/capstone"
@@ -242,9 +242,4 @@ def main(words):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except OSError as error:                              # a folder that cannot be written
-        refuse(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_and_exit(main, sys.argv[1:])

@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from prove.processes import frames
-from refuse import refuse
+from refuse import refuse, run_and_exit
 from steps import NAMES, NOT_IN_DIFF, PYTHONPATH, ROOT, STEPS
 
 LADDER = ROOT / "exercises/ladder"
@@ -553,9 +553,4 @@ def rung_of(given, key, number):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:                              # a folder that cannot be written
-        refuse(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_and_exit(main)

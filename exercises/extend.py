@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from patched import copy_step, read_header, run_tests
-from refuse import refuse
+from refuse import refuse, run_and_exit
 from steps import ROOT, full_name
 
 FOLDER = ROOT / "exercises/extensions"
@@ -78,7 +78,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:                              # no git, or a folder that cannot be written
-        refuse(error)
+    run_and_exit(main)

@@ -23,7 +23,7 @@ from unittest.mock import patch as replaced
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from patched import edits, not_in, planted_copy, planted_mistakes
-from refuse import refuse
+from refuse import refuse, run_and_exit
 from steps import PYTHONPATH, ROOT, full_name
 
 HUNT = ROOT / "exercise/hunt"
@@ -251,9 +251,4 @@ def main():
 
 if __name__ == "__main__":
     import hunt                                           # workers find their functions under this name
-    try:
-        sys.exit(hunt.main())
-    except OSError as error:                              # a folder that cannot be written
-        refuse(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_and_exit(hunt.main)
