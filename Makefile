@@ -41,7 +41,7 @@ Ask
   make gpu                             what do the steps do on my GPUs? a report within 20 minutes: docs/gpus.md
 
 Check
-  make test [STEP=4]                   the quick tests, about five minutes; with STEP, all tests of that step but the long ones
+  make test [STEP=4]                   the quick tests, five to seven minutes; with STEP, all tests of that step but the long ones
   make test CHANGED=1 [BASE=REV]       the quick tests of the steps, tools and pages that have changed, or changed since REV
   make sweep [STEP=4] [SEED=123]       the long tests, and a hundred random layouts of every step; prints the seed
   make lint                            ruff, in an environment of its own
