@@ -232,7 +232,7 @@ class Replicas:
                 multiprocessing.connection.wait([process.sentinel for process, _ in self.alive.values()], 0.02)
                 for replica in {who[0] for who, (process, _) in self.alive.items() if not process.is_alive()}:
                     self.bury(replica)
-                for replica in [*self.dead]:          # a step without it comes first, if somebody is there
+                for replica in [*self.dead]:              # a step without it comes first, if somebody is there
                     missed = any(replica not in line["members"] for line in self.history()[-1:])
                     if missed or not self.lighthouse.living() or self.lighthouse.end:
                         self.dead.remove(replica)
